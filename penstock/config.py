@@ -171,6 +171,9 @@ class ParallelConfig:
     )
     expert_parallel_size: int = option(1, DEGREES, "groups of processes that have different experts")
     pipeline_parallel_size: int = option(1, range(1, 4097), "processes that share the layers")
+    distributed_executor_backend: str = option(
+        "mp", ("mp", "ray"), "where these processes run: on this machine, or on those of the Ray cluster of RAY_ADDRESS"
+    )
     lm_head_pieces: int = option(1, range(1, MAX_HEAD_PIECES + 1), "matrix products that the LM head is computed in")
     pad_vocab_multiple: int = option(
         1, range(1, 2**16 + 1), "pad the LM head to a multiple of N tokens (Falcon's 65024 become 65536 with 1024)"
@@ -181,6 +184,8 @@ class ParallelConfig:
         check_options(self)
         if self.num_ranks > 1:
             self._check_split()
+        if self.is_on_ray and self.num_ranks * self.pipeline_parallel_size == 1:
+            raise fail("distributed_executor_backend", "ray", "mp where one process has the model: nothing is split")
 
     def _check_split(self) -> None:
         for name in ("lm_head_pieces", "pad_vocab_multiple"):
@@ -199,6 +204,11 @@ class ParallelConfig:
         """The number of processes that share each layer."""
         sizes = self.tensor_parallel_size, self.attention_parallel_size or 1, self.mlp_parallel_size or 1
         return max(*sizes, self.expert_parallel_size)
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether the processes run on the machines of a Ray cluster."""
+        return self.distributed_executor_backend == "ray"
 
     def degrees(self, model: "ModelConfig", *, together: bool = False) -> Degrees:
         """Return into how many parts the ranks split a model. together: as divisible_heads.
@@ -309,12 +319,13 @@ class NumericsConfig:
         return Scheme.parse(self.quantization, self.quantization_group_size)
 
     def resolve(
-        self, model: "ModelConfig", num_ranks: int = 1, num_engines: int = 1
+        self, model: "ModelConfig", num_ranks: int = 1, num_engines: int = 1, *, elsewhere: bool = False
     ) -> tuple["NumericsConfig", dict[str, str]]:
         """Return the config without open values, and the reason of each choice.
 
         Args:
             num_ranks: processes that share the model.
+            elsewhere: each of them may have a machine of its own.
             num_engines: that share the machine, each with so many processes.
 
         Raises:
@@ -344,18 +355,22 @@ class NumericsConfig:
         if level is None and self.cpu_affinity not in (AUTO, NONE):
             raise fail("cpu_affinity", self.cpu_affinity, "auto or none: only the native kernels place their threads")
         if num_ranks * num_engines > 1:
-            shared = self._share_cores(Machine.read(), num_ranks * num_engines, small_model=small)
+            num_here = num_engines if elsewhere else num_ranks * num_engines
+            shared = self._share_cores(Machine.read(), num_here, small_model=small)
             return _apply(self, choices | shared)
         return _apply(self, choices | self._resolve_cores(Machine.read(), small_model=small))
 
-    def _share_cores(self, machine: Machine, num_ranks: int, *, small_model: bool) -> Choices:
+    def _share_cores(self, machine: Machine, count: int, *, small_model: bool) -> Choices:
         """Choose threads and cpu_affinity of each of several processes, if they were left open."""
         if self.cpu_affinity not in (AUTO, NONE):
             raise fail("cpu_affinity", self.cpu_affinity, "auto or none where several processes share the cores")
         choices: Choices = {}
         if self.threads is None:
-            threads = 1 if small_model else max(1, machine.default_threads()[0] // num_ranks)
-            choices["threads"] = threads, f"the cores shared by {num_ranks} processes"
+            threads = 1 if small_model else max(1, machine.default_threads()[0] // count)
+            choices["threads"] = (
+                threads,
+                f"the cores shared by {count} processes" if count > 1 else "all cores of a machine",
+            )
         if self.cpu_affinity == AUTO:
             choices["cpu_affinity"] = NONE, "several processes share the cores"
         return choices
@@ -444,7 +459,9 @@ class EngineConfig:
         stages = self.parallel.pipeline_parallel_size
         if stages > model.num_hidden_layers:
             raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, a layer for each process")
-        numerics, why_numerics = self.numerics.resolve(model, self.parallel.num_ranks * stages, num_engines)
+        numerics, why_numerics = self.numerics.resolve(
+            model, self.parallel.num_ranks * stages, num_engines, elsewhere=self.parallel.is_on_ray
+        )
         scheduler, why_scheduler = self.scheduler.resolve(model)
         cache, why_cache = self.cache.resolve(scheduler.max_model_len or 0, numerics.dtype)
         reasons = why_numerics | why_scheduler | why_cache

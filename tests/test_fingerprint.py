@@ -42,6 +42,7 @@ CANNOT_CHANGE: dict[str, Any] = {
 }  # fmt: skip
 PROVED_ELSEWHERE = (  # tests/parallel
     "tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
+    "distributed_executor_backend",  # tests/ray_app
 )  # fmt: skip
 
 

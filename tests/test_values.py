@@ -121,6 +121,7 @@ BAD_OPTIONS = {
     "mlp_parallel_size": [0, 3, "2", 2.0],
     "expert_parallel_size": [0, 3, 16, None],
     "pipeline_parallel_size": [0, 5000, 1.0],
+    "distributed_executor_backend": ["", "RAY", None, "ray"],  # the last: nothing is split
     "sharding_config": ["", 5, ["x.yaml"]],
     "lm_head_pieces": [0, -1, 2**20, "2", 1.5, None, True],
     "pad_vocab_multiple": [0, -1, 2**20, "2", 1.5, None, True],

@@ -1,6 +1,7 @@
 """Makes an engine: directory -> ModelConfig -> resolved EngineConfig -> model -> cache plan -> runner -> engine."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -11,7 +12,15 @@ from penstock.assembly.info import describe, with_memory
 from penstock.assembly.model import Weights, make_grammars, make_model, make_ops, read_scales
 from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.rank_plan import RankPlan
-from penstock.assembly.ranks import StartRanks, check_split, find_degrees, read_sharding, start_ranks
+from penstock.assembly.ranks import (
+    Leader,
+    StartRanks,
+    check_split,
+    find_degrees,
+    open_launcher,
+    read_sharding,
+    start_ranks,
+)
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -128,9 +137,28 @@ def build_engine(
     check_offload(config)
     if config.numerics.load_format == "mock":
         return _build_mock(config, model_config, weights, groups)
+    launcher = open_launcher(config)
+    try:
+        free = UNLIMITED if takes_over else launcher.free_memory_bytes(free_memory_bytes) // num_engines
+        return _build(
+            config, model_config, weights, free, groups, lambda plan, ops, forms: start(plan, ops, forms, launcher)
+        )
+    except BaseException:
+        launcher.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: Weights,
+    free: int,
+    groups: list[CacheGroup] | None,
+    start: Callable[[RankPlan, Ops, Grammars], Leader],
+) -> BuiltEngine:
+    """Load the model of a resolved config and make its engine, in so many bytes of free memory."""
     kv_scales = read_scales(config, model_config)
     ops = make_ops(config, model_config)
-    free = UNLIMITED if takes_over else free_memory_bytes() // num_engines
     draft = find_draft(config, model_config, weights)
     free -= draft.num_bytes + (config.cache.kv_offload_memory_bytes or 0)
     config, memory = (
@@ -151,7 +179,11 @@ def build_engine(
 
 
 def _open(
-    plan: RankPlan, ops: Ops, kv_scales: tuple[KVScales, ...] | None, forms: Grammars, start: StartRanks
+    plan: RankPlan,
+    ops: Ops,
+    kv_scales: tuple[KVScales, ...] | None,
+    forms: Grammars,
+    start: Callable[[RankPlan, Ops, Grammars], Leader],
 ) -> tuple[CausalLM, Executor, int]:
     """Load the model, here or in several processes. Return it, what computes with it, and the bytes of its caches."""
     config, model_config, groups = plan.config, plan.model_config, list(plan.groups)

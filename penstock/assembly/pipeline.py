@@ -9,7 +9,8 @@ from penstock.assembly.rank_plan import RankPlan, make_runner
 from penstock.errors import NotSupportedError
 from penstock.layers.stage import Stage, split_layers
 from penstock.layers.wires import Ranks
-from penstock.parallel.pipeline import PipelineExecutor, StartRank, start_process
+from penstock.parallel.launch import Launcher
+from penstock.parallel.pipeline import PipelineExecutor
 from penstock.plugins.user_files import import_files
 from penstock.runner.stage_runner import StageRunner
 
@@ -29,7 +30,7 @@ class Begin:
     layers: range
 
 
-def open_pipeline(plan: RankPlan, start: StartRank = start_process) -> PipelineExecutor:
+def open_pipeline(plan: RankPlan, launcher: Launcher) -> PipelineExecutor:
     """Start the ranks of each stage of a resolved config.
 
     Raises:
@@ -45,7 +46,7 @@ def open_pipeline(plan: RankPlan, start: StartRank = start_process) -> PipelineE
         [pickle.dumps(Begin(index, rank, plan, layers)) for rank in range(plan.degrees.size)]
         for index, layers in enumerate(stages)
     ]
-    return PipelineExecutor(begins, plan.largest_meeting, start)
+    return PipelineExecutor(begins, plan.largest_meeting, launcher)
 
 
 def make_stage_runner(begin: Begin, ranks: Ranks | None) -> StageRunner:

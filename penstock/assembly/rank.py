@@ -10,6 +10,7 @@ from penstock.parallel.channel import CannotStart, Channel, Ready, encode
 from penstock.parallel.links import Links, inherit
 from penstock.parallel.local import LocalRanks
 from penstock.parallel.rank import Rank
+from penstock.parallel.wire import WireLinks
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +27,9 @@ def main(argv: list[str]) -> int:
     return serve(engine, before, after, inherit(argv[3:]) if argv[3:] else None)
 
 
-def serve(engine: Channel, before: Channel | None, after: Channel | None, ranks: Links | LocalRanks | None) -> int:
+def serve(
+    engine: Channel, before: Channel | None, after: Channel | None, ranks: Links | WireLinks | LocalRanks | None
+) -> int:
     """Do so over these connections. Return the exit status."""
     try:
         begin: Begin = pickle.loads(engine.receive())  # from the process that started this one

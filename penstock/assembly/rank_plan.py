@@ -1,9 +1,12 @@
 """RankPlan: what several processes that compute one model build their parts from; and how a part is built."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
 
 from penstock.assembly.model import Weights, make_model, read_scales
 from penstock.config import EngineConfig
+from penstock.errors import ModelLoadError
 from penstock.interface.step import CacheGroup
 from penstock.kernels.arena import LOGITS_ROWS
 from penstock.kernels.metadata import KVScales
@@ -17,6 +20,7 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import IN_A_LAYER, Degrees, Share
+from penstock.weights.safetensors import fingerprint
 from penstock.weights.sources import read_parameters
 
 
@@ -26,6 +30,7 @@ class RankPlan:
 
     Attributes:
         degrees: how the ranks, of each stage where there are several, split its layers.
+        fingerprint: of the weights that every rank must find; None where all have the same files.
     """
 
     config: EngineConfig
@@ -33,6 +38,7 @@ class RankPlan:
     weights: Weights
     groups: tuple[CacheGroup, ...]
     degrees: Degrees
+    fingerprint: str | None = None
 
     @property
     def largest_meeting(self) -> int:
@@ -52,7 +58,16 @@ def make_runner(
     """Load a rank's part of the model, or of a stage of it, and allocate its part of the cache.
 
     ranks: how it meets the others; None: it has all of its layers.
+
+    Raises:
+        ModelLoadError, InvalidRequestError: it cannot be loaded.
     """
+    if (
+        plan.fingerprint is not None
+        and isinstance(plan.weights, Path)
+        and fingerprint(plan.weights) != plan.fingerprint
+    ):
+        raise ModelLoadError(f"{plan.weights} has other weights on {gethostname()} than where the engine runs")
     config, whole, share = plan.config, plan.model_config, Share(rank, plan.degrees)
     model = make_model(config, whole, plan.weights, ops, None if ranks is None else Split(share, ranks), stage)
     scales = read_scales(config, whole)

@@ -17,10 +17,12 @@ from penstock.assembly.rank_plan import RankPlan, make_runner
 from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError, PenstockError
 from penstock.interface.step import Executor
+from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import is_torch
 from penstock.parallel.executor import ParallelExecutor, follow
 from penstock.parallel.group import Built, CannotBuild, Group, bytes_read, inherit
+from penstock.parallel.launch import HostLauncher, Launcher
 from penstock.plugins.user_files import import_files
 from penstock.runner.following import FollowingRunner
 from penstock.runner.structured import Forms
@@ -29,6 +31,7 @@ from penstock.spec.placement import place
 from penstock.spec.sharding_map import ShardingMap
 from penstock.spec.shares import Degrees, heads_are_together
 from penstock.weights import packed
+from penstock.weights.safetensors import fingerprint
 from penstock.weights.sources import read_parameters, read_table
 
 MODULE = "penstock.assembly.ranks"
@@ -44,7 +47,7 @@ class Leader:
     cache_bytes: int
 
 
-StartRanks = Callable[[RankPlan, Ops, Forms | None], Leader]
+StartRanks = Callable[[RankPlan, Ops, Forms | None, Launcher], Leader]
 
 
 def find_degrees(config: EngineConfig, model: ModelConfig) -> Degrees:
@@ -86,6 +89,9 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
     Raises:
         InvalidRequestError: it cannot; the message says what can.
     """
+    if config.parallel.is_on_ray and config.numerics.load_format == "mock":
+        message = "distributed_executor_backend: load_format = mock has no model to share; use mp"
+        raise InvalidRequestError(message, param="distributed_executor_backend")
     if config.parallel.num_ranks == 1:
         return
     find_degrees(config, model)
@@ -106,17 +112,44 @@ def replace_threads(config: EngineConfig) -> EngineConfig:
     return replace(config, numerics=replace(config.numerics, threads=1))
 
 
-def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None) -> Leader:
+def open_launcher(config: EngineConfig) -> Launcher:
+    """Return what starts the ranks of a resolved config, where it says.
+
+    Raises:
+        InvalidRequestError: Ray is not installed, or there is no cluster.
+        EngineError: the cluster has no room.
+    """
+    parallel, option = config.parallel, "distributed_executor_backend"
+    if not parallel.is_on_ray:
+        return HostLauncher()
+    try:
+        from penstock.parallel.ray_cluster import join_cluster
+        from penstock.parallel.ray_launcher import RayLauncher
+    except ImportError as error:
+        if error.name is None or error.name.split(".")[0] not in ("ray", "grpc"):
+            raise
+        message = f"{option}: Ray is not installed: pip install 'penstock[ray]'"
+        raise InvalidRequestError(message, param=option) from None
+    join_cluster(option)
+    size, stages = parallel.num_ranks, parallel.pipeline_parallel_size
+    here = 1 if stages == 1 else 0  # the ranks of stages are all processes of their own
+    return RayLauncher(here, size * stages - here, config.numerics.threads or 1, chosen_level())
+
+
+def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> Leader:
     """Start the ranks, and wait until all are ready. Without stages, this process is the first of them.
 
     Raises:
         ModelLoadError, InvalidRequestError: a part cannot be built.
         EngineError: a rank ended.
     """
+    if plan.config.parallel.is_on_ray and isinstance(plan.weights, Path):
+        digest = fingerprint(plan.weights) if plan.config.numerics.load_format == "auto" else None
+        plan = replace(plan, fingerprint=digest, weights=plan.weights.absolute())
     if plan.config.parallel.pipeline_parallel_size > 1:
-        pipeline = open_pipeline(plan)
+        pipeline = open_pipeline(plan, launcher)
         return Leader(pipeline, pipeline.cache_bytes)
-    group = Group(plan.degrees.size, plan.largest_meeting, MODULE, plan)
+    group = Group(plan.degrees.size, plan.largest_meeting, MODULE, plan, launcher)
     try:
         runner = make_runner(plan, ops, 0, group.links, forms)
         group.wait_until_built()

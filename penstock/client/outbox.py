@@ -7,7 +7,6 @@ computes for minutes.
 """
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from penstock.client import frames
 from penstock.interface.messages import EngineStats
 from penstock.parallel.effort import Effort
-from penstock.parallel.spawn import children
 
 HEARTBEAT_S = 0.5
 
@@ -55,18 +53,13 @@ class Outbox:
             self._begun.clear()
 
     def _beat(self) -> None:
-        seen = _effort()
+        seen = Effort.so_far()
         while True:
             self._begun.wait()
             time.sleep(HEARTBEAT_S)
-            since, now = self._working_since, _effort()
+            since, now = self._working_since, Effort.so_far()
             if since is None or not now.exceeds(seen):
                 continue
             seen = now
             with contextlib.suppress(OSError):  # the client is gone, and the reader thread ends this process
                 self.send(frames.Heartbeat(self.epoch, self._stats, working_s=time.monotonic() - since))
-
-
-def _effort() -> Effort:
-    """Return what this process and those that it has started, its ranks, have done so far."""
-    return Effort.of([os.getpid(), *children()])

@@ -5,14 +5,18 @@ disk. One that is slow does at least one of these. All of it is read from /proc,
 """
 
 import os
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from penstock.parallel.spawn import children
 
 MIN_EFFORT_S = 0.005  # of processor time; heartbeats alone take less
 WAITING = ("R", "D")  # states in /proc: running or waiting for a core, waiting for a disk
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_elsewhere: "list[weakref.WeakMethod[Callable[[], float]]]" = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,21 @@ class Effort:
                 reads += _bytes_read(files / "io")
         return cls(ticks / TICKS_PER_S, reads, is_waiting)
 
+    @classmethod
+    def so_far(cls) -> "Effort":
+        """Return the effort of this process and of those that it has started, here and on other machines."""
+        here = cls.of([os.getpid(), *children()])
+        elsewhere = [cpu_s() for item in _elsewhere if (cpu_s := item()) is not None]
+        return replace(here, cpu_s=here.cpu_s + sum(elsewhere))
+
     def exceeds(self, earlier: "Effort") -> bool:
         """Return whether there has been progress since, or only the machine is in its way."""
         return self.is_waiting or self.cpu_s - earlier.cpu_s > MIN_EFFORT_S or self.reads > earlier.reads
+
+
+def count_elsewhere(cpu_s: Callable[[], float]) -> None:
+    """Have `so_far` add the processor time of processes on other machines, as long as the method's object lives."""
+    _elsewhere.append(weakref.WeakMethod(cpu_s))
 
 
 def _bytes_read(counters: Path) -> int:

@@ -6,7 +6,6 @@ the system kills it even where it hangs (child_main.py).
 """
 
 import pickle
-import socket
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
+from penstock.parallel.launch import HERE, Launcher, Process
 from penstock.parallel.links import Links, Meeting
 from penstock.parallel.links import inherit as inherit_links
-from penstock.parallel.spawn import spawn
+from penstock.parallel.wire import WireLinks
 
-STDERR = 2
 END_WAIT_S = 5.0
 
 
@@ -46,16 +45,19 @@ class Group:
         built: what the other ranks said when they were ready.
     """
 
-    def __init__(self, size: int, place_bytes: int, module: str, plan: Any) -> None:
+    def __init__(self, size: int, place_bytes: int, module: str, plan: Any, launcher: Launcher) -> None:
         """Start the other ranks: `module.main` in processes of their own, which get `plan` as the first message.
+
+        launcher: starts them, and is closed with the group.
 
         Raises:
             EngineError: they cannot be started.
         """
-        meeting = Meeting(size, place_bytes)
+        meeting = Meeting(size, place_bytes, launcher)
         self.links = meeting.join(0)
         self.built: list[Built] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._launcher = launcher
+        self._processes: list[Process] = []
         self._connections: list[Connection] = []
         try:
             for rank in range(1, size):
@@ -68,11 +70,10 @@ class Group:
         self.send(plan)
 
     def _start(self, rank: int, meeting: Meeting, module: str) -> None:
-        ours, theirs = socket.socketpair()
-        words = [str(theirs.fileno()), *meeting.words(rank)]
-        inherited = [theirs.fileno(), *meeting.files(rank)]
+        ours, theirs = self._launcher.connect(HERE, rank)
         try:
-            self._processes.append(spawn(module, words, inherited=inherited, stdout=STDERR))
+            process = self._launcher.start(rank, module, [theirs, *meeting.words(rank)])
+            self._processes += [] if process is None else [process]
         finally:
             theirs.close()
         self._connections.append(Connection(ours.detach()))
@@ -133,7 +134,9 @@ class Group:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait(timeout=END_WAIT_S)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=END_WAIT_S)
+        self._launcher.close()
 
 
 def bytes_read() -> int:
@@ -143,6 +146,6 @@ def bytes_read() -> int:
     return 0
 
 
-def inherit(words: list[str]) -> tuple[Links, Connection]:
+def inherit(words: list[str]) -> tuple[Links | WireLinks, Connection]:
     """Return a rank's links, and its connection to the leader, from the words that it was started with."""
     return inherit_links(words[1:]), Connection(int(words[0]))

@@ -6,24 +6,30 @@ over a socket says that it is there.
 
 Each rank has two places, used in turn: when it writes to one again, every rank has said in between that it is done
 with it. A socket ends with its process, so the death of a rank reaches all others at their next meeting. The memory has
-no name in the system, and is gone with its processes.
+no name in the system, and is gone with its processes. Ranks on several machines have none in common: their arrays cross
+the sockets (wire.py).
 """
 
+import io
 import itertools
 import mmap
 import os
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import ExecutorLostError
 from penstock.kernels.tensors import UINT8, Array
+from penstock.parallel.launch import HERE, HostLauncher, Launcher
+from penstock.parallel.wire import WireLinks
 from penstock.spec.shares import DEGREES
 
 TIMEOUT_S = 60  # a rank that is alive answers within the time of one product
 PAGE = 4096
+NO_MEMORY = "none"
 
 
 class Links:
@@ -100,44 +106,56 @@ class Links:
 
 
 class Meeting:
-    """What the ranks of one model, or of one stage, meet over, before each of them has its own end of it."""
+    """What the ranks of one model, or of one stage, meet over, before each of them has its own end of it.
 
-    def __init__(self, size: int, place_bytes: int) -> None:
-        """place_bytes: the most that a rank gives the others at once. Raise OSError if the system has no more."""
+    Args:
+        size: how many ranks.
+        place_bytes: the most that one gives the others at once.
+        first: the number of rank 0's process; the others' follow.
+
+    Raises:
+        OSError: the system has no more memory or sockets.
+    """
+
+    def __init__(self, size: int, place_bytes: int, launcher: Launcher | None = None, first: int = HERE) -> None:
+        launcher = launcher or HostLauncher()
         self._place_bytes = rounded_to_pages(place_bytes)
-        self._ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+        self._ends: list[dict[int, Any]] = [{} for _ in range(size)]
+        self._memory: io.FileIO | None = None
         for one, other in itertools.combinations(range(size), 2):
-            self._ends[one][other], self._ends[other][one] = socket.socketpair()
-        self._memory = os.memfd_create("penstock-ranks")  # a page is provided when it is written to
-        os.ftruncate(self._memory, size * len(DEGREES) * 2 * self._place_bytes)
+            self._ends[one][other], self._ends[other][one] = launcher.connect(first + one, first + other)
+        if launcher.shares_memory:
+            self._memory = io.FileIO(os.memfd_create("penstock-ranks"), "r+")  # a page is provided when written to
+            self._memory.truncate(size * len(DEGREES) * 2 * self._place_bytes)
 
-    def join(self, rank: int) -> Links:
+    def join(self, rank: int) -> Links | WireLinks:
         """Return the end of a rank that is in this process."""
         peers, self._ends[rank] = self._ends[rank], {}
-        return Links(rank, peers, self._memory, self._place_bytes)
+        if self._memory is None:
+            return WireLinks(rank, peers)
+        return Links(rank, peers, self._memory.fileno(), self._place_bytes)
 
-    def words(self, rank: int) -> list[str]:
+    def words(self, rank: int) -> list[Any]:
         """Return what the process of a rank is started with; `inherit` takes it there."""
-        peers = [f"{peer}:{sock.fileno()}" for peer, sock in self._ends[rank].items()]
-        return [str(rank), str(self._memory), str(self._place_bytes), *peers]
-
-    def files(self, rank: int) -> list[int]:
-        """Return the descriptors that the process of a rank shares."""
-        return [self._memory, *(sock.fileno() for sock in self._ends[rank].values())]
+        ends = [word for peer, end in self._ends[rank].items() for word in (str(peer), end)]
+        return [str(rank), self._memory or NO_MEMORY, str(self._place_bytes), *ends]
 
     def close(self) -> None:
         """Close what the ranks have inherited by now."""
-        os.close(self._memory)
-        for sock in itertools.chain.from_iterable(item.values() for item in self._ends):
-            sock.close()
+        if self._memory is not None:
+            self._memory.close()
+        for end in itertools.chain.from_iterable(item.values() for item in self._ends):
+            end.close()
 
 
-def inherit(words: Sequence[str]) -> Links:
+def inherit(words: Sequence[str]) -> Links | WireLinks:
     """Return the end of the rank that this process is, from the words that it was started with."""
-    rank, memory, place_bytes = map(int, words[:3])
-    peers = {int(peer): socket.socket(fileno=int(file)) for peer, file in (word.split(":") for word in words[3:])}
-    links = Links(rank, peers, memory, place_bytes)
-    os.close(memory)
+    rank, memory, place_bytes = int(words[0]), words[1], int(words[2])
+    peers = {int(peer): socket.socket(fileno=int(file)) for peer, file in zip(words[3::2], words[4::2], strict=True)}
+    if memory == NO_MEMORY:
+        return WireLinks(rank, peers)
+    links = Links(rank, peers, int(memory), place_bytes)
+    os.close(int(memory))
     return links
 
 

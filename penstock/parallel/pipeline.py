@@ -18,10 +18,10 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface.step import SchedulerOutput, StepOutput
@@ -37,40 +37,13 @@ from penstock.parallel.channel import (
     decode_from_rank,
     encode,
 )
+from penstock.parallel.launch import HERE, Launcher, Process
 from penstock.parallel.links import Meeting
-from penstock.parallel.spawn import spawn
 
 RANK_MODULE = "penstock.assembly.rank"
+NO_END = "-1"  # of a link that the first or the last stage does not have
 EXIT_WAIT_S = 5.0
 MAX_SPANS = 100_000  # the oldest are forgotten
-STDERR = 2  # output of a rank joins our messages; stdout belongs to the user
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """What a rank is started with: sockets to the engine, from the stage before and to the next one, None at the ends
-    of the pipeline; and what the ranks of its stage meet over, None where it is alone. The executor closes them."""
-
-    stage: int
-    rank: int
-    engine: socket.socket
-    before: socket.socket | None
-    after: socket.socket | None
-    meeting: Meeting | None
-
-
-StartRank = Callable[[Ends], "subprocess.Popen[bytes] | None"]
-
-
-def start_process(ends: Ends) -> "subprocess.Popen[bytes]":
-    """Start the process of a rank. Raise OSError if it cannot be started."""
-    sockets = (ends.engine, ends.before, ends.after)
-    inherited = [end.fileno() for end in sockets if end is not None]
-    words = [str(-1 if end is None else end.fileno()) for end in sockets]
-    if ends.meeting is not None:
-        inherited += ends.meeting.files(ends.rank)
-        words += ends.meeting.words(ends.rank)
-    return spawn(RANK_MODULE, words, inherited=inherited, stdout=STDERR)
 
 
 class PipelineExecutor:
@@ -82,14 +55,13 @@ class PipelineExecutor:
         spans: what the stages did last, step by step.
     """
 
-    def __init__(
-        self, begins: Sequence[Sequence[bytes]], place_bytes: int = 0, start: StartRank = start_process
-    ) -> None:
+    def __init__(self, begins: Sequence[Sequence[bytes]], place_bytes: int, launcher: Launcher) -> None:
         """Start the ranks, and wait until all have their layers.
 
         Args:
             begins: the first message to each rank of each stage.
             place_bytes: the most that a rank gives the others of its stage at once.
+            launcher: starts them, and is closed at the end.
 
         Raises:
             ModelLoadError, InvalidRequestError: a rank cannot load its part.
@@ -99,11 +71,12 @@ class PipelineExecutor:
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._outputs: dict[str, list[int]] = {}
         self._results: SimpleQueue[FromRank | None] = SimpleQueue()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._launcher = launcher
+        self._processes: list[Process] = []
         self._channels: list[Channel] = []
         self._is_dead = False
         try:
-            self._start(len(begins), len(begins[0]), place_bytes, start)
+            self._start(len(begins), len(begins[0]), place_bytes)
             for channel, begin in zip(self._channels, (begin for stage in begins for begin in stage), strict=True):
                 channel.send(begin)
             self.ready = self._wait_ready()
@@ -119,25 +92,35 @@ class PipelineExecutor:
         """Return the bytes of all ranks' caches."""
         return sum(item.cache_bytes for item in self.ready)
 
-    def _start(self, num_stages: int, size: int, place_bytes: int, start: StartRank) -> None:
+    def _start(self, num_stages: int, size: int, place_bytes: int) -> None:
         """Start `size` ranks for each stage."""
-        between = [[socket.socketpair() for _ in range(size)] for _ in range(num_stages - 1)]
-        try:
-            for stage in range(num_stages):
-                befores = [link[1] for link in between[stage - 1]] if stage > 0 else [None] * size
-                afters = [link[0] for link in between[stage]] if stage < num_stages - 1 else [None] * size
-                meeting = Meeting(size, place_bytes) if size > 1 else None
+        none: list[Any] = [NO_END] * size
+        befores = none  # where each rank of the stage hears from the one before
+        for stage in range(num_stages):
+            first, afters, next_befores = 1 + stage * size, none, none
+            if stage < num_stages - 1:
+                links = [self._launcher.connect(first + rank, first + size + rank) for rank in range(size)]
+                afters, next_befores = [link[0] for link in links], [link[1] for link in links]
+            meeting = Meeting(size, place_bytes, self._launcher, first) if size > 1 else None
+            try:
                 for rank in range(size):
-                    ours, theirs = socket.socketpair()
-                    self._channels.append(Channel(ours))
-                    process = start(Ends(stage, rank, theirs, befores[rank], afters[rank], meeting))
-                    self._processes += [] if process is None else [process]
-                    theirs.close()
+                    met = [] if meeting is None else meeting.words(rank)
+                    self._start_rank(first + rank, [befores[rank], afters[rank], *met])
+            finally:
+                for end in (end for end in (*befores, *afters) if end is not NO_END):
+                    end.close()
                 if meeting is not None:
                     meeting.close()
+            befores = next_befores
+
+    def _start_rank(self, number: int, words: list[Any]) -> None:
+        ours, theirs = self._launcher.connect(HERE, number)
+        self._channels.append(Channel(ours))
+        try:
+            process = self._launcher.start(number, RANK_MODULE, [theirs, *words])
+            self._processes += [] if process is None else [process]
         finally:
-            for end in (end for links in between for link in links for end in link):
-                end.close()
+            theirs.close()
 
     def _wait_ready(self) -> list[Ready]:
         """Wait for all ranks. One that cannot load its part ends the others of its stage, which then say nothing."""
@@ -213,5 +196,7 @@ class PipelineExecutor:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(EXIT_WAIT_S)
+        self._launcher.close()
         self._processes, self._channels = [], []

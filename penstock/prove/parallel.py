@@ -8,6 +8,7 @@ import random
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,8 +28,8 @@ from penstock.kernels.ops import Ops
 from penstock.models.config_json import load_model_config
 from penstock.parallel.channel import Channel
 from penstock.parallel.executor import ParallelExecutor
+from penstock.parallel.launch import HostLauncher, Launcher
 from penstock.parallel.local import LocalGroup
-from penstock.parallel.pipeline import Ends
 from penstock.prove import tiny_models
 from penstock.prove.proof import Trials
 from penstock.runner.following import FollowingRunner
@@ -166,7 +167,7 @@ def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, 
     return found
 
 
-def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None) -> Leader:
+def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> Leader:
     """Make every rank a thread of this process, as ranks.start_ranks makes them processes.
 
     Raises:
@@ -197,19 +198,19 @@ def _be_rank(plan: RankPlan, rank: int, group: LocalGroup) -> None:
         raise
 
 
-class _StageThreads:
-    """Makes the ranks of a pipeline threads of this process (pipeline.StartRank)."""
+class _StageThreads(HostLauncher):
+    """Makes the ranks of a pipeline threads of this process."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._groups: dict[int, LocalGroup] = {}  # by stage
 
-    def __call__(self, ends: Ends) -> None:
-        engine, before, after = (
-            None if end is None else Channel(end.dup()) for end in (ends.engine, ends.before, ends.after)
-        )
-        group = self._groups.setdefault(ends.stage, LocalGroup(self._size))
-        ranks = group.ranks[ends.rank] if self._size > 1 else None
+    def start(self, number: int, module: str, words: Sequence[Any]) -> None:
+        """Be the rank of this number in a thread. words: its ends, to the engine and to the stages beside its own."""
+        stage, rank = divmod(number - 1, self._size)
+        engine, before, after = (None if isinstance(end, str) else Channel(end.dup()) for end in words[:3])
+        group = self._groups.setdefault(stage, LocalGroup(self._size))
+        ranks = group.ranks[rank] if self._size > 1 else None
 
         def work() -> None:
             if engine is not None:

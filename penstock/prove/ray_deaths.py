@@ -144,6 +144,7 @@ def cluster_of(num_nodes: int) -> "Iterator[Cluster]":
     """Start a Ray cluster of processes on this machine, connect to it, and end it afterwards."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_DEDUP_LOGS"] = "0"
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112  # a dozen processes that nobody needs
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster

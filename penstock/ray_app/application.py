@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from starlette.types import Receive, Scope, Send
@@ -20,6 +19,7 @@ from penstock.client.engine_client import EngineState
 from penstock.client.replicas import MAX_REPLICAS
 from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import InvalidRequestError
+from penstock.parallel.ray_cluster import join_cluster
 from penstock.ray_app.engines import ByQueuedTokens, EngineReplica
 from penstock.ray_app.remote import EnginePool
 from penstock.server.app import create_app
@@ -31,6 +31,8 @@ SERVER_OPTIONS = (
     "request_timeout_s", "drain_timeout_s",
 )  # fmt: skip
 STOP_S = 3600.0  # for the streams of a replica that Serve stops to end; afterwards they go on elsewhere
+HEALTH_S = 2.0  # between two looks of Serve at a replica: how soon a dead one is noticed, and replaced
+METRICS_S = 1.0  # between two reports of a replica to the autoscaler
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 120.0
 
 
@@ -81,7 +83,8 @@ def engines(options: ReplicaOptions) -> serve.Application:
                 max_replicas=options.most,
                 upscale_delay_s=options.upscale_delay_s,
                 downscale_delay_s=options.downscale_delay_s,
-                look_back_period_s=min(UPSCALE_DELAY_S, max(1.0, options.upscale_delay_s)),
+                metrics_interval_s=METRICS_S,
+                look_back_period_s=max(2 * METRICS_S, min(UPSCALE_DELAY_S, options.upscale_delay_s)),
                 policy=policy,
             )
         }
@@ -89,6 +92,7 @@ def engines(options: ReplicaOptions) -> serve.Application:
         name="PenstockEngine",
         max_ongoing_requests=1,  # the lease
         graceful_shutdown_timeout_s=STOP_S,
+        health_check_period_s=HEALTH_S,
         ray_actor_options={"num_cpus": options.num_cpus},
         request_router_config=RequestRouterConfig(request_router_class="penstock.ray_app.routing:LeaseRouter"),
         **scaling,
@@ -103,6 +107,11 @@ def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> Asyn
         raise InvalidRequestError(message, param="flight_recorder")
     if client_options.get("kv_role") is not None:
         raise InvalidRequestError("kv_role: not on Ray: its directory of blocks is on one machine", param="kv_role")
+    if client_options.get("distributed_executor_backend") == "ray":
+        option = "distributed_executor_backend"
+        raise InvalidRequestError(
+            f"{option}: not with engines on Ray, whose ranks share their machine; use mp", param=option
+        )
     if client_options.get("standby"):
         raise InvalidRequestError("standby: not on Ray; start one more replica instead", param="standby")
     pool = EnginePool(handle, options.most, options.num_replicas)
@@ -118,12 +127,7 @@ def deployed(options: ReplicaOptions, name: str) -> Iterator[Any]:
     Raises:
         InvalidRequestError: there is no cluster.
     """
-    if not ray.is_initialized():
-        try:
-            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level="warning")
-        except (ConnectionError, RuntimeError, TimeoutError) as error:  # none, or one that does not answer
-            message = f"on_ray: there is no Ray cluster ({error}); start one with `ray start --head`"
-            raise InvalidRequestError(message, param="on_ray") from None
+    join_cluster("on_ray")
     serve.start(proxy_location="Disabled")  # where Serve does not run yet: HTTP is this process's own business
     try:
         yield serve.run(engines(options), name=name, route_prefix=None)
@@ -153,7 +157,8 @@ class _Forward:
     """The web application of the Serve replica that it is called in."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await serve.get_replica_context().servable_object.web(scope, receive, send)
+        if scope["type"] == "http":  # its lifespan begins before there is a servable object, which has one of its own
+            await serve.get_replica_context().servable_object.web(scope, receive, send)
 
 
 class Server:
@@ -171,9 +176,8 @@ class Server:
         self._is_attached = False
 
     async def web(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._attach()
-            await self._app(scope, receive, send)
+        await self._attach()
+        await self._app(scope, receive, send)
 
     async def _attach(self) -> None:
         if not self._is_attached:

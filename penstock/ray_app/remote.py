@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +14,8 @@ from penstock.client import frames
 from penstock.client.child import EngineConnection, Launcher
 from penstock.client.engine_client import EngineClient
 from penstock.interface.messages import EngineStats
-from penstock.ray_app import routing
-from penstock.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT, tune
+from penstock.parallel.door import tune
+from penstock.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT
 
 LOGGER = logging.getLogger("penstock")
 HEARTBEAT_S = 0.5  # while a lease is waited for
@@ -23,6 +24,10 @@ CONNECT_S = 10.0
 EXIT_WAIT_S = 5.0  # for an engine to end once the connection is closed
 LEASE_AGAIN_S = 0.5  # after a lease that came to nothing
 UNKNOWN_CODE = 1
+# What LeaseRouter (routing.py) has to know of this process, or tell it. Not in its own file: Serve sends the class to
+# others with copies of what lies beside it.
+refused_nodes: set[str] = set()  # machines that compute with other bits
+listeners: list[Callable[[set[str]], None]] = []  # called with the ids of the replicas that stay, in Serve's thread
 
 
 class EnginePool:
@@ -53,7 +58,7 @@ class EnginePool:
         """Watch an engine's replica."""
         if self._reporting is None:
             loop = asyncio.get_running_loop()
-            routing.listeners.append(lambda staying: _in_loop(loop, self._update, staying))
+            listeners.append(lambda staying: _in_loop(loop, self._update, staying))
             self._reporting = asyncio.create_task(self._report(), name="queued tokens")
         self._engines.add(engine)
 
@@ -176,7 +181,7 @@ class RemoteEngine(EngineConnection):
         self._pool.fingerprint = self._pool.fingerprint or fingerprint
         if fingerprint == self._pool.fingerprint:
             return True
-        routing.refused_nodes.add(self._node)
+        refused_nodes.add(self._node)
         LOGGER.error(
             "%s is refused, and its machine with it: it computes with other bits (%s, not %s). Give all machines the "
             "same files and instruction level (PENSTOCK_CPU_LEVEL)", self._place, fingerprint, self._pool.fingerprint,

@@ -5,12 +5,10 @@ by the dispatcher of the client that has the leases, which knows what each engin
 """
 
 import random
-from collections.abc import Callable
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
-refused_nodes: set[str] = set()  # of this process: machines that compute with other bits
-listeners: list[Callable[[set[str]], None]] = []  # called with the ids of the replicas that stay, in Serve's thread
+from penstock.ray_app import remote
 
 
 class LeaseRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is an extra, without types here
@@ -21,7 +19,7 @@ class LeaseRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is an 
     ) -> list[list[RunningReplica]]:
         """Return the replicas that may be free, in any order; Serve asks them."""
         free = self.select_available_replicas(
-            [replica for replica in candidate_replicas if replica.node_id not in refused_nodes]
+            [replica for replica in candidate_replicas if replica.node_id not in remote.refused_nodes]
         )
         random.shuffle(free)
         return [free]
@@ -29,5 +27,5 @@ class LeaseRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is an 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Note which replicas there are: Serve is about to stop, or has lost, those that are missing."""
         super().update_replicas(replicas)
-        for listener in list(listeners):
+        for listener in list(remote.listeners):
             listener({replica.replica_id.unique_id for replica in replicas})

@@ -1,6 +1,5 @@
 """The engine process's own parts, without a process."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -30,7 +29,7 @@ def test_heartbeats_come_only_while_work_gets_on(monkeypatch: pytest.MonkeyPatch
         return Effort(*seen)
 
     monkeypatch.setattr(outbox, "HEARTBEAT_S", 0.001)
-    monkeypatch.setattr(outbox, "_effort", effort)
+    monkeypatch.setattr(Effort, "so_far", effort)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         box = Outbox(theirs, 3)
@@ -50,10 +49,10 @@ def test_effort_tells_work_from_a_stop() -> None:
     child = spawn("timeit", ["-n", "1000000000", "pass"], inherited=[], stdout=subprocess.DEVNULL)
     try:
         assert child.pid in children()
-        before = Effort.of([os.getpid(), *children()])
+        before = Effort.so_far()
         while Effort.of([child.pid]).cpu_s < 0.05:
             time.sleep(0.01)
-        assert Effort.of([os.getpid(), *children()]).exceeds(before)
+        assert Effort.so_far().exceeds(before)
         assert Effort.of([child.pid]).is_waiting
         child.send_signal(signal.SIGSTOP)
         while Effort.of([child.pid]).is_waiting:

@@ -22,8 +22,10 @@ from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError
 from penstock.interface.messages import EngineRequest
 from penstock.layers import split
-from penstock.parallel import links
+from penstock.parallel import links, wire
+from penstock.parallel.launch import HostLauncher
 from penstock.parallel.links import Links, Meeting
+from penstock.parallel.wire import WireLinks
 from penstock.prove import tiny_models
 from penstock.prove.parallel import BASE, differs, draw_map, start_threads
 from penstock.weights.table_template import table_text
@@ -136,10 +138,16 @@ def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.Mon
     assert differs(models["Llama"], {"tensor_parallel_size": 4, "dtype": "float32"}, as_processes=False) is not None
 
 
+class NoMemory(HostLauncher):
+    """As on several machines: arrays cross the connections."""
+
+    shares_memory = False
+
+
 @contextmanager
-def linked(size: int, place_bytes: int = 4096) -> Iterator[list[Links]]:
+def linked(size: int, place_bytes: int = 4096, launcher: HostLauncher | None = None) -> Iterator[list[Any]]:
     """The links of ranks in this process."""
-    meeting = Meeting(size, place_bytes)
+    meeting = Meeting(size, place_bytes, launcher)
     ranks = [meeting.join(rank) for rank in range(size)]
     meeting.close()
     yield ranks
@@ -147,11 +155,12 @@ def linked(size: int, place_bytes: int = 4096) -> Iterator[list[Links]]:
         rank.close()
 
 
-def test_ranks_meet_in_order_and_in_blocks() -> None:
+@pytest.mark.parametrize("launcher", [HostLauncher(), NoMemory()])
+def test_ranks_meet_in_order_and_in_blocks(launcher: HostLauncher) -> None:
     """Guards against a place that is written to while another rank still reads it, in blocks of changing size."""
     wrong: list[tuple[int, int]] = []
 
-    def meet(rank: Links) -> None:
+    def meet(rank: Links | WireLinks) -> None:
         for turn in range(200):
             degree = (2, 4, 4, 2)[turn % 4]
             first = rank.rank // degree * degree
@@ -159,7 +168,7 @@ def test_ranks_meet_in_order_and_in_blocks() -> None:
             if [float(part[0]) for part in parts] != [1000 * turn + first + index for index in range(degree)]:
                 wrong.append((rank.rank, turn))
 
-    with linked(4) as ranks:
+    with linked(4, launcher=launcher) as ranks:
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
         for thread in threads:
             thread.start()
@@ -187,6 +196,26 @@ def test_a_rank_that_ends_hangs_or_is_elsewhere_is_an_error(monkeypatch: pytest.
         other._say(0, b"?")
         with pytest.raises(ExecutorLostError, match="another place"):
             one.gather(some, 2)
+
+
+def test_ranks_on_several_machines_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against ranks that both wait for the other to read, and against one that waits for ever."""
+    large, some = np.ones(2**21, np.float32), np.zeros(4, np.float32)  # more than a connection holds
+    with linked(2, launcher=NoMemory()) as (one, other):
+        thread = threading.Thread(target=other.gather, args=(2 * large, 2, [(2**21,), (2**21,)]))
+        thread.start()
+        parts = one.gather(large, 2)
+        thread.join()
+        assert [float(part.sum()) for part in parts] == [2.0**21, 2.0**22]
+        one._peers[1].send(b"??" + bytes(some.nbytes))
+        with pytest.raises(ExecutorLostError, match="another place"):
+            other.gather(some, 2)
+        other.close()
+        with pytest.raises(ExecutorLostError, match="rank 1 has ended"):
+            one.gather(large, 2)
+    monkeypatch.setattr(wire, "TIMEOUT_S", 0.1)
+    with linked(2, launcher=NoMemory()) as (one, _), pytest.raises(ExecutorLostError, match="rank 1 has not answered"):
+        one.gather(some, 2)
 
 
 def children(pid: int) -> list[int]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import socket
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,11 @@ pytest.importorskip("ray", reason="an extra")
 from penstock.client import frames
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineStats
-from penstock.ray_app import engines, remote, routing
+from penstock.parallel import ray_cluster
+from penstock.parallel.door import TOKEN_BYTES, Door, read_exactly
+from penstock.ray_app import remote
 from penstock.ray_app.application import ReplicaOptions, connect
-from penstock.ray_app.engines import LOAD_FORMAT, TOKEN_BYTES, ByQueuedTokens, _Door, _read_exactly
+from penstock.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT, ByQueuedTokens
 from penstock.ray_app.remote import EnginePool
 from tests.fakes_engine import model_info
 
@@ -42,12 +45,12 @@ class Replica:
             self.failures -= 1
             raise RuntimeError("the replica died before it had an engine")
         token = secrets.token_bytes(TOKEN_BYTES)
-        with _Door(token) as door:
+        with Door(token, "127.0.0.1") as door:
             yield {"address": door.address, "token": token, "replica": self.name, "node": self.node, "num_engines": 3}
-            engine, self.load = await door.both()
+            engine, self.load = await door.take(ENGINE, LOAD)
         with engine, self.load:
-            header = await _read_exactly(engine, frames.HEADER_BYTES)
-            self.heard.append(frames.unpack_to_engine(await _read_exactly(engine, frames.body_length(header))))
+            header = await read_exactly(engine, frames.HEADER_BYTES)
+            self.heard.append(frames.unpack_to_engine(await read_exactly(engine, frames.body_length(header))))
             yield {"pid": 77}
             for frame in self.said:
                 await asyncio.get_running_loop().sock_sendall(engine, frames.pack(frame))
@@ -70,11 +73,10 @@ class Call:
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    monkeypatch.setattr(engines.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(remote, "LEASE_AGAIN_S", 0.001)
     monkeypatch.setattr(remote, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(routing, "refused_nodes", set())
-    monkeypatch.setattr(routing, "listeners", [])
+    monkeypatch.setattr(remote, "refused_nodes", set())
+    monkeypatch.setattr(remote, "listeners", [])
 
 
 def run(story):
@@ -110,7 +112,7 @@ def test_an_engine_elsewhere_is_like_a_child():
         assert replica.heard == [frames.Start(0, {"model": "demo"}, ring=None, num_engines=3)]
         assert (engine.pid, engine.replica, engine.is_remote) == (77, "r1", True)
         engine.report(123.0)
-        assert LOAD_FORMAT.unpack(await _read_exactly(replica.load, 8)) == (123.0,)
+        assert LOAD_FORMAT.unpack(await read_exactly(replica.load, 8)) == (123.0,)
         replica.over.set()
         assert await next_frame(engine) is None
         engine.hang_up()
@@ -129,8 +131,8 @@ def test_a_machine_that_is_lost_or_leaves_is_noticed():
         engine = EnginePool(replica, 2, 1).launcher.start(frames.Start(0, {}))
         await engine.connect()
         assert isinstance(await next_frame(engine), frames.Ready)
-        routing.listeners[0]({"r1", "r2"})
-        routing.listeners[0]({"r2"})
+        remote.listeners[0]({"r1", "r2"})
+        remote.listeners[0]({"r2"})
         await asyncio.sleep(0)  # in Serve's thread; the loop is told
         await asyncio.sleep(0)
         assert await engine.receive() == frames.Leaving(0)
@@ -157,7 +159,7 @@ def test_a_machine_with_other_bits_is_refused(caplog):
         other = pool.launcher.start(frames.Start(0, {}))
         await other.connect()
         assert await next_frame(other) is None
-        assert routing.refused_nodes == {"node2"}
+        assert remote.refused_nodes == {"node2"}
         assert "PENSTOCK_CPU_LEVEL" in caplog.text
         for replica, one in ((first, engine), (second, other)):
             replica.over.set()
@@ -172,17 +174,17 @@ def test_only_the_token_opens_the_door():
 
     async def story():
         token = secrets.token_bytes(TOKEN_BYTES)
-        with _Door(token) as door:
-            waiting = asyncio.create_task(door.both())
+        with Door(token, "127.0.0.1") as door:
+            waiting = asyncio.create_task(door.take(ENGINE, LOAD))
             silent = await asyncio.open_connection(*door.address)
-            for wrong in (bytes(TOKEN_BYTES) + b"e", token + b"x", b"GET / HTTP/1.1\r\n" * 3):
+            for wrong in (bytes(TOKEN_BYTES) + ENGINE, b"GET / HTTP/1.1\r\n" * 3):
                 reader, writer = await asyncio.open_connection(*door.address)
                 writer.write(wrong)
                 with contextlib.suppress(ConnectionResetError):  # it had more to say than is read
                     assert await reader.read() == b""
                 writer.close()
             assert not waiting.done()
-            kept = [await remote._connect(door.address, token + kind) for kind in (b"e", b"l")]
+            kept = [await remote._connect(door.address, token + kind) for kind in (ENGINE, LOAD)]
             found = await waiting
             for one in (*found, *kept):
                 one.close()
@@ -221,8 +223,26 @@ def test_wrong_numbers_of_replicas_are_refused(fields, problem):
         ReplicaOptions(**fields)
 
 
-@pytest.mark.parametrize("option", [{"standby": True}, {"flight_recorder": 2**20}, {"kv_role": "prefill"}])
+@pytest.mark.parametrize(
+    "option",
+    [{"standby": True}, {"distributed_executor_backend": "ray"}, {"flight_recorder": 2**20}, {"kv_role": "prefill"}],
+)
 def test_what_needs_this_machine_is_refused(option):
     """Guards against an option that is accepted and ignored."""
     with pytest.raises(InvalidRequestError, match=next(iter(option))):
         connect(None, ReplicaOptions(), model="demo", **option)
+
+
+def test_a_cluster_that_does_not_answer_is_said_at_once(monkeypatch):
+    """Guards against minutes in which Ray tries an address that is stale."""
+    monkeypatch.setattr(ray_cluster, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for address, problem in (
+            (f"127.0.0.1:{port}", "does not answer as Ray does"),
+            ("127.0.0.1:1", "cannot be reached"),
+            ("nonsense", "no address"),
+        ):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(InvalidRequestError, match=problem):
+                ray_cluster.join_cluster("on_ray")

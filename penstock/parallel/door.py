@@ -1,0 +1,122 @@
+"""Connections between processes of one service on several machines: a Door listens, `dial` connects.
+
+    the caller says at once:  the door's token (32 random bytes), then what the connection is for (4 bytes)
+
+Who has the token, knows it from Ray. Whoever says something else, or nothing, is shut out.
+"""
+
+import asyncio
+import secrets
+import socket
+
+TOKEN_BYTES, LABEL_BYTES = 32, 4
+HELLO_S = 5.0  # for a connection to say its token
+DIAL_S = 10.0
+KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
+
+
+def tune(sock: socket.socket) -> None:
+    """Send frames at once, and notice within about 20 seconds that the other machine is gone without a word."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def dial(address: tuple[str, int], hello: bytes) -> socket.socket:
+    """Return a connection to a door. Raise OSError if there is none. hello: token and label."""
+    sock = socket.create_connection((address[0], address[1]), DIAL_S)
+    try:
+        tune(sock)
+        sock.sendall(hello)
+        sock.settimeout(None)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+class Door:
+    """A listening socket that lets in connections which know the token, each label once."""
+
+    def __init__(self, token: bytes, host: str) -> None:
+        """host: the address of this machine that the others reach."""
+        self._token = token
+        self._socket = socket.create_server((host, 0))
+        self._socket.setblocking(False)
+        self._let_in: dict[bytes, asyncio.Future[socket.socket]] = {}
+        self._asking: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._socket.getsockname()[:2]
+        return host, port
+
+    def __enter__(self) -> "Door":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let nobody in any more, and close the connections that nobody has taken."""
+        for task in (*self._asking, *filter(None, [self._accepting])):
+            task.cancel()
+        self._socket.close()
+        for found in self._let_in.values():
+            if found.done() and not found.cancelled():
+                found.result().close()
+            found.cancel()
+        self._let_in.clear()
+
+    async def take(self, *labels: bytes) -> list[socket.socket]:
+        """Wait for the connections with these labels; they are the caller's then, non-blocking, once all have come."""
+        if self._accepting is None:
+            self._accepting = asyncio.create_task(self._accept(), name="connections to a door")
+        waited = [self._expect(label) for label in labels]
+        await asyncio.wait(waited)
+        for label in labels:
+            del self._let_in[label]
+        return [item.result() for item in waited]
+
+    def _expect(self, label: bytes) -> "asyncio.Future[socket.socket]":
+        return self._let_in.setdefault(label, asyncio.get_running_loop().create_future())
+
+    async def _accept(self) -> None:
+        while True:
+            connection, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            task = asyncio.create_task(self._ask(connection))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _ask(self, connection: socket.socket) -> None:
+        """Let a connection in if it has the token; close it otherwise."""
+        connection.setblocking(False)
+        hello = b""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await read_exactly(connection, TOKEN_BYTES + LABEL_BYTES)
+        except (OSError, EOFError, TimeoutError):
+            pass
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        known = secrets.compare_digest(hello[:TOKEN_BYTES], self._token) and len(hello) == TOKEN_BYTES + LABEL_BYTES
+        if not known or self._expect(hello[TOKEN_BYTES:]).done():
+            connection.close()
+            return
+        tune(connection)
+        self._expect(hello[TOKEN_BYTES:]).set_result(connection)
+
+
+async def read_exactly(sock: socket.socket, count: int) -> bytes:
+    """Return so many bytes. Raise EOFError at the end of the connection."""
+    data = b""
+    while len(data) < count:
+        part = await asyncio.get_running_loop().sock_recv(sock, count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data

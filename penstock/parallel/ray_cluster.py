@@ -1,0 +1,53 @@
+"""Finds the Ray cluster that RAY_ADDRESS or this machine's Ray names, or says at once that there is none."""
+
+import os
+import socket
+
+import grpc
+import ray
+from ray._private.services import get_ray_address_from_environment
+
+from penstock.errors import InvalidRequestError
+
+ANSWER_S = 5.0  # for the cluster's first machine
+
+
+def join_cluster(option: str) -> None:
+    """Connect this process to the cluster, unless it is connected.
+
+    option: that needs it, for the message.
+
+    Raises:
+        InvalidRequestError: there is none, or it does not answer.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        address = get_ray_address_from_environment("auto", None)  # as ray.init finds it, which then tries for minutes
+        problem = _problem(address)
+        if problem is None:
+            ray.init(address=address, logging_level="warning")
+            return
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        problem = str(error).rstrip(".")
+    hint = "start one with `ray start --head`, or set RAY_ADDRESS to that of one that runs"
+    raise InvalidRequestError(f"{option}: there is no Ray cluster: {problem}; {hint}", param=option)
+
+
+def _problem(address: str) -> str | None:
+    """Return why a cluster cannot be reached; None if it answers, or Ray has to find out."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdecimal():
+        return f"RAY_ADDRESS={address} is no address like 10.0.0.1:6379"
+    try:
+        socket.create_connection((host, int(port)), ANSWER_S).close()
+    except OSError as error:
+        return f"{address} cannot be reached: {error.strerror or error}"
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return None
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=ANSWER_S)
+        except grpc.FutureTimeoutError:
+            return f"what listens at {address} does not answer as Ray does"
+    return None
