@@ -78,23 +78,61 @@ def test_an_agent_gets_the_calls_that_it_demands(url: str) -> None:
         jsonschema.validate(json.loads(arguments), agent["tool"](name)["function"]["parameters"])
 
 
-@pytest.mark.parametrize(
-    ("question", "num_calls", "shown"),
-    [
-        ("What is 3 + 4?", 1, "7"),
-        ("What is the weather in Paris?", 1, "18 degrees"),
-        ("What is the weather in Paris and Oslo?", 2, "4 degrees"),
-        ("Add 2, 3, 4, 5 and 6.", 4, "20"),
-        ("What is 12 + 30, and what is the weather in Oslo?", 2, "42"),
-    ],
-)
-def test_an_agent_finds_the_answer(url: str, question: str, num_calls: int, shown: str) -> None:
-    """Guards against a round trip in which a result, its order or a call is lost: ten calls, alone and together."""
+LOOP: tuple[tuple[str, dict[str, Any], int, tuple[str, ...]], ...] = (  # question, options, calls, answer
+    ("What is 3 + 4?", {"tool_choice": {"type": "function", "function": {"name": "add"}}}, 1, ("3 + 4 = 7.",)),
+    ("What is the weather in Paris and Oslo?", {"tool_choice": "required"}, 2, ("Paris: 18", "Oslo: 4")),
+    ("What is 12 + 30, and what is the weather in Oslo?", {}, 2, ("12 + 30 = 42.", "Oslo: 4 degrees, rain")),
+    ("Add 2, 3, 4, 5 and 6.", {"parallel_tool_calls": False}, 4, ("is 20.",)),
+    ("What is the weather in Paris?", {}, 1, ("Paris: 18 degrees, sun",)),
+    ("Thank you!", {"tool_choice": "none"}, 0, ("",)),
+)  # fmt: skip
+
+
+def streamed_message(stream: Any) -> dict[str, Any]:
+    """Return the message that the deltas of a stream say, as a client puts it together."""
+    content = ""
+    calls: dict[int, Any] = {}
+    for chunk in stream:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        for part in delta.tool_calls or ():
+            empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            call = calls.setdefault(part.index, empty)
+            call["id"] += part.id or ""
+            call["function"]["name"] += part.function.name or ""
+            call["function"]["arguments"] += part.function.arguments or ""
+    message: dict[str, Any] = {"role": "assistant", "content": content or None}
+    return message | ({"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {})
+
+
+@pytest.mark.covers("C21")
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_agent_loop_of_ten_calls_ends_with_the_right_answers(url: str, streamed: bool) -> None:
+    """Guards against a loop in which a call, a result or their order is lost: one conversation, whole or streamed, of
+    calls that are named, required, parallel, single, the model's own choice, and forbidden."""
     agent = runpy.run_path(str(ROOT / "examples" / "agent.py"))
+    tools, functions = [agent["tool"](name) for name in agent["FUNCTIONS"]], agent["FUNCTIONS"]
+    messages: list[Any] = []
     with official_client(url) as client:
-        messages = agent["converse"](client, question)
-    assert sum(message["role"] == "tool" for message in messages) == num_calls
-    assert shown in messages[-1]["content"]
+        for question, options, num_calls, shown in LOOP:
+            messages.append({"role": "user", "content": question})
+            made = 0
+            while True:
+                asked = {"model": "demo", "messages": messages, "tools": tools, "temperature": 0, "stream": streamed}
+                done: Any = client.chat.completions.create(**asked, **(options if not made else {}))
+                message = streamed_message(done) if streamed else done.choices[0].message.to_dict()
+                messages.append(message)
+                for call in message.get("tool_calls") or []:
+                    result = functions[call["function"]["name"]](**json.loads(call["function"]["arguments"]))
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": json.dumps(result)})
+                    made += 1
+                if not message.get("tool_calls"):
+                    break
+                assert made <= num_calls, messages
+            assert made == num_calls, messages
+            assert message["content"], messages
+            assert all(part in message["content"] for part in shown), (question, message)
+    assert sum(message["role"] == "tool" for message in messages) == 10
 
 
 def test_a_batch_of_files(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,18 @@ def json_cases() -> tuple[Case, ...]:
     return tuple(("JSON", chats.render_prompt(turns[:-1]), turns[-1][1]) for turns in talks)
 
 
+def schema_of(expected: str) -> dict[str, object]:
+    """Return the JSON Schema that a user sends along with a request: the fields of the right answer and their types."""
+    fields: dict[str, object] = json.loads(expected)
+    properties = {
+        name: {"type": "array", "items": {"type": "string"}}
+        if isinstance(value, list)
+        else records.JSON_TYPES[type(value)]
+        for name, value in fields.items()
+    }
+    return {"type": "object", "properties": properties, "required": list(fields), "additionalProperties": False}
+
+
 def right(kind: str, expected: str, text: str) -> bool:
     """Return whether an answer is right: JSON with the same values, everything else word for word."""
     if kind == "JSON":

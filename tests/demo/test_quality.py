@@ -18,6 +18,9 @@ from penstock.demo.evaluate import (
     right,
     sum_shares,
 )
+from penstock.prove import demo_answers
+
+CLOSED_FIELDS = ("age", "color", "count", "day", "degrees", "has_dog", "hour", "kind", "place", "price", "room")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,21 @@ def test_7_of_10_held_out_calls_and_json_answers_are_right(generate):
     assert sum(hits) >= 0.7 * len(hits) > 60
     texts = [one.text for one in generate(heldout_cases.direct_prompts()[::3], 0.0, 30)]
     assert sum("<tool_call>" in text for text in texts) <= 1
+
+
+def test_held_out_json_answers_are_right_under_their_schemas(llm):
+    """Guards against a form that pushes values aside, and against weights that copy only the names they know.
+
+    Values of short lists and numbers are right; whole answers fail by names that training never stated.
+    """
+    cases = heldout_cases.json_cases()[::3]
+    found = [
+        demo_answers.verdicts_of(right, text)
+        for (_, _, right), text in zip(cases, demo_answers.answers(llm, cases, 0.0), strict=True)
+    ]
+    assert sum(all(hit for _, hit in verdicts) for verdicts in found) >= 0.6 * len(found) > 20
+    closed = [hit for verdicts in found for name, hit in verdicts if name in CLOSED_FIELDS]
+    assert sum(closed) >= 0.97 * len(closed) > 20
 
 
 TOOLS = [
