@@ -155,6 +155,14 @@ class Planner:
         self._last = self._new_plan(Sequences.of(query_start_loc, seq_lens, self.shape.group, *window), block_table)
         return self._last
 
+    def renew(self, plan: AttentionPlan, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> bool:
+        """Write the positions of another step into the plan that was made last. False if it needs another plan."""
+        seen = self._dependencies(query_start_loc, seq_lens, block_table)
+        if seen is None or seen != self._seen:
+            return False
+        np.subtract(seq_lens, 1, out=plan.positions)
+        return True
+
     def _dependencies(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> tuple[int, bytes] | None:
         """Return all that the plan of a decode step depends on; None for other steps, and if a prefix may be shared."""
         num_seqs = len(seq_lens)
