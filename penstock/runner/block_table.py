@@ -79,6 +79,10 @@ class BlockTable:
         slots = block_ids * block_size + positions % block_size
         return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots
 
+    def begins_block(self, positions: Int64) -> bool:
+        """Return whether any of `positions` is the first of a block."""
+        return np.count_nonzero(positions % self.group.block_size) < len(positions)
+
     def gather(self, rows: Int64, longest: int) -> Int32:
         """Copy `rows` [B], cut to the blocks that `longest` tokens need: [B, max_blocks] int32."""
         return self._ids[rows, : -(-longest // self.group.block_size)]

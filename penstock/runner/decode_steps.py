@@ -8,6 +8,7 @@ step before, so that whatever was made of these stays valid: attention metadata,
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,19 +41,25 @@ class DecodeStep:
         return np.count_nonzero(is_next) == len(computed)
 
     def advance(self, token_ids: Int32) -> PackedStep:
-        """Pack the step that follows. token_ids: [max_num_seqs, max_model_len], the tokens of each row.
+        """Pack the step that follows. It is the same object if it stays within the same blocks.
+
+        token_ids: [max_num_seqs, max_model_len], the tokens of each row.
 
         Raises:
             EngineError: a token has no block. The next step must be packed anew then.
         """
-        step, rows = self._step, self._layout.rows
+        step, rows, stays = self._step, self._layout.rows, True
         self._longest += 1
         step.positions[:] = step.seq_lens
         step.seq_lens[:] += 1
         step.input_ids[:] = token_ids[rows, step.positions]
         for index, (table, ids, slots) in enumerate(self._tables):
-            if table.version != self._versions[index]:
-                self._versions[index] = table.version
-                ids[:] = table.gather(rows, self._longest)
+            if table.version == self._versions[index] and not table.begins_block(step.positions):
+                slots[:] += 1
+                continue
+            self._versions[index], stays = table.version, False
+            ids[:] = table.gather(rows, self._longest)
             slots[:] = table.slots(rows, step.positions, step.seq_lens)
-        return step
+        if not stays:
+            self._step = replace(step)
+        return self._step

@@ -204,7 +204,7 @@ class ModelRunner:
             self._sample(self._model.compute_logits(hidden), step, results)
 
     def _context(self, step: PackedStep) -> ForwardContext:
-        if step is not self._packed:  # else it was packed again in place
+        if step is not self._packed:  # else nothing but its lengths has changed
             self._packed = step
             self._unplanned = {index: self._attention(step, index) for index in self._first_layers}
         planned = {
@@ -294,8 +294,10 @@ class ModelRunner:
         processed, wrong = apply_custom_processors(logits, self.batch, positions, self._ops)
         processed, unfit = self._structured.apply(processed, positions)
         sampled = self._sampler.sample(logits, self.batch, positions, processed)
-        errors = dict.fromkeys(np.flatnonzero(sampled.token_ids == NO_TOKEN).tolist(), ALL_MASKED)
-        return sampled, errors | unfit | wrong
+        masked = sampled.token_ids == NO_TOKEN
+        if unfit or wrong or np.count_nonzero(masked):
+            return sampled, dict.fromkeys(np.flatnonzero(masked).tolist(), ALL_MASKED) | unfit | wrong
+        return sampled, {}
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Drop the padding of the LM head, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""

@@ -92,18 +92,16 @@ class CpuKVCache:
     ) -> AttentionMetadata:
         """Return the metadata with a plan for these heads, queries and results of type `dtype`, and this cache.
 
-        The metadata of the call before may come again, with the lengths of the next step in the same tensors: then the
-        result is that of the call before, if its plan is good for that step, too.
+        The metadata of the call before may come again, with the lengths and slots of the next step in the same tensors,
+        within the same blocks: then the result is that of the call before, if its plan is good for that step, too.
 
         Raises:
             ValueError: a tensor has another type or shape than kernels/metadata.py says, or a block is missing.
         """
         key = heads.num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens
-        step = as_array(meta.query_start_loc), as_array(meta.seq_lens), as_array(meta.block_table)
         if self._last is not None and self._last[0] is meta and self._last[1] == key:
-            meta.check_blocks(self.spec.num_blocks)
             planned = self._last[2]
-            if planned.plan is not None and self._planners[key].renew(planned.plan, *step):
+            if planned.plan is not None and self._planners[key].renew(planned.plan, as_array(meta.seq_lens)):
                 return planned
         self._check(meta, heads)
         meta.check_blocks(self.spec.num_blocks)
@@ -112,7 +110,8 @@ class CpuKVCache:
             shape = AttentionShape(heads.num_heads, *self._shape, str(dtype), level)
             planner = Planner(shape, self.spec.block_size, meta.sliding_window, meta.num_sink_tokens, threads)
             self._planners[key] = planner
-        planned = replace(meta, plan=planner.plan(*step))
+        plan = planner.plan(as_array(meta.query_start_loc), as_array(meta.seq_lens), as_array(meta.block_table))
+        planned = replace(meta, plan=plan)
         self._last = meta, key, planned
         return planned
 
