@@ -81,7 +81,7 @@ class BlockTable:
 
     def begins_block(self, positions: Int64) -> bool:
         """Return whether any of `positions` is the first of a block."""
-        return np.count_nonzero(positions % self.group.block_size) < len(positions)
+        return bool(np.count_nonzero(positions % self.group.block_size) < len(positions))
 
     def gather(self, rows: Int64, longest: int) -> Int32:
         """Copy `rows` [B], cut to the blocks that `longest` tokens need: [B, max_blocks] int32."""

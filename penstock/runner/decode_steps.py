@@ -38,7 +38,7 @@ class DecodeStep:
         if layout is not self._layout or self._longest >= self._room:
             return False
         is_next = (computed == self._step.seq_lens) & (num_tokens[layout.rows] == computed + 1)
-        return np.count_nonzero(is_next) == len(computed)
+        return bool(np.count_nonzero(is_next) == len(computed))
 
     def advance(self, token_ids: Int32) -> PackedStep:
         """Pack the step that follows. It is the same object if it stays within the same blocks.
@@ -59,7 +59,7 @@ class DecodeStep:
                 continue
             self._versions[index], stays = table.version, False
             ids[:] = table.gather(rows, self._longest)
-            slots[:] = table.slots(rows, step.positions, step.seq_lens)
+            slots[:] = table.slots(rows, step.positions, step.positions + 1)
         if not stays:
             self._step = replace(step)
         return self._step
