@@ -20,6 +20,7 @@ class BlockTable:
 
     Attributes:
         group: the cache group that the table addresses.
+        version: incremented by every change of a row.
     """
 
     def __init__(self, group: CacheGroup, max_num_seqs: int, max_model_len: int) -> None:
@@ -28,6 +29,7 @@ class BlockTable:
         self._ids: Int32 = np.full((max_num_seqs, max_blocks), NO_BLOCK, dtype=np.int32)
         self._num_entries = [0] * max_num_seqs
         self._num_released = [0] * max_num_seqs
+        self.version = 0
 
     def append(self, row: int, block_ids: list[int]) -> None:
         """Append block ids to a row.
@@ -43,6 +45,7 @@ class BlockTable:
         end = start + len(block_ids)
         if end > self._ids.shape[1]:
             raise EngineError(f"a block table holds {self._ids.shape[1]} blocks, and {end} were given")
+        self.version += 1
         self._ids[row, start:end] = block_ids
         self._num_entries[row] = end
 
@@ -50,11 +53,13 @@ class BlockTable:
         """Set the first num_released entries to -1, counted from the start of the row."""
         start = self._num_released[row]
         if num_released > start:
+            self.version += 1
             self._ids[row, start:num_released] = NO_BLOCK
             self._num_released[row] = num_released
 
     def clear(self, row: int) -> None:
         """Empty a row."""
+        self.version += 1
         self._ids[row, : self._num_entries[row]] = NO_BLOCK
         self._num_entries[row] = self._num_released[row] = 0
 
@@ -73,6 +78,10 @@ class BlockTable:
             raise EngineError("a token was scheduled whose block is not allocated")
         slots = block_ids * block_size + positions % block_size
         return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots
+
+    def begins_block(self, positions: Int64) -> bool:
+        """Return whether any of `positions` is the first of a block."""
+        return bool(np.count_nonzero(positions % self.group.block_size) < len(positions))
 
     def gather(self, rows: Int64, longest: int) -> Int32:
         """Copy `rows` [B], cut to the blocks that `longest` tokens need: [B, max_blocks] int32."""

@@ -23,10 +23,10 @@ def apply_custom_processors(
     Returns processed logits [M, V] float32, a copy if any row names a processor, and an error message by index for rows
     that failed. These keep their logits, so that one function's mistake fails only the requests that named it.
     """
-    if not any(batch.sampling.custom_processors):
+    if not batch.sampling.custom_processors:
         return logits, {}
     rows, offsets = positions.rows.tolist(), positions.offsets.tolist()
-    asked = [index for index, row in enumerate(rows) if batch.sampling.custom_processors[row]]
+    asked = [index for index, row in enumerate(rows) if row in batch.sampling.custom_processors]
     if not asked:
         return logits, {}
     raw, errors = as_array(logits), {}

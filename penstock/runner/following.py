@@ -3,8 +3,8 @@
 from penstock.interface.step import RequestStepOutput
 from penstock.kernels.arena import LOGITS_ROWS
 from penstock.kernels.tensors import Tensor
-from penstock.runner.input_batch import PackedStep, PromptPiece
 from penstock.runner.model_runner import ModelRunner
+from penstock.runner.packed_step import PackedStep, PromptPiece
 
 
 class FollowingRunner(ModelRunner):

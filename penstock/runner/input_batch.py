@@ -9,132 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.runner.block_table import BlockTable
+from penstock.runner.decode_steps import DecodeStep
 from penstock.runner.masks import Int32, Int64
+from penstock.runner.packed_step import NO_DRAFT, Layout, PackedStep, PromptPiece
 from penstock.runner.sampling_rows import SamplingRows
-
-NO_DRAFT = -1
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPiece:
-    """The prompt positions of one sequence whose log-probabilities a step reports.
-
-    Attributes:
-        sequence: index in the step.
-        targets: [n] int64, the prompt token after each position.
-        num_top: number of most likely tokens to report beside the token itself.
-    """
-
-    sequence: int
-    targets: Int64
-    num_top: int
-
-
-@dataclass(frozen=True, slots=True)
-class PackedStep:
-    """One step as a flat batch: B sequences with T tokens, of which M are sampled and P scored as prompt.
-
-        tokens  [ sequence 0 | sequence 1 | ... ]          query_start_loc points at the bars
-        logits  [ M sampled positions | P prompt positions ]
-
-    A sequence with drafts is sampled several times, at neighbouring positions.
-
-    Attributes:
-        rows: [B] int64, each sequence's row.
-        input_ids, positions: [T] int64.
-        query_start_loc: [B+1] int32.    seq_lens: [B] int32, cached plus new tokens.
-        block_tables: per cache group [B, max_blocks] int32, cut to the longest sequence of the step.
-        slot_mappings: per cache group [T] int64; -1 for the tokens of a ring that are not stored.
-        logits_indices: [M + P] int64 into the T tokens.
-        sampled, sampled_rows: [M] int64, the sequence of each sampled position, and its row.
-        offsets: [M] int64, how many of the sequence's drafts stand before the token that is sampled.
-        drafts: [M] int64, the draft at the place of the token that is sampled; NO_DRAFT after the last one.
-        has_drafts: some are not NO_DRAFT.
-        prompt_pieces: the P positions, in order.
-    """
-
-    rows: Int64
-    input_ids: Int64
-    positions: Int64
-    query_start_loc: Int32
-    seq_lens: Int32
-    block_tables: tuple[Int32, ...]
-    slot_mappings: tuple[Int64, ...]
-    logits_indices: Int64
-    sampled: Int64
-    sampled_rows: Int64
-    offsets: Int64
-    drafts: Int64
-    has_drafts: bool
-    prompt_pieces: list[PromptPiece]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """What of a packed step depends on who takes part with how many tokens, not on where they stand. So decode steps
-    have that of the step before, until a request comes or goes. Nobody may change its arrays.
-
-    Attributes:
-        key: what it was made of: of each sequence its row, new tokens, samples and drafts.
-        rows, new, num_drafts, starts: [B] int64, and [B+1] for starts, which is query_start_loc as int64.
-        catches_up: [B] bool, sequences whose last token must be in the step.
-        token_rows: [T] int64, the row of each token.
-        indices: [M] int64, logits_indices of the sampled positions.
-        query_start_loc, sampled, sampled_rows, offsets: see PackedStep; no_drafts: its drafts, if there are none.
-    """
-
-    key: list[tuple[int | None, int, int, int]]
-    rows: Int64
-    new: Int64
-    num_drafts: Int64
-    has_drafts: bool
-    starts: Int64
-    catches_up: npt.NDArray[np.bool_]
-    token_rows: Int64
-    indices: Int64
-    query_start_loc: Int32
-    sampled: Int64
-    sampled_rows: Int64
-    offsets: Int64
-    no_drafts: Int64
-
-    @classmethod
-    def of(cls, key: list[tuple[int | None, int, int, int]]) -> "Layout":
-        """Lay out the sequences of a step.
-
-        Raises:
-            EngineError: a sequence comes twice, has no tokens, or is sampled anywhere but at its end.
-        """
-        rows, new, num_samples, num_drafts = np.array(key, dtype=np.int64).T.copy()
-        if len(set(rows.tolist())) < len(rows) or new.min() < 1:
-            raise EngineError("a step schedules a request twice, or without tokens")
-        if ((num_samples != 1 + num_drafts) & (num_samples > 0)).any() or (num_drafts >= new).any():
-            raise EngineError("num_samples: a request is sampled after its last token and after each draft")
-        starts = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(new, out=starts[1:])
-        sampled = np.repeat(np.arange(len(rows)), num_samples)
-        offsets = np.arange(len(sampled)) - (np.cumsum(num_samples) - num_samples)[sampled]
-        return cls(
-            key=key,
-            rows=rows,
-            new=new,
-            num_drafts=num_drafts,
-            has_drafts=bool(num_drafts.any()),
-            starts=starts,
-            catches_up=(num_samples > 0) | (num_drafts > 0),
-            token_rows=np.repeat(rows, new),
-            indices=starts[1:][sampled] - num_samples[sampled] + offsets,
-            query_start_loc=starts.astype(np.int32),
-            sampled=sampled,
-            sampled_rows=rows[sampled],
-            offsets=offsets,
-            no_drafts=np.full(len(sampled), NO_DRAFT, dtype=np.int64),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +63,7 @@ class InputBatch:
         self.sampling = SamplingRows(max_num_seqs, max_model_len, eos_token_ids)
         self.block_tables = [BlockTable(group, max_num_seqs, max_model_len) for group in groups]
         self._layout: Layout | None = None  # of the last step
+        self._decode: DecodeStep | None = None  # the last step, if it was one
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
 
@@ -295,8 +178,8 @@ class InputBatch:
         return int(self.num_tokens[row] - self.num_prompt_tokens[row])
 
     def pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedStep:
-        """Pack the scheduled tokens (at least one) into one flat batch. Nobody may change its arrays: those of a layout
-        are used again.
+        """Pack the scheduled tokens (at least one) into one flat batch. Nobody may change its arrays, and they hold
+        until the next call: a decode step after one of the same rows is the same object, packed again in place.
 
         Drafts are written behind their row's tokens, where they count as nothing after this step.
 
@@ -306,6 +189,11 @@ class InputBatch:
         layout, has_drafts = self._lay_out(scheduled)
         rows, new = layout.rows, layout.new
         computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
+        decode, self._decode = self._decode, None  # also if this fails
+        if decode is not None and decode.precedes(layout, computed, self.num_tokens):
+            step = decode.advance(self.token_ids)
+            self._decode = decode
+            return step
         if has_drafts:
             self._write_drafts(scheduled, rows)
         seq_lens = computed + new
@@ -316,7 +204,7 @@ class InputBatch:
             positions = np.repeat(computed - layout.starts[:-1], new) + np.arange(len(token_rows))
         prompt_indices, pieces = self._prompt_positions(rows, computed, seq_lens, layout.starts)
         longest = int(seq_lens.max())
-        return PackedStep(
+        step = PackedStep(
             rows=rows,
             input_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
@@ -332,6 +220,9 @@ class InputBatch:
             has_drafts=has_drafts,
             prompt_pieces=pieces,
         )
+        if layout.is_decode:
+            self._decode = DecodeStep(step, layout, self.block_tables, longest)
+        return step
 
     def _lay_out(self, scheduled: Sequence[ScheduledRequest]) -> "tuple[Layout, bool]":
         """Return the layout of a step, that of the step before if it is the same, and whether there are drafts."""

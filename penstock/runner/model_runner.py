@@ -38,7 +38,8 @@ from penstock.layers.stage import Stage
 from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.checksums import logits_checksums
 from penstock.runner.custom_processors import apply_custom_processors
-from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
+from penstock.runner.input_batch import InputBatch, Positions
+from penstock.runner.packed_step import PackedStep, PromptPiece
 from penstock.runner.pooler import Pooler
 from penstock.runner.programs import RecordedModel
 from penstock.runner.sampler import Sampled, Sampler, token_logprobs
@@ -100,6 +101,8 @@ class ModelRunner:
         self._first_layers = {index: min(found) for index, found in owned.items() if found}
         self._sampler = Sampler(ops)
         self._pooler = Pooler()
+        self._packed: PackedStep | None = None  # the last step
+        self._unplanned: dict[int, AttentionMetadata] = {}  # its metadata, by cache group
         self._checksum_step: int | None = None  # the step being computed, if it asks for checksums
         self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
         self._structured = StructuredRows(forms, self.batch, ops)
@@ -201,15 +204,21 @@ class ModelRunner:
             self._sample(self._model.compute_logits(hidden), step, results)
 
     def _context(self, step: PackedStep) -> ForwardContext:
-        planned = {index: self._attention(step, index, layer) for index, layer in self._first_layers.items()}
+        if step is not self._packed:  # else nothing but its lengths has changed
+            self._packed = step
+            self._unplanned = {index: self._attention(step, index) for index in self._first_layers}
+        planned = {
+            index: self._ops.plan(meta, self._heads, self._kv_caches[self._first_layers[index]])
+            for index, meta in self._unplanned.items()
+        }
         unused = next(iter(planned.values()))  # in the places of groups whose layers are all on other stages
         attention = tuple(planned.get(index, unused) for index in range(len(self._groups)))
         return ForwardContext(self._ops.tensor(step.positions), self._kv_caches, attention, self._layer_group)
 
-    def _attention(self, step: PackedStep, index: int, layer: int) -> AttentionMetadata:
-        """Return the metadata of a cache group, planned for its layers, of which `layer` is one."""
+    def _attention(self, step: PackedStep, index: int) -> AttentionMetadata:
+        """Return the metadata of a cache group, without a plan."""
         group = self._groups[index]
-        meta = AttentionMetadata(
+        return AttentionMetadata(
             query_start_loc=step.query_start_loc,
             seq_lens=step.seq_lens,
             block_table=step.block_tables[index],
@@ -217,7 +226,6 @@ class ModelRunner:
             block_size=group.block_size,
             sliding_window=group.sliding_window,
         )
-        return self._ops.plan(meta, self._heads, self._kv_caches[layer])
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Sample a token from each row of logits [M, V'], and give each sequence those that count."""
@@ -286,8 +294,10 @@ class ModelRunner:
         processed, wrong = apply_custom_processors(logits, self.batch, positions, self._ops)
         processed, unfit = self._structured.apply(processed, positions)
         sampled = self._sampler.sample(logits, self.batch, positions, processed)
-        errors = dict.fromkeys(np.flatnonzero(sampled.token_ids == NO_TOKEN).tolist(), ALL_MASKED)
-        return sampled, errors | unfit | wrong
+        masked = sampled.token_ids == NO_TOKEN
+        if unfit or wrong or np.count_nonzero(masked):
+            return sampled, dict.fromkeys(np.flatnonzero(masked).tolist(), ALL_MASKED) | unfit | wrong
+        return sampled, {}
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Drop the padding of the LM head, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""

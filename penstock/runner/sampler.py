@@ -44,13 +44,36 @@ class Sampled:
     mirostat_mu: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What stays the same from step to step, while rows and requests do.
+
+    Attributes:
+        batch, rows, version, vocab_size: of what it holds; `rows` is the same array in steps of the same layout.
+        asked: indices of the rows [M] that ask for log-probabilities.
+        params: None where a row has adjustments: they change with every token.
+    """
+
+    batch: InputBatch
+    rows: Int64
+    version: int
+    vocab_size: int
+    asked: Int64
+    params: SamplingTensors | None = None
+
+    def holds_for(self, batch: InputBatch, rows: Int64, vocab_size: int) -> bool:
+        """Return whether these are the same rows, with the same requests."""
+        if self.batch is not batch or self.version != batch.sampling.version or self.vocab_size != vocab_size:
+            return False
+        return self.rows is rows or np.array_equal(self.rows, rows)
+
+
 class Sampler:
     """Chooses tokens with the arithmetic of one backend."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._key: tuple[Any, ...] = ()  # of the parameters kept
-        self._kept: SamplingTensors | None = None
+        self._known: _Known | None = None  # of the last step
 
     def sample(
         self, logits: Tensor, batch: InputBatch, positions: Positions, processed: Tensor | None = None
@@ -60,8 +83,8 @@ class Sampler:
         processed: the logits to sample from, if custom processors have changed them.
         """
         rows = positions.rows
-        asked = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
-        raw = None
+        known = self._remembered(batch, rows, logits.shape[1])
+        asked, raw = known.asked, None
         if asked.size:
             some = logits if len(asked) == len(rows) else logits[self._ops.tensor(asked)]
             raw = as_array(self._ops.log_softmax(some))
@@ -70,7 +93,7 @@ class Sampler:
                 for index in searches.tolist():
                     raw[index, np.isneginf(as_array(processed)[asked[index]])] = -np.inf
         chosen_from = logits if processed is None else processed
-        params, shaped = self._tensors(batch, positions, chosen_from)
+        params, shaped = self._tensors(known, batch, positions, chosen_from)
         if shaped:
             chosen_from = self._with_shaped(chosen_from, shaped)
         token_ids = as_array(self._ops.sample(chosen_from, params))
@@ -82,23 +105,27 @@ class Sampler:
                 logprobs[index] = entry
         return Sampled(token_ids, logprobs, _next_mus(batch, rows, shaped, token_ids) if shaped else {})
 
-    def _tensors(
-        self, batch: InputBatch, positions: Positions, logits: Tensor
-    ) -> tuple[SamplingTensors, dict[int, Float32]]:
-        """Return `sampling_tensors`, recomputed only when the rows or their requests change, and `shaped_rows`.
+    def _remembered(self, batch: InputBatch, rows: Int64, vocab_size: int) -> _Known:
+        """Return what is known of these rows, anew if they or their requests are others than in the last step."""
+        known = self._known
+        if known is None or not known.holds_for(batch, rows, vocab_size):
+            asked = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
+            known = self._known = _Known(batch, rows, batch.sampling.version, vocab_size, asked)
+        return known
 
-        Those of a step with adjusted rows are never kept: they change with every token.
-        """
-        key = (batch, batch.sampling.version, positions.rows.tobytes(), logits.shape[1])
-        if self._kept is None or key != self._key:
+    def _tensors(
+        self, known: _Known, batch: InputBatch, positions: Positions, logits: Tensor
+    ) -> tuple[SamplingTensors, dict[int, Float32]]:
+        """Return `sampling_tensors`, those of the last step if they are known, and `shaped_rows`."""
+        if known.params is None:
             shaped = shaped_rows(logits, batch, positions)
             made = sampling_tensors(batch, positions, logits.shape[1], self._ops, shaped)
-            plain = all(batch.sampling.adjustments[row] is None for row in positions.rows.tolist())
-            self._key, self._kept = key, made if plain else None
+            if all(batch.sampling.adjustments[row] is None for row in positions.rows.tolist()):
+                known.params = made
             return made, shaped
-        if self._kept.noise_key is not None:
-            self._kept = replace(self._kept, noise_key=self._ops.tensor(_noise_key(batch, positions)))
-        return self._kept, {}
+        if known.params.noise_key is not None:
+            known.params = replace(known.params, noise_key=self._ops.tensor(_noise_key(batch, positions)))
+        return known.params, {}
 
     def _with_shaped(self, logits: Tensor, shaped: dict[int, Float32]) -> Tensor:
         """Return a copy of logits [M, V] with these rows in place of their own."""

@@ -28,7 +28,7 @@ class SamplingRows:
         adjustments: masks, bias and penalties; None for most rows.
         searches: [max_num_seqs] bool, whether it is a beam, which goes on only with what may be chosen.
         mirostat_mu: the state of mirostat, None where it is off.
-        custom_processors: the arguments of custom logits processors, by name.
+        custom_processors: the arguments of custom logits processors, by name; of the rows that have any.
         version: incremented by every `set`; a row's parameters do not change in between.
 
     For greedy rows top_k, top_p and min_p are off: they cannot change the most likely token.
@@ -44,7 +44,7 @@ class SamplingRows:
         self.num_prompt_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
         self.searches: Bool = np.zeros(max_num_seqs, dtype=np.bool_)
         self.adjustments: list[LogitAdjustments | None] = [None] * max_num_seqs
-        self.custom_processors: list[dict[str, Any]] = [{} for _ in range(max_num_seqs)]
+        self.custom_processors: dict[int, dict[str, Any]] = {}
         self.mirostat_mu: list[float | None] = [None] * max_num_seqs
         self.version = 0
         self._max_model_len = max_model_len
@@ -72,7 +72,9 @@ class SamplingRows:
             self.num_logprobs[row] = max(num_candidates, params.logprobs or 0)
         self.num_prompt_logprobs[row] = NOT_ASKED if params.prompt_logprobs is None else params.prompt_logprobs
         custom = params.logits_processors
-        self.custom_processors[row] = custom if isinstance(custom, dict) else {}
+        self.custom_processors.pop(row, None)
+        if custom and isinstance(custom, dict):
+            self.custom_processors[row] = custom
         self.adjustments[row] = None
         if LogitAdjustments.needed(params):
             limits = (request.num_prompt_tokens, self._max_model_len)

@@ -19,8 +19,9 @@ from penstock.interface.step import SchedulerOutput
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array, Tensor, as_array
-from penstock.runner.input_batch import InputBatch, PackedStep, Positions
+from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.masks import Bool, Int64, is_on
+from penstock.runner.packed_step import PackedStep
 from penstock.runner.worker import Worker
 
 LIMIT_S = 1.0  # of processor time beyond the model's step, for what one row may have next, while which everybody waits

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from penstock.errors import EngineError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.runner.input_batch import InputBatch, PackedStep
+from penstock.runner.input_batch import InputBatch
+from penstock.runner.packed_step import PackedStep
 
 MAX_SEQS, MAX_LEN = 5, 100
 GROUPS = [CacheGroup((0, 2), None, 64, 16), CacheGroup((1,), 20, 64, 32), CacheGroup((3,), 20, 64, 32, ring=True)]
@@ -30,14 +31,19 @@ class Book:
 
 
 class RandomScheduler:
-    """Random but legal steps: joins, leaves, chunks, released blocks, preemption and return in one step."""
+    """Random but legal steps: joins, leaves, chunks, released blocks, preemption and return in one step; and in between
+    the rows of the last step, decoding on."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.books: dict[str, Book] = {}
         self.count = 0
+        self.last: list[str] = []
 
     def step(self, step_id: int) -> SchedulerOutput:
+        names = [name for name in self.last if name in self.books]
+        if names and self.rng.random() < 0.8:
+            return SchedulerOutput(step_id, [], [self._share(name, is_new=False)[0] for name in names], [])
         forgotten, new_ids = [], []
         for name in list(self.books):
             fate = self.rng.random()
@@ -53,6 +59,7 @@ class RandomScheduler:
             new_ids.append(self._join())
         names = [name for name in self.books if name in new_ids or self.rng.random() < 0.8]
         self.rng.shuffle(names)
+        self.last = names
         new, scheduled = [], []
         for name in names:
             item, request = self._share(name, name in new_ids)
@@ -137,12 +144,34 @@ def check_packed(packed: PackedStep, books: dict[str, Book], output: SchedulerOu
             assert row == (table + [-1] * width)[:width]
 
 
+def test_decode_steps_of_the_same_rows_are_packed_in_place() -> None:
+    """Guards against decode steps that are all packed anew, and against metadata kept where a block begins."""
+    batch = InputBatch(GROUPS[:1], MAX_SEQS, MAX_LEN)
+    before, kept = (
+        run(batch, [NewRequest("a", list(range(40)), 40, SamplingParams(temperature=0.0), 0, [[5, 9, 3]])], decode(39)),
+        [],
+    )
+    for computed in range(40, 52):
+        batch.append(before.rows, np.array([computed]), np.zeros(1, dtype=np.int64))
+        new_block_ids = [[7]] if computed == 48 else [[]]
+        packed = run(batch, [], decode(computed, new_block_ids))
+        assert packed.input_ids.tolist() == packed.positions.tolist() == [computed]
+        kept.append(packed is before)
+        before = packed
+    assert kept == [computed != 48 for computed in range(40, 52)]
+
+
+def decode(computed: int, new_block_ids: list[list[int]] | None = None) -> ScheduledRequest:
+    return ScheduledRequest("a", computed, 1, new_block_ids or [[]], [0], 1)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_packing_equals_brute_force(rng: random.Random) -> None:
-    """Guards against stale rows: a table, token or release left over from a request that had the row before."""
+    """Guards against stale rows: a table, token or release left over from a request that had the row before, or from
+    the step before, whose arrays a decode step takes over."""
     scheduler, batch = RandomScheduler(rng), InputBatch(GROUPS, MAX_SEQS, MAX_LEN)
-    for step_id in range(12):
+    for step_id in range(20):
         output = scheduler.step(step_id)
         batch.update(output)
         assert batch.num_requests == len(scheduler.books)

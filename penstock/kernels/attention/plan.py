@@ -155,6 +155,16 @@ class Planner:
         self._last = self._new_plan(Sequences.of(query_start_loc, seq_lens, self.shape.group, *window), block_table)
         return self._last
 
+    def renew(self, plan: AttentionPlan, seq_lens: Int32) -> bool:
+        """Write the positions of the next decode step into the plan that was made last. False if it needs another one.
+
+        The step differs from that of the plan in its lengths alone, seq_lens: [B] int32.
+        """
+        if self._seen is None or self._tiles(seq_lens) != self._seen[1]:
+            return False
+        np.subtract(seq_lens, 1, out=plan.positions)
+        return True
+
     def _dependencies(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> tuple[int, bytes] | None:
         """Return all that the plan of a decode step depends on; None for other steps, and if a prefix may be shared."""
         num_seqs = len(seq_lens)
@@ -164,11 +174,15 @@ class Planner:
             self._decodes = starts
         if num_seqs == 0 or look_alike(block_table):
             return None
+        return min(block_table.shape[1], 2), self._tiles(seq_lens)
+
+    def _tiles(self, seq_lens: Int32) -> bytes:
+        """Return which tiles the sequences of a decode step see."""
         tiles = ((seq_lens - 1) // TILE).tobytes()
         if self.sliding_window is not None:
             hidden = seq_lens - self.sliding_window
             tiles += (hidden // TILE).tobytes() + (hidden > 0).tobytes()
-        return min(block_table.shape[1], 2), tiles
+        return tiles
 
     def _new_plan(self, step: Sequences, block_table: Int32) -> AttentionPlan:
         shape, num_cores = self.shape, self.num_cores

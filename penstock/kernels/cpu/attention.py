@@ -69,6 +69,7 @@ class CpuKVCache:
         self.num_bytes = self.memory.nbytes
         self._shape = heads, head_dim, name, spec.slices, token_scales  # fields of AttentionShape
         self._planners: dict[tuple[object, ...], Planner] = {}
+        self._last: tuple[AttentionMetadata, tuple[object, ...], AttentionMetadata] | None = None  # planned, its result
         self._struct = PenstockCache(
             memory=address_of(self.memory),
             blocks=spec.num_blocks,
@@ -91,9 +92,30 @@ class CpuKVCache:
     ) -> AttentionMetadata:
         """Return the metadata with a plan for these heads, queries and results of type `dtype`, and this cache.
 
+        The metadata of the call before may come again, with the lengths and slots of the next step in the same tensors,
+        within the same blocks: then the result is that of the call before, if its plan is good for that step, too.
+
         Raises:
             ValueError: a tensor has another type or shape than kernels/metadata.py says, or a block is missing.
         """
+        key = heads.num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens
+        if self._last is not None and self._last[0] is meta and self._last[1] == key:
+            planned = self._last[2]
+            if planned.plan is not None and self._planners[key].renew(planned.plan, as_array(meta.seq_lens)):
+                return planned
+        self._check(meta, heads)
+        meta.check_blocks(self.spec.num_blocks)
+        planner = self._planners.get(key)
+        if planner is None:
+            shape = AttentionShape(heads.num_heads, *self._shape, str(dtype), level)
+            planner = Planner(shape, self.spec.block_size, meta.sliding_window, meta.num_sink_tokens, threads)
+            self._planners[key] = planner
+        plan = planner.plan(as_array(meta.query_start_loc), as_array(meta.seq_lens), as_array(meta.block_table))
+        planned = replace(meta, plan=plan)
+        self._last = meta, key, planned
+        return planned
+
+    def _check(self, meta: AttentionMetadata, heads: Heads) -> None:
         num_seqs, num_tokens = len(meta.seq_lens), len(meta.slot_mapping)
         check_tensor(meta.query_start_loc, (num_seqs + 1,), INT32, "query_start_loc")
         check_tensor(meta.seq_lens, (num_seqs,), INT32, "seq_lens")
@@ -105,15 +127,6 @@ class CpuKVCache:
         fits = (heads.num_kv_heads, heads.head_dim) == (spec.num_kv_heads, spec.head_dim)
         if not fits or heads.num_heads % heads.num_kv_heads:
             raise ValueError(f"heads: {heads} does not fit a cache of {spec.num_kv_heads} heads of {spec.head_dim}")
-        meta.check_blocks(spec.num_blocks)
-        key = heads.num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens
-        planner = self._planners.get(key)
-        if planner is None:
-            shape = AttentionShape(heads.num_heads, *self._shape, str(dtype), level)
-            planner = Planner(shape, spec.block_size, meta.sliding_window, meta.num_sink_tokens, threads)
-            self._planners[key] = planner
-        plan = planner.plan(as_array(meta.query_start_loc), as_array(meta.seq_lens), as_array(meta.block_table))
-        return replace(meta, plan=plan)
 
     def check_plan(self, meta: AttentionMetadata, num_heads: int, threads: int) -> None:
         """Raise ValueError unless the plan of this metadata fits these heads, this cache and the number of threads."""

@@ -34,7 +34,7 @@ class NativeProgram:
     """A recorded forward pass, for a fixed number of tokens.
 
     Attributes:
-        steps: the arguments of attention by cache group.
+        steps: the arguments of attention by cache group, and `filled`, the metadata that they were taken from.
         kept: owners of the memory that the calls read and write.
         result: the tensor that the pass returned; every run overwrites it.
     """
@@ -42,6 +42,7 @@ class NativeProgram:
     calls: "ctypes.Array[PenstockCall]"
     run_calls: RunCalls
     steps: Sequence[PenstockAttentionStep]
+    filled: list[AttentionMetadata]
     kept: Sequence[Any]
     result: Tensor
 
@@ -51,8 +52,10 @@ class NativeProgram:
         Raises:
             ValueError, MemoryError: see `library.check_status`.
         """
-        for step, meta in zip(self.steps, attention, strict=True):
-            fill_step(step, meta)
+        for index, meta in enumerate(attention):
+            if meta is not self.filled[index]:  # else what its addresses point to has changed, and nothing else
+                fill_step(self.steps[index], meta)
+                self.filled[index] = meta
         if status := self.run_calls(self.calls):
             check_status(status)
         return self.result
@@ -98,7 +101,7 @@ class Recorder:
         if self.foreign:
             return None
         calls = (PenstockCall * len(self._calls))(*(_recorded_call(name, values) for name, values in self._calls))
-        return NativeProgram(calls, self._run_calls, self._steps, [context, *self._kept], result)
+        return NativeProgram(calls, self._run_calls, self._steps, list(self._attention), [context, *self._kept], result)
 
 
 def _recorded_call(name: str, arguments: Arguments) -> PenstockCall:
