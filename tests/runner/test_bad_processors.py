@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,8 +209,6 @@ def test_one_that_does_not_end_fails_alone(
             assert async_llm.status().restarts >= (0 if name == "loops" else 3)
             return error, answers
 
-    started = time.monotonic()
     error, answers = asyncio.run(ask())
     assert message in error
     assert answers == expected
-    assert time.monotonic() - started < 90
