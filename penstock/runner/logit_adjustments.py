@@ -159,7 +159,9 @@ class LogitAdjustments:
         self._decay(found, num_outputs)
         if self.params.greedy:
             return found
-        return truncate(found / np.float32(self.params.temperature), self.params, draw)
+        with np.errstate(over="ignore"):
+            found /= np.float32(self.params.temperature)
+        return truncate(np.minimum(found, LARGEST, out=found), self.params, draw)  # two infinities would make NaN
 
     def _adjusted(self, logits: Float32, history: Int32, num_outputs: int) -> Float32:
         """Apply masks, biases and penalties to a copy of logits [V]."""

@@ -145,6 +145,15 @@ def test_a_long_tail_is_cut_where_transformers_cuts_it(model: LlamaForCausalLM) 
 
 
 @pytest.mark.covers("C11")
+def test_an_overwhelming_end_token_stays_finite_at_a_low_temperature() -> None:
+    """Guards against a logit that the temperature makes infinite: the softmax of two of them is not a number."""
+    found = shaped(
+        random_logits(3), PROMPT, [9] * 39, exponential_decay_length_penalty=(1, 12.0), temperature=0.5, top_p=0.9
+    )
+    assert np.isfinite(found.max())
+    assert not np.isnan(found).any()
+
+
 def test_greedy_requests_are_not_truncated() -> None:
     """Guards against a greedy request whose most likely token is dropped: Transformers truncates only what it draws."""
     logits = random_logits(1)
