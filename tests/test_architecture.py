@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
                "validation", "weights"},
     "entrypoints": {"assembly", "client", "config", "errors", "interface", "runner", "tokenizer", "validation"},
     "bench": {"assembly", "client", "config", "demo", "engine", "errors", "interface", "kernels", "layers", "models",
-              "parallel", "planner", "quant", "recorder", "runner", "spec", "tokenizer", "validation", "weights"},
+              "planner", "quant", "recorder", "runner", "spec", "tokenizer", "validation", "weights"},
     "compat": {"config", "conventions", "entrypoints", "errors", "interface", "models", "plugins", "spec",
                "validation"},
     "__init__": {"config", "entrypoints", "errors", "interface", "models", "plugins"},

@@ -17,7 +17,9 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Protocol
 
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -25,13 +27,41 @@ from penstock.engine.scripted import VOCAB_SIZE, ScriptedExecutor
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
-from penstock.parallel.channel import Span
 
 STAGES, MICRO_BATCHES = (2, 4), (1, 2, 4, 8)
 NUM_ROWS = 8
 NUM_TOKENS = 16  # of each row, when it decodes
 ROUNDS = 5  # of one pass; the median counts
 GROUPS = [CacheGroup((0,), None, 256, 16)]
+
+
+class StageTime(Protocol):
+    """Describes one step of one stage, as sleeping and real stages report it; times as of time.perf_counter."""
+
+    @property
+    def stage(self) -> int: ...
+    @property
+    def step_id(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def begin(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """Records one step of a sleeping stage. Implements StageTime."""
+
+    stage: int
+    step_id: int
+    num_rows: int
+    num_tokens: int
+    begin: float
+    end: float
 
 
 class SleepingStages:
@@ -43,7 +73,7 @@ class SleepingStages:
 
     def __init__(self, num_stages: int, depth: int, stage_s: float) -> None:
         self.depth = depth
-        self.spans: list[Span] = []
+        self.spans: list[StageSpan] = []
         self._stage_s = stage_s
         self._inner = ScriptedExecutor(GROUPS, depth=depth, keeps_steps=False)
         self._queues: list[SimpleQueue[SchedulerOutput | None]] = [SimpleQueue() for _ in range(num_stages + 1)]
@@ -56,7 +86,7 @@ class SleepingStages:
             begin = time.perf_counter()
             time.sleep(self._stage_s)
             size = len(step.scheduled), step.num_tokens
-            self.spans.append(Span(stage, step.step_id, *size, begin, time.perf_counter()))
+            self.spans.append(StageSpan(stage, step.step_id, *size, begin, time.perf_counter()))
             self._queues[stage + 1].put(step)
         self._queues[stage + 1].put(None)
 
@@ -100,7 +130,7 @@ def compute_batch(executor: Executor, num_rows: int, num_tokens: int) -> None:
         engine.step()
 
 
-def bubble(spans: Sequence[Span], num_stages: int) -> float:
+def bubble(spans: Sequence[StageTime], num_stages: int) -> float:
     """Return the share of the stages' time, from the first span's begin to the last one's end, in which they idle."""
     wall = max(span.end for span in spans) - min(span.begin for span in spans)
     return 1 - sum(span.end - span.begin for span in spans) / (num_stages * wall)

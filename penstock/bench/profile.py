@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.bench.costs import Cost
+from penstock.bench.pipeline import StageTime
 from penstock.bench.samples import READ, Rates, Sample, Work
 from penstock.errors import EngineError
-from penstock.parallel import channel
 
 PREFILL, DECODE = "prefill", "decode"
 ENGINE, RUNNER = "engine (Python)", "runner (Python)"
@@ -152,7 +152,7 @@ class Profile:
         if spans:
             self._counters(spans[-1].end / 1e9, stretch.sample.after)
 
-    def add_stages(self, spans: Iterable[channel.Span]) -> None:
+    def add_stages(self, spans: Iterable[StageTime]) -> None:
         """Add a row for each stage of a pipeline, and a block for each micro-batch in it."""
         for span in spans:
             self._rows[FIRST_STAGE + span.stage] = f"stage {span.stage}"

@@ -10,10 +10,9 @@ from penstock.assembly import BuiltEngine
 from penstock.assembly.ranks import find_degrees
 from penstock.bench.meter import Watch, peak_rss_bytes
 from penstock.bench.phases import PromptTokens
-from penstock.bench.pipeline import bubble
+from penstock.bench.pipeline import StageTime, bubble
 from penstock.bench.profile import DECODE, PREFILL, Profile, Step, Stretch
 from penstock.interface.step import SchedulerOutput, StepOutput
-from penstock.parallel.channel import Span
 from penstock.spec.cuts import cut_all
 from penstock.spec.shares import Share
 from penstock.spec.traffic import Traffic, handed_on, predict
@@ -30,7 +29,7 @@ class Pipelined(Protocol):
         spans: what they did, step by step.
     """
 
-    spans: Sequence[Span]
+    spans: Sequence[StageTime]
 
 
 class SplitMeter:
@@ -120,7 +119,7 @@ class SplitMeter:
             "bubble": bubble(stages, 1 + max(item.stage for item in stages)) if stages else None,
         }
 
-    def _stages(self) -> list[Span]:
+    def _stages(self) -> list[StageTime]:
         if not isinstance(self._inner, Pipelined):
             return []
         return [item for item in self._inner.spans if item.begin >= self._began and item.num_tokens]

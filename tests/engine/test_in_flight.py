@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.pipeline import GROUPS, MICRO_BATCHES, NUM_ROWS, STAGES, bubble, compute_batch, formula
+from penstock.bench.pipeline import GROUPS, MICRO_BATCHES, NUM_ROWS, STAGES, StageSpan, bubble, compute_batch, formula
 from penstock.engine.draft_policy import DraftPolicy
 from penstock.engine.engine import Engine
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.engine.speculation import Speculation
 from penstock.interface.step import SchedulerOutput, StepOutput
-from penstock.parallel.channel import Span
 from tests.engine.timed import Clock
 from tests.fakes_drafts import Oracle
 from tests.fakes_engine import expected_outputs, make_engine, request, run, token_ids
@@ -228,7 +227,7 @@ class TimedStages:
 
     def __init__(self, num_stages: int, depth: int) -> None:
         self.depth = depth
-        self.spans: list[Span] = []
+        self.spans: list[StageSpan] = []
         self._free_at = [0.0] * num_stages
         self._now = 0.0
         self._inner = ScriptedExecutor(GROUPS, depth=depth)
@@ -239,7 +238,7 @@ class TimedStages:
         for stage, free_at in enumerate(self._free_at):
             begin = max(ready, free_at)
             self._free_at[stage] = ready = begin + 1
-            self.spans.append(Span(stage, scheduler_output.step_id, *size, begin, ready))
+            self.spans.append(StageSpan(stage, scheduler_output.step_id, *size, begin, ready))
         return self._inner.submit(scheduler_output), ready
 
     def collect(self, handle: tuple[SchedulerOutput, float]) -> StepOutput:
