@@ -80,8 +80,8 @@ def load_model(
     check_choice("load_format", load_format, ("auto", "dummy"))
     mappable = load_format == "auto" and not isinstance(directory, Checkpoint)
     packed = find_packed(Path(cast(str | Path, directory))) if mappable else None
-    if packed is not None:
-        _check_whole(packed, head, place.stage)
+    if packed is not None and not head.is_plain:
+        raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
     parameters = read_parameters(model_config)
     split, stage = place.split, place.stage
     if split is not None:
@@ -99,14 +99,16 @@ def load_model(
         stage.cut(model, make)
     if free_memory is not None and packed is None:  # a map needs no memory
         check_memory({"weights": weight_bytes(model, make)}, free_memory())
-    _load_values(model, make, packed, source)
+    _load_values(model, make, packed, source, is_part=stage is not None)
     return _adapted(model, model_config, make)
 
 
-def _load_values(model: Any, make: LayerFactory, packed: Path | None, source: ParameterSource | None) -> None:
-    """Give every layer its values, from packed weights or from a source."""
+def _load_values(
+    model: Any, make: LayerFactory, packed: Path | None, source: ParameterSource | None, *, is_part: bool
+) -> None:
+    """Give every layer its values, from packed weights or from a source. is_part: the file has other layers, too."""
     if packed is not None:
-        restore_packed(packed, make.ops, make.scheme, dict(weight_layers(model)))
+        restore_packed(packed, make.ops, make.scheme, dict(weight_layers(model)), is_part=is_part)
     elif source is not None:
         _fill(model, make, source)
     for embedding, tied in tied_embeddings(model, make).values():
@@ -120,17 +122,6 @@ def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> Causa
 
         model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, make.ops, make))
     return cast(CausalLM, model)
-
-
-def _check_whole(packed: Path, head: HeadLayout, stage: Stage | None) -> None:
-    """Refuse packed weights where a part of the model is wanted, or another form of its head."""
-    if not head.is_plain:
-        raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
-    if stage is not None:
-        raise NotSupportedError(
-            f"pipeline_parallel_size: {packed} holds the whole model; serve the checkpoint that it was packed from",
-            param="pipeline_parallel_size",
-        )
 
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:

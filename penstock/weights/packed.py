@@ -155,8 +155,12 @@ def _unfit(name: str, value: object, info: PackedInfo) -> InvalidRequestError:
     return InvalidRequestError(text, param=name)
 
 
-def restore_packed(file: Path, ops: Ops, scheme: Scheme | None, layers: Mapping[str, WeightLayer]) -> None:
+def restore_packed(
+    file: Path, ops: Ops, scheme: Scheme | None, layers: Mapping[str, WeightLayer], *, is_part: bool = False
+) -> None:
     """Map a file of packed weights and give every layer of a model, by its full name, its tensors in that memory.
+
+    is_part: the layers are those of a stage, and the file has the others, too. Their pages are never read.
 
     Raises:
         ModelLoadError: the file is damaged, or holds another model.
@@ -173,7 +177,7 @@ def restore_packed(file: Path, ops: Ops, scheme: Scheme | None, layers: Mapping[
             memory = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file}: cannot be mapped: {error}") from None
-    differing = set(layers) ^ set(by_layer)
+    differing = set(layers) - set(by_layer) if is_part else set(layers) ^ set(by_layer)
     if differing:
         raise ModelLoadError(f"{file}: does not fit config.json in {min(differing)}")
     for prefix, layer in layers.items():

@@ -28,6 +28,7 @@ from penstock.parallel.channel import StepOrder
 from penstock.parallel.pipeline import PipelineExecutor
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.stage_runner import StageRunner
+from penstock.weights.convert import convert_model
 from penstock.weights.loader import weight_layers
 from tests.answers import MAX_MODEL_LEN, PROMPTS, WATCHED, ask, ask_alone, check, request
 from tests.families.case import all_cases
@@ -166,6 +167,19 @@ def test_a_stage_loads_its_layers_only(name: str, directories: dict[str, str]) -
     assert first - 2 * middle[0] == table
     assert table <= last - middle[0] < 1.5 * table  # packed, which pads
     assert sum(stages.weight_bytes) == whole
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_stages_map_their_part_of_converted_weights(
+    name: str, form: str, directories: dict[str, str], tmp_path: Path
+) -> None:
+    """Guards against a stage of a converted model that takes another stage's weights, or misses a tied embedding."""
+    own = OPTIONS | {"model": directories[name]} | FORMS[form]
+    numerics = {key: value for key, value in own.items() if key in ("model", "dtype", "quantization")}
+    convert_model(EngineConfig.from_options(**numerics), tmp_path / "converted")
+    converted = build_engine(EngineConfig.from_options(**own | {"model": str(tmp_path / "converted")}))
+    alone = ask_alone(build_engine(EngineConfig.from_options(**own)).engine, WATCHED[:3])
+    check(ask(pipelined(converted, 3), map(request, alone)), alone)
 
 
 @pytest.mark.parametrize("where", range(3))

@@ -1,4 +1,4 @@
-"""The simulator against this machine, which has nothing else to do: `python -m penstock.bench.simulator.check MODEL`.
+"""Compare the simulator with this machine, which should be idle: `python -m penstock.bench.simulator.check MODEL`.
 
 The model's steps are measured and fitted. Then a server of it answers Poisson loads at 50, 80 and 100 % of the capacity
 that the simulator predicts, and `bench offline`'s workload, all requests at once, runs too; each stands beside its
@@ -41,25 +41,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--num-prompts", type=int, default=200)
     parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--quantization", help="of the weights")
+    parser.add_argument(
+        "--load-format", default="auto", help="dummy: random weights, where MODEL has a config.json only"
+    )
     args = parser.parse_args(argv)
     dataset = Dataset(input_len=args.input_len, output_len=args.output_len)
-    costs = find_costs({"model": args.model}, "this")
-    at_once = _simulated(args.model, dataset, args.num_prompts, float("inf"), costs)
+    engine = {"model": args.model, "quantization": args.quantization, "load_format": args.load_format}
+    costs = find_costs(engine, "this")
+    at_once = _simulated(engine, dataset, args.num_prompts, float("inf"), costs)
     capacity = at_once["request_throughput"]
     rates = [*(share * capacity for share in SHARES), float("inf")]
-    with _server(args.model) as address:
+    with _server(engine) as address:
         measured = asyncio.run(_measured(address, args.model, dataset, args.num_prompts, rates))
     found = [
-        _compare(rate, there, _simulated(args.model, dataset, args.num_prompts, rate, costs))
+        _compare(rate, there, _simulated(engine, dataset, args.num_prompts, rate, costs))
         for rate, there in zip(rates, measured, strict=True)
     ]
     return 0 if all(found) else 1
 
 
-def _simulated(model: str, dataset: Dataset, count: int, rate: float, costs: LinearCosts) -> dict[str, Any]:
+def _simulated(engine: dict[str, Any], dataset: Dataset, count: int, rate: float, costs: LinearCosts) -> dict[str, Any]:
     options = Options(dataset=dataset, rates=[rate], num_prompts=count)
-    result = run({"model": model}, options, costs, lambda what, total: nullcontext(lambda number: None))
+    result = run(engine, options, costs, lambda what, total: nullcontext(lambda number: None))
     (figures,) = result["runs"]
     return dict(figures)
 
@@ -90,8 +94,8 @@ def _compare(rate: float, measured: dict[str, Any], simulated: dict[str, Any]) -
 
 
 @contextmanager
-def _server(model: str) -> Iterator[str]:
-    """Serve a model on a free port and yield its address.
+def _server(engine: dict[str, Any]) -> Iterator[str]:
+    """Serve the model of engine options on a free port and yield its address.
 
     Raises:
         EngineError: it is not ready within START_S.
@@ -99,7 +103,10 @@ def _server(model: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["serve", model, "--port", str(port), "--log-level", "error"]
+    model = str(engine["model"])
+    words = ["serve", model, "--port", str(port), "--log-level", "error", "--load-format", engine["load_format"]]
+    if engine["quantization"] is not None:
+        words += ["--quantization", engine["quantization"]]
     words.append("--no-enable-prefix-caching")  # the same prompts come at every rate
     server = subprocess.Popen([sys.executable, "-m", "penstock", *words])
     try:

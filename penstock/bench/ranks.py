@@ -1,0 +1,127 @@
+"""Compare one process that uses N threads with N ranks of one thread each: time, memory, and what each rank reads.
+
+python -m penstock.bench.ranks DIR [--ranks 2] [--quantization int8] [--write]
+
+DIR is a model's directory; --write first makes it one of the 1.1B shape with random weights. Both ways are loaded at
+once and take turns; a way that waits uses no core.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.loading import write_checkpoint
+from penstock.config import EngineConfig
+from penstock.entrypoints.async_llm import AsyncLLM
+from penstock.interface.sampling_params import SamplingParams
+from penstock.spec.shares import Share
+from penstock.weights.planned import PlannedModel
+
+PROMPT_LEN, SHORT_PROMPT_LEN, OUTPUT_LEN = 1024, 16, 33
+OPTIONS: dict[str, Any] = {
+    "max_model_len": PROMPT_LEN + OUTPUT_LEN,
+    "max_num_seqs": 2,
+    "enable_prefix_caching": False,
+}
+MIB = 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--quantization")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help="make DIR a model of the 1.1B shape with random weights")
+    args = parser.parse_args()
+    if args.write:
+        write_checkpoint(args.model)
+    options = {"model": str(args.model), "quantization": args.quantization, **OPTIONS}
+    asyncio.run(compare(options, args.ranks, args.rounds))
+    return 0
+
+
+async def compare(options: dict[str, Any], num_ranks: int, rounds: int) -> None:
+    """Print what both ways take."""
+    one = {**options, "threads": num_ranks}
+    split = {**options, "threads": 1, "tensor_parallel_size": num_ranks}
+    async with AsyncLLM(**one) as whole, AsyncLLM(**split) as ranks:
+        print_memory(split, list(processes(ranks)), next(processes(whole)))
+        found: dict[str, list[float]] = {}
+        for _ in range(rounds + 1):
+            for name, llm in (("process", whole), ("ranks", ranks)):
+                prefill, decode = await tokens_per_second(llm)
+                found.setdefault(f"prefill {name}", []).append(prefill)
+                found.setdefault(f"decode {name}", []).append(decode)
+    for phase in ("prefill", "decode"):
+        process, parts = (found[f"{phase} {name}"][1:] for name in ("process", "ranks"))  # the first runs warm up
+        shares = [100 * mine / its for mine, its in zip(parts, process, strict=True)]
+        print(
+            f"{phase}: one process of {num_ranks} threads {statistics.median(process):.1f} tokens/s, {num_ranks} ranks "
+            f"of one thread {statistics.median(parts):.1f}: {statistics.median(shares):.0f} % "
+            f"({min(shares):.0f} to {max(shares):.0f})"
+        )
+
+
+async def tokens_per_second(llm: AsyncLLM) -> tuple[float, float]:
+    """Return the rates of a prompt of PROMPT_LEN tokens, and of one stream after a short prompt."""
+    prefill_s = await seconds(llm, PROMPT_LEN, 1)
+    decode_s = await seconds(llm, SHORT_PROMPT_LEN, OUTPUT_LEN) - await seconds(llm, SHORT_PROMPT_LEN, 1)
+    return PROMPT_LEN / prefill_s, (OUTPUT_LEN - 1) / decode_s
+
+
+async def seconds(llm: AsyncLLM, prompt_len: int, output_len: int) -> float:
+    """Return how long a request takes."""
+    ids = random.Random(0).choices(range(3, 1000), k=prompt_len)
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    started = time.perf_counter()
+    async for _ in llm.generate({"prompt_token_ids": ids}, params):
+        pass
+    return time.perf_counter() - started
+
+
+def processes(llm: AsyncLLM) -> Iterator[int]:
+    """Return the process of an engine, which is its first rank, and those of the others."""
+    pid = llm.status().replicas[0].pid
+    assert pid is not None
+    yield pid
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        yield from map(int, (task / "children").read_text().split())
+
+
+def print_memory(options: dict[str, Any], ranks: list[int], whole: int) -> None:
+    """Print the resident memory of each rank beside its share of the weights, and of the process that has them all."""
+    planned = PlannedModel.read(EngineConfig.from_options(**options))
+    config = planned.resolved()
+    degrees = config.parallel.degrees(planned.model, together=planned.together)
+    for rank, pid in [*enumerate(ranks), (None, whole)]:
+        share = None if rank is None else Share(rank, degrees)
+        weights = planned.sizes(config.numerics.scheme, share).weights
+        name = "one process" if rank is None else f"rank {rank}"
+        print(
+            f"{name}: weights {weights / MIB:.0f} MiB, resident {_resident(pid) / MIB:.0f} MiB, "
+            f"read {_read(pid) / MIB:.0f} MiB"
+        )
+
+
+def _resident(pid: int) -> int:
+    """Return the bytes in memory that are this process's alone, or its part of what it shares."""
+    return _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") * 1024
+
+
+def _read(pid: int) -> int:
+    return _field(Path(f"/proc/{pid}/io"), "rchar:")
+
+
+def _field(file: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
