@@ -92,17 +92,16 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
     if config.parallel.is_on_ray and config.numerics.load_format == "mock":
         message = "distributed_executor_backend: load_format = mock has no model to share; use mp"
         raise InvalidRequestError(message, param="distributed_executor_backend")
+    degrees = find_degrees(config, model)
+    if config.numerics.load_format == "auto" and isinstance(weights, Path):
+        packed.check_split(weights, degrees)
     if config.parallel.num_ranks == 1:
         return
-    find_degrees(config, model)
     name, size = "tensor_parallel_size", config.parallel.num_ranks
     if config.numerics.kernels != "cpu" or is_torch(make_ops(replace_threads(config), model).dtype):
         raise NotSupportedError(f"{name}: {size} processes share only models of the native kernels; use 1", param=name)
     if not isinstance(weights, Path):
         raise NotSupportedError(f"{name}: {size} processes cannot share a model object; give its directory", param=name)
-    if config.numerics.load_format == "auto" and packed.find_packed(weights) is not None:
-        message = f"{name}: {size} processes cannot share packed weights; give the directory they come from, or use 1"
-        raise NotSupportedError(message, param=name)
     if config.numerics.load_format == "mock":
         raise InvalidRequestError(f"{name}: load_format = mock has no model to share; use 1", param=name)
 

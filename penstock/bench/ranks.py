@@ -12,23 +12,19 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from penstock.bench.loading import write_checkpoint
+from penstock.client.process import ProcessClient
 from penstock.config import EngineConfig
-from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.interface.sampling_params import SamplingParams
 from penstock.spec.shares import Share
 from penstock.weights.planned import PlannedModel
 
-PROMPT_LEN, SHORT_PROMPT_LEN, OUTPUT_LEN = 1024, 16, 33
-OPTIONS: dict[str, Any] = {
-    "max_model_len": PROMPT_LEN + OUTPUT_LEN,
-    "max_num_seqs": 2,
-    "enable_prefix_caching": False,
-}
+SHORT_PROMPT_LEN, OUTPUT_LEN = 16, 33
 MIB = 2**20
 
 
@@ -37,26 +33,33 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--quantization")
+    parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", action="store_true", help="make DIR a model of the 1.1B shape with random weights")
     args = parser.parse_args()
     if args.write:
         write_checkpoint(args.model)
-    options = {"model": str(args.model), "quantization": args.quantization, **OPTIONS}
-    asyncio.run(compare(options, args.ranks, args.rounds))
+    options = {
+        "model": str(args.model),
+        "quantization": args.quantization,
+        "max_model_len": max(args.prompt_len, SHORT_PROMPT_LEN) + OUTPUT_LEN,
+        "max_num_seqs": 2,
+        "enable_prefix_caching": False,
+    }
+    asyncio.run(compare(options, args.ranks, args.prompt_len, args.rounds))
     return 0
 
 
-async def compare(options: dict[str, Any], num_ranks: int, rounds: int) -> None:
+async def compare(options: dict[str, Any], num_ranks: int, prompt_len: int, rounds: int) -> None:
     """Print what both ways take."""
     one = {**options, "threads": num_ranks}
     split = {**options, "threads": 1, "tensor_parallel_size": num_ranks}
-    async with AsyncLLM(**one) as whole, AsyncLLM(**split) as ranks:
+    async with engine(one) as whole, engine(split) as ranks:
         print_memory(split, list(processes(ranks)), next(processes(whole)))
         found: dict[str, list[float]] = {}
         for _ in range(rounds + 1):
-            for name, llm in (("process", whole), ("ranks", ranks)):
-                prefill, decode = await tokens_per_second(llm)
+            for name, client in (("process", whole), ("ranks", ranks)):
+                prefill, decode = await tokens_per_second(client, prompt_len)
                 found.setdefault(f"prefill {name}", []).append(prefill)
                 found.setdefault(f"decode {name}", []).append(decode)
     for phase in ("prefill", "decode"):
@@ -69,26 +72,37 @@ async def compare(options: dict[str, Any], num_ranks: int, rounds: int) -> None:
         )
 
 
-async def tokens_per_second(llm: AsyncLLM) -> tuple[float, float]:
-    """Return the rates of a prompt of PROMPT_LEN tokens, and of one stream after a short prompt."""
-    prefill_s = await seconds(llm, PROMPT_LEN, 1)
-    decode_s = await seconds(llm, SHORT_PROMPT_LEN, OUTPUT_LEN) - await seconds(llm, SHORT_PROMPT_LEN, 1)
-    return PROMPT_LEN / prefill_s, (OUTPUT_LEN - 1) / decode_s
+@asynccontextmanager
+async def engine(options: dict[str, Any]) -> AsyncIterator[ProcessClient]:
+    """Start an engine in a process of its own, and end it with the block."""
+    client = ProcessClient(options, None)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.shutdown()
 
 
-async def seconds(llm: AsyncLLM, prompt_len: int, output_len: int) -> float:
+async def tokens_per_second(client: ProcessClient, prompt_len: int) -> tuple[float, float]:
+    """Return the rates of a prompt, and of one stream after a short prompt."""
+    prefill_s = await seconds(client, prompt_len, 1)
+    decode_s = await seconds(client, SHORT_PROMPT_LEN, OUTPUT_LEN) - await seconds(client, SHORT_PROMPT_LEN, 1)
+    return prompt_len / prefill_s, (OUTPUT_LEN - 1) / decode_s
+
+
+async def seconds(client: ProcessClient, prompt_len: int, output_len: int) -> float:
     """Return how long a request takes."""
     ids = random.Random(0).choices(range(3, 1000), k=prompt_len)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
-    async for _ in llm.generate({"prompt_token_ids": ids}, params):
+    async for _ in client.generate(ids, params):
         pass
     return time.perf_counter() - started
 
 
-def processes(llm: AsyncLLM) -> Iterator[int]:
+def processes(client: ProcessClient) -> Iterator[int]:
     """Return the process of an engine, which is its first rank, and those of the others."""
-    pid = llm.status().replicas[0].pid
+    pid = client.status().replicas[0].pid
     assert pid is not None
     yield pid
     for task in Path(f"/proc/{pid}/task").iterdir():

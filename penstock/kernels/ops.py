@@ -316,6 +316,12 @@ class SplittingOps(Ops, Protocol):
         which an int8 weight needs. Scales are None for other weights.
         """
 
+    def run_host(self, work: Callable[[], None]) -> None:
+        """Run Python between two operations of a forward pass, on memory that stays where it is.
+
+        A program (RecordingOps) runs it again at the same place.
+        """
+
 
 class Program(Protocol):
     """A recorded forward pass, run again without the model's Python."""

@@ -72,24 +72,43 @@ class SummedLinear(Linear):
         scheme = self.spec.packing.scheme
         magnitudes = None
         if scheme is not None and scheme.weight_bits == 8:
-            magnitudes = np.maximum.reduce(self.ranks.gather(_magnitudes(source), self.degree))
+            magnitudes = np.maximum.reduce(self.ranks.gather(row_magnitudes(source), self.degree))
         ops = cast(SplittingOps, self.ops)
         self.packed, self.scales = ops.pack_part(source, magnitudes, self.spec.packing)
         self.bias = None
         if self.spec.bias:
             self.bias = whole(values["bias"]).astype(self.ops.dtype).astype(FLOAT32)
 
+    def state(self) -> dict[str, Tensor]:
+        own = {"scales": self.scales, "sum_bias": self.bias}
+        return super().state() | {name: value for name, value in own.items() if value is not None}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        scheme = self.spec.packing.scheme
+        expected = {"scales": scheme is not None and scheme.weight_bits == 8, "sum_bias": self.spec.bias}
+        for name, is_expected in expected.items():
+            shape = tuple(state[name].shape) if name in state else None
+            if shape != (self.spec.shape[:1] if is_expected else None):
+                raise ValueError(f"its {name} has the shape {shape}")
+        own = {name: as_array(state[name]) if name in state else None for name in expected}
+        self.scales, self.bias = own["scales"], own["sum_bias"]
+        super().restore({name: value for name, value in state.items() if name not in expected})
+
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.ranks.gather(as_array(super().forward(self.wires.input(x))), self.degree)
-        total = tree_sum(parts, self.sum(x.shape[0]))
+        part, total = as_array(super().forward(self.wires.input(x))), self.sum(x.shape[0])
+        cast(SplittingOps, self.ops).run_host(lambda: self._add(part, total))
+        return total
+
+    def _add(self, part: Array, total: Array) -> None:
+        """Add the parts of all ranks."""
+        tree_sum(self.ranks.gather(part, self.degree), total)
         if self.scales is not None:
             total *= self.scales
         if self.bias is not None:
             total += self.bias
-        return total
 
 
-def _magnitudes(source: RowSource) -> Array:
+def row_magnitudes(source: RowSource) -> Array:
     """Return the largest absolute value of each row."""
     found = np.empty(source.shape[0], FLOAT32)
     for start in range(0, len(found), MAGNITUDE_ROWS):
@@ -108,7 +127,11 @@ class SplitEmbedding(Embedding):
         self.index = cut.part.index
 
     def forward(self, ids: Tensor) -> Tensor:
-        ids = as_array(ids)
+        cast(SplittingOps, self.ops).run_host(lambda: self._look_up(as_array(ids)))
+        return self.out(ids.shape[0])
+
+    def _look_up(self, ids: Array) -> None:
+        """Write the rows of all ids to the buffer."""
         owner = np.searchsorted(self.rows, ids, side="right") - 1
         local = np.where(owner == self.index, ids - self.rows[self.index], 0)
         rows = as_array(super().forward(self.ops.tensor(local)))
@@ -117,7 +140,6 @@ class SplitEmbedding(Embedding):
             if index != self.index:
                 mine = owner == index
                 rows[mine] = part[mine]
-        return self.ops.tensor(rows)
 
 
 class ColumnsEmbedding(Embedding):
@@ -151,10 +173,14 @@ class SplitHead(LMHead):
         self.columns = columns
 
     def forward(self, x: Tensor) -> Tensor:
-        own = as_array(super().forward(x))
+        own, logits = as_array(super().forward(x)), as_array(self.all(x.shape[0]))
+        cast(SplittingOps, self.ops).run_host(lambda: self._put_together(own, logits))
+        return self.ops.tensor(logits)
+
+    def _put_together(self, own: Array, logits: Array) -> None:
         bounds = list(pairwise(self.columns))
-        parts = self.ranks.gather(own, len(bounds), [(len(own), end - begin) for begin, end in bounds])
-        return self.ops.tensor(np.concatenate(parts, axis=1, out=self.all(x.shape[0])))
+        shapes = [(len(own), end - begin) for begin, end in bounds]
+        np.concatenate(self.ranks.gather(own, len(bounds), shapes), axis=1, out=logits)
 
 
 class SplitMixture:

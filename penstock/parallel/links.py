@@ -12,10 +12,12 @@ the sockets (wire.py).
 
 import io
 import itertools
+import math
 import mmap
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from penstock.parallel.launch import HERE, HostLauncher, Launcher
 from penstock.parallel.wire import WireLinks
 from penstock.spec.shares import DEGREES
 
+SPIN_S = 5e-4  # ranks compute equal parts and come at nearly the same time; to sleep and to be woken takes longer
 TIMEOUT_S = 60  # a rank that is alive answers within the time of one product
 PAGE = 4096
 NO_MEMORY = "none"
@@ -71,7 +74,7 @@ class Links:
         found = []
         for index in range(degree):
             shape = x.shape if shapes is None else shapes[index]
-            size = int(np.prod(shape)) * x.itemsize
+            size = math.prod(shape) * x.itemsize
             if first + index != self.rank:
                 self.bytes_received += size
             found.append(self._at(first + index, degree, turn)[:size].view(x.dtype).reshape(shape))
@@ -94,7 +97,7 @@ class Links:
 
     def _hear(self, rank: int, word: bytes) -> None:
         try:
-            heard = self._peers[rank].recv(1)
+            heard = self._poll(rank) or self._peers[rank].recv(1)
         except BlockingIOError as error:
             raise ExecutorLostError(f"rank {rank} has not answered for {TIMEOUT_S} s", rank=rank) from error
         except OSError as error:
@@ -103,6 +106,16 @@ class Links:
             raise ExecutorLostError(f"rank {rank} has ended", rank=rank)
         if heard != word:
             raise ExecutorLostError(f"rank {rank} is at another place of the model than rank {self.rank}", rank=rank)
+
+    def _poll(self, rank: int) -> bytes:
+        """Ask for a byte again and again for SPIN_S. b"": it has not come, or the rank has ended."""
+        ended_at = time.perf_counter() + SPIN_S
+        while time.perf_counter() < ended_at:
+            try:
+                return self._peers[rank].recv(1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()  # to a rank that shares this core
+        return b""
 
 
 class Meeting:

@@ -87,7 +87,7 @@ class ModelRunner:
         if max_model_len is None or threads is None:
             raise EngineError("the runner needs a resolved config")
         self._computing = _prepare_torch(ops, 1 if config.numerics.kernels == "cpu" else threads)
-        is_recorded = isinstance(ops, RecordingOps) and config.parallel.num_ranks == 1  # a program waits for no rank
+        is_recorded = isinstance(ops, RecordingOps) and _is_alike_every_time(config, model_config)
         self._model = RecordedModel(model, cast(RecordingOps, ops)) if is_recorded else model
         self._ops = ops
         self._vocab_size = model_config.vocab_size
@@ -408,6 +408,12 @@ def _accept(
 def _failed(result: RequestStepOutput) -> RequestStepOutput:
     """Return what counts of the results of a request that failed."""
     return RequestStepOutput([], error=result.error, checksum=result.checksum)
+
+
+def _is_alike_every_time(config: EngineConfig, model: ModelConfig) -> bool:
+    """Return whether each pass over as many tokens makes the same calls on the same memory, as a program does. Where
+    ranks share experts it depends on the tokens, and a sharding map may move results to new memory."""
+    return config.parallel.num_ranks == 1 or (not model.num_experts and config.parallel.sharding_config is None)
 
 
 def _prepare_torch(ops: Ops, threads: int) -> Callable[[], AbstractContextManager[object]]:

@@ -1,10 +1,11 @@
 """Conversion: a checkpoint, or random weights, become a directory of packed weights that loads as a memory map.
 
-Each layer is packed as the loader packs it, written and freed before the next. config.json is the last file, so the
+Each layer is packed as the loader packs it, written and freed before the next; for several ranks, the part of each rank
+after that of another. config.json is the last file, so the
 directory is a model only when everything else is there (weights/destination.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,21 +13,25 @@ from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
+from penstock.kernels.tensors import Array
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import WHOLE_IN_FILES
+from penstock.layers.split import Split, row_magnitudes
 from penstock.layers.weights import WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.plugins.user_files import import_files
+from penstock.spec.cuts import Cut, cut_all
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.shares import Share, heads_are_together
 from penstock.spec.unsupported import listed
 from penstock.validation import fail
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import dtype_for, empty_model, fill_layer, plain_parameters, weight_layers
 from penstock.weights.memory import check_memory
-from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
+from penstock.weights.packed import PackedInfo, PackedWriter, find_packed, rank_prefix, split_name
 from penstock.weights.safetensors import PACKED
-from penstock.weights.sources import open_source, read_parameters
+from penstock.weights.sources import CutSource, ParameterSource, open_source, read_parameters
 
 Progress = Callable[[int, int], None]  # called with the number of finished layers, and of all
 
@@ -62,29 +67,62 @@ def convert_model(
         raise InvalidRequestError(
             f"src: {str(source)!r} holds packed weights already; give the checkpoint they were made from", param="src"
         )
-    rows = open_source(source, model_config, numerics.load_format)
-    make = _factory(model_config, numerics)
-    layers = _packable_layers(empty_model(model_config, make))
-    sizes = [layer.num_bytes for layer in layers.values()]
+    parts = _parts(config, model_config, numerics, open_source(source, model_config, numerics.load_format))
+    layers = [(part, prefix, layer) for part in parts for prefix, layer in part.layers.items()]
+    sizes = [layer.num_bytes for _, _, layer in layers]
     if free_memory is not None:
         check_memory({"weights of the largest layer": max(sizes)}, free_memory())
+    info = PackedInfo(numerics.dtype, numerics.scheme, split_name(parts[0].share.degrees))
     with Destination(destination) as directory:
         directory.require(sum(sizes))
         with directory.file(PACKED) as stream:
-            writer = PackedWriter(stream, PackedInfo(numerics.dtype, make.scheme), len(layers))
-            for done, (prefix, layer) in enumerate(layers.items()):
+            writer = PackedWriter(stream, info, len(layers))
+            for done, (part, prefix, layer) in enumerate(layers):
                 progress(done, len(layers))
-                fill_layer(prefix, layer, make, rows)
-                writer.write(prefix, layer.state())
+                part.fill(prefix, layer)
+                writer.write(rank_prefix(part.share) + prefix, layer.state())
                 layer.forget()
             size = writer.finish()
         directory.copy_companions(source)
     return size
 
 
-def _factory(model_config: ModelConfig, numerics: NumericsConfig) -> LayerFactory:
-    ops = load_ops("cpu", dtype_for(model_config, "cpu", numerics.dtype), threads=numerics.threads or 1)
-    return LayerFactory.single_device(ops, read_parameters(model_config), scheme=numerics.scheme, max_positions=1)
+class _Part:
+    """What one rank has of a model, without values; or the whole model, for one process. A Ranks (layers/wires.py).
+
+    Attributes:
+        layers: by name.
+    """
+
+    def __init__(self, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource, share: Share) -> None:
+        ops = load_ops("cpu", dtype_for(model, "cpu", numerics.dtype), threads=numerics.threads or 1)
+        self.share = share
+        self._source = self._rows = source
+        self._cuts: Mapping[str, Cut] = {}
+        self._weight = ""  # that is being loaded
+        split, parameters = None, read_parameters(model)
+        if share.degrees.size > 1:
+            self._cuts = cut_all(parameters, share, model)
+            split, self._rows = Split(share, self, self._cuts), CutSource(source, self._cuts)
+            parameters = {name: cut.own for name, cut in self._cuts.items()}
+        self._make = LayerFactory.single_device(ops, parameters, scheme=numerics.scheme, max_positions=1, split=split)
+        self.layers = _packable_layers(empty_model(model, self._make))
+
+    def fill(self, prefix: str, layer: WeightLayer) -> None:
+        """Load the values of a layer."""
+        self._weight = f"{prefix}.weight"
+        fill_layer(prefix, layer, self._make, self._rows)
+
+    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
+        """Return the largest value of each whole row of the weight, which ranks find together while they load."""
+        return [row_magnitudes(self._source.rows(self._cuts[self._weight].whole))]
+
+
+def _parts(config: EngineConfig, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource) -> list[_Part]:
+    """Return the part of each rank that a config asks for."""
+    together = heads_are_together(read_parameters(model), model)
+    degrees = config.parallel.degrees(model, together=together)
+    return [_Part(model, numerics, source, Share(rank, degrees)) for rank in range(degrees.size)]
 
 
 def _packable_layers(model: object) -> dict[str, WeightLayer]:

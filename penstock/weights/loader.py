@@ -99,16 +99,18 @@ def load_model(
         stage.cut(model, make)
     if free_memory is not None and packed is None:  # a map needs no memory
         check_memory({"weights": weight_bytes(model, make)}, free_memory())
-    _load_values(model, make, packed, source, is_part=stage is not None)
+    _load_values(model, make, packed, source, place)
     return _adapted(model, model_config, make)
 
 
 def _load_values(
-    model: Any, make: LayerFactory, packed: Path | None, source: ParameterSource | None, *, is_part: bool
+    model: Any, make: LayerFactory, packed: Path | None, source: ParameterSource | None, place: Place
 ) -> None:
-    """Give every layer its values, from packed weights or from a source. is_part: the file has other layers, too."""
+    """Give every layer its values, from packed weights or from a source."""
     if packed is not None:
-        restore_packed(packed, make.ops, make.scheme, dict(weight_layers(model)), is_part=is_part)
+        share, is_stage = None if place.split is None else place.split.share, place.stage is not None
+        layers = dict(weight_layers(model))
+        restore_packed(packed, make.ops, make.scheme, layers, share=share, is_stage=is_stage)
     elif source is not None:
         _fill(model, make, source)
     for embedding, tied in tied_embeddings(model, make).values():

@@ -5,6 +5,8 @@ PackedLinear.state() returns, named `layer.values` for instance, and the paramet
 which they are computed. Each begins at a multiple of ALIGNMENT bytes; tensors named FILLER.. fill the gaps. A process
 that loads the file reads the header and maps the rest: nothing is copied, and processes share the pages. The
 header has checksums of the data (weights/checksums.py), which are compared only when asked: that reads every byte.
+
+A model that is packed for several ranks has the part of each, one after the other, named `rank.1.layer.values`.
 """
 
 import math
@@ -12,7 +14,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +27,7 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import ALIGNMENT, BFLOAT16, FLOAT32, INT16, UINT8, Array, Tensor, array_type, as_array
 from penstock.layers.weights import WeightLayer
 from penstock.quant.scheme import Scheme
+from penstock.spec.shares import Degrees, Share
 from penstock.weights.checksums import with_checksums
 from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, pack_header, read_entries, read_metadata
 
@@ -44,18 +47,49 @@ class PackedInfo:
 
     dtype: str  # of the activations and of weights that are not quantised
     scheme: Scheme | None  # of the others; None: all have the dtype
+    split: str = ""  # between ranks, as `split_name` spells it
 
     def __str__(self) -> str:
+        split = f", for ranks ({self.split})" if self.split else ""
         if self.scheme is None:
-            return f"{self.dtype}, not quantised"
+            return f"{self.dtype}, not quantised{split}"
         groups = f" in groups of {self.scheme.group_size}" if self.scheme.group_size else ""
-        return f"{self.dtype}, {self.scheme.name}{groups}"
+        return f"{self.dtype}, {self.scheme.name}{groups}{split}"
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata as the header holds them."""
-        values = {"quantization": self.scheme.name, "group_size": self.scheme.group_size} if self.scheme else {}
+        values: dict[str, Any] = {"split": self.split or None}
+        if self.scheme is not None:
+            values |= {"quantization": self.scheme.name, "group_size": self.scheme.group_size}
         known = {name: str(value) for name, value in values.items() if value is not None}
         return {"format": FORMAT, "version": FORMAT_VERSION, "dtype": self.dtype} | known
+
+
+def split_name(degrees: Degrees) -> str:
+    """Return a name for how ranks split a model: equal for equal parts. Empty for one process."""
+    if degrees.size == 1:
+        return ""
+    sizes = {item.name: getattr(degrees, item.name) for item in fields(degrees)}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
+
+
+def rank_prefix(share: Share | None) -> str:
+    """Return what the names of a rank's tensors begin with; nothing for one process."""
+    return "" if share is None or share.degrees.size == 1 else f"rank.{share.rank}."
+
+
+def check_split(directory: Path, degrees: Degrees) -> None:
+    """Check that packed weights, if a directory holds some, are split as these ranks need.
+
+    Raises:
+        InvalidRequestError: they are not.
+    """
+    file = find_packed(directory)
+    if file is not None and (held := read_info(file).split) != (wanted := split_name(degrees)):
+        name = "tensor_parallel_size"
+        held, wanted = (f"ranks ({item})" if item else "one process" for item in (held, wanted))
+        message = f"{name}: the directory's weights are packed for {held}, not for {wanted}; convert the checkpoint "
+        raise InvalidRequestError(f"{message}with the options that you serve it with", param=name)
 
 
 def find_packed(directory: Path) -> Path | None:
@@ -78,7 +112,7 @@ def read_info(file: Path) -> PackedInfo:
     try:
         scheme = Scheme.parse(metadata.get("quantization"), None if size is None else int(size))
         if metadata["dtype"] in DTYPES:
-            return PackedInfo(metadata["dtype"], scheme)
+            return PackedInfo(metadata["dtype"], scheme, metadata.get("split", ""))
     except (KeyError, ValueError, TypeError, OverflowError):
         pass
     raise ModelLoadError(f"{file}: its metadata are damaged")
@@ -156,11 +190,17 @@ def _unfit(name: str, value: object, info: PackedInfo) -> InvalidRequestError:
 
 
 def restore_packed(
-    file: Path, ops: Ops, scheme: Scheme | None, layers: Mapping[str, WeightLayer], *, is_part: bool = False
+    file: Path,
+    ops: Ops,
+    scheme: Scheme | None,
+    layers: Mapping[str, WeightLayer],
+    *,
+    share: Share | None = None,
+    is_stage: bool = False,
 ) -> None:
     """Map a file of packed weights and give every layer of a model, by its full name, its tensors in that memory.
 
-    is_part: the layers are those of a stage, and the file has the others, too. Their pages are never read.
+    share: which rank's they are. is_stage: the file has the layers of other stages, too. What others have is not read.
 
     Raises:
         ModelLoadError: the file is damaged, or holds another model.
@@ -168,16 +208,17 @@ def restore_packed(
     """
     check_fit(read_info(file), ops.name, str(array_type(ops.dtype)), scheme)
     by_layer: dict[str, dict[str, TensorEntry]] = {}
+    rank = rank_prefix(share)
     for name, entry in read_entries(file).items():
-        if not name.startswith(FILLER):
-            prefix, _, part = name.rpartition(".")
+        if name.startswith(rank) and not name.startswith(FILLER):
+            prefix, _, part = name.removeprefix(rank).rpartition(".")
             by_layer.setdefault(prefix, {})[part] = entry
     try:
         with file.open("rb") as stream:  # private and writable, as torch wants its memory; nothing writes to it
             memory = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file}: cannot be mapped: {error}") from None
-    differing = set(layers) - set(by_layer) if is_part else set(layers) ^ set(by_layer)
+    differing = set(layers) - set(by_layer) if is_stage else set(layers) ^ set(by_layer)
     if differing:
         raise ModelLoadError(f"{file}: does not fit config.json in {min(differing)}")
     for prefix, layer in layers.items():

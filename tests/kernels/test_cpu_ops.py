@@ -1,6 +1,7 @@
 """CpuOps against ReferenceOps: every operation, its buffers, and what it refuses. The native arithmetic has tests of
 its own; here a wrong address, size or type has to show."""
 
+import ctypes
 import gc
 import math
 import weakref
@@ -530,7 +531,9 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
     first, program = ops.record(forward, ())
     assert program is not None
     recorded = list(results)
-    called = {library.RECORDABLE[call.function] for call in program.calls}
+    (native,) = program.parts
+    assert isinstance(native, ctypes.Array)
+    called = {library.RECORDABLE[call.function] for call in native}
     assert called == set(library.RECORDABLE) - {"penstock_attend"}
     for new_ids, new_positions in (([8, 8, 3], [1, 1, 0]), ([0, 5, 2], [3, 2, 4])):
         ids.copy_(torch.tensor(new_ids))

@@ -150,6 +150,15 @@ class NativeCalls:
         if status := self._native[name](self._context, *arguments):
             check_status(status)
 
+    def run_host(self, work: Callable[[], None]) -> None:
+        recorder, self._recorder = self._recorder, None
+        try:
+            work()
+        finally:
+            self._recorder = recorder
+        if recorder is not None:
+            recorder.host(work)
+
     def record(
         self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
     ) -> tuple[Tensor, NativeProgram | None]:

@@ -5,7 +5,8 @@ A line of Python between two kernels starts cold, because weights have streamed 
 step: each cache group has one PenstockAttentionStep, which is rewritten before every run.
 
 A program is correct only if the forward pass did nothing else, which holds for the bundled families. Of a model with
-torch's tensors, torch_watch.py tells the Recorder what else it did; that makes the forward pass unrecordable.
+torch's tensors, torch_watch.py tells the Recorder what else it did; that makes the forward pass unrecordable. Where
+ranks of a model meet, Python runs between native calls (`run_host`), and the program has the parts in their order.
 """
 
 import ctypes
@@ -26,6 +27,7 @@ from penstock.kernels.metadata import AttentionMetadata
 from penstock.kernels.tensors import Tensor, address_of
 
 RunCalls = Callable[["ctypes.Array[PenstockCall]"], int]  # -> status
+HostCall = Callable[[], None]
 Arguments = tuple[int | float | None, ...]  # of a native function, without the context
 
 
@@ -34,12 +36,13 @@ class NativeProgram:
     """A recorded forward pass, for a fixed number of tokens.
 
     Attributes:
+        parts: native calls that run together, and what Python does between them.
         steps: the arguments of attention by cache group, and `filled`, the metadata that they were taken from.
         kept: owners of the memory that the calls read and write.
         result: the tensor that the pass returned; every run overwrites it.
     """
 
-    calls: "ctypes.Array[PenstockCall]"
+    parts: "Sequence[ctypes.Array[PenstockCall] | HostCall]"
     run_calls: RunCalls
     steps: Sequence[PenstockAttentionStep]
     filled: list[AttentionMetadata]
@@ -56,8 +59,11 @@ class NativeProgram:
             if meta is not self.filled[index]:  # else what its addresses point to has changed, and nothing else
                 fill_step(self.steps[index], meta)
                 self.filled[index] = meta
-        if status := self.run_calls(self.calls):
-            check_status(status)
+        for part in self.parts:
+            if not isinstance(part, ctypes.Array):
+                part()
+            elif status := self.run_calls(part):
+                check_status(status)
         return self.result
 
 
@@ -74,7 +80,7 @@ class Recorder:
         self._attention = attention
         self._run_calls = run_calls
         self._steps = [fill_step(PenstockAttentionStep(), meta) for meta in attention]
-        self._calls: list[tuple[str, Arguments]] = []
+        self._parts: list[list[tuple[str, Arguments]] | HostCall] = []
         self._kept: list[Any] = []
 
     def keep(self, owner: object) -> None:
@@ -83,10 +89,17 @@ class Recorder:
 
     def call(self, name: str, arguments: Arguments, used: tuple[object, ...]) -> None:
         """Record the call of a native function. used: owners of the memory that it reads and writes."""
-        self._calls.append((name, arguments))
+        calls = self._parts[-1] if self._parts else None
+        if not isinstance(calls, list):
+            self._parts.append(calls := [])
+        calls.append((name, arguments))
         self._kept += used
         if name not in RECORDABLE:
             self.foreign = name
+
+    def host(self, work: HostCall) -> None:
+        """Record what Python does between native calls."""
+        self._parts.append(work)
 
     def step(self, meta: AttentionMetadata) -> PenstockAttentionStep | None:
         """Return the step of the cache group of this metadata, or None if the metadata is not that of this pass."""
@@ -100,8 +113,12 @@ class Recorder:
         """Return the program, or None if it would be incomplete. context: owner of the native context."""
         if self.foreign:
             return None
-        calls = (PenstockCall * len(self._calls))(*(_recorded_call(name, values) for name, values in self._calls))
-        return NativeProgram(calls, self._run_calls, self._steps, list(self._attention), [context, *self._kept], result)
+        parts = [_recorded_calls(part) if isinstance(part, list) else part for part in self._parts]
+        return NativeProgram(parts, self._run_calls, self._steps, list(self._attention), [context, *self._kept], result)
+
+
+def _recorded_calls(calls: Sequence[tuple[str, Arguments]]) -> "ctypes.Array[PenstockCall]":
+    return (PenstockCall * len(calls))(*(_recorded_call(name, values) for name, values in calls))
 
 
 def _recorded_call(name: str, arguments: Arguments) -> PenstockCall:
