@@ -24,6 +24,7 @@ from penstock.layers.wires import Ranks, Wires
 from penstock.spec.cuts import Cut, Wiring
 from penstock.spec.shares import Share
 
+SUMMED_ROWS = 16  # rows of a sum over ranks that are finished at once
 MAGNITUDE_ROWS = 4096  # rows of a weight that are read at once to find their largest values
 
 
@@ -100,12 +101,15 @@ class SummedLinear(Linear):
         return total
 
     def _add(self, part: Array, total: Array) -> None:
-        """Add the parts of all ranks."""
-        tree_sum(self.ranks.gather(part, self.degree), total)
-        if self.scales is not None:
-            total *= self.scales
-        if self.bias is not None:
-            total += self.bias
+        """Add the parts of all ranks, a few rows at a time: they stay in the caches until they are finished."""
+        parts = self.ranks.gather(part, self.degree)
+        for start in range(0, len(total), SUMMED_ROWS):
+            rows = slice(start, start + SUMMED_ROWS)
+            found = tree_sum([item[rows] for item in parts], total[rows])
+            if self.scales is not None:
+                found *= self.scales
+            if self.bias is not None:
+                found += self.bias
 
 
 def row_magnitudes(source: RowSource) -> Array:
