@@ -34,7 +34,10 @@ FLAGS = {  # fields whose flag has another name
     "served_model_names": "served_model_name",
     "imports": "import",
 }
-WEIGHT_OPTIONS = ("dtype", "quantization", "quantization_group_size", "load_format", "threads")
+WEIGHT_OPTIONS = (
+    "dtype", "quantization", "quantization_group_size", "load_format", "threads", "tensor_parallel_size",
+    "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
+)  # fmt: skip
 
 
 def parse_size(text: str) -> int:

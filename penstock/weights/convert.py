@@ -30,6 +30,7 @@ from penstock.weights.hub import resolve_model
 from penstock.weights.loader import dtype_for, empty_model, fill_layer, plain_parameters, weight_layers
 from penstock.weights.memory import check_memory
 from penstock.weights.packed import PackedInfo, PackedWriter, find_packed, rank_prefix, split_name
+from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import PACKED
 from penstock.weights.sources import CutSource, ParameterSource, open_source, read_parameters
 
@@ -115,7 +116,8 @@ class _Part:
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
         """Return the largest value of each whole row of the weight, which ranks find together while they load."""
-        return [row_magnitudes(self._source.rows(self._cuts[self._weight].whole))]
+        rows = self._source.rows(self._cuts[self._weight].whole)
+        return [row_magnitudes(RoundedRows(rows, self._make.ops.dtype))]
 
 
 def _parts(config: EngineConfig, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource) -> list[_Part]:

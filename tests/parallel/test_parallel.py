@@ -19,7 +19,7 @@ from penstock.assembly import build_engine
 from penstock.bench.profile import Profile
 from penstock.bench.split_meter import SplitMeter
 from penstock.config import EngineConfig
-from penstock.errors import ExecutorLostError
+from penstock.errors import ExecutorLostError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.layers import split
 from penstock.parallel import links, wire
@@ -27,7 +27,8 @@ from penstock.parallel.launch import HostLauncher
 from penstock.parallel.links import Links, Meeting
 from penstock.parallel.wire import WireLinks
 from penstock.prove import tiny_models
-from penstock.prove.parallel import BASE, differs, draw_map, start_threads
+from penstock.prove.parallel import BASE, answers, differs, draw_map, start_threads
+from penstock.weights.convert import convert_model
 from penstock.weights.table_template import table_text
 from tests.kernels.packed import levels
 from tests.models.test_sharding_map import JETSTREAM
@@ -65,6 +66,34 @@ def test_every_split_has_the_bits_of_one_process(models: dict[str, str], name: s
     """Guards against a sum in another order, a rounding too early, and ranks that disagree. `penstock prove --only
     parallel` draws from all splits."""
     assert differs(models[name], options, as_processes=False) is None
+
+
+@pytest.mark.covers("M28")
+@pytest.mark.parametrize(("name", "options"), SPLITS, ids=[f"{name} {index}" for index, (name, _) in enumerate(SPLITS)])
+def test_converted_parts_have_the_bits_of_one_process(
+    models: dict[str, str], name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Guards against a rank that maps another rank's part, or scales of its own part instead of the whole weight's."""
+    serving = ("kv_cache_dtype", "pipeline_parallel_size")
+    own = {name: value for name, value in options.items() if name not in serving}
+    convert_model(EngineConfig.from_options(model=models[name], load_format="dummy", **own), tmp_path / "parts")
+    numerics = {name: value for name, value in options.items() if not name.endswith("parallel_size")}
+    whole = answers(EngineConfig.from_options(model=models[name], **BASE, **numerics))
+    parts = BASE | {"load_format": "auto", "model": str(tmp_path / "parts")}
+    assert answers(EngineConfig.from_options(**parts, **options), start_threads) == whole
+
+
+def test_parts_serve_the_split_that_they_were_made_for(models: dict[str, str], tmp_path: Path) -> None:
+    """Guards against parts that are put together otherwise, and against an error that does not say what they are."""
+    config = EngineConfig.from_options(model=models["Llama"], load_format="dummy", tensor_parallel_size=2)
+    convert_model(config, tmp_path / "parts")
+    for options in ({}, {"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "mlp_parallel_size": 1}):
+        with pytest.raises(InvalidRequestError, match="packed for ranks \\(size 2, attention 2, mlp 2") as refused:
+            build_engine(EngineConfig.from_options(model=str(tmp_path / "parts"), **options))
+        assert refused.value.param == "tensor_parallel_size"
+    convert_model(EngineConfig.from_options(model=models["Llama"], load_format="dummy"), tmp_path / "whole")
+    with pytest.raises(InvalidRequestError, match="packed for one process, not for ranks"):
+        build_engine(EngineConfig.from_options(model=str(tmp_path / "whole"), tensor_parallel_size=2))
 
 
 @pytest.mark.covers("J11", "J12")
