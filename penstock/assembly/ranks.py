@@ -92,12 +92,13 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
     if config.parallel.is_on_ray and config.numerics.load_format == "mock":
         message = "distributed_executor_backend: load_format = mock has no model to share; use mp"
         raise InvalidRequestError(message, param="distributed_executor_backend")
-    degrees = find_degrees(config, model)
+    num_ranks = config.parallel.num_ranks
+    degrees = find_degrees(config, model) if num_ranks > 1 else Degrees()
     if config.numerics.load_format == "auto" and isinstance(weights, Path):
         packed.check_split(weights, degrees)
-    if config.parallel.num_ranks == 1:
+    if num_ranks == 1:
         return
-    name, size = "tensor_parallel_size", config.parallel.num_ranks
+    name, size = "tensor_parallel_size", num_ranks
     if config.numerics.kernels != "cpu" or is_torch(make_ops(replace_threads(config), model).dtype):
         raise NotSupportedError(f"{name}: {size} processes share only models of the native kernels; use 1", param=name)
     if not isinstance(weights, Path):

@@ -1,8 +1,8 @@
 """Conversion: a checkpoint, or random weights, become a directory of packed weights that loads as a memory map.
 
-Each layer is packed as the loader packs it, written and freed before the next; for several ranks, the part of each rank
-after that of another. config.json is the last file, so the
-directory is a model only when everything else is there (weights/destination.py).
+Each layer is packed as the loader packs it, written and freed before the next; for several ranks, one rank's part after
+the other. config.json is the last file, so the directory is a model only when everything else is there
+(weights/destination.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
