@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--num-prompts", type=int, default=200)
     parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--quantization", help="of the weights")
     parser.add_argument(
         "--load-format", default="auto", help="dummy: random weights, where MODEL has a config.json only"
