@@ -93,7 +93,6 @@ def of_the_demo() -> Iterator[tuple[Bundle, EngineConfig]]:
     config = EngineConfig.from_options(model="demo", max_num_seqs=4, max_model_len=256, kv_cache_memory_bytes=2**21)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibrate, "SECONDS", 0.0)
-        patch.setattr(calibrate, "MIN_ROUNDS", 1)
         yield record_mix(build_engine(config)), config
 
 

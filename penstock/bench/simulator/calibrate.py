@@ -16,14 +16,14 @@ from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.ring import Ring
 
 RING_BYTES = 2**26
-SECONDS = 8.0  # after which no further round is begun
-MIN_ROUNDS = 2  # the first of each size records its program (runner/programs.py), and counts little among several
+SECONDS = 8.0  # after which no further load is begun, but the first round is finished
 LONGEST = 1024  # tokens of a prompt
+LONG_PROMPTS = 4  # that a load may have; more prompts are shorter, so that a round of a large model takes a minute
 OUTPUT_LEN = 24
 
 
 def measure_costs(options: dict[str, Any]) -> LinearCosts:
-    """Load the model of EngineConfig options and measure its steps on this machine, in about SECONDS.
+    """Load the model of EngineConfig options and measure its steps on this machine, in about SECONDS or a first round.
 
     Raises:
         ModelLoadError, InvalidRequestError: as `build_engine`.
@@ -39,15 +39,16 @@ def record_mix(built: BuiltEngine) -> Bundle:
     engine.executor = RecordedExecutor(engine.executor, recorder)
     rng, ended_at, round_number = random.Random(0), time.monotonic() + SECONDS, 0
     longest = max(1, min(LONGEST, engine.max_model_len - OUTPUT_LEN))
-    while round_number < MIN_ROUNDS or time.monotonic() < ended_at:
+    while round_number == 0 or time.monotonic() < ended_at:
         count = 1
         while count <= engine.scheduler.max_num_seqs:
             for index in range(count):
-                _send(built, recorder, f"{round_number}-{count}-{index}", rng, longest // rng.choice((1, 4, 16)))
+                prompt_len = longest // rng.choice((1, 4, 16)) // max(1, count // LONG_PROMPTS)
+                _send(built, recorder, f"{round_number}-{count}-{index}", rng, prompt_len)
             while engine.has_work:
                 engine.step()
             count *= 2
-            if round_number >= MIN_ROUNDS and time.monotonic() > ended_at:
+            if round_number and time.monotonic() > ended_at:
                 break
         round_number += 1
     engine.shutdown()
