@@ -1,7 +1,7 @@
 """Compare the simulator with this machine, which should be idle: `python -m penstock.bench.simulator.check MODEL`.
 
-The model's steps are measured and fitted. Then a server of it answers Poisson loads at 50, 80 and 100 % of the capacity
-that the simulator predicts, and `bench offline`'s workload, all requests at once, runs too; each stands beside its
+The model's steps are measured and fitted (`--costs`). Then a server of it answers Poisson loads at 50, 80 and 100 % of
+the capacity that the simulator predicts, and all requests at once, as in `bench offline`; each stands beside its
 simulation. Exit code 1 if a figure is further off than it should be: throughput 7 %, medians 15 %, p99 25 %.
 """
 
@@ -11,8 +11,11 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from penstock.bench.datasets import Dataset, Vocabulary, draw_samples
@@ -20,11 +23,18 @@ from penstock.bench.http_client import HttpClient
 from penstock.bench.outcomes import Load
 from penstock.bench.serving import Target, measure_serving
 from penstock.bench.simulator.costs import LinearCosts
+from penstock.bench.simulator.recorded import load_costs
 from penstock.bench.simulator.run import Options, find_costs, run
 from penstock.errors import EngineError
 
 SHARES = (0.5, 0.8, 1.0)
 START_S = 300.0
+COSTS_HELP = "of steps: of an engine alone (this), or of the server under other loads, with its text and HTTP (served)"
+MIX = (  # loads; how many requests; how many per second
+    (Dataset(input_len=512, output_len=16), 24, 2.0),
+    (Dataset(input_len=40, output_len=100), 64, float("inf")),
+    (Dataset(input_len=200, output_len=50), 48, 6.0),
+)
 # Names in `bench serve`, and in the simulator; and by how much they may differ.
 FIGURES = {
     "tokens per second": ("output_throughput", ("output_tokens_per_s",), 0.07),
@@ -42,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-prompts", type=int, default=200)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--costs", choices=("this", "served"), default="this", help=COSTS_HELP)
     parser.add_argument("--quantization", help="of the weights")
     parser.add_argument(
         "--load-format", default="auto", help="dummy: random weights, where MODEL has a config.json only"
@@ -49,17 +60,28 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     dataset = Dataset(input_len=args.input_len, output_len=args.output_len)
     engine = {"model": args.model, "quantization": args.quantization, "load_format": args.load_format}
-    costs = find_costs(engine, "this")
-    at_once = _simulated(engine, dataset, args.num_prompts, float("inf"), costs)
-    capacity = at_once["request_throughput"]
-    rates = [*(share * capacity for share in SHARES), float("inf")]
+    costs = find_costs(engine, "this") if args.costs == "this" else None
     with _server(engine) as address:
+        costs = costs or _served_costs(address, args.model)
+        at_once = _simulated(engine, dataset, args.num_prompts, float("inf"), costs)
+        rates = [*(share * at_once["request_throughput"] for share in SHARES), float("inf")]
         measured = asyncio.run(_measured(address, args.model, dataset, args.num_prompts, rates))
     found = [
         _compare(rate, there, _simulated(engine, dataset, args.num_prompts, rate, costs))
         for rate, there in zip(rates, measured, strict=True)
     ]
     return 0 if all(found) else 1
+
+
+def _served_costs(address: str, model: str) -> LinearCosts:
+    """Return the costs of the steps of a server under loads of other lengths than those that are compared."""
+    for dataset, count, rate in MIX:
+        asyncio.run(_measured(address, model, dataset, count, [rate]))
+    with NamedTemporaryFile() as file:
+        with urllib.request.urlopen(f"{address}/status/record", data=b"") as answer:
+            file.write(answer.read())
+        file.flush()
+        return load_costs(Path(file.name))
 
 
 def _simulated(engine: dict[str, Any], dataset: Dataset, count: int, rate: float, costs: LinearCosts) -> dict[str, Any]:
