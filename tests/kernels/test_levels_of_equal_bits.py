@@ -75,6 +75,25 @@ def test_products_with_a_long_k(pair: tuple[Native, Native], kind: str) -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("leaves", [1, 8])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "int4_a16"])
+def test_products_near_the_subnormal_numbers(pair: tuple[Native, Native], kind: str, leaves: int) -> None:
+    """Guards against subnormal operands, sums or results that only one side takes for zeros, or everywhere."""
+    ends = [300 * (i + 1) // leaves for i in range(leaves)]
+    rng = np.random.default_rng(5)
+    if kind == "int4_a16":
+        packed, size = weight(kind, 40, 300, ends, 5), 2.0**-126
+    else:
+        packed, size = (
+            pack((rng.standard_normal((40, 300)) * 2.0**-64).astype(np.float32), kind, leaf_ends=ends),
+            2.0**-64,
+        )
+    x = torch.from_numpy((rng.standard_normal((20, 300)) * size).astype(np.float32))
+    first, second = (native.linear(packed, x) for native in pair)
+    assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+    assert first.count_nonzero() > 0
+
+
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_products_that_are_not_finite(pair: tuple[Native, Native], kind: str, value: float) -> None:
@@ -93,6 +112,20 @@ RULES = {
     "softcap": Rules(scale=2.0, softcap=3.0),
     "alibi": Rules(slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625] * 4), sink_logits=torch.linspace(-1, 2, 16)),
 }
+
+
+def test_attention_near_the_subnormal_numbers(pair: tuple[Attention, Attention]) -> None:
+    """Guards against values, or sums of them, that only one side takes for zeros."""
+    sequences = Sequences([200], Shape(16, 4, 64, "bf16"), torch.bfloat16, seed=1)
+    sequences.v[0] *= 2.0**-126
+    results = []
+    for native in pair:
+        run = Run(native, sequences, RULES["plain"])
+        run.put(0, 170)
+        results.append(run.step({0: 30})[0])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+        assert first.count_nonzero() > 0
 
 
 @pytest.mark.parametrize("rules", RULES)

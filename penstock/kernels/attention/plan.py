@@ -79,6 +79,7 @@ CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "avx2": "avx2",
             "avx512f": "avx512f",
             "avx512": "avx512",
+            "avx512fma": "avx512fma",
             "amx": "amx",
         },
     }

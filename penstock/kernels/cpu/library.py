@@ -1,6 +1,6 @@
 """Find the native library, if the package was installed with a compiler, and declare its functions. No torch.
 
-PENSTOCK_CPU_LEVEL=portable, avx2, avx512f, avx512 or amx selects a lower instruction level than the best of a machine.
+PENSTOCK_CPU_LEVEL=portable, avx2, avx512f, avx512, avx512fma or amx selects a lower instruction level than the best of a machine.
 PENSTOCK_CPU_LIBRARY=FILE loads another build of the library: `make sanitize` does.
 """
 
@@ -18,7 +18,7 @@ ABI_VERSION = ABI.constants["ABI_VERSION"]
 LEVELS = tuple(name.removeprefix("LEVEL_").lower() for name in ABI.enums["Level"])
 LEVEL_VARIABLE = "PENSTOCK_CPU_LEVEL"
 LIBRARY_VARIABLE = "PENSTOCK_CPU_LIBRARY"
-SAME_BITS = {"avx512f": "avx2"}  # levels that compute every bit as another one does, only faster
+SAME_BITS = {"avx512f": "avx2", "avx512fma": "avx512"}  # levels that compute every bit as another one does, only faster
 MAX_LEAVES = ABI.constants["MAX_LEAVES"]
 MAX_ARGUMENTS = ABI.constants["MAX_CALL_ARGUMENTS"]
 RECORDABLE = tuple("penstock_" + name.removeprefix("RECORD_").lower() for name in ABI.enums["Recordable"])

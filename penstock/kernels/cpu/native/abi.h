@@ -22,7 +22,7 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 7;         // goes up when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 8;         // goes up when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
@@ -35,7 +35,8 @@ enum Level : std::int32_t {
     LEVEL_AVX2 = 1,      // AVX2 and FMA
     LEVEL_AVX512F = 2,   // AVX-512 F, BW, DQ and VL, with VNNI where the processor has it; the bits of AVX2
     LEVEL_AVX512 = 3,    // AVX-512 F, BW, DQ, VL, VNNI and BF16
-    LEVEL_AMX = 4        // and AMX tiles of bf16 and int8
+    LEVEL_AVX512FMA = 4, // the same bits where multiply-adds of float32 are faster than vdpbf16ps
+    LEVEL_AMX = 5        // and AMX tiles of bf16 and int8
 };
 
 enum Status : std::int32_t {

@@ -8,6 +8,8 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
+#include <type_traits>
+
 #include "elements.inc.h"
 
 namespace penstock {
@@ -25,18 +27,45 @@ inline __m512i load_f32(const char* from, std::int64_t count, std::int32_t type)
     return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16);
 }
 
+// The mode of vdpbf16ps, whatever the thread's: subnormal operands and results are zeros.
+class SubnormalsAreZero {
+  public:
+    SubnormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | DENORMALS_ZERO_ON); }
+    ~SubnormalsAreZero() { _mm_setcsr(before_); }
+    SubnormalsAreZero(const SubnormalsAreZero&) = delete;
+    SubnormalsAreZero& operator=(const SubnormalsAreZero&) = delete;
+
+  private:
+    static constexpr unsigned DENORMALS_ZERO_ON = 0x40;
+    const unsigned before_;
+};
+
+struct UnchangedMode {
+    ~UnchangedMode() {}  // an object of it is used by being alive
+};
+
+// Keep the multiply-adds of a sum, which are assembly without side effects, on their side of a change of the mode.
+template <class Mode>
+PENSTOCK_INLINE void hold(__m512& sum) {
+    if constexpr (!std::is_empty_v<Mode>) __asm__ volatile("" : "+v"(sum));
+}
+
 // The types of words. A word of weights, keys or values is multiplied with a word of the other operand in TERMS steps,
 // each of them one multiply-add in all lanes:
-//     term(words, i)                  // 16 words in memory as the factors of step i
+//     of_step(i)                      // the term of step i: the index of its word among the operand's
+//     term(words, t)                  // 16 words in memory as the factors of term t
 //     multiply_add(acc, term, word)   // acc += term * word; the word is in all lanes
-// The other operand is of type Operand. In assembly, because compilers load a broadcast word into an extra register and
-// then spill, and GCC 12 copies the sums of the intrinsics.
+// The other operand is of type Operand; the steps need a Mode. In assembly, because compilers load a broadcast word into
+// an extra register and then spill, and GCC 12 copies the sums of the intrinsics.
 
 struct F32Words {
     using Element = float;
     using Operand = F32Words;
+    using Mode = UnchangedMode;
     static constexpr int ELEMENTS = 1;  // per word
     static constexpr int TERMS = 1;
+
+    static constexpr int of_step(int) { return 0; }
 
     static PENSTOCK_INLINE __m512i term(const void* words, int) { return _mm512_load_si512(words); }
     static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i term, __m512i word) {
@@ -60,8 +89,11 @@ inline __m512i load_bf16(const char* from, std::int64_t count, std::int32_t type
 struct Bf16Words {
     using Element = std::uint16_t;
     using Operand = Bf16Words;
+    using Mode = UnchangedMode;
     static constexpr int ELEMENTS = 2;
     static constexpr int TERMS = 1;
+
+    static constexpr int of_step(int) { return 0; }
 
     static PENSTOCK_INLINE __m512i term(const void* words, int) { return _mm512_load_si512(words); }
     static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i term, __m512i word) {
@@ -69,6 +101,13 @@ struct Bf16Words {
     }
     static constexpr auto load = load_bf16;
 };
+
+// The first `count` (at least 1) of 16 elements rounded to bfloat16, as float32, the others zero.
+inline __m512i load_rounded(const char* from, std::int64_t count, std::int32_t type) {
+    if (type == TYPE_BF16) return load_f32(from, count, type);
+    const __m512 floats = _mm512_maskz_loadu_ps(static_cast<__mmask16>(first_lanes(count)), from);
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(floats)), 16);
+}
 
 #else
 
@@ -82,19 +121,30 @@ inline __m512i load_rounded(const char* from, std::int64_t count, std::int32_t t
     return _mm512_mask_mov_epi32((__m512i)rounded, is_nan, (__m512i)quiet);
 }
 
-// A pair of bfloat16 as two float32, the element of lower index first. The other operand is widened beforehand. This is
-// the arithmetic of AVX2, in the same order: the bits are those of that level.
-struct Bf16Words {
+#endif
+
+// A pair of bfloat16 as two float32. The other operand is widened beforehand. With BF16 these are the two multiply-adds
+// that vdpbf16ps consists of on Intel's processors, the element of higher index first, without subnormal numbers: its
+// bits at twice its rate, where it starts every other cycle and two multiply-adds every cycle. Without, the element of
+// lower index is first: the arithmetic of AVX2, and its bits.
+struct WideBf16Words {
     using Element = std::uint16_t;
     struct Operand : F32Words {
         static constexpr auto load = load_rounded;
     };
+#if defined(__AVX512BF16__)
+    using Mode = SubnormalsAreZero;
+    static constexpr int of_step(int i) { return 1 - i; }
+#else
+    using Mode = UnchangedMode;
+    static constexpr int of_step(int i) { return i; }
+#endif
     static constexpr int ELEMENTS = 2;
     static constexpr int TERMS = 2;
 
-    static PENSTOCK_INLINE __m512i term(const void* words, int i) {
+    static PENSTOCK_INLINE __m512i term(const void* words, int t) {
         const __m512i pairs = _mm512_load_si512(words);
-        return i == 0 ? _mm512_slli_epi32(pairs, 16)
+        return t == 0 ? _mm512_slli_epi32(pairs, 16)
                       : _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<std::int32_t>(0xFFFF0000)));
     }
     static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i term, __m512i word) {
@@ -102,6 +152,8 @@ struct Bf16Words {
     }
 };
 
+#if !defined(__AVX512BF16__)
+using Bf16Words = WideBf16Words;
 #endif
 
 // ---- Sixteen registers of sixteen words, transposed

@@ -53,6 +53,18 @@ bool multiplies_integers() {
     return true;
 }
 
+#if defined(PENSTOCK_HAVE_AVX512)
+
+// Multiply float32 instead of pairs of bfloat16: the same bits.
+void use_fma(Context& context) {
+    context.products[KIND_BF16] = product_kernel<LEVEL_AVX512FMA, KIND_BF16>();
+    context.products[KIND_INT4_A16] = product_kernel<LEVEL_AVX512FMA, KIND_INT4_A16>();
+    context.caches[CACHE_BF16] = cache_kernel<LEVEL_AVX512FMA, CACHE_BF16>();
+    context.limits.multiply[KIND_BF16] = context.limits.multiply[KIND_F32];
+}
+
+#endif
+
 // Replace kernels of lower levels by those of this one.
 template <Level LEVEL>
 void use_level(Context& context) {
@@ -86,7 +98,11 @@ Level best_level() {
     if (has_avx512() && has_amx()) return LEVEL_AMX;
 #endif
 #if defined(PENSTOCK_HAVE_AVX512)
-    if (has_avx512()) return LEVEL_AVX512;
+    if (has_avx512()) {
+        LimitLoops loops = {};
+        set_limits<LEVEL_AVX512>(loops);
+        return multiplies_floats_faster(loops) ? LEVEL_AVX512FMA : LEVEL_AVX512;
+    }
 #endif
 #if defined(PENSTOCK_HAVE_AVX512F)
     if (has_avx512f()) return LEVEL_AVX512F;
@@ -129,6 +145,7 @@ Context::Context(std::int32_t level, int threads) : pool(threads), per_thread(ne
 #endif
 #if defined(PENSTOCK_HAVE_AVX512)
     if (level >= LEVEL_AVX512) use_level<LEVEL_AVX512>(*this);
+    if (level >= LEVEL_AVX512FMA) use_fma(*this);
 #endif
 #if defined(PENSTOCK_HAVE_AMX)
     if (level >= LEVEL_AMX) use_level<LEVEL_AMX>(*this);
@@ -147,10 +164,13 @@ using namespace penstock;
 
 extern "C" std::int32_t penstock_abi_version() { return ABI_VERSION; }
 
-extern "C" std::int32_t penstock_best_level() { return best_level(); }
+extern "C" std::int32_t penstock_best_level() {
+    static const Level best = best_level();
+    return best;
+}
 
 extern "C" Context* penstock_context_new(std::int32_t level, std::int32_t threads) {
-    if (level < LEVEL_PORTABLE || level > best_level() || threads < 1) return nullptr;
+    if (level < LEVEL_PORTABLE || level > penstock_best_level() || threads < 1) return nullptr;
     try {
         return new Context(level, threads);
     } catch (...) {

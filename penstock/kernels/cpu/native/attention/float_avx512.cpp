@@ -2,8 +2,8 @@
 //
 // Both kinds are processed in words of four bytes, as in products/float_avx512.cpp: a pair of bfloat16 or one float32,
 // of elements of a head in q . k, of positions in P . V. In both products every output is one accumulator in a
-// register, which adds its words in ascending order. Without vdpbf16ps pairs are widened, and queries and P are
-// float32. The number of rows is a template argument: 12 rows x 2 registers of outputs leave 8 for keys, values and
+// register, which adds its words in ascending order. Without vdpbf16ps, or where it is slow, pairs are widened, and
+// queries and P are float32. The number of rows is a template argument: 12 rows x 2 registers of outputs leave 8 for keys, values and
 // addresses; with few rows there are 4 registers of outputs per row.
 
 #include "attention/layout_avx512.inc.h"
@@ -27,6 +27,12 @@ PENSTOCK_INLINE void multiply_add_row(__m512 (&acc)[COUNT], const __m512i (&vect
     __asm__("vbroadcastss %1, %0" : "=v"(in_all_lanes) : "m"(word));
 #pragma GCC unroll 4
     for (int i = 0; i < COUNT; ++i) Type::multiply_add(acc[i], vectors[i], in_all_lanes);
+}
+
+template <class Type, int ROWS, int WIDTH>
+PENSTOCK_INLINE void hold_all(__m512 (&acc)[ROWS][WIDTH]) {
+#pragma GCC unroll 24
+    for (int i = 0; i < ROWS * WIDTH; ++i) hold<typename Type::Mode>(acc[i / WIDTH][i % WIDTH]);
 }
 
 // Prefetch line `line` of four granules in TILE_GRANULES / WIDTH steps. Granules lie anywhere in memory, and reading
@@ -56,20 +62,26 @@ void multiply_keys(const KeyPass& pass) {
     for (int i = 0; i < ROWS * GRANULES; ++i) acc[i / GRANULES][i % GRANULES] = _mm512_setzero_ps();
     const std::int32_t* queries = pass.queries;
     constexpr int STEPS = TILE_GRANULES / GRANULES;
-    for (std::int64_t line = 0; line < pass.words; line += STEPS) {
+    {
+        const typename Type::Mode mode;
+        hold_all<Type>(acc);
+        for (std::int64_t line = 0; line < pass.words; line += STEPS) {
 #pragma GCC unroll 4
-        for (int step = 0; step < STEPS; ++step) {
-            prefetch_ahead<GRANULES>(pass.ahead, line / STEPS, step);
+            for (int step = 0; step < STEPS; ++step) {
+                prefetch_ahead<GRANULES>(pass.ahead, line / STEPS, step);
 #pragma GCC unroll 2
-            for (int term = 0; term < Type::TERMS; ++term) {
-                __m512i keys[GRANULES];
+                for (int i = 0; i < Type::TERMS; ++i) {
+                    const int term = Type::of_step(i);
+                    __m512i keys[GRANULES];
 #pragma GCC unroll 4
-                for (int g = 0; g < GRANULES; ++g) keys[g] = Type::term(pass.keys[g] + (line + step) * LINE, term);
+                    for (int g = 0; g < GRANULES; ++g) keys[g] = Type::term(pass.keys[g] + (line + step) * LINE, term);
 #pragma GCC unroll 12
-                for (int r = 0; r < ROWS; ++r) multiply_add_row<Type>(acc[r], keys, queries[r]);
-                queries += STRIP;
+                    for (int r = 0; r < ROWS; ++r) multiply_add_row<Type>(acc[r], keys, queries[term * STRIP + r]);
+                }
+                queries += Type::TERMS * STRIP;
             }
         }
+        hold_all<Type>(acc);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
@@ -118,25 +130,31 @@ void multiply_values(const ValuePass& pass) {
     for (int i = 0; i < ROWS * WIDTH; ++i) acc[i / WIDTH][i % WIDTH] = _mm512_setzero_ps();
     const std::int32_t* p = pass.p;
     constexpr int STEPS = TILE_GRANULES / WIDTH;
-    for (int g = 0; g < TILE_GRANULES; ++g) {
-        const char* from = pass.values[g];
-        for (int word = 0; word < WORDS; word += STEPS) {
+    {
+        const typename Type::Mode mode;
+        hold_all<Type>(acc);
+        for (int g = 0; g < TILE_GRANULES; ++g) {
+            const char* from = pass.values[g];
+            for (int word = 0; word < WORDS; word += STEPS) {
 #pragma GCC unroll 4
-            for (int step = 0; step < STEPS; ++step) {
-                prefetch_ahead<WIDTH>(pass.ahead, (g * WORDS + word) / STEPS, step);
+                for (int step = 0; step < STEPS; ++step) {
+                    prefetch_ahead<WIDTH>(pass.ahead, (g * WORDS + word) / STEPS, step);
 #pragma GCC unroll 2
-                for (int term = 0; term < Type::TERMS; ++term) {
-                    __m512i values[WIDTH];
+                    for (int i = 0; i < Type::TERMS; ++i) {
+                        const int term = Type::of_step(i);
+                        __m512i values[WIDTH];
 #pragma GCC unroll 4
-                    for (int i = 0; i < WIDTH; ++i)
-                        values[i] = Type::term(from + (i / NARROW * WORDS * NARROW + i % NARROW) * LINE, term);
+                        for (int j = 0; j < WIDTH; ++j)
+                            values[j] = Type::term(from + (j / NARROW * WORDS * NARROW + j % NARROW) * LINE, term);
 #pragma GCC unroll 12
-                    for (int r = 0; r < ROWS; ++r) multiply_add_row<Type>(acc[r], values, p[r * ROW_WORDS]);
-                    ++p;
+                        for (int r = 0; r < ROWS; ++r) multiply_add_row<Type>(acc[r], values, p[r * ROW_WORDS + term]);
+                    }
+                    p += Type::TERMS;
+                    from += NARROW * LINE;
                 }
-                from += NARROW * LINE;
             }
         }
+        hold_all<Type>(acc);
     }
     fold_accumulator<ROWS, WIDTH>(pass, acc);
 }
@@ -162,6 +180,13 @@ constexpr StripKernels kernels_for() {
 
 // ---- A tile
 
+// What softmax leaves: rounded to bfloat16 with BF16; without, float32, as AVX2 multiplies it.
+#if defined(__AVX512BF16__)
+template <class Type> using Probability = typename Type::Element;
+#else
+template <class Type> using Probability = typename Type::Operand::Element;
+#endif
+
 // Whose keys a strip prefetches: its part of the granules of the next tile or, if there are none, those that it reads.
 void choose_ahead(const TileArgs& a, int strip, int strips, const char* (&ahead)[TILE_GRANULES]) {
     for (int g = 0; g < TILE_GRANULES; ++g) {
@@ -177,7 +202,7 @@ void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ah
     const StripKernels kernels =
         with_constant<STRIP>(rows, [](auto count) { return kernels_for<Type, count.value>(); });
     alignas(64) float s[STRIP * TILE];
-    alignas(64) typename Type::Operand::Element p[STRIP * TILE];
+    alignas(64) Probability<Type> p[STRIP * TILE];
     StripParts parts;
     StripFold fold;
 
@@ -194,11 +219,16 @@ void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ah
     }
     softmax(a, first, rows, s, p, parts);
     fold_sums(a, first, rows, parts, fold);
+    const void* operands = p;
+    if constexpr (sizeof *p < sizeof(typename Type::Operand::Element)) {  // widen them into s, which is free now
+        for (int i = 0; i < rows * TILE; i += LANES) store(s + i, load(p + i));
+        operands = s;
+    }
     for (std::int64_t d = 0; d < dim;) {
         const bool whole = dim - d >= kernels.width * LANES;
         const std::int64_t done = half / dim * d;
         ValuePass pass;
-        pass.p = reinterpret_cast<const std::int32_t*>(p);
+        pass.p = static_cast<const std::int32_t*>(operands);
         for (int g = 0; g < TILE_GRANULES; ++g) {
             pass.values[g] = a.granules[g] + half + done;
             pass.ahead[g] = ahead[g] + done;
@@ -232,5 +262,8 @@ CacheKernel words_kernel() {
 
 template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_F32>() { return words_kernel<F32Words>(); }
 template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_BF16>() { return words_kernel<Bf16Words>(); }
+#if defined(__AVX512BF16__)
+template <> CacheKernel cache_kernel<LEVEL_AVX512FMA, CACHE_BF16>() { return words_kernel<WideBf16Words>(); }
+#endif
 
 }  // namespace penstock

@@ -1,5 +1,6 @@
 // The machine's limits: how fast it reads memory and how fast it multiplies. No product uses these loops.
 
+#include <algorithm>
 #include <chrono>
 
 #include "context.h"
@@ -41,6 +42,23 @@ template <> void set_limits<LEVEL_PORTABLE>(LimitLoops& loops) {
     loops.multiply[KIND_F32] = loops.multiply[KIND_BF16] = {multiply_floats, NUM_CHAINS * 4 * 2};
     loops.multiply[KIND_INT8] = {multiply_integers, NUM_CHAINS * 8 * 2};
     set_reads<Words>(loops);
+}
+
+bool multiplies_floats_faster(const LimitLoops& loops) {
+    constexpr int ROUNDS = 5;
+    constexpr std::int64_t OPERATIONS = 1 << 20;
+    constexpr double MARGIN = 1.25;
+    double best[] = {1.0, 1.0};  // seconds, KIND_F32 and KIND_BF16
+    volatile float sink = 0;
+    for (int round = 0; round < ROUNDS; ++round)
+        for (const int kind : {KIND_F32, KIND_BF16}) {
+            const LimitLoop& loop = loops.multiply[kind];
+            const Clock::time_point start = Clock::now();
+            sink = loop.run(OPERATIONS / loop.operations);
+            best[kind] = std::min(best[kind], seconds_since(start));
+        }
+    (void)sink;
+    return best[KIND_F32] * MARGIN < best[KIND_BF16];
 }
 
 }  // namespace penstock

@@ -2,8 +2,8 @@
 //
 // Both walk K in words of four bytes: a pair of bfloat16 or one float32. A word of K of one panel is 32 of them, two
 // registers; a tile of activations is [words of K][rows], so that the kernel reads both from front to back. Without
-// vdpbf16ps, which adds the two products of a pair, pairs are widened, and a tile is float32 [K][rows]. Rows and panels
-// are template arguments: all sums stay in registers.
+// vdpbf16ps, which adds the two products of a pair, or where it is slow, pairs are widened, and a tile is float32
+// [K][rows]. Rows and panels are template arguments: all sums stay in registers.
 
 #include "avx512.inc.h"
 #include "products/leaves.inc.h"
@@ -13,7 +13,7 @@ namespace penstock {
 namespace {
 
 // Rows x 2 registers of sums leave 8 for weights and operands, or 4 where widening pairs is worth more rows.
-constexpr int TILE_ROWS = Bf16Words::TERMS > 1 ? 14 : 12;
+template <class Type> constexpr int TILE_ROWS = Type::TERMS > 1 ? 14 : 12;
 constexpr int LANES = 16;                          // words per register
 constexpr std::int64_t WORD_BYTES = 4 * PANEL;     // one word of K of a panel
 constexpr std::int64_t AHEAD_BYTES = 8192;         // prefetch distance of a stream from memory, over all its panels
@@ -82,7 +82,7 @@ template <class Type, int ROWS, int PANELS>
 struct Sums {
     static constexpr int WIDTH = 2 * PANELS;  // registers of a row
     static constexpr int COUNT = ROWS * WIDTH;
-    static_assert(COUNT <= 2 * TILE_ROWS, "all sums stay in registers");
+    static_assert(COUNT <= 2 * TILE_ROWS<Type>, "all sums stay in registers");
     __m512 acc[COUNT];
 
     PENSTOCK_INLINE void clear() {
@@ -96,6 +96,11 @@ struct Sums {
     PENSTOCK_INLINE void store(float* to, std::int64_t stride) const {
 #pragma GCC unroll 28
         for (int i = 0; i < COUNT; ++i) _mm512_store_ps(to + i / WIDTH * stride + i % WIDTH * LANES, acc[i]);
+    }
+
+    PENSTOCK_INLINE void hold_all() {
+#pragma GCC unroll 28
+        for (int i = 0; i < COUNT; ++i) hold<typename Type::Mode>(acc[i]);
     }
 
     // Add the levels of the tree that a finished leaf completes, lowest first.
@@ -119,7 +124,8 @@ struct Sums {
 #pragma GCC unroll 8
         for (int j = 0; j < WIDTH; ++j) _mm_prefetch(ahead + offset(piece, j), _MM_HINT_T0);
 #pragma GCC unroll 2
-        for (int term = 0; term < Type::TERMS; ++term) {
+        for (int step = 0; step < Type::TERMS; ++step) {
+            const int term = Type::of_step(step);
             if constexpr (ROWS > 8)  // those of one or two smaller tiles stay in the L2
                 _mm_prefetch(reinterpret_cast<const char*>(operands + term * ROWS) + OPERANDS_AHEAD, _MM_HINT_T0);
             __m512i panel[WIDTH];
@@ -148,11 +154,16 @@ void multiply_piece(const Piece& piece) {
     for (int leaf = piece.first_leaf; leaf <= piece.last_leaf; ++leaf) {
         const std::int64_t leaf_end = piece.leaf_ends[leaf] / Type::ELEMENTS;
         const std::int64_t end = leaf_end < piece.end ? leaf_end : piece.end;
-        for (; word < end; ++word) {
-            sums.multiply_word(piece, operands, weights, ahead);
-            operands += Type::TERMS * ROWS;
-            weights += WORD_BYTES;
-            ahead += piece.ahead_step;
+        {
+            const typename Type::Mode mode;
+            sums.hold_all();
+            for (; word < end; ++word) {
+                sums.multiply_word(piece, operands, weights, ahead);
+                operands += Type::TERMS * ROWS;
+                weights += WORD_BYTES;
+                ahead += piece.ahead_step;
+            }
+            sums.hold_all();
         }
         if (end == leaf_end) sums.add_tree(piece, leaf);
         sums.store(piece.sums(leaf), stride(leaf));
@@ -164,10 +175,10 @@ using PieceKernel = void (*)(const Piece&);
 
 constexpr int max_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
-// The kernel for 1 .. 12 rows and 1 .. max_panels(rows) panels.
+// The kernel for 1 .. TILE_ROWS rows and 1 .. max_panels(rows) panels.
 template <class Type>
 PieceKernel choose(int rows, int panels) {
-    return with_constant<TILE_ROWS>(rows, [=](auto of_rows) {
+    return with_constant<TILE_ROWS<Type>>(rows, [=](auto of_rows) {
         return with_constant<max_panels(of_rows.value)>(panels, [](auto of_panels) -> PieceKernel {
             return multiply_piece<Type, decltype(of_rows)::value, of_panels.value>;
         });
@@ -222,15 +233,18 @@ void multiply(const MultiplyArgs& a) {
     }
 }
 
+template <class Type>
+ProductKernel kernel() {
+    return {TILE_ROWS<Type>, max_panels, pack<typename Type::Operand>, multiply<Type>, true, true, PASS_BYTES,
+            Type::TERMS > 1};
+}
+
 }  // namespace
 
-template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
-    return {TILE_ROWS, max_panels, pack<F32Words>, multiply<F32Words>, true, true, PASS_BYTES};
-}
-
-template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
-    return {TILE_ROWS, max_panels, pack<Bf16Words::Operand>, multiply<Bf16Words>, true, true, PASS_BYTES,
-            Bf16Words::TERMS > 1};
-}
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() { return kernel<F32Words>(); }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() { return kernel<Bf16Words>(); }
+#if defined(__AVX512BF16__)
+template <> ProductKernel product_kernel<LEVEL_AVX512FMA, KIND_BF16>() { return kernel<WideBf16Words>(); }
+#endif
 
 }  // namespace penstock

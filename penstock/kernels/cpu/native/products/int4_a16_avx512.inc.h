@@ -4,7 +4,7 @@
 inline void set_zero(__m512& to) { asm("vpxord %0, %0, %0" : "=v"(to)); }
 
 // The sums of R rows and P panels over one group: of the low columns of a panel and of the high ones.
-template <int R, int P>
+template <class Mode, int R, int P>
 struct FloatSums {
     __m512 low[P][R], high[P][R];
 
@@ -15,6 +15,16 @@ struct FloatSums {
             for (int r = 0; r < R; ++r) {
                 set_zero(low[p][r]);
                 set_zero(high[p][r]);
+            }
+    }
+
+    PENSTOCK_INLINE void hold_all() {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p)
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                hold<Mode>(low[p][r]);
+                hold<Mode>(high[p][r]);
             }
     }
 
@@ -36,6 +46,7 @@ struct FloatSums {
 // the lowest one. So words, shifted by 0, 4, 8 and 12 bits, become elements 0 and 2 of the low and high columns, then
 // elements 1 and 3.
 struct Bf16Rows {
+    using Mode = UnchangedMode;
     static constexpr int ELEMENT = 2;
     static constexpr int SUMS = 1;
     static constexpr int MAX_ROWS = TILE_ROWS;  // twice the work per group: totals in memory cost less than half tiles
@@ -72,7 +83,7 @@ struct Bf16Rows {
     }
 
     template <int R, int P>
-    struct Sums : FloatSums<R, P> {
+    struct Sums : FloatSums<Mode, R, P> {
         PENSTOCK_INLINE void add_quad(int p, __m512i bytes, const std::int32_t* pairs, int rows) {
             const __m512i table = weight_table();
             const Words words = (Words)bytes;
@@ -91,11 +102,19 @@ struct Bf16Rows {
     };
 };
 
+// The order in which vdpbf16ps adds the elements of a word of packed values: of every pair the second one first.
+constexpr int ORDER[QUAD] = {2, 0, 3, 1};
+
 #else
 
+constexpr int ORDER[QUAD] = {0, 1, 2, 3};  // of AVX2
+
+#endif
+
 // Activations in bfloat16, widened: a tile [padded_k][rows] of float32. A look-up in a table of 16 float32 uses the
-// lowest nibble of a word. Sums are those of AVX2, term by term.
-struct Bf16Rows {
+// lowest nibble of a word.
+struct WideBf16Rows {
+    using Mode = WideBf16Words::Mode;
     static constexpr int ELEMENT = 4;
     static constexpr int SUMS = 1;
     static constexpr int MAX_ROWS = TILE_ROWS;  // totals in memory cost less than unpacking twice
@@ -114,10 +133,11 @@ struct Bf16Rows {
     }
 
     template <int R, int P>
-    struct Sums : FloatSums<R, P> {
+    struct Sums : FloatSums<Mode, R, P> {
         PENSTOCK_INLINE void add_quad(int p, __m512i bytes, const std::int32_t* floats, int rows) {
 #pragma GCC unroll 4
-            for (int i = 0; i < QUAD; ++i) {
+            for (int step = 0; step < QUAD; ++step) {
+                const int i = ORDER[step];
                 const __m512i low_weights = weights(_mm512_srli_epi32(bytes, 8 * i));
                 const __m512i high_weights = weights(_mm512_srli_epi32(bytes, 8 * i + 4));
 #pragma GCC unroll 16
@@ -131,4 +151,6 @@ struct Bf16Rows {
     };
 };
 
+#if !defined(__AVX512BF16__)
+using Bf16Rows = WideBf16Rows;
 #endif

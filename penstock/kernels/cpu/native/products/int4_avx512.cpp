@@ -3,8 +3,6 @@
 // Packed bytes are unpacked as little as possible: few rows stay memory-bound, and many rows need no unpacked copy. The
 // multiplications are inline assembly, because GCC 12 spills the accumulators of intrinsics.
 
-#include <type_traits>
-
 #include "avx512.inc.h"
 #include "products/leaves.inc.h"
 #include "slices.inc.h"
@@ -81,6 +79,7 @@ inline void broadcast(__m512i& to, const std::int32_t& from) { asm("vpbroadcastd
 // is exact. A bfloat16 scale leaves enough exponents in float32: 4 bits below it, and above it if it is less than
 // 2^104.
 struct Int8Rows {
+    using Mode = UnchangedMode;
     static constexpr int ELEMENT = 1;
     static constexpr int SUMS = 2;
     static constexpr int MAX_ROWS = 6;  // at once, times one panel: 12 registers of sums and 12 of totals leave 8
@@ -119,6 +118,8 @@ struct Int8Rows {
                     broadcast(whole[p][r], starts[rows + r]);
                 }
         }
+
+        PENSTOCK_INLINE void hold_all() {}
 
         PENSTOCK_INLINE void add_quad(int p, __m512i bytes, const std::int32_t* quads, int) {
             const __m512i nibbles = bytes & _mm512_set1_epi8(15);
@@ -167,19 +168,24 @@ void multiply_rows(const Groups& g, int row, int part) {
         const std::uint8_t* ahead = g.values + next * bytes + part * bytes / g.parts;
         typename Rows::template Sums<R, P> sums;
         sums.start(g.sums + i * Rows::SUMS * ROWS + row, ROWS);
-        for (int quads = g.elements(i) / QUAD; quads > 0; quads -= AT_ONCE) {
-#pragma GCC unroll 4
-            for (int p = 0; p < P; ++p)
-                for (int line = 0; line < lines; ++line) prefetch(ahead + p * g.values_stride + line * QUAD_BYTES);
-            ahead += step;
-#pragma GCC unroll 8
-            for (int quad = 0; quad < AT_ONCE; ++quad) {
+        {
+            const typename Rows::Mode mode;
+            sums.hold_all();
+            for (int quads = g.elements(i) / QUAD; quads > 0; quads -= AT_ONCE) {
 #pragma GCC unroll 4
                 for (int p = 0; p < P; ++p)
-                    sums.add_quad(p, _mm512_load_si512(values + p * g.values_stride), operands, ROWS);
-                values += QUAD_BYTES;
-                operands += Rows::ELEMENT * ROWS;  // words of four elements
+                    for (int line = 0; line < lines; ++line) prefetch(ahead + p * g.values_stride + line * QUAD_BYTES);
+                ahead += step;
+#pragma GCC unroll 8
+                for (int quad = 0; quad < AT_ONCE; ++quad) {
+#pragma GCC unroll 4
+                    for (int p = 0; p < P; ++p)
+                        sums.add_quad(p, _mm512_load_si512(values + p * g.values_stride), operands, ROWS);
+                    values += QUAD_BYTES;
+                    operands += Rows::ELEMENT * ROWS;  // words of four elements
+                }
             }
+            sums.hold_all();
         }
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
@@ -219,5 +225,8 @@ ProductKernel kernel() {
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4>() { return kernel<Int8Rows>(); }
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4_A16>() { return kernel<Bf16Rows>(); }
+#if defined(__AVX512BF16__)
+template <> ProductKernel product_kernel<LEVEL_AVX512FMA, KIND_INT4_A16>() { return kernel<WideBf16Rows>(); }
+#endif
 
 }  // namespace penstock
