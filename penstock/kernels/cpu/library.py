@@ -1,6 +1,6 @@
 """Find the native library, if the package was installed with a compiler, and declare its functions. No torch.
 
-PENSTOCK_CPU_LEVEL=portable, avx2, avx512f, avx512, avx512fma or amx selects a lower instruction level than the best of a machine.
+PENSTOCK_CPU_LEVEL=portable, avx2, avx512f, avx512, avx512fma or amx selects an instruction level below the best one.
 PENSTOCK_CPU_LIBRARY=FILE loads another build of the library: `make sanitize` does.
 """
 
