@@ -100,6 +100,7 @@ class Load:
 def _request(model: str, host: str, numbers: random.Random, connection: str) -> bytes:
     prompt = [numbers.randrange(10, 200) for _ in range(INPUT_LEN)]
     body = {"model": model, "prompt": prompt, "max_tokens": OUTPUT_LEN, "ignore_eos": True, "stream": True}
+    body["return_token_ids"] = True  # so that a first token without text is seen, too
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     return head.encode() + f"Connection: {connection}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data

@@ -122,6 +122,9 @@ class Senders:
             data = b""
         if connection.take(data, self.now()):
             self._end(connection, is_open=bool(data) and self._keep_alive)
+        elif not data and connection.is_stale:
+            self._close(connection)
+            self._send(connection.request, None)
         elif not data:
             self._end(connection, is_open=False)
 
@@ -150,9 +153,16 @@ class _Connection:
     request: Request
     unsent: bytes = b""
     received: bytes = b""  # all of a refusal; the end of a stream
+    num_sent: int = 0  # requests on this connection
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the server had closed the connection between two requests; a client then sends the second one again."""
+        return self.num_sent > 1 and not self.received
 
     def restart(self, request: Request, data: bytes) -> None:
         self.request, self.unsent, self.received = request, data, b""
+        self.num_sent += 1
 
     def take(self, data: bytes, now: float) -> bool:
         """Note what came; return whether the answer is complete."""
