@@ -157,7 +157,7 @@ class _Connection:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the server had closed the connection between two requests; a client then sends the second one again."""
+        """Whether the server had closed it between two requests; a client then sends the second one again."""
         return self.num_sent > 1 and not self.received
 
     def restart(self, request: Request, data: bytes) -> None:
