@@ -27,7 +27,7 @@ from penstock.bench.startup import python_process
 from penstock.config import available_threads
 from penstock.errors import EngineError
 
-INPUT_LEN, OUTPUT_LEN = 32, 64
+INPUT_LEN, OUTPUT_LENS = 32, range(32, 97)  # lengths differ, or all rows would begin and end together
 NUM_ROWS = 32
 NUM_CLIENTS = NUM_ROWS + 8  # of the peak
 NUM_BODIES = 1000
@@ -65,8 +65,9 @@ class Load:
     def __init__(self, address: tuple[str, int], model: str, seconds: float, max_queue_wait: float) -> None:
         self._address, self._seconds, self._max_queue_wait = address, seconds, max_queue_wait
         numbers = random.Random(0)
-        self._bodies = [_request(model, address[0], numbers, "close") for _ in range(NUM_BODIES)]
-        self._kept = [_request(model, address[0], numbers, "keep-alive") for _ in range(NUM_BODIES)]
+        self._lengths = [numbers.choice(OUTPUT_LENS) for _ in range(NUM_BODIES)]
+        self._bodies = [_request(model, address[0], numbers, length, "close") for length in self._lengths]
+        self._kept = [_request(model, address[0], numbers, length, "keep-alive") for length in self._lengths]
 
     def closed_loop(self, name: str, num_clients: int, after_refusal_s: float | None = None) -> Phase:
         """Keep so many clients busy. after_refusal_s: how long one waits then; None: as long as it is told."""
@@ -91,40 +92,49 @@ class Load:
     def _run(self, name: str, senders: Senders) -> Phase:
         began, cpu_s = time.perf_counter(), time.process_time()
         senders.run(self._seconds + PATIENCE * self._max_queue_wait + ANSWER_S)
-        phase = summary(name, self._seconds, self._max_queue_wait, senders.requests)
+        phase = self._sum_up(name, senders.requests)
         phase.client_cores = (time.process_time() - cpu_s) / (time.perf_counter() - began)
         print(line(phase), flush=True)
         return phase
 
+    def _sum_up(self, load: str, requests: list[Request]) -> Phase:
+        """Return the figures of a phase, without its warm-up."""
+        begin = WARM_UP * self._seconds
+        sent = [request for request in requests if request.sent_at >= begin]
+        whole = [request for request in requests if request.status == 200 and request.ended_at is not None]
+        waits = [request.answered_at - request.sent_at for request in sent if request.status == 429]
+        refusals = [1e3 * wait_s for wait_s in waits if wait_s < self._max_queue_wait]
+        admitted = [request for request in sent if request.status == 200]
+        ttft = [1e3 * (request.first_token_at - request.sent_at) for request in admitted if request.first_token_at]
+        phase = Phase(load, self._seconds)
+        phase.sent_per_s = len(sent) / (self._seconds - begin)
+        num_tokens = sum(
+            self._lengths[request.body] * _share_within(request, begin, self._seconds) for request in whole
+        )
+        phase.finished_tokens_per_s = num_tokens / (self._seconds - begin)
+        phase.admitted, phase.refused, phase.given_up = len(admitted), len(refusals), len(waits) - len(refusals)
+        phase.broken = len(sent) - len(waits) - sum(request.ended_at is not None for request in admitted)
+        phase.p50_ttft_ms, phase.p99_ttft_ms, phase.max_ttft_ms = (quantile(ttft, share) for share in (0.5, 0.99, 1.0))
+        phase.p50_refusal_ms, phase.p99_refusal_ms = (quantile(refusals, share) for share in (0.5, 0.99))
+        phase.p99_client_late_ms = quantile([1e3 * (request.sent_at - request.due_at) for request in sent], 0.99)
+        return phase
 
-def _request(model: str, host: str, numbers: random.Random, connection: str) -> bytes:
+
+def _share_within(request: Request, begin: float, end: float) -> float:
+    """Return the share of a whole answer's tokens that came in between, taken to have come evenly."""
+    first, last = request.first_token_at, request.ended_at
+    if first is None or last is None:
+        return 0.0
+    return max(0.0, min(last, end) - max(first, begin)) / max(last - first, 1e-9)
+
+
+def _request(model: str, host: str, numbers: random.Random, output_len: int, connection: str) -> bytes:
     prompt = [numbers.randrange(10, 200) for _ in range(INPUT_LEN)]
-    body = {"model": model, "prompt": prompt, "max_tokens": OUTPUT_LEN, "ignore_eos": True, "stream": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True}
     body["return_token_ids"] = True  # so that a first token without text is seen, too
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     return head.encode() + f"Connection: {connection}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-
-
-def summary(load: str, seconds: float, max_queue_wait: float, requests: list[Request]) -> Phase:
-    """Return the figures of a phase, without its warm-up."""
-    begin = WARM_UP * seconds
-    sent = [request for request in requests if request.sent_at >= begin]
-    whole = [request for request in requests if request.status == 200 and request.ended_at is not None]
-    finished = sum(begin <= (request.ended_at or 0.0) < seconds for request in whole)
-    waits = [request.answered_at - request.sent_at for request in sent if request.status == 429]
-    refusals = [1e3 * wait_s for wait_s in waits if wait_s < max_queue_wait]
-    admitted = [request for request in sent if request.status == 200]
-    ttft = [1e3 * (request.first_token_at - request.sent_at) for request in admitted if request.first_token_at]
-    phase = Phase(load, seconds)
-    phase.sent_per_s = len(sent) / (seconds - begin)
-    phase.finished_tokens_per_s = OUTPUT_LEN * finished / (seconds - begin)
-    phase.admitted, phase.refused, phase.given_up = len(admitted), len(refusals), len(waits) - len(refusals)
-    phase.broken = len(sent) - len(waits) - sum(request.ended_at is not None for request in admitted)
-    phase.p50_ttft_ms, phase.p99_ttft_ms, phase.max_ttft_ms = (quantile(ttft, share) for share in (0.5, 0.99, 1.0))
-    phase.p50_refusal_ms, phase.p99_refusal_ms = (quantile(refusals, share) for share in (0.5, 0.99))
-    phase.p99_client_late_ms = quantile([1e3 * (request.sent_at - request.due_at) for request in sent], 0.99)
-    return phase
 
 
 def line(phase: Phase) -> str:
@@ -151,7 +161,7 @@ def measure(load: Load) -> list[Phase]:
         EngineError: there was no peak to go by.
     """
     phases = [load.closed_loop("peak", NUM_CLIENTS)]
-    rate = phases[0].finished_tokens_per_s / OUTPUT_LEN
+    rate = phases[0].finished_tokens_per_s * len(OUTPUT_LENS) / sum(OUTPUT_LENS)
     if rate == 0.0:
         raise EngineError("no answer was finished at the peak: the phases are too short for it; take longer --seconds")
     phases.append(load.open_loop("1x", rate))

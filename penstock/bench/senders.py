@@ -26,6 +26,7 @@ class Request:
 
     Attributes:
         due_at: when it was to be sent; sent_at: when it was.
+        body: the number of the body that was sent.
         status: 0 where no answer came.
         answered_at: when the status line came.
         ended_at: when the answer was complete.
@@ -34,6 +35,7 @@ class Request:
 
     due_at: float
     sent_at: float = 0.0
+    body: int = 0
     status: int = 0
     answered_at: float = 0.0
     first_token_at: float | None = None
@@ -63,6 +65,7 @@ class Senders:
         self._open: dict[int, _Connection] = {}
         self._due: list[tuple[float, int, _Connection | None]] = []
         self._began = time.perf_counter()
+        self._next_body = 0
         self.requests: list[Request] = []
 
     def now(self) -> float:
@@ -92,7 +95,8 @@ class Senders:
 
     def _send(self, request: Request, connection: "_Connection | None") -> None:
         request.sent_at = self.now()
-        data = self._bodies[len(self.requests) % len(self._bodies)]
+        request.body, self._next_body = self._next_body, (self._next_body + 1) % len(self._bodies)
+        data = self._bodies[request.body]
         if connection is None:
             connection = _Connection(socket.socket(), request)
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -2,11 +2,11 @@
 
 A request is refused if it would overfill the queue, which is bounded in requests and in tokens, or if its first token
 is not to be expected within the time that may be spent in the queue. That is forecast from what is open and from the
-tokens per second measured while there was a queue:
+work per second measured while there was a queue. The unit of work is an output token; one of a prompt takes less:
 
-    row 0   [ tokens of a flow that runs | of one that waits | ... ]
+    row 0   [ work of a flow that runs | of one that waits | ... ]
     row 1   [ ..................... | .............. ]              <- a new flow would start here
-    ...     max_num_seqs rows, of which each works off its share of the tokens per second
+    ...     max_num_seqs rows, of which each does its share of the work per second
 
 A flow is a call, or all calls of a key. The engine gives each its turn (engine/scheduler.py), and so does the forecast:
 a call of many choices keeps a short one neither from the rows nor from the queue. The refusal says when there will be
@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock import validation as check
 from penstock.client.choice import Choice
@@ -77,9 +78,9 @@ class Admission:
         self._requests = requests
         self._clock = clock
         self._throughput = Throughput()
-        self._engines: dict[int, tuple[int, bool]] = {}  # tokens that each has computed, and whether it has a queue
+        self._engines: dict[int, _Computed] = {}
         self._typical_tokens: float | None = None  # outputs of a choice that may end by itself
-        self._queue = _Queue(1)
+        self._queue = _Queue(1, 1.0)
         self._forecast_at = -math.inf
 
     def check(
@@ -102,7 +103,7 @@ class Admission:
         """
         if priority is None and self.has_priorities:
             return
-        queue, rate = self._forecast(), self._throughput.tokens_per_s
+        queue, rate = self._forecast(), self._throughput.work_per_s
         if priority is not None and queue.num_queued and priority < queue.most_urgent:
             return
         mine = queue.flows.get(flow or "", _Flow())
@@ -114,8 +115,8 @@ class Admission:
             if (number := queue.num_queued + num_arriving) > MAX_UNMEASURED:
                 raise _full(f"{number} requests, and how fast they are answered is not known yet", 1.0)
             return
-        ahead = queue.tokens_ahead(mine) + num_arriving * queue.mean_tokens
-        wait_s = (ahead + num_prompt_tokens) / rate
+        ahead = queue.work_ahead(mine) + num_arriving * queue.mean_work
+        wait_s = (ahead + num_prompt_tokens * queue.prompt_weight) / rate
         if ahead and wait_s > MARGIN * limit:
             what = f"requests whose first token would take {wait_s:.1f} s of at most {limit:g}"
             raise _full(what, wait_s - MARGIN * limit)
@@ -129,7 +130,7 @@ class Admission:
         if not num_queued:
             return
         beyond_rows = max(0, queue.num_open + num_arriving + num_choices - queue.num_rows)
-        place_s = queue.mean_tokens / (self._throughput.tokens_per_s or queue.num_tokens or 1.0)
+        place_s = queue.mean_work / (self._throughput.work_per_s or queue.work or 1.0)
         num, limit = min(num_queued + num_choices, beyond_rows), limits.max_queued_requests
         if num > limit and mine.num_queued + num_choices > limit // share:
             raise _full(f"{num_queued} of {limit} requests", place_s)
@@ -157,11 +158,11 @@ class Admission:
 
     def note(self, outputs: Sequence[EngineOutput], stats: EngineStats, engine: int = 0) -> None:
         """Measure a step of one of the engines. What they bear together shows when each of them has a queue."""
-        computed = stats.num_generated_tokens_total + stats.num_prompt_tokens_total - stats.num_cached_tokens_total
-        self._engines[engine] = computed, stats.num_waiting > 0
-        has_queue = all(waits for _, waits in self._engines.values())
-        total = sum(computed for computed, _ in self._engines.values())
-        self._throughput.note(self._clock(), total, has_queue=has_queue)
+        num_prompt_tokens = stats.num_prompt_tokens_total - stats.num_cached_tokens_total
+        self._engines[engine] = _Computed(num_prompt_tokens, stats.num_generated_tokens_total, stats.num_waiting > 0)
+        engines = self._engines.values()
+        computed = sum(its.prompts for its in engines), sum(its.outputs for its in engines)
+        self._throughput.note(self._clock(), *computed, has_queue=all(its.has_queue for its in engines))
         for output in outputs:
             if output.finish_reason is not None and output.hypotheses is None and output.pooled is None:
                 length = max(1, output.start_index + len(output.new_token_ids))
@@ -186,7 +187,7 @@ class Admission:
         now = self._clock()
         if now - self._forecast_at >= max(REFRESH_S, REFRESH_S_PER_CHOICE * self._queue.num_open):
             self._forecast_at = now
-            self._queue = _Queue(self.num_rows or 1)
+            self._queue = _Queue(self.num_rows or 1, self._throughput.prompt_weight)
             for choice in self._requests.running_choices():
                 started, request = bool(choice.token_ids), choice.request
                 prompt = 0 if started or request.choice else len(request.prompt_token_ids)
@@ -208,11 +209,19 @@ class Admission:
         return at_most if ignore_eos or self._typical_tokens is None else min(at_most, self._typical_tokens)
 
 
+class _Computed(NamedTuple):
+    """Tokens that an engine has computed since its start, and whether it has a queue."""
+
+    prompts: int
+    outputs: int
+    has_queue: bool
+
+
 @dataclass(slots=True)
 class _Flow:
-    """What is open of one flow: tokens to compute, and of what waits the choices and the tokens of its prompts."""
+    """What is open of one flow: the work left, and of what waits the choices and the tokens of its prompts."""
 
-    tokens: float = 0.0
+    work: float = 0.0
     num_queued: int = 0
     num_queued_tokens: int = 0
 
@@ -221,16 +230,18 @@ class _Queue:
     """The open requests, by flow in order of arrival.
 
     Attributes:
+        prompt_weight: the work of a prompt's token.
+        work: what is left of all requests, in output tokens.
         most_urgent: the least priority of what waits.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, prompt_weight: float) -> None:
+        self.num_rows, self.prompt_weight = num_rows, prompt_weight
         self.flows: dict[str, _Flow] = {}
         self.num_open = self.num_queued = self.num_queued_tokens = 0
-        self.num_tokens = 0.0
+        self.work = 0.0
         self.most_urgent: float = math.inf
-        self._rows: list[float] | None = None  # what each has to work off, a heap; made when it is asked for
+        self._rows: list[float] | None = None  # the work left of each, a heap; made when it is asked for
 
     @property
     def must_wait(self) -> bool:
@@ -238,56 +249,85 @@ class _Queue:
         return self.num_open >= self.num_rows
 
     @property
-    def mean_tokens(self) -> float:
-        """Return the tokens that a choice still has to compute, on average."""
-        return self.num_tokens / self.num_open if self.num_open else 0.0
+    def mean_work(self) -> float:
+        """Return the work that is left of a choice, on average."""
+        return self.work / self.num_open if self.num_open else 0.0
 
     def add(self, flow: str, prompt: int, outputs: float, *, started: bool = False) -> None:
         """Count a choice; `started`: it has its first token."""
-        its = self.flows.setdefault(flow, _Flow())
-        its.tokens += prompt + outputs
+        its, work = self.flows.setdefault(flow, _Flow()), self.prompt_weight * prompt + outputs
+        its.work += work
         its.num_queued += not started
         its.num_queued_tokens += prompt
         self.num_open += 1
         self.num_queued += not started
         self.num_queued_tokens += prompt
-        self.num_tokens += prompt + outputs
+        self.work += work
         if self._rows is not None:
-            heapq.heapreplace(self._rows, self._rows[0] + prompt + outputs)
+            heapq.heapreplace(self._rows, self._rows[0] + work)
 
-    def tokens_ahead(self, flow: _Flow) -> float:
-        """Return the tokens that are computed before a further request of a flow begins."""
-        if flow.tokens:  # it comes after its own, at the flow's share of the rows
-            return flow.tokens * min(len(self.flows), self.num_rows)
+    def work_ahead(self, flow: _Flow) -> float:
+        """Return the work that is done before a further request of a flow begins."""
+        if flow.work:  # it comes after its own, at the flow's share of the rows
+            return flow.work * min(len(self.flows), self.num_rows)
         if len(self.flows) < self.num_rows:
             return 0.0  # some flow has more than one row, and gives one up
         if self._rows is None:
             self._rows = [0.0] * self.num_rows
             for other in self.flows.values():
-                heapq.heapreplace(self._rows, self._rows[0] + other.tokens)
+                heapq.heapreplace(self._rows, self._rows[0] + other.work)
         return self._rows[0] * self.num_rows
 
 
+@dataclass(slots=True)
+class _Steps:
+    """Steps of one kind, summed up."""
+
+    seconds: float = 0.0
+    prompts: float = 0.0
+    outputs: float = 0.0
+
+
 class Throughput:
-    """Tokens per second, of prompts and outputs together, while requests waited: what the machine can bear."""
+    """What the machine can bear, measured while requests waited.
+
+    Where steps with prompts and without are known, the time of the former beyond that of their outputs is the prompts'.
+    Counted alike, the prompts that a batch begins with would promise several times the outputs per second to come.
+    """
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-        self._before: tuple[float, int] | None = None  # time and counter at the last step, if there was a queue
+        self._plain, self._mixed = _Steps(), _Steps()  # without prompts, and with them
+        self._before: tuple[float, int, int] | None = None  # time and counters at the last step, if there was a queue
 
     @property
-    def tokens_per_s(self) -> float | None:
-        """Return the rate; None while there has not been a queue for long enough."""
-        return self._tokens / self._seconds if self._seconds >= MIN_MEASURED_S and self._tokens else None
+    def prompt_weight(self) -> float:
+        """Return the work of a prompt's token, of that of an output token: 0 to 1; 1 while it is not known."""
+        plain, mixed = self._plain, self._mixed
+        if not plain.outputs or not plain.seconds or not mixed.prompts:
+            return 1.0
+        per_output = plain.seconds / plain.outputs
+        per_prompt = (mixed.seconds - mixed.outputs * per_output) / mixed.prompts
+        return min(1.0, max(0.0, per_prompt / per_output))
 
-    def note(self, now: float, computed: int, *, has_queue: bool) -> None:
-        """Count a step that ended `now`. `computed`: tokens since the engine's start."""
+    @property
+    def work_per_s(self) -> float | None:
+        """Return the rate, in output tokens; None while there has not been a queue for long enough."""
+        seconds = self._plain.seconds + self._mixed.seconds
+        work = self._plain.outputs + self._mixed.outputs + self.prompt_weight * self._mixed.prompts
+        return work / seconds if seconds >= MIN_MEASURED_S and work else None
+
+    def note(self, now: float, prompts: int, outputs: int, *, has_queue: bool) -> None:
+        """Count a step that ended `now`. prompts, outputs: tokens since the engine's start."""
         if self._before is not None:
-            self._seconds += now - self._before[0]
-            self._tokens += computed - self._before[1]
-        if self._seconds > FORGET_S:
-            self._seconds, self._tokens = self._seconds / 2, self._tokens / 2
-        self._before = (now, computed) if has_queue else None
+            then, prompts_then, outputs_then = self._before
+            steps = self._plain if prompts == prompts_then else self._mixed
+            steps.seconds += now - then
+            steps.prompts += prompts - prompts_then
+            steps.outputs += outputs - outputs_then
+        if self._plain.seconds + self._mixed.seconds > FORGET_S:
+            for steps in (self._plain, self._mixed):
+                steps.seconds, steps.prompts, steps.outputs = steps.seconds / 2, steps.prompts / 2, steps.outputs / 2
+        self._before = (now, prompts, outputs) if has_queue else None
 
     def pause(self) -> None:
         """Leave out the time until the next step."""

@@ -54,6 +54,17 @@ class Queue:
             stats = EngineStats(ROWS, 1, num_generated_tokens_total=self._computed)
             self.admission.note([], stats)
 
+    def serve_cohorts(self, number: int = 3) -> None:
+        """Steps with a queue, in which all rows begin and end together: prompts of 10 tokens take 0.1 s, which is that
+        of an output, and 20 steps of one output per row."""
+        prompts = 0
+        for step in range(number * 21):
+            self.now += 0.1
+            prompts += 10 * ROWS if step % 21 == 0 else 0
+            self._computed += ROWS if step % 21 else 0
+            stats = EngineStats(ROWS, 1, num_generated_tokens_total=self._computed, num_prompt_tokens_total=prompts)
+            self.admission.note([], stats)
+
     def refusal(self, **size: Any) -> EngineOverloadedError:
         with pytest.raises(EngineOverloadedError) as caught:
             self.send(**size)
@@ -164,6 +175,19 @@ def test_the_wait_is_forecast_from_the_measured_rate() -> None:
     error = queue.refusal(prompt=10, max_tokens=90)
     assert "7.7 s" in str(error)
     assert error.retry_after_s == pytest.approx(7.7 - 4.6)
+
+
+def test_prompts_do_not_promise_outputs() -> None:
+    """Guards against a rate that counts a prompt's tokens as much as outputs, which take ten times as long: it let in
+    what then waited in vain. The rows have 20 outputs left, of 40 per second."""
+    queue = Queue(max_queue_wait=2.1 / MARGIN)
+    queue.fill_rows(max_tokens=21)
+    queue.serve_cohorts()
+    queue.send(max_tokens=20)
+    queue = Queue(max_queue_wait=1.9 / MARGIN)
+    queue.fill_rows(max_tokens=21)
+    queue.serve_cohorts()
+    assert "2.0 s" in str(queue.refusal(max_tokens=20))
 
 
 def test_a_free_row_is_no_wait() -> None:
