@@ -9,8 +9,9 @@ work per second measured while there was a queue. The unit of work is an output 
     ...     max_num_seqs rows, of which each does its share of the work per second
 
 A flow is a call, or all calls of a key. The engine gives each its turn (engine/scheduler.py), and so does the forecast:
-a call of many choices keeps a short one neither from the rows nor from the queue. The refusal says when there will be
-room. Knows no engine and sends nothing; not for several threads at once.
+a call of many choices keeps a short one neither from the rows nor from the queue. How much longer than forecast
+requests have waited of late is part of the next forecast. The refusal says when there will be room. Knows no engine and
+sends nothing; not for several threads at once.
 """
 
 import heapq
@@ -23,7 +24,7 @@ from typing import NamedTuple
 from penstock import validation as check
 from penstock.client.choice import Choice
 from penstock.client.input_processor import PreparedRequest
-from penstock.client.open_requests import OpenRequests
+from penstock.client.open_requests import OpenRequests, Wait
 from penstock.errors import EngineOverloadedError
 from penstock.interface.messages import EngineOutput, EngineStats
 
@@ -33,6 +34,7 @@ MARGIN = 0.8  # of the time in the queue that a forecast may fill: it may be wro
 MAX_UNMEASURED = 256  # choices that may wait for their first token before a rate has been measured
 MIN_MEASURED_S, FORGET_S = 0.5, 4.0  # of work with a queue: less is no measurement; more counts half
 TYPICAL_WEIGHT = 0.05  # of the newest choice in the typical number of output tokens
+ERROR_WEIGHT, LEAST_ERROR, MOST_ERROR = 0.1, 0.5, 4.0  # of the newest wait in how much longer than forecast waits are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,7 @@ class Admission:
         self._throughput = Throughput()
         self._engines: dict[int, _Computed] = {}
         self._typical_tokens: float | None = None  # outputs of a choice that may end by itself
+        self._error = 1.0  # how many times as long as forecast requests have waited of late
         self._queue = _Queue(1, 1.0)
         self._forecast_at = -math.inf
 
@@ -91,7 +94,7 @@ class Admission:
         priority: int | None = None,
         *,
         num_arriving: int = 0,
-    ) -> None:
+    ) -> float:
         """Raise EngineOverloadedError if a request of this size is refused now.
 
         Args:
@@ -100,26 +103,31 @@ class Admission:
             priority: under that policy: what is more urgent than all that waits is let in, for it comes next; as there
                 are few priorities, these are few. None: not known yet, so that policy refuses nothing yet.
             num_arriving: requests that have passed this check and are not let in yet, all of which may come first.
+
+        Returns:
+            The seconds to its first token, by load and rate alone; 0.0 where they foretell nothing.
         """
         if priority is None and self.has_priorities:
-            return
+            return 0.0
         queue, rate = self._forecast(), self._throughput.work_per_s
         if priority is not None and queue.num_queued and priority < queue.most_urgent:
-            return
+            return 0.0
         mine = queue.flows.get(flow or "", _Flow())
         self._check_room(queue, mine, num_choices, num_prompt_tokens, num_arriving)
         limit = self._limits.max_queue_wait
         if limit is None or queue.num_open + num_arriving < queue.num_rows:
-            return
+            return 0.0
         if rate is None:
             if (number := queue.num_queued + num_arriving) > MAX_UNMEASURED:
                 raise _full(f"{number} requests, and how fast they are answered is not known yet", 1.0)
-            return
+            return 0.0
         ahead = queue.work_ahead(mine) + num_arriving * queue.mean_work
         wait_s = (ahead + num_prompt_tokens * queue.prompt_weight) / rate
-        if ahead and wait_s > MARGIN * limit:
-            what = f"requests whose first token would take {wait_s:.1f} s of at most {limit:g}"
-            raise _full(what, wait_s - MARGIN * limit)
+        expected_s = self._error * wait_s
+        if ahead and expected_s > MARGIN * limit:
+            what = f"requests whose first token would take {expected_s:.1f} s of at most {limit:g}"
+            raise _full(what, expected_s - MARGIN * limit)
+        return wait_s
 
     def _check_room(
         self, queue: "_Queue", mine: "_Flow", num_choices: int, num_prompt_tokens: int, num_arriving: int
@@ -138,23 +146,25 @@ class Admission:
         if num > limit and mine.num_queued_tokens + num_prompt_tokens > limit // share:
             raise _full(f"{queue.num_queued_tokens} of {limit} tokens", place_s)
 
-    def admit(self, prepared: PreparedRequest) -> float | None:
-        """Let a request in, or raise EngineOverloadedError.
-
-        Returns:
-            The seconds within which its first token must come; None: it finds a free row, or may take any time.
-        """
+    def admit(self, prepared: PreparedRequest) -> Wait | None:
+        """Let a request in, or raise EngineOverloadedError. None: it need not wait, or may for any time."""
         num_prompt_tokens, params = len(prepared.prompt_token_ids), prepared.params
         flow = prepared.engine_requests[0].flow
         priority = prepared.engine_requests[0].priority
-        self.check(flow, params.n, num_prompt_tokens, priority)
+        forecast_s = self.check(flow, params.n, num_prompt_tokens, priority)
         waits = self._queue.must_wait
         for index in range(params.n):  # as many rows, of choices or beams
             prompt = 0 if index else num_prompt_tokens  # the others find it in the cache
             self._queue.add(flow, prompt, self.outputs_left(params.max_tokens or 0, params.ignore_eos))
         self._queue.most_urgent = min(self._queue.most_urgent, priority)
-        patient = params.use_beam_search  # whose first token comes with its last
-        return self._limits.max_queue_wait if waits and not patient else None
+        limit, patient = self._limits.max_queue_wait, params.use_beam_search  # whose first token comes with its last
+        return Wait(limit, forecast_s) if waits and limit is not None and not patient else None
+
+    def note_wait(self, wait: Wait, seconds: float) -> None:
+        """Learn how long a request has waited for its first token, or until it was refused after all."""
+        if wait.forecast_s > 0.0:
+            ratio = min(MOST_ERROR, max(LEAST_ERROR, seconds / wait.forecast_s))
+            self._error += ERROR_WEIGHT * (ratio - self._error)
 
     def note(self, outputs: Sequence[EngineOutput], stats: EngineStats, engine: int = 0) -> None:
         """Measure a step of one of the engines. What they bear together shows when each of them has a queue."""

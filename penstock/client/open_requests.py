@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, KeysView, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from penstock.client.choice import Choice, logprobs_at
 from penstock.client.input_processor import PreparedRequest
@@ -167,6 +167,19 @@ def token_by_token(outputs: Iterable[EngineOutput]) -> Iterator[EngineOutput]:
             yield part
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a request that finds no free row was let in with.
+
+    Attributes:
+        limit_s: seconds within which its first token must come.
+        forecast_s: within which it was expected by load and rate alone; 0.0: the rate was not known.
+    """
+
+    limit_s: float
+    forecast_s: float
+
+
 class OpenRequest:
     """A user's request: its choices, what they share, and the mailbox of its reader.
 
@@ -181,7 +194,7 @@ class OpenRequest:
         self._kind = prepared.params.output_kind
         self.mailbox = Mailbox(prepared.params.output_kind)
         self.paused = False
-        self.patience_s: float | None = None  # for the first output; None: any time
+        self.wait: Wait | None = None  # for the first output; None: any time
         self._tokenizer = tokenizer if prepared.params.detokenize else None
         self._error: str | None = None
         self._num_cached_tokens: int | None = None

@@ -19,7 +19,7 @@ from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest, resumed
 from penstock.client.kv_transfer import KVTransfer
-from penstock.client.open_requests import OpenRequest, OpenRequests, token_by_token
+from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, token_by_token
 from penstock.client.records import RecordOptions, SavedRecord
 from penstock.client.recovery import DEATHS_BEFORE_TRIAL
 from penstock.client.replicas import MAX_REPLICAS, Replicas
@@ -211,9 +211,9 @@ class ProcessClient:
 
     def _admit(self, prepared: PreparedRequest) -> OpenRequest:
         self._check_serving()  # the engine may have failed while the prompt was tokenised
-        patience_s = self._admission.admit(prepared)
+        wait = self._admission.admit(prepared)
         request = self._requests.open(prepared)
-        request.patience_s = patience_s
+        request.wait = wait
         self._replicas.dispatcher.submit(request)
         return request
 
@@ -255,8 +255,8 @@ class ProcessClient:
 
     async def next_output(self, request: OpenRequest) -> RequestOutput:
         """Wait for the next output of an open request. Raise the error that ended it."""
-        output = await (request.mailbox.get() if request.patience_s is None else self._first(request))
-        request.patience_s = None
+        output = await (request.mailbox.get() if request.wait is None else self._first(request, request.wait))
+        request.wait = None
         self._resume_if_read(request)
         return output
 
@@ -280,15 +280,19 @@ class ProcessClient:
             return await asyncio.to_thread(process)
         return process()
 
-    async def _first(self, request: OpenRequest) -> RequestOutput:
-        """Return a request's first output; refuse it if its patience ends, unless an engine has died meanwhile."""
-        restarts = self._replicas.restarts
+    async def _first(self, request: OpenRequest, wait: Wait) -> RequestOutput:
+        """Return a request's first output; refuse it if it waits for too long, unless an engine has died meanwhile."""
+        restarts, began = self._replicas.restarts, time.monotonic()
         try:
-            async with asyncio.timeout(request.patience_s):
-                return await request.mailbox.get()
+            async with asyncio.timeout(wait.limit_s):
+                output = await request.mailbox.get()
+            if restarts == self._replicas.restarts:
+                self._admission.note_wait(wait, time.monotonic() - began)
+            return output
         except TimeoutError:
             if restarts == self._replicas.restarts and self._replicas.state is EngineState.READY:
-                message = f"no token came within the {request.patience_s:g} s that a request may wait; try again later"
+                self._admission.note_wait(wait, wait.limit_s)
+                message = f"no token came within the {wait.limit_s:g} s that a request may wait; try again later"
                 raise EngineOverloadedError(message) from None
         return await request.mailbox.get()
 

