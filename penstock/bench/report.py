@@ -234,5 +234,7 @@ def print_machine(result: dict[str, Any]) -> None:
         rates = ", ".join(f"{kind} {v / 1e9:.0f}" for kind, v in result[f"attend_{name}_operations_per_s"].items())
         console.print(f"attention of {what}, 10^9/s by the type of the cache: {rates}")
     console.print(f"a step takes {1e3 * result['step_s']:.2f} ms, a sequence {1e6 * result['sequence_s']:.0f} us more")
-    if not result["settled"]:
-        console.print("[yellow]the rates did not settle: the machine is busy; measure again[/]")
+    if result["unsettled"]:
+        changes = ", ".join(f"{name} {change:+.0%}" for name, change in result["unsettled"].items())
+        console.print(f"[yellow]still changing from the first half of the rounds to the second: {changes}[/]")
+        console.print("[yellow]the machine is busy, or its speed wanders; what is kept are medians: measure again[/]")

@@ -45,10 +45,14 @@ Case = Callable[[], float]  # takes a turn, and returns bytes or operations per 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The rates of all rounds, by case, and whether they settled."""
+    """The rates of all rounds, by case.
+
+    Attributes:
+        unsettled: by how much the median of the second half is above that of the first, of cases that have not settled.
+    """
 
     rates: dict[str, list[float]]
-    settled: bool
+    unsettled: dict[str, float]
 
     def median(self, name: str) -> float:
         return statistics.median(self.rates[name])
@@ -57,7 +61,7 @@ class Measurement:
 def measure_machine(
     threads: int | None = None, costs: Callable[[dict[str, Any]], LinearCosts] = measure_costs
 ) -> dict[str, Any]:
-    """Return the figures of this machine, as fields of planner.machines.Hardware, and `settled`.
+    """Return the figures of this machine, as fields of planner.machines.Hardware, and what is `unsettled`.
 
     threads: cores that compute; None: all.
     costs: measures the steps of a model, here the demo's.
@@ -83,12 +87,12 @@ def measure_machine(
         "spread": {name: [spread(rates)["p10"], spread(rates)["p90"]] for name, rates in found.rates.items()},
     }
     read_hardware(figures)
-    return figures | {"settled": found.settled}
+    return figures | {"unsettled": found.unsettled}
 
 
 def write_machine(figures: dict[str, Any], path: Path) -> Hardware:
     """Write the figures as a hardware file, and return it as it will be read."""
-    kept = {name: value for name, value in figures.items() if name != "settled"}
+    kept = {name: value for name, value in figures.items() if name != "unsettled"}
     hardware = read_hardware(kept)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_file = path.with_suffix(".part")
@@ -102,18 +106,22 @@ def take_turns(cases: dict[str, Case]) -> Measurement:
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
         case()  # touches its memory for the first time
+    unsettled: dict[str, float] = {}
     for number in range(1, MAX_ROUNDS + 1):
         for name, case in cases.items():
             rates[name].append(case())
-        if number >= MIN_ROUNDS and all(_is_settled(some) for some in rates.values()):
-            return Measurement(rates, True)
-    return Measurement(rates, False)
+        if number >= MIN_ROUNDS:
+            changes = {name: _change(some) for name, some in rates.items()}
+            unsettled = {name: change for name, change in changes.items() if abs(change) > SETTLED}
+            if not unsettled:
+                break
+    return Measurement(rates, unsettled)
 
 
-def _is_settled(rates: list[float]) -> bool:
+def _change(rates: list[float]) -> float:
+    """Return by how much the median of the second half is above that of the first."""
     half = len(rates) // 2
-    first, second = statistics.median(rates[:half]), statistics.median(rates[half:])
-    return abs(first - second) <= SETTLED * max(first, second)
+    return statistics.median(rates[half:]) / statistics.median(rates[:half]) - 1.0
 
 
 def _cases(threads: int) -> dict[str, Case]:
