@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.client import frames
 from penstock.client.text_process import LOAD_CPU_S, Call, Reply, unpack_reply
-from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, RequestFailedError
+from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.structured_outputs import FIELD
 from penstock.parallel.spawn import spawn
 
@@ -65,6 +65,7 @@ class TextWorker:
         Raises:
             InvalidRequestError: the function refuses its arguments, or took too long or too much memory.
             RequestFailedError: there is no text process any more.
+            EngineDeadError: this was closed.
         """
         cpu_s = CALL_CPU_S + CPU_S_PER_CHAR * num_chars
         if function == "check_form":  # which limits itself, once it has loaded what it needs
@@ -79,8 +80,9 @@ class TextWorker:
             child = self._ready()
             reply = child.ask(body, cpu_s)
             if reply is None:
+                self._check_open()
                 reason = child.reason(cpu_s)
-                self._child = None if self._closed else _Child(self._folder)  # loads while nobody waits
+                self._child = _Child(self._folder)  # loads while nobody waits
                 raise _cut_off(function, reason)
         if reply.code == "out_of_memory":
             raise _cut_off(function, str(reply.error))
@@ -94,7 +96,12 @@ class TextWorker:
         if self._child is not None:
             self._child.end()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the server is shutting down")
+
     def _ready(self) -> "_Child":
+        self._check_open()
         try:
             return self._loaded()
         except (ModelLoadError, OSError) as error:

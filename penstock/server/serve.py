@@ -248,7 +248,7 @@ class Serving:
         self._app.state.context.draining = True
         systemd.notify("STOPPING=1\nSTATUS=open requests finish")
         await self._app.state.context.kept.suspend()
-        drain = asyncio.create_task(self._client.drain(self._options.drain_timeout_s))
+        drain = asyncio.create_task(self._drain())
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
         for task in (drain, hurry):
@@ -258,6 +258,13 @@ class Serving:
             await self._client.shutdown()
         finally:
             self._server.should_exit = True
+
+    async def _drain(self) -> None:
+        """Wait until what has arrived is with the engine, or has been refused, and then for the open requests."""
+        context, deadline = self._app.state.context, time.monotonic() + self._options.drain_timeout_s
+        while context.num_arriving and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        await self._client.drain(max(0.0, deadline - time.monotonic()))
 
 
 def _log_to_stderr(level: str) -> None:

@@ -18,7 +18,7 @@ from penstock import LLM, AsyncLLM, InvalidRequestError, ModelLoadError, Samplin
 from penstock.client import text_worker
 from penstock.client.isolation import IsolatedTokenizer
 from penstock.demo import MODEL_DIR
-from penstock.errors import RequestFailedError
+from penstock.errors import EngineDeadError, RequestFailedError
 from penstock.tokenizer.hf import load_tokenizer
 from tests.server.harness import send
 
@@ -138,6 +138,27 @@ def test_a_process_that_the_system_ended_is_replaced(isolated) -> None:
     tokenizer = isolated(MODEL_DIR)
     end(tokenizer)
     assert tokenizer.encode("text") == load_tokenizer(MODEL_DIR).encode("text")
+
+
+def test_a_call_that_is_under_way_when_the_server_ends(isolated) -> None:
+    """Guards against a call that is blamed on its text, or answered with 500, because the server shuts down."""
+    tokenizer, failures = isolated(MODEL_DIR), []
+
+    def encode() -> None:
+        try:
+            tokenizer.encode("a")
+        except EngineDeadError as error:
+            failures.append(str(error))
+
+    os.kill(tokenizer._short._child._process.pid, signal.SIGSTOP)  # so that the call lasts until then
+    caller = threading.Thread(target=encode)
+    caller.start()
+    while not tokenizer._short._lock.locked():
+        pass
+    tokenizer.close()
+    caller.join()
+    encode()
+    assert failures == ["the server is shutting down"] * 2
 
 
 def test_changed_files_are_noticed(isolated, tmp_path, caplog) -> None:

@@ -82,6 +82,35 @@ def test_draining_refuses_new_requests() -> None:
     assert server.exit_code == 0
 
 
+def test_what_is_being_tokenised_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a drain that ends the server, and with it the tokenizer, while a request that was accepted before
+    the signal is being tokenised: it got 500."""
+    fake, began, go_on = FakeEngineClient(), threading.Event(), threading.Event()
+    encode, answers = fake.tokenizer.encode, []
+
+    def encode_slowly(text: str, **options: bool) -> list[int]:
+        began.set()
+        assert go_on.wait(WAIT_S)
+        return encode(text, **options)
+
+    monkeypatch.setattr(fake.tokenizer, "encode", encode_slowly)
+    with running(fake, dataclasses.replace(QUIET, drain_timeout_s=WAIT_S)) as server:
+        body = {"prompt": "a" * 400, "max_tokens": 2}
+        asking = threading.Thread(target=lambda: answers.append(send(f"{server.url}/v1/completions", json=body)))
+        asking.start()
+        assert began.wait(WAIT_S)
+        server._loop.call_soon_threadsafe(server._serving.stop)
+        wait_until(lambda: get(f"{server.url}/health").status_code == 503)
+        for _ in range(5):  # time for a drain that does not wait
+            assert get(f"{server.url}/live").status_code == 200
+        assert fake.state is EngineState.READY
+        go_on.set()
+        asking.join()
+        server.join()
+    assert [answer.status_code for answer in answers] == [200]
+    assert server.exit_code == 0
+
+
 def test_health_follows_the_engine() -> None:
     """Guards against a /health that says 200 while the engine makes no progress, or before the engine is ready."""
     fake = FakeEngineClient()
