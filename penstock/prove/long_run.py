@@ -30,8 +30,8 @@ SLOPE_REQUESTS = 100_000
 OVER_HTTP = 1 / 11  # of the requests
 IN_PROCESS_TIME = 0.6  # share of the time that the others may take
 LEAVE = 0.1  # of the clients
-KILL = 0.01  # of the requests meet the death of the engine, but not more often than
-KILL_EVERY_S = 20.0  # for a server gives up after five deaths within a minute
+KILL = 0.01  # of the requests begin with the death of the engine. They wait until the last one is as long ago as
+KILL_EVERY_S = 15.0  # for a server gives up after five deaths within a minute
 AT_ONCE = 16
 PER_ROUND = 1000
 WARM_UP = 0.2  # of the measurements are not counted: caches fill
@@ -156,9 +156,11 @@ class _OverHttp:
             raise EngineError(f"{answer.status_code}: {told[:300]!r}")
 
     def _kill(self) -> None:
-        """Kill the engine, unless it was killed lately or is not there."""
-        if time.monotonic() - self._killed_at < KILL_EVERY_S:
+        """Kill the engine if it is there, once it may be killed again; not if the time is up before."""
+        wait = self._killed_at + KILL_EVERY_S - time.monotonic()
+        if wait > self._trials.seconds_left:
             return
+        time.sleep(max(0.0, wait))
         pid = self._http.get("/status").json()["engine"]["pid"]
         if pid is not None:
             self._killed_at = time.monotonic()
