@@ -261,9 +261,10 @@ def scene_for(source: Source, usual: bool) -> Scene:
     return Scene(source, tool(source.rng, "add", usual), tool(source.rng, "weather", usual))
 
 
-def conversation(rng: Random) -> list[Turn]:
+def conversation(source: Source, usual_share: float = 0.9) -> list[Turn]:
     """Return a conversation with tools, of one to ten exchanges, which fits the context."""
-    scene = scene_for(Source(rng), rng.random() < 0.9)
+    rng = source.rng
+    scene = scene_for(source, rng.random() < usual_share)
     given = frozenset(rng.choice((["add", "weather"],) * 8 + (["add"], ["weather"])))
     fitting = {make: weight for make, (weight, needs) in EXCHANGES.items() if needs <= given}
     turns = opened(scene, given)

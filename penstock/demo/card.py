@@ -13,7 +13,7 @@ from penstock.demo import corpus, stories, sums
 from penstock.demo.export import CONTEXT, SHAPE
 
 SAMPLES = 6  # plain openings that are shown
-Trainings = Sequence[Mapping[str, Any]]  # the facts of the first training, and of the second one if there was one
+Trainings = Sequence[Mapping[str, Any]]  # the facts of each training
 TOOLS_TEXT = "Given a tool that adds two numbers, or one that tells the weather of a city, it calls them."
 TEMPLATE = Path(__file__).with_name("card_template.md")
 
@@ -46,7 +46,7 @@ def data_text(trainings: Trainings) -> str:
     """Return what each training drew."""
     return "\n\n".join(
         f"Training {number}, seed {facts['seed']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens "
-        "with padding.\n\n" + mixture_list(corpus.MIXTURE if number == 1 else corpus.SECOND_MIXTURE)
+        "with padding.\n\n" + mixture_list(corpus.MIXTURES[number - 1])
         for number, facts in enumerate(trainings, 1)
     )
 
@@ -55,7 +55,7 @@ def training_text(trainings: Trainings) -> str:
     """Return how long each training was."""
     return "\n".join(
         f"- training {number}: {facts['steps']:,} steps of {facts['tokens_per_step']:,} tokens, peak learning rate "
-        f"{facts['lr']}, {facts['processes']} processes of one thread, {facts['train_seconds'] / 60:.0f} minutes of "
+        f"{facts['lr']}, {'Muon, ' * bool(facts.get('muon'))}{facts['processes']} processes of one thread, {facts['train_seconds'] / 60:.0f} minutes of "
         "wall time beside other work"
         for number, facts in enumerate(trainings, 1)
     )
@@ -64,10 +64,12 @@ def training_text(trainings: Trainings) -> str:
 def commands(trainings: Trainings) -> str:
     """Return the commands of the trainings: more than one of each if its schedule was changed on the way."""
     lines = []
+    folders = [*("FIRST", "SECOND")[: len(trainings) - 1], "DIR"]
     for number, facts in enumerate(trainings, 1):
-        start = "    python -m penstock.demo.train" + (" --from FIRST" if number > 1 else "")
+        start = "    python -m penstock.demo.train" + (f" --from {folders[number - 2]}" if number > 1 else "")
+        start += "".join(f" --{option}" for option in ("muon", "float32") if facts.get(option))
         start += f" --seed {facts['seed']} --lr {facts['lr']} --tokens-per-step {facts['tokens_per_step']}"
-        start += f" --processes {facts['processes']} --out {'FIRST' if number < len(trainings) else 'DIR'}"
+        start += f" --processes {facts['processes']} --out {folders[number - 1]}"
         stages = [f"--steps {steps} --until {step}" for steps, step in facts.get("left_schedules", ())]
         stages.append(f"--steps {facts['steps']}")
         lines += [f"{start} {stage}{' --resume' if place else ''}" for place, stage in enumerate(stages)]
@@ -87,7 +89,7 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
     """Write MODEL_DIR/README.md from training.json, the files that ship and the figures of evaluate()."""
     files = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
     facts = json.loads((model_dir / "training.json").read_text(encoding="utf-8"))
-    trainings = [facts["first"], facts] if "first" in facts else [facts]
+    trainings = [*facts.get("earlier", ()), facts]
     text = TEMPLATE.read_text(encoding="utf-8").format(
         facts=facts,
         figures=figures,

@@ -54,8 +54,27 @@ MIXTURE: Mixture = {
 SECOND_MIXTURE: Mixture = MIXTURE | {
     "JSON answers with open names and schemas": (70, chat(lambda rng: records.task(records.Source(rng)))),
     "JSON lists to copy": (60, chat(lambda rng: records.array(records.Source(rng)))),
-    "conversations with tools": (60, lambda rng: chats.render(calls.conversation(rng))),
+    "conversations with tools": (60, lambda rng: chats.render(calls.conversation(records.Source(rng)))),
 }
+
+
+def spelling(rng: Random) -> records.Source:
+    """Return the third training's source: many names are spelled letter by letter, so that none is known by heart."""
+    return records.Source(rng, spelled_share=0.5)
+
+
+# the third training: copying what was never seen, reading, and tools under any name
+THIRD_MIXTURE: Mixture = MIXTURE | {
+    "questions about a given story": (45, chat(chats.read_story)),
+    "lists": (14, chat(chats.list_task)),
+    "JSON answers with open names and schemas": (110, chat(lambda rng: records.task(spelling(rng)))),
+    "JSON lists to copy": (60, chat(lambda rng: records.array(spelling(rng)))),
+    "open text to repeat": (40, chat(lambda rng: records.echo(spelling(rng)))),
+    "conversations with tools": (
+        80, lambda rng: chats.render(calls.conversation(spelling(rng), usual_share=0.5))
+    ),
+}  # fmt: skip
+MIXTURES = (MIXTURE, SECOND_MIXTURE, THIRD_MIXTURE)  # of the trainings, one after another
 
 
 def stream(seed: str, mixture: Mixture = MIXTURE) -> Iterator[str]:

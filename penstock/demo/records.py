@@ -7,6 +7,7 @@ for training, or what training never sees.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 
 from penstock.demo import sums, tasks, words
@@ -14,14 +15,50 @@ from penstock.demo.words import PHRASES
 
 JSON_TYPES = {str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}}
 INVENTED_SHARE, KNOWN_SHARE = 0.45, 0.15  # of names; the others come from the longer lists
+SPELLED_LETTERS = range(3, 12)
+ALL_HELD_OUT = frozenset(words.HELDOUT_NAMES + words.HELDOUT_CITIES)
+CITY_FORMS = ("{} City", "New {}", "San {}", "Port {}", "{} Bay", "Saint {}")
+
+
+@cache
+def followers() -> dict[str, str]:
+    """Return the letters that follow each two letters of the names and cities of training, "." for the end."""
+    found: dict[str, str] = {}
+    for name in words.MORE_NAMES + words.MORE_CITIES + words.GIRLS + words.BOYS + words.CITIES:
+        for part in name.lower().split():
+            text = f"..{part}."
+            for place in range(2, len(text)):
+                found[text[place - 2 : place]] = found.get(text[place - 2 : place], "") + text[place]
+    return found
+
+
+def spelled(rng: Random) -> str:
+    """Return a word made letter by letter, as letters follow each other in names: every piece of a word occurs."""
+    while True:
+        text = ".."
+        while not text.endswith(".", 2):
+            text += rng.choice(followers()[text[-2:]])
+        if len(text) - 3 in SPELLED_LETTERS:
+            return text[2:-1]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Draws names, words and pairs of numbers: those of training, or the held-out ones."""
+    """Draws names, words and pairs of numbers: those of training, or the held-out ones.
+
+    Attributes:
+        rng: the source of chance.
+        held_out: draw only what training never states.
+        spelled_share: the share of training's names and words that spelled() makes.
+    """
 
     rng: Random
     held_out: bool = False
+    spelled_share: float = 0.0
+
+    def spells(self) -> bool:
+        """Return whether the next name or word is spelled; draws nothing where none ever is."""
+        return self.spelled_share > 0 and self.rng.random() < self.spelled_share
 
     def invented(self) -> str:
         """Return a word of two or three syllables that is probably none."""
@@ -31,20 +68,27 @@ class Source:
         """Return one of the held-out names; for training a known one, a less usual one or an invented one."""
         if self.held_out:
             return self.rng.choice(held_out)
+        spells = self.spells()
         drawn = self.rng.random()
-        if drawn < INVENTED_SHARE:
-            name = self.invented().capitalize()
-            return name if name not in held_out else self.open_choice(known, more, held_out)
+        if spells or drawn < INVENTED_SHARE:
+            name = (spelled(self.rng) if spells else self.invented()).capitalize()
+            return name if name not in ALL_HELD_OUT else self.open_choice(known, more, held_out)
         return self.rng.choice(known if drawn < INVENTED_SHARE + KNOWN_SHARE else more)
 
     def name(self) -> str:
         return self.open_choice(words.GIRLS + words.BOYS, words.MORE_NAMES, words.HELDOUT_NAMES)
 
     def city(self) -> str:
-        return self.open_choice(words.CITIES, words.MORE_CITIES, words.HELDOUT_CITIES)
+        city = self.open_choice(words.CITIES, words.MORE_CITIES, words.HELDOUT_CITIES)
+        if self.spelled_share and " " not in city and self.rng.random() < 0.1:
+            longer = self.rng.choice(CITY_FORMS).format(city)
+            return longer if longer not in words.HELDOUT_CITIES else city
+        return city
 
     def word(self, known: tuple[str, ...]) -> str:
         """Return a common noun: of a list, any other word, or an invented one."""
+        if self.spells():
+            return spelled(self.rng)
         drawn = self.rng.random()
         if drawn < 0.5:
             return self.rng.choice(known)
@@ -79,6 +123,13 @@ def facts_of(source: Source) -> dict[str, object]:
         "item": source.word(words.ITEMS), "thing": source.word(words.THINGS),
         "job": source.word(words.JOBS), "animal": source.word(words.CATEGORIES["animals"]),
     }  # fmt: skip
+
+
+def echo(source: Source) -> list[tuple[str, str]]:
+    """Return names, words and numbers to be repeated as they stand."""
+    makers = (source.name, source.city, source.number, lambda: source.word(words.THINGS))
+    text = " ".join(str(source.rng.choice(makers)()) for _ in range(source.rng.randint(1, 12)))
+    return [("user", source.rng.choice(PHRASES["repeat_asks"]).format(text)), ("assistant", text)]
 
 
 def array(source: Source) -> list[tuple[str, str]]:

@@ -1,11 +1,12 @@
 """Train the demo model: corpus, tokenizer, weights; write a Hugging Face directory with training.json.
 
     python -m penstock.demo.train --seed 0 --steps 4500 --out FIRST
-    python -m penstock.demo.train --from FIRST --seed 1 --steps 4000 --lr 1.5e-3 --tokens-per-step 2048 --out DIR
+    python -m penstock.demo.train --from FIRST --seed 1 --steps 4000 --lr 1.5e-3 --tokens-per-step 2048 --out SECOND
+    python -m penstock.demo.train --from SECOND --muon --float32 --seed 2 --steps 4000 --lr 1.5e-3 --out DIR
     python -m penstock.demo.train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
 
 The second training goes on from the weights of a first one, with a mixture that has tool calls; its tokenizer has a
-token for each of their tags.
+token for each of their tags. The third goes on from there, with names that are spelled letter by letter.
 
 Trains Transformers' LlamaForCausalLM. Every document is drawn once. Two processes of one thread each share every batch
 and add up their gradients: faster than two threads in one process, which wait for each other on a busy machine. Equal
@@ -32,7 +33,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from penstock.demo import MODEL_DIR, export
-from penstock.demo.corpus import MIXTURE, SECOND_MIXTURE, heldout_documents, training_documents
+from penstock.demo.corpus import MIXTURES, heldout_documents, training_documents
 from penstock.demo.packing import IGNORE, Batch, Batches, counted, train_tokenizer, with_tool_tokens
 
 BPE_DOCUMENTS = 30_000
@@ -51,10 +52,10 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def batch_loss(model: Any, batch: Batch) -> torch.Tensor:
+def batch_loss(model: Any, batch: Batch, bfloat16: bool = HAS_BFLOAT16) -> torch.Tensor:
     """Return the mean cross-entropy of the tokens that count. The head sees only the positions before them."""
     inputs, labels = torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
-    with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BFLOAT16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
         counted = labels != IGNORE
         logits = model.lm_head(hidden[counted])
@@ -62,38 +63,52 @@ def batch_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 class Trainer:
-    """One process's model, optimizer and step count: what a checkpoint holds."""
+    """One process's model, optimizers and step count: what a checkpoint holds.
 
-    def __init__(self, model: Any, steps: int, peak: float, rank: int, processes: int) -> None:
-        self.model, self.steps, self.peak, self.rank, self.processes = model, steps, peak, rank, processes
+    With `muon`, the layers' matrices are trained by torch's Muon at AdamW's rates, all else by AdamW as without it.
+    """
+
+    def __init__(self, model: Any, args: argparse.Namespace, rank: int) -> None:
+        self.model, self.rank = model, rank
+        self.steps, self.peak, self.processes = args.steps, args.lr, args.processes
+        self.bfloat16 = HAS_BFLOAT16 and not args.float32
         self.schedule: list[tuple[int, int]] = []  # (--steps, the step it was left at) of earlier commands
         norms = [p for p in model.parameters() if p.ndim == 1]  # do not decay
-        matrices = [p for p in model.parameters() if p.ndim > 1]
+        layers = [p for p in model.model.layers.parameters() if p.ndim > 1] if args.muon else []
+        matrices = [p for p in model.parameters() if p.ndim > 1 and not any(p is other for other in layers)]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(groups, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+        ]
+        if layers:
+            muon = torch.optim.Muon(layers, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+            self.optimizers.append(muon)
         self.step = 0
         self.seconds = 0.0
 
     def train_step(self, batch: Batch) -> float:
         """Take one optimizer step on this process's rows and those of the others; return the loss of its own."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self.steps, self.peak)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.step, self.steps, self.peak)
         mine = slice(self.rank, None, self.processes)
-        loss = batch_loss(self.model, (batch[0][mine], batch[1][mine]))
+        loss = batch_loss(self.model, (batch[0][mine], batch[1][mine]), self.bfloat16)
         torch.autograd.backward(loss)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         flat = parameters_to_vector(gradients)
         dist.all_reduce(flat)
         vector_to_parameters(flat / self.processes, gradients)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad()
         self.step += 1
         return loss.item()
 
     def save(self, path: Path) -> None:
         """Write a checkpoint atomically."""
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = {"model": self.model.state_dict(), "optimizers": optimizers}
         state |= {"step": self.step, "seconds": self.seconds, "schedule": [*self.schedule, (self.steps, self.step)]}
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
@@ -102,7 +117,8 @@ class Trainer:
         """Continue from a checkpoint of the same command, or of one with other --steps."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
         self.step, self.seconds = state["step"], state["seconds"]
         self.schedule = [(steps, step) for steps, step in state["schedule"] if steps != self.steps]
 
@@ -121,6 +137,14 @@ def run(trainer: Trainer, data: Iterable[Batch], until: int, checkpoint: Path) -
             saved = time.monotonic()
 
 
+def earlier_trainings(directory: Path | None) -> list[dict[str, Any]]:
+    """Return the facts of the trainings that led to a model, the first one first; none if there is no model."""
+    if directory is None:
+        return []
+    facts = json.loads((directory / "training.json").read_text(encoding="utf-8"))
+    return [*facts.pop("earlier", ()), facts]
+
+
 def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: str) -> None:
     """Run one training process; the first one exports the model at the end."""
     torch.set_num_threads(1)
@@ -133,11 +157,11 @@ def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: st
     if args.first:
         model.load_state_dict(load_file(args.first / "model.safetensors"), strict=False)  # the tied head is not stored
         model.tie_weights()
-    trainer = Trainer(model, args.steps, args.lr, rank, args.processes)
+    trainer = Trainer(model, args, rank)
     checkpoint = args.out / "checkpoint.pt"
     if args.resume and checkpoint.exists():
         trainer.load(checkpoint)
-    documents = training_documents(args.seed, SECOND_MIXTURE if args.first else MIXTURE)
+    documents = training_documents(args.seed, MIXTURES[len(earlier_trainings(args.first))])
     data = Batches(documents, tokenizer, args.tokens_per_step, ROW_LENGTHS)
     until = min(args.until or args.steps, args.steps)
     run(trainer, data, until, checkpoint)
@@ -170,8 +194,8 @@ def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, doc
     else:
         export.write_model(args.out, tokenizer, trainer.model.state_dict())
     rounded = trainer.model.to(torch.bfloat16).float().eval()
-    first = {"first": json.loads((args.first / "training.json").read_text())} if args.first else {}
-    facts = first | {
+    earlier = earlier_trainings(args.first)
+    facts = ({"earlier": earlier} if earlier else {}) | {
         "seed": args.seed,
         "steps": trainer.step,
         "left_schedules": trainer.schedule,
@@ -179,6 +203,8 @@ def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, doc
         "tokens": trainer.step * args.tokens_per_step,
         "documents": documents,
         "lr": args.lr,
+        "muon": args.muon,
+        "float32": args.float32,
         "processes": args.processes,
         "train_seconds": round(trainer.seconds),
         "parameters": sum(p.numel() for p in rounded.parameters()),
@@ -197,6 +223,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--tokens-per-step", type=int, default=4096, help="padding included")
     parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--muon", action="store_true", help="train the layers' matrices by Muon instead of AdamW")
+    parser.add_argument("--float32", action="store_true", help="no bfloat16, which some Xeons compute more slowly")
     parser.add_argument("--draft", action="store_true", help="the draft model, with the bundled model's tokenizer")
     parser.add_argument("--from", dest="first", type=Path, metavar="DIR", help="go on from the weights of this model")
     parser.add_argument("--resume", action="store_true", help="continue from DIR/checkpoint.pt")

@@ -249,7 +249,8 @@ class _RowReader:
         known = set(given) <= {"names", "order", *flags} and all(isinstance(flag, bool) for flag in flags.values())
         names_of_order = {None: counts, "kv_group": [1], "rotary_pairs": [pieces]}  # how many it takes
         unordered = order is not None and (pieces == 1 or not isinstance(shape[0], tuple))  # orders are of rows
-        if not known or order not in names_of_order or len(names) not in names_of_order[order] or unordered:
+        taken = names_of_order.get(order, ()) if isinstance(order, str | None) else ()
+        if not known or len(names) not in taken or unordered:
             raise self._wrong(field, allowed)
         if (flags["transposed"] and len(shape) != 2) or (flags["stacked"] and self._pattern.count("*") != 2):
             raise self._wrong(field, "transposed for a matrix only, and stacked for a parameter of an expert only")

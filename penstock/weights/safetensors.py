@@ -185,8 +185,10 @@ def _shards(index: Path) -> list[Path]:
             raise ModelLoadError(f"{index}: {shown(name)} must be the plain name of a .safetensors file")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     for file in files:
-        if not file.is_file():
-            raise ModelLoadError(f"{index.parent}: shard {file.name} is missing, though {index.name} names it")
+        if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long for a file
+            raise ModelLoadError(
+                f"{index.parent}: shard {one_line(file.name, 100)} is missing, though {index.name} names it"
+            )
     held = {file.name: read_entries(file) for file in files}
     for tensor, name in weight_map.items():
         if tensor not in held[name]:

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from penstock.demo import MODEL_DIR, calls, chats, heldout_cases, packing, records, sums, words
+from penstock.demo import MODEL_DIR, calls, chats, corpus, heldout_cases, packing, records, sums, words
 from penstock.demo.chats import Turn
 from penstock.tokenizer.hf import load_tokenizer
 
@@ -18,16 +18,26 @@ TOOLS = re.compile(r"<tools>\n(.*)\n</tools>", re.S)
 
 @cache
 def talks() -> list[list[Turn]]:
-    """Conversations as training has them."""
+    """Conversations as the second and the third training have them."""
     rng = Random(4)
-    return [calls.conversation(rng) for _ in range(150)]
+    usual = [calls.conversation(records.Source(rng)) for _ in range(100)]
+    return usual + [calls.conversation(corpus.spelling(rng), usual_share=0.5) for _ in range(50)]
 
 
 @cache
 def json_talks() -> list[list[Turn]]:
-    """Requests for JSON as training has them."""
+    """Requests for JSON as the second and the third training have them."""
     rng = Random(4)
-    return [records.task(records.Source(rng)) for _ in range(300)]
+    usual = [records.task(records.Source(rng)) for _ in range(200)]
+    return usual + [records.task(corpus.spelling(rng)) for _ in range(100)]
+
+
+def test_spelled_words_are_new():
+    """Guards against names to copy that are few enough to be learned by heart."""
+    rng = Random(4)
+    made = [records.spelled(rng) for _ in range(1000)]
+    assert len(set(made)) > 700
+    assert all(word.isalpha() and word.islower() for word in made)
 
 
 def as_messages(turns: list[Turn]) -> tuple[list[dict], list[object]]:

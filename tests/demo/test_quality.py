@@ -61,12 +61,12 @@ def test_json_answers_parse_and_8_of_10_are_right(generate):
     assert sum(right(prompt, completion.text) is True for prompt, completion in pairs) >= 0.8 * len(pairs)
 
 
-def test_7_of_10_held_out_calls_and_json_answers_are_right(generate):
+def test_9_of_10_held_out_calls_and_json_answers_are_right(generate):
     """Guards against weights that know their names instead of copying them; every sixth case is looked at."""
     cases = (heldout_cases.tool_cases() + heldout_cases.json_cases())[::6]
     done = generate([prompt for _, prompt, _ in cases], 0.0, 120)
     hits = [heldout_cases.right(kind, text, one.text) for (kind, _, text), one in zip(cases, done, strict=True)]
-    assert sum(hits) >= 0.7 * len(hits) > 60
+    assert sum(hits) >= 0.9 * len(hits) > 60
     texts = [one.text for one in generate(heldout_cases.direct_prompts()[::3], 0.0, 30)]
     assert sum("<tool_call>" in text for text in texts) <= 1
 
@@ -81,7 +81,7 @@ def test_held_out_json_answers_are_right_under_their_schemas(llm):
         demo_answers.verdicts_of(right, text)
         for (_, _, right), text in zip(cases, demo_answers.answers(llm, cases, 0.0), strict=True)
     ]
-    assert sum(all(hit for _, hit in verdicts) for verdicts in found) >= 0.6 * len(found) > 20
+    assert sum(all(hit for _, hit in verdicts) for verdicts in found) >= 0.8 * len(found) > 20
     closed = [hit for verdicts in found for name, hit in verdicts if name in CLOSED_FIELDS]
     assert sum(closed) >= 0.97 * len(closed) > 20
 

@@ -51,6 +51,7 @@ fingerprint(Path({str(directory)!r}))
         ("a.weight: {shape: [hidden], from: b}", "from"),
         ("a.weight: {shape: [hidden], from: {names: [b], sorted: true}}", "from"),
         ("a.weight: {shape: [hidden], from: {names: [b], order: rows}}", "from"),
+        ("a.weight: {shape: [hidden], from: {names: [b], order: [rows]}}", "from"),  # cannot be a key
         ("a.weight: {shape: [hidden, hidden], from: {names: [b], order: kv_group}}", "from"),
         ("a.weight: {shape: [[q, kv, kv], hidden], from: {names: [b], order: rotary_pairs}}", "from"),
         ("a.weight: {shape: [hidden, [q, kv, kv]], from: {names: [b], order: kv_group}}", "from"),

@@ -77,6 +77,9 @@ def test_shards_that_do_not_fit_their_index(tmp_path: Path) -> None:
     shards(tmp_path, files, {"one": "a.safetensors", "two": "c.safetensors"})
     with pytest.raises(ModelLoadError, match=r"c\.safetensors is missing"):
         Checkpoint(tmp_path)
+    shards(tmp_path, files, {"one": "a.safetensors", "two": "c" * 300 + ".safetensors"})  # longer than a name may be
+    with pytest.raises(ModelLoadError, match=r"c+ is missing"):
+        Checkpoint(tmp_path)
     shards(tmp_path, files, {"one": "a.safetensors", "two": "a.safetensors"})
     with pytest.raises(ModelLoadError, match=r"two is not in a\.safetensors"):
         Checkpoint(tmp_path)
