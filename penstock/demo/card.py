@@ -55,8 +55,8 @@ def training_text(trainings: Trainings) -> str:
     """Return how long each training was."""
     return "\n".join(
         f"- training {number}: {facts['steps']:,} steps of {facts['tokens_per_step']:,} tokens, peak learning rate "
-        f"{facts['lr']}, {'Muon, ' * bool(facts.get('muon'))}{facts['processes']} processes of one thread, {facts['train_seconds'] / 60:.0f} minutes of "
-        "wall time beside other work"
+        f"{facts['lr']}, {'Muon, ' * bool(facts.get('muon'))}{facts['processes']} processes of one thread, "
+        f"{facts['train_seconds'] / 60:.0f} minutes of wall time beside other work"
         for number, facts in enumerate(trainings, 1)
     )
 

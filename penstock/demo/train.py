@@ -2,7 +2,7 @@
 
     python -m penstock.demo.train --seed 0 --steps 4500 --out FIRST
     python -m penstock.demo.train --from FIRST --seed 1 --steps 4000 --lr 1.5e-3 --tokens-per-step 2048 --out SECOND
-    python -m penstock.demo.train --from SECOND --muon --float32 --seed 2 --steps 4000 --lr 1.5e-3 --out DIR
+    python -m penstock.demo.train --from SECOND --muon --float32 --seed 2 --steps 4000 --lr 2e-3 --out DIR
     python -m penstock.demo.train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
 
 The second training goes on from the weights of a first one, with a mixture that has tool calls; its tokenizer has a
