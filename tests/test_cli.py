@@ -186,7 +186,7 @@ def test_chat_in_a_terminal_edits_lines_and_remembers_them(tmp_path: Path):
     up_left_left = b"\x1b[A\x1b[D\x1b[D"
     seen = b""
     try:
-        for keys, *awaited in ((b"\x03", b"> "), (up_left_left + b"l\r", b"> "), (b"\x04", b"Penstock", b"\n> ")):
+        for keys, *awaited in ((b"\x03", b"> "), (up_left_left + b"l\r", b"> "), (b"\x04", b"Hello!", b"\n> ")):
             for text in awaited:
                 seen += read_terminal(terminal, until=text)
             wait_until_asleep(child)
