@@ -1,1 +1,1 @@
-"""Penstock beside its peers: see README.md. Not a part of the package."""
+"""Penstock compared with its peers; see README.md. Not part of the package."""

@@ -1,4 +1,4 @@
-"""`make compare`: install the peers, run the workloads in turns, write table, JSON and picture."""
+"""`make compare`: install the peers, run the workloads in turn, and write the table, the JSON and the picture."""
 
 import argparse
 import json
@@ -72,7 +72,7 @@ def write_files(out: Path, rows: list[report.Row], engines: list[str], store: St
 
 
 def build_name() -> str:
-    """Return the commit of this tree, with "-dirty" where files differ from it."""
+    """Return the commit of this tree, with "-dirty" if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return f"penstock {done.stdout.strip() or 'of unknown commit'}"

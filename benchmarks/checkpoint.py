@@ -1,4 +1,4 @@
-"""The one checkpoint of a comparison: a Llama with random weights from a fixed seed, and a tokenizer of its own."""
+"""The checkpoint for a comparison: a Llama with random weights from a fixed seed, and a tokenizer made for it."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SEED = 0
-STANDARD_DEVIATION = 0.02  # as models are initialised before training
+STANDARD_DEVIATION = 0.02  # as in models initialised for training
 COMMON = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -38,10 +38,10 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def read_shape(shape: str) -> dict[str, Any]:
-    """Return the config.json of a shape: one of SHAPES, or that of a directory with a Llama.
+    """Return the config.json of a shape: one of SHAPES, or a directory with a Llama.
 
     Raises:
-        ValueError: there is none, or it is of another family.
+        ValueError: there is no such shape, or the model is of another family.
     """
     if shape in SHAPES:
         return SHAPES[shape]
@@ -55,7 +55,7 @@ def read_shape(shape: str) -> dict[str, Any]:
 
 
 def make_checkpoint(config: dict[str, Any], target: Path) -> None:
-    """Write config.json, model.safetensors and the tokenizer; the directory appears when it is complete."""
+    """Write config.json, model.safetensors and the tokenizer. The directory appears once it is complete."""
     if target.is_dir():
         return
     writing = target.with_suffix(".writing")
@@ -72,7 +72,7 @@ def make_checkpoint(config: dict[str, Any], target: Path) -> None:
 
 
 def shapes_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of every tensor of a Llama checkpoint."""
+    """Yield the name and the shape of every tensor in a Llama checkpoint."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim") or hidden // heads
@@ -99,7 +99,7 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _make_tokenizer(vocab_size: int) -> Tokenizer:
-    """Return a byte-level BPE whose merges are pairs of bytes, then longer ones, until the vocabulary is full."""
+    """Return a byte-level BPE that merges pairs of bytes, then longer tokens, until the vocabulary is full."""
     vocab = {token: number for number, token in enumerate(["<s>", "</s>", *ALPHABET])}
     merges = []
     pairs = list(itertools.product(ALPHABET, repeat=2))

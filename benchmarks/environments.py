@@ -1,8 +1,8 @@
-"""Keep engines and converted models in the cache directory: made by the first run, found again by later ones.
+"""Keep engines and converted models in the cache directory: the first run makes them, later runs reuse them.
 
-CACHE/PEER/                       an environment of its own
+CACHE/PEER/                       the peer's own environment
 CACHE/models/SHAPE/source/        the checkpoint
-CACHE/models/SHAPE/PEER-TYPE/     what the peer made of it
+CACHE/models/SHAPE/PEER-TYPE/     the checkpoint as converted for the peer
 """
 
 import hashlib
@@ -25,7 +25,7 @@ CONVERT_CAP = 1800.0  # seconds
 
 
 def cache_directory() -> Path:
-    """Return the directory of all that is installed and converted."""
+    """Return the directory for everything that is installed or converted."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "compare"
 
 
@@ -33,7 +33,7 @@ class Workshop:
     """Installs peers and converts the checkpoint for them.
 
     Attributes:
-        config: config.json of the checkpoint.
+        config: the config.json of the checkpoint.
     """
 
     def __init__(self, config: dict[str, Any], logs: Path, cache: Path | None = None) -> None:
@@ -49,7 +49,7 @@ class Workshop:
         return (self._models / "source" / "model.safetensors").stat().st_size
 
     def install(self, peer: Peer) -> None:
-        """Install the pinned versions, if they are not there.
+        """Install the pinned versions, unless they are installed.
 
         Raises:
             WorkerError: pip failed; its last line says why.
@@ -72,10 +72,10 @@ class Workshop:
         stamp.write_text(wanted, encoding="utf-8")
 
     def convert(self, peer: Peer, precision: str) -> None:
-        """Convert the checkpoint, if that was not done with these versions.
+        """Convert the checkpoint, unless it was already converted with these versions.
 
         Raises:
-            WorkerError, OverTimeError: it failed.
+            WorkerError, OverTimeError: the conversion failed.
         """
         target = self._converted(peer, precision)
         stamp = target.with_name(f"{target.name}.versions")
@@ -94,7 +94,7 @@ class Workshop:
         stamp.write_text(wanted, encoding="utf-8")
 
     def start(self, peer: Peer, precision: str, sizes: Mapping[str, int]) -> Worker:
-        """Start a worker; its first answer comes when it has loaded the model. `sizes`: the rest of LoadOptions."""
+        """Start a worker. Its first answer comes when it has loaded the model. `sizes`: the rest of LoadOptions."""
         options = LoadOptions(directory=str(self._converted(peer, precision)), precision=precision, **sizes)
         environment = peer.environment(self._cache / peer.name, options)
         command = self._command(peer, "serve", json.dumps(asdict(options)))

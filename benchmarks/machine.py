@@ -1,4 +1,4 @@
-"""Sample the machine's limits at this moment, and how much of it others use."""
+"""Sample the present limits of the machine, and how much of it other processes use."""
 
 import os
 import statistics
@@ -14,24 +14,24 @@ from penstock.bench.machine import MachineLimits
 from penstock.bench.samples import READ
 from penstock.kernels.cpu.ops import CpuOps
 
-PROBES = 7  # at each moment, for their medians: single ones differ by half
-WARMING = 3  # before these, because a core that slept takes some milliseconds to wake
-MOVED = 1.5  # a sample is marked if its two limits differ by more than this factor
-DISTURBED = 0.05  # ... or if others used more than this share of the cores
-QUIET_SECONDS = 0.3  # so long others must have been quiet before a sample
+PROBES = 7  # probes for each median, because single probes differ by half
+WARMING = 3  # earlier probes that are dropped, because a core that slept takes some milliseconds to wake
+MOVED = 1.5  # a sample is marked if the limits before and after it differ by more than this factor
+DISTURBED = 0.05  # ... or if other processes used more than this share of the cores
+QUIET_SECONDS = 0.3  # time for which other processes must be quiet before a sample
 TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one moment, with all threads: 10^9 bytes read, or operations of a kind done, per second."""
+    """The limits at one moment with all threads: 10^9 bytes read, or 10^9 operations of a kind, per second."""
 
     read: float
     bf16: float
     int8: float
 
     def moved(self, other: "Limits") -> bool:
-        """Return whether one of the limits differs too much from that of another moment."""
+        """Return whether one of the limits differs too much from that at another moment."""
         pairs = [*zip(asdict(self).values(), asdict(other).values(), strict=True)]
         return any(max(pair) > MOVED * min(pair) for pair in pairs)
 
@@ -44,16 +44,16 @@ class Machine:
         self._limits = MachineLimits(CpuOps(torch.bfloat16, threads=threads))
 
     def limits(self) -> Limits:
-        """Return what is possible now."""
+        """Return the limits at this moment."""
         probes = [self._limits.probe("bf16", "int8") for _ in range(WARMING + PROBES)][WARMING:]
         return Limits(*(statistics.median(probe[name] for probe in probes) for name in (READ, "bf16", "int8")))
 
     def watch(self, engine_seconds: Callable[[], float]) -> "OthersMeter":
-        """Return a meter of what others do from now on."""
+        """Return a meter of what other processes use from now on."""
         return OthersMeter(engine_seconds)
 
     def wait_until_quiet(self, longest: float) -> None:
-        """Return when others leave the machine alone for a moment, or after `longest` seconds."""
+        """Wait until other processes are quiet for QUIET_SECONDS, or for `longest` seconds."""
         deadline = time.monotonic() + longest
         while time.monotonic() < deadline:
             meter = OthersMeter(lambda: 0.0)
@@ -62,23 +62,23 @@ class Machine:
                 return
 
     def is_disturbed(self, cores_of_others: float) -> bool:
-        """Return whether others used too much for a sample to count."""
+        """Return whether other processes used too much for a sample to count."""
         return cores_of_others > DISTURBED * self.cores
 
     def available_bytes(self) -> int:
-        """Return the memory that a new process can have."""
+        """Return the bytes that a new process can allocate."""
         return int(Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split()[0]) * 1024
 
 
 class OthersMeter:
-    """Measures how many cores were busy, or stolen by the host, with anything but the engine and this process."""
+    """Measures how many cores the host stole, or other processes than the engine and this one used."""
 
     def __init__(self, engine_seconds: Callable[[], float]) -> None:
         self._engine_seconds = engine_seconds
         self._begun, self._before = time.monotonic(), self._others()
 
     def cores(self) -> float:
-        """Return the mean since this meter was made."""
+        """Return the mean number of cores since this meter was made."""
         return max(0.0, (self._others() - self._before) / max(1e-3, time.monotonic() - self._begun))
 
     def _others(self) -> float:
@@ -87,7 +87,7 @@ class OthersMeter:
 
 
 def busy_seconds() -> float:
-    """Return the seconds that all cores together were busy or stolen since the machine started."""
+    """Return the seconds for which all cores together were busy or stolen since the machine started."""
     user, nice, system, _idle, _wait, irq, softirq, stolen = map(
         int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
     )
@@ -95,21 +95,21 @@ def busy_seconds() -> float:
 
 
 def session_seconds(session: int) -> float:
-    """Return the processor seconds of all processes of a session, and of their children that have ended."""
+    """Return the processor seconds of all processes in a session, including their children that have ended."""
     total = 0
     for place in Path("/proc").iterdir():
         if place.name.isdigit():
             try:
                 fields = (place / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             if int(fields[3]) == session:
                 total += sum(map(int, fields[11:15]))
     return total / TICK
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Return what the report says of the machine."""
+    """Return what the report says about the machine."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     flags = next((line.split() for line in lines if line.startswith("flags")), [])

@@ -1,8 +1,8 @@
 """Draw the speed table of a page: ``python -m benchmarks.picture [PAGE [PICTURE]]``, by default docs/speed.svg.
 
-One panel per figure in tokens per second, with a scale of its own; one bar per engine, with its median in figures and
-a thin line from its lowest to its highest sample. The picture has its own background in light and dark mode, because a
-page cannot style it.
+There is one panel, with its own scale, per figure in tokens per second. Each engine has a bar with its median as a
+number and a thin line from its lowest to its highest sample. The picture has its own background in light and dark mode,
+because a page cannot style it.
 """
 
 import re
@@ -52,7 +52,7 @@ class Bar:
 
 
 def read_table(page: str) -> tuple[str, list[Bar]]:
-    """Return the caption of the page's speed table and its bars; a cell without a figure has none.
+    """Return the caption of the page's speed table, and its bars. A cell without a figure has no bar.
 
     Raises:
         ValueError: the page has no speed table.
@@ -73,7 +73,7 @@ def read_table(page: str) -> tuple[str, list[Bar]]:
 
 
 def draw(caption: str, bars: list[Bar]) -> str:
-    """Return the SVG: the panels fill two columns, the next one always in the shorter."""
+    """Return the SVG. The panels fill two columns; each goes into the column that is shorter so far."""
     bottoms, panels = [MARGIN, MARGIN], []
     for workload in dict.fromkeys(bar.workload for bar in bars):
         mine = [bar for bar in bars if bar.workload == workload]
@@ -97,7 +97,7 @@ def draw(caption: str, bars: list[Bar]) -> str:
 
 
 def _panel(workload: str, bars: list[Bar], left: int, top: int) -> list[str]:
-    """Return the lines of one figure, its bars grouped by type of weights."""
+    """Return the SVG lines of one figure, with its bars grouped by type of weights."""
     scale = BAR_WIDTH / max(bar.high for bar in bars)
     lines = [f'<text class="title" x="{left}" y="{top - 8}">{escape(workload)}</text>']
     y, weights = top, None

@@ -1,4 +1,4 @@
-"""An engine's worker as the runner sees it: a process that is asked, kept still between its turns, and ended."""
+"""An engine's worker as the runner sees it: a process that answers requests, is frozen between its turns, and ended."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ class WorkerError(Exception):
 
 
 class OverTimeError(Exception):
-    """The worker did not answer within the cap; it has been ended."""
+    """The worker did not answer within the time limit and has been ended."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no answer within {seconds:.0f} s")
@@ -28,7 +28,7 @@ class OverTimeError(Exception):
 
 
 class Worker:
-    """A process of its own session, so that whatever it starts is frozen and ended with it."""
+    """A process in its own session, so that everything it starts is frozen and ended with it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -46,9 +46,9 @@ class Worker:
         self._unread = b""
 
     def send(self, request: Mapping[str, Any]) -> None:
-        """Send a request; its answer comes after those of earlier ones."""
+        """Send a request. Answers come in the order of the requests."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # receive() says why it ended
+        with contextlib.suppress(BrokenPipeError):  # receive() says why the worker ended
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -56,8 +56,8 @@ class Worker:
         """Return the next answer.
 
         Raises:
-            WorkerError: the engine failed; the message is its own.
-            OverTimeError: there was none within `cap` seconds, counted while this process runs.
+            WorkerError: the engine failed; the message is the engine's own.
+            OverTimeError: there was no answer within `cap` seconds, counted only while this process runs.
         """
         line = self._read_line(cap)
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._how_it_ended()}
@@ -75,11 +75,11 @@ class Worker:
         return answer
 
     def seconds(self) -> float:
-        """Return the processor seconds used so far."""
+        """Return the processor seconds that the worker has used so far."""
         return session_seconds(self._process.pid)
 
     def stop(self) -> None:
-        """End the process and all that it started."""
+        """End the process and everything that it started."""
         self._signal(signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -1,4 +1,4 @@
-"""From samples to rows: medians, spreads, marks and ratios; as a terminal table, Markdown and JSON."""
+"""Turn samples into rows with medians, spreads, marks and ratios, as a terminal table, Markdown and JSON."""
 
 import re
 import statistics
@@ -24,10 +24,10 @@ class Cell:
     """The result of one engine in one row.
 
     Attributes:
-        median, low, high: of its samples; of the unmarked ones, if there are any. None: it has no sample.
-        samples: how many these are.
-        marks: "*" and "~" if there are only marked ones.
-        cap: seconds after which it was ended; median is then the best that it could have reached, if known.
+        median, low, high: of the unmarked samples or, if there are none, of all. None: there are no samples.
+        samples: how many samples these are.
+        marks: "*" and "~" if all samples are marked.
+        cap: seconds after which the engine was ended; median is then the best that it could have reached, if known.
         error: why there is no figure.
     """
 
@@ -56,12 +56,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure in one type of weights.
+    """One figure for one type of weights.
 
     Attributes:
-        cells: by engine.
-        ratio: how many times as good Penstock is as the best other engine; None: there is none to compare with.
-        at_least: the others were all ended before they were done, so the ratio is higher.
+        cells: the results by engine.
+        ratio: how many times as good Penstock is as the best other engine; None: nothing to compare with.
+        at_least: whether the ratio is a lower bound, because all other engines were ended before they finished.
     """
 
     figure: Figure
@@ -79,12 +79,12 @@ class Row:
 
 
 def number(value: float) -> str:
-    """Return a figure with two or three digits that matter."""
+    """Return a figure with two or three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def make_rows(store: Store, engines: Sequence[str], workloads: Sequence[Workload]) -> list[Row]:
-    """Return the rows that have a sample of any engine."""
+    """Return the rows that have a sample from at least one engine."""
     rows = []
     for figure in FIGURES:
         for work in (work for work in workloads if work.name == figure.workload):
@@ -97,7 +97,7 @@ def make_rows(store: Store, engines: Sequence[str], workloads: Sequence[Workload
 
 
 def make_cell(figure: Figure, work: Workload, samples: Sequence[Sample]) -> Cell:
-    """Return what the samples of one engine say of a figure."""
+    """Return the result of one engine's samples for a figure."""
     if not samples:
         return Cell()
     if "error" in samples[-1]:
@@ -106,7 +106,7 @@ def make_cell(figure: Figure, work: Workload, samples: Sequence[Sample]) -> Cell
         ended = {"seconds": caps[-1], "first_s": caps[-1]}
         try:
             return Cell(median=figure.read(work, ended), cap=caps[-1])
-        except KeyError:  # a figure that is not known before the end
+        except KeyError:  # the figure is not known before the end
             return Cell(cap=caps[-1])
     clean = [sample for sample in samples if not sample["marks"]]
     used = clean or samples
@@ -116,7 +116,7 @@ def make_cell(figure: Figure, work: Workload, samples: Sequence[Sample]) -> Cell
 
 
 def find_ratio(figure: Figure, cells: Mapping[str, Cell]) -> tuple[float | None, bool]:
-    """Return how many times as good Penstock's median is as the best other one, and whether that is a lower bound."""
+    """Return how many times as good as the best other median Penstock's is, and whether that is a lower bound."""
     ours = cells.get(OURS, Cell())
     others = [cell for engine, cell in cells.items() if engine != OURS and cell.median is not None]
     whole = [cell for cell in others if cell.cap is None]
@@ -139,7 +139,7 @@ def print_table(rows: Sequence[Row], engines: Sequence[str]) -> None:
 
 
 def write_markdown(rows: Sequence[Row], engines: Sequence[str], store: Store) -> str:
-    """Return the part of docs/performance.md that `python -m benchmarks.picture` draws, and the notes on it."""
+    """Return the part of docs/performance.md that `python -m benchmarks.picture` draws, with its notes."""
     heads = ["figure", "weights", *(TITLES.get(engine, engine) for engine in engines), "Penstock / best other"]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for row in rows:
@@ -150,7 +150,7 @@ def write_markdown(rows: Sequence[Row], engines: Sequence[str], store: Store) ->
 
 
 def machine_text(run: Mapping[str, Any]) -> str:
-    """Return the machine in one line."""
+    """Return a description of the machine in one line."""
     machine = run["machine"]
     features = ", ".join(machine["features"])
     return f"{machine['processor']} ({features}), {machine['cores']} cores, {machine['threads']} threads per engine"
@@ -179,7 +179,7 @@ def _notes(rows: Sequence[Row], engines: Sequence[str], store: Store) -> Iterato
 
 
 def to_json(rows: Sequence[Row], store: Store) -> dict[str, Any]:
-    """Return everything that the table and its notes say, and the limits that were sampled."""
+    """Return everything that the table and its notes say, and the sampled limits of the machine."""
     return {
         "run": store.run,
         "engines": [

@@ -1,4 +1,4 @@
-"""Take the samples: in every workload the engines take turns, and each stays loaded and frozen between its turns."""
+"""Take the samples: in every workload the engines take turns, and stay loaded but frozen between their turns."""
 
 import statistics
 import time
@@ -15,13 +15,13 @@ from benchmarks.store import Store
 from benchmarks.workloads import COLD_START, LONG_PROMPTS, Workload
 
 PRECISIONS = ("bf16", "int8", "int4")
-LOAD_CAP = 900.0  # seconds for loading and the first run, which compile in some engines
+LOAD_CAP = 900.0  # seconds for loading and the first run, in which some engines compile
 COLD_CAP = 180.0  # seconds for a cold start
-LEAST_CAP = 30.0  # seconds that every sample may take
-REPEATS = 1  # of a sample in which others disturbed
-MOST_WAITING = 20.0  # seconds for others to become quiet before a sample
-MEMORY_FACTOR = 3.0  # memory to have free before an engine is loaded, in checkpoints
-SHORTEST_CONTEXT = 128  # for the first run, whose sizes are the worker's
+LEAST_CAP = 30.0  # seconds that any sample may take
+REPEATS = 1  # repetitions of a sample that other processes disturbed
+MOST_WAITING = 20.0  # seconds to wait before a sample for other processes to become quiet
+MEMORY_FACTOR = 3.0  # memory that must be free before an engine is loaded, in sizes of the checkpoint
+SHORTEST_CONTEXT = 128  # enough for the first run, whose sizes the worker sets
 DISTURBED, MOVED = "*", "~"
 
 
@@ -30,9 +30,9 @@ class Plan:
     """The workloads of a run, how often they are measured and for how long.
 
     Attributes:
-        rounds: most samples of each engine in each workload.
-        minutes: after which no more is begun; 0 is without a limit.
-        patience: a peer's sample is ended when it takes so many times as long as Penstock's.
+        rounds: largest number of samples of each engine in each workload.
+        minutes: time after which no new sample is begun; 0: no limit.
+        patience: a peer's sample is ended when it takes this many times as long as Penstock's.
     """
 
     workloads: Sequence[Workload]
@@ -42,7 +42,7 @@ class Plan:
     patience: float = 3.0
 
     def sizes(self) -> dict[str, int]:
-        """Return what every engine is loaded for."""
+        """Return the sizes for which every engine is loaded."""
         return {
             "threads": self.threads,
             "max_length": max(SHORTEST_CONTEXT, *(work.length for work in self.workloads)),
@@ -52,7 +52,7 @@ class Plan:
 
 
 class Runner:
-    """Runs a plan. `report` is called with (text, samples done, samples in all) as it goes on."""
+    """Runs a plan. `report` is called with (text, samples done, samples in total) as the run progresses."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class Runner:
         report: Callable[[str, int, int], None],
     ) -> None:
         self._plan, self._workshop, self._store, self._machine = plan, workshop, store, machine
-        self._peers = sorted(peers, key=lambda peer: peer.name != OURS)  # ours first: its time sets the caps
+        self._peers = sorted(peers, key=lambda peer: peer.name != OURS)  # ours first, because its time sets the caps
         self._report = report
-        self._workers: dict[str, Worker] = {}  # of the present precision, the one used last at the end
-        self._failed: dict[tuple[str, str], str] = {}  # (engine, precision) -> why
+        self._workers: dict[str, Worker] = {}  # for the present precision, in the order of their last use
+        self._failed: dict[tuple[str, str], str] = {}  # (engine, precision) -> reason
         self._done, self._total = 0, 0
 
     def run(self) -> None:
-        """Install, convert and measure; what fails becomes a sample with an error."""
+        """Install, convert and measure. A failure becomes a sample with an error."""
         self._prepare()
         cells = self._cells()
         self._total = sum(len(self._having(precision)) for precision, _ in cells) * self._plan.rounds
@@ -88,7 +88,7 @@ class Runner:
             self._stop_all()
 
     def _cells(self) -> list[tuple[str, Workload]]:
-        """Return type of weights and workload in the order of the run: long prompts, which take longest, in the end."""
+        """Return (type of weights, workload) in the order of the run. Long prompts take longest and come last."""
         works = self._plan.workloads
         passes = ([w for w in works if w.name != LONG_PROMPTS], [w for w in works if w.name == LONG_PROMPTS])
         return [(precision, work) for some in passes for precision in PRECISIONS for work in some]
@@ -110,7 +110,7 @@ class Runner:
                     self._failed[peer.name, precision] = str(error)
 
     def _run_cell(self, precision: str, work: Workload, deadline: float) -> None:
-        """Take the samples of one workload in one type of weights; after the first round only until `deadline`."""
+        """Take the samples of one workload with one type of weights. After the first round, stop at `deadline`."""
         for turn in range(self._plan.rounds):
             for peer in self._having(precision):
                 self._report(f"{work.name} {precision}, round {turn + 1}: {peer.name}", self._done, self._total)
@@ -122,7 +122,7 @@ class Runner:
                     self._store.add_sample(self._sample(peer, precision, work, turn))
 
     def _sample(self, peer: Peer, precision: str, work: Workload, turn: int) -> dict[str, Any]:
-        """Return one sample, taken again if others disturbed it."""
+        """Return one sample, repeated if other processes disturbed it."""
         sample = {
             "engine": peer.name,
             "precision": precision,
@@ -183,7 +183,7 @@ class Runner:
         return answer | {"marks": marks, "others": round(others, 3), "limits": [asdict(before), asdict(after)]}
 
     def _loaded(self, peer: Peer, precision: str) -> Worker:
-        """Return the peer's worker, loaded and warm, and mark it as used last."""
+        """Return the peer's worker, loaded and warm, and mark it as the most recently used."""
         worker = self._workers.pop(peer.name, None)
         if worker is None:
             self._make_room()
@@ -192,7 +192,7 @@ class Runner:
                 self._store.add_facts(peer.name, precision, worker.receive(LOAD_CAP)["ready"])
                 worker.ask({"warm_up": True}, LOAD_CAP)
             except (WorkerError, OverTimeError) as error:
-                self._failed[peer.name, precision] = str(error)  # it is not loaded again for every workload
+                self._failed[peer.name, precision] = str(error)  # so that it is not loaded again for every workload
                 raise WorkerError(str(error)) from error
         self._workers[peer.name] = worker
         return worker
@@ -203,7 +203,7 @@ class Runner:
         return self._workshop.start(peer, precision, self._plan.sizes())
 
     def _make_room(self) -> None:
-        """End the workers that were not used for longest, until one more fits into memory."""
+        """End the least recently used workers until one more fits into memory."""
         while self._workers and self._machine.available_bytes() < MEMORY_FACTOR * self._workshop.source_bytes():
             self._workers.pop(next(iter(self._workers))).stop()
 

@@ -1,4 +1,4 @@
-"""samples.jsonl: one line per sample, appended as it is taken, so that an interrupted run goes on where it stopped."""
+"""samples.jsonl: one line per sample, appended when it is taken, so an interrupted run continues where it stopped."""
 
 import json
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ class Store:
     """The samples of one build of Penstock on one machine.
 
     Attributes:
-        samples: in the order in which they were taken.
-        facts: by engine and precision, what the engine said of itself.
+        samples: the samples in the order in which they were taken.
+        facts: what each engine reported about itself, by engine and precision.
     """
 
     def __init__(self, directory: Path, run: Mapping[str, Any]) -> None:
-        """Open the directory's samples, or start them.
+        """Open the directory's samples, or start a new file.
 
         Args:
-            run: what has to be the same for samples to be compared: build, machine, model, threads.
+            run: what must be the same for samples to be comparable: build, machine, model, threads.
 
         Raises:
             ValueError: the directory holds the samples of another run.
@@ -32,7 +32,7 @@ class Store:
         self.run = dict(run)
         written = self._file.read_text(encoding="utf-8") if self._file.is_file() else ""
         whole, _, cut = written.rpartition("\n")
-        if cut:  # it was interrupted while it wrote
+        if cut:  # a run was interrupted while writing this line
             self._file.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
         complete = [json.loads(line) for line in whole.splitlines()]
         if not complete:
@@ -46,12 +46,12 @@ class Store:
         self._append({"sample": sample})
 
     def add_facts(self, engine: str, precision: str, facts: Mapping[str, str]) -> None:
-        """Keep what an engine says of itself, if that is news."""
+        """Keep what an engine reports about itself, if it is new."""
         if self.facts.get((engine, precision)) != facts:
             self._append({"facts": {"engine": engine, "precision": precision, **facts}})
 
     def of(self, engine: str, precision: str, work: Workload) -> list[Sample]:
-        """Return the samples of an engine in one workload. A failure counts only until something worked."""
+        """Return the samples of an engine in one workload. Failures count only if no sample succeeded."""
         found = [
             sample
             for sample in self.samples

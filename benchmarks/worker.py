@@ -1,9 +1,9 @@
-"""Run inside an engine's environment: convert the checkpoint, or load it and answer one JSON line for each request.
+"""Runs inside an engine's environment: converts the checkpoint, or loads it and answers each request with a JSON line.
 
 python -m benchmarks.worker NAME convert SOURCE TARGET PRECISION
 python -m benchmarks.worker NAME serve OPTIONS
 
-OPTIONS is LoadOptions as JSON. What engines print goes to standard error; standard output carries the answers only.
+OPTIONS is LoadOptions as JSON. Engines' own output goes to standard error; standard output has only the answers.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def _answer(answers: IO[str], answer: dict[str, Any]) -> None:
 
 
 def _forget_peak() -> None:
-    """Let the peak of this process start anew, where the kernel allows it."""
+    """Reset the peak memory of this process, if the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

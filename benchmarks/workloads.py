@@ -1,4 +1,4 @@
-"""The workloads, the figures that are read off them, and the prompts: the same token ids for every engine."""
+"""The workloads, the figures that they give, and the prompts, which have the same token ids for every engine."""
 
 import random
 import re
@@ -14,7 +14,7 @@ SPEC = re.compile(r"(W\d)(?:=(\d+)x(?:(\d+)\+)?(\d+)\+(\d+))?")  # W3, W3=8x64+3
 
 @dataclass(frozen=True)
 class Workload:
-    """`streams` requests sent at once, each of `shared` common and `prompt` own token ids, for `output` tokens each."""
+    """`streams` requests sent at once, each with `shared` common and `prompt` own token ids, for `output` tokens."""
 
     name: str
     streams: int
@@ -24,23 +24,23 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """Return the tokens of one stream at its end."""
+        """Return the number of tokens in one stream at its end."""
         return self.shared + self.prompt + self.output
 
     @property
     def cache_tokens(self) -> int:
-        """Return the positions that a cache needs, if a shared prefix is kept once."""
+        """Return the number of positions that a cache needs if it keeps a shared prefix once."""
         return self.shared + self.streams * (self.prompt + self.output)
 
     @property
     def size(self) -> str:
-        """Return the sizes as they are given in WORKLOADS and printed."""
+        """Return the sizes in the form that WORKLOADS accepts and tables print."""
         shared = f"{self.shared}+" if self.shared else ""
         return f"{self.streams}x{shared}{self.prompt}+{self.output}"
 
     def prompts(self, vocab_size: int, turn: int, attempt: int = 0) -> list[list[int]]:
-        """Return the token ids of one round. They differ from round to round, and where a disturbed sample is taken
-        again, so that no cache helps an engine."""
+        """Return the token ids of one round. They differ between rounds and between repetitions of a disturbed sample,
+        so that no cache helps an engine."""
         rng = random.Random(f"{self.name} {self.size} {turn} {attempt}")
         shared = rng.choices(range(vocab_size), k=self.shared)
         return [shared + rng.choices(range(vocab_size), k=self.prompt) for _ in range(self.streams)]
@@ -48,14 +48,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that is read off the samples of a workload; one row of the table for each type of weights.
+    """A number computed from the samples of a workload; it has one row in the table for each type of weights.
 
     Attributes:
-        name: of the row.
-        workload: whose samples it is read off.
-        unit: for the table.
-        better: which end wins.
-        read: the value of one sample.
+        name: name of the row.
+        workload: name of the workload with the samples.
+        unit: unit for the table.
+        better: whether higher or lower values are better.
+        read: returns the value of one sample.
     """
 
     name: str
@@ -73,7 +73,7 @@ WORKLOADS = {
         Workload("W3", 32, 128, 128),
         Workload("W4", 8, 3072, 64),
         Workload("W5", 32, 32, 32, shared=1024),
-        Workload("W6", 1, 16, 1),  # a fresh process: from its start to the first token
+        Workload("W6", 1, 16, 1),  # a new process, from its start to the first token
     )
 }
 FIGURES = (
@@ -93,10 +93,10 @@ FIGURES = (
 
 
 def parse_workloads(text: str) -> list[Workload]:
-    """Return the workloads named in `text`, like "W1,W3=8x64+32"; "" is all.
+    """Return the workloads named in `text`, such as "W1,W3=8x64+32"; "" means all.
 
     Raises:
-        ValueError: a name or a size is not one.
+        ValueError: a name or a size is invalid.
     """
     chosen: dict[str, Workload] = {}
     for spec in text.replace(",", " ").split() or WORKLOADS:

@@ -20,7 +20,7 @@ def tool(name: str) -> dict:
 
 
 def converse(client: OpenAI, question: str, most_turns: int = 12, **first) -> list[dict]:
-    """Return the whole conversation; the first answer obeys `first` (tool_choice, ...), the others are the model's."""
+    """Return the whole conversation. `first` has extra parameters (tool_choice, ...) for the first call only."""
     messages, tools = [{"role": "user", "content": question}], [tool(name) for name in FUNCTIONS]
     for turn in range(most_turns):
         options = {"tools": tools, "temperature": 0, **(first if turn == 0 else {})}

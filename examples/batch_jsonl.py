@@ -1,4 +1,4 @@
-"""Read prompts from a JSONL file, write answers to another one.
+"""Read prompts from a JSONL file, and write the answers to another file.
 
 python examples/batch_jsonl.py prompts.jsonl answers.jsonl       without arguments: three prompts, to the terminal
 """
@@ -14,7 +14,7 @@ if len(sys.argv) > 1:
         lines = [line for line in file if line.strip()]
 items = [json.loads(line) for line in lines]
 
-with LLM(model="demo") as llm:  # all prompts share the engine's steps; results come in the order given
+with LLM(model="demo") as llm:  # all prompts share the engine's steps; results are in the order of the prompts
     outputs = llm.generate([item["prompt"] for item in items], SamplingParams(temperature=0.0, max_tokens=24))
 
 answers = [

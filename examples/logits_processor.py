@@ -1,4 +1,4 @@
-"""Change the logits of a request with a function of your own: here it forbids some tokens.
+"""Change the logits of a request with a function of your own. This one forbids some tokens.
 
 For `AsyncLLM` and `penstock serve`, pass the file that registers it: --import examples/logits_processor.py
 """
@@ -8,7 +8,7 @@ from penstock import LLM, SamplingParams
 
 
 @penstock.register_logits_processor("forbid")
-def forbid(logits, args):  # logits [1, vocabulary] float32: one sequence; args: what the request gives
+def forbid(logits, args):  # logits: [1, vocabulary] float32, of one sequence; args: from the request
     logits[:, args] = float("-inf")
     return logits
 

@@ -11,7 +11,7 @@ with LLM(model="demo") as llm:
 
 print("prompt:")
 for token_id, entry in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
-    if entry is not None:  # nothing comes before the first token
+    if entry is not None:  # the first token has no entry, because nothing comes before it
         found = entry[token_id]
         print(f"  {found.decoded_token!r:12} {exp(found.logprob):6.1%}  rank {found.rank}")
 print("answer, with the three most likely tokens:")

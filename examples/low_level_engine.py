@@ -1,4 +1,4 @@
-"""Drive the engine step by step: add requests at any time, look at each step, abort one."""
+"""Run the engine step by step: add requests at any time, look at each step, abort a request."""
 
 from penstock import LLM, SamplingParams
 

@@ -19,7 +19,7 @@ with OpenAI(base_url=f"{url}/v1", api_key="x") as client:
         prompt="Once upon a time",
         max_tokens=24,
         stream=True,
-        extra_body={"top_k": 20},  # fields of vLLM that OpenAI does not have
+        extra_body={"top_k": 20},  # vLLM's fields that OpenAI does not have
     )
     for chunk in stream:
         print(chunk.choices[0].text, end="", flush=True)

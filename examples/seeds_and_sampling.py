@@ -1,4 +1,4 @@
-"""Sample several answers, and get one of them again: same request, same seed, same tokens, whatever else runs."""
+"""Sample several answers, then reproduce one: same request, same seed, same tokens, whatever else runs."""
 
 from penstock import LLM, SamplingParams
 

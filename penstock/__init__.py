@@ -5,8 +5,8 @@
     with LLM(model="demo") as llm:
         print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
 
-These names are the whole public interface. Importing the package is cheap: a name's module is loaded on first use, and
-only `LLM` imports torch.
+The names of `__all__` are the whole public interface. Importing the package is cheap: a name's module is loaded on
+first use, and only `LLM` may import torch.
 """
 
 import importlib

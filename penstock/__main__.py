@@ -4,5 +4,5 @@ import sys
 
 from penstock.cli.main import main
 
-if __name__ == "__main__":  # a process that is spawned imports this file again, under another name
+if __name__ == "__main__":  # a spawned process imports this file again, under another name
     sys.exit(main())

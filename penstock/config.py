@@ -1,9 +1,9 @@
-"""EngineConfig: everything a user can set about an engine, as frozen values.
+"""EngineConfig: everything that a user can set about an engine, as frozen values.
 
 Users write one flat list of options (`EngineConfig.from_options(model="demo", max_num_seqs=8)`); inside, each part of
 the engine gets its own small config. A field states its default, the values it allows and its help text once: the
-checks here and the flags of the command line follow from them. `resolve()` fills in what was left open and records
-the reason of every automatic choice. This file imports no torch and reads no file.
+checks here and the command-line flags follow from them. `resolve()` fills in open values and records the reason of
+every automatic choice. This file imports no torch and reads no file.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -48,10 +48,10 @@ def _not_built(name: str, value: Any) -> NotSupportedError:
 class CacheConfig:
     """The key/value cache.
 
-    A block_size of max_model_len or more gives every request one block, which is a ring in layers with a window; there
-    is no prefix caching then. An int8 cache takes half the memory of a bfloat16 one; kv_cache_scales is a safetensors
-    file (weights/kv_scales.py). planner.memory computes kv_cache_memory_bytes if it is None, from what `memory` leaves
-    where that is given.
+    A block_size of max_model_len or more gives every request one block, which is a ring in layers with a window; prefix
+    caching is then off. An int8 cache takes half the memory of a bfloat16 cache; kv_cache_scales is a safetensors file
+    (weights/kv_scales.py). If kv_cache_memory_bytes is None, planner.memory computes it, from what `memory` leaves if
+    that is given.
     """
 
     block_size: int | None = option(
@@ -81,7 +81,7 @@ class CacheConfig:
 
     @property
     def offload_option(self) -> str | None:
-        """The option that asks for a store beyond the cache; None if there is none."""
+        """The option that asks for a store beyond the cache, if any."""
         names = ("kv_offload_dir", "kv_offload_memory_bytes")
         return next((name for name in names if getattr(self, name) is not None), None)
 
@@ -157,9 +157,9 @@ class SchedulerConfig:
 class ParallelConfig:
     """How the model is split over processes (ranks); none of it changes a bit of an answer.
 
-    A degree is a number of parts (spec/shares.py); attention and feed-forward have tensor_parallel_size of them unless
-    they have one of their own, or a sharding_config (spec/sharding_map.py) says what is split. The tokens that
-    pad_vocab_multiple adds are never sampled.
+    A degree is a number of parts (spec/shares.py). Attention and feed-forward are split into tensor_parallel_size parts
+    unless they have a degree of their own, or a sharding_config (spec/sharding_map.py) says what is split. The tokens
+    that pad_vocab_multiple adds are never sampled.
     """
 
     tensor_parallel_size: int = option(1, DEGREES, "processes that share each layer")
@@ -211,10 +211,10 @@ class ParallelConfig:
         return self.distributed_executor_backend == "ray"
 
     def degrees(self, model: "ModelConfig", *, together: bool = False) -> Degrees:
-        """Return into how many parts the ranks split a model. together: as divisible_heads.
+        """Return into how many parts the ranks split a model. together: as in divisible_heads.
 
         Raises:
-            InvalidRequestError: it cannot be split so; the message says what can.
+            InvalidRequestError: the model cannot be split like this; the message says what is possible.
         """
         size, tensor = self.num_ranks, self.tensor_parallel_size
         possible, attention = divisible_heads(model, together=together), self.attention_parallel_size
@@ -260,7 +260,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """How embeddings are made of hidden states (interface/pooling.py), where the model's files say it otherwise."""
+    """How embeddings are made from hidden states (interface/pooling.py), overriding the model's files."""
 
     pooler_config: dict[str, Any] | None = option(  # noqa: RUF009  # its default is None
         None, dict, 'how hidden states become embeddings, like {"pooling_type": "MEAN", "normalize": true}'
@@ -275,8 +275,8 @@ class PoolingConfig:
 class NumericsConfig:
     """Everything that can change a bit of the answer.
 
-    dtype "auto" takes the checkpoint's, and bfloat16 for float16. quantization is described in quant/scheme.py;
-    quantization_group_size without it is only for packed weights, which know their quantization.
+    dtype "auto" takes the checkpoint's type, or bfloat16 for float16. quantization is described in quant/scheme.py;
+    quantization_group_size alone is allowed only for packed weights, which know their quantization.
     """
 
     dtype: str = option("auto", DTYPES, "type of weights and matrix products")
@@ -325,11 +325,11 @@ class NumericsConfig:
 
         Args:
             num_ranks: processes that share the model.
-            elsewhere: each of them may have a machine of its own.
-            num_engines: that share the machine, each with so many processes.
+            elsewhere: whether each of them may have a machine of its own.
+            num_engines: engines that share the machine, each with num_ranks processes.
 
         Raises:
-            InvalidRequestError: a group size is given without groups, the native kernels are asked for and missing,
+            InvalidRequestError: a group size is given without groups, native kernels are requested but missing,
                 the environment forces an invalid level, or cpu_affinity does not fit the machine or the threads.
         """
         choices: Choices = {}
@@ -361,7 +361,7 @@ class NumericsConfig:
         return _apply(self, choices | self._resolve_cores(Machine.read(), small_model=small))
 
     def _share_cores(self, machine: Machine, count: int, *, small_model: bool) -> Choices:
-        """Choose threads and cpu_affinity of each of several processes, if they were left open."""
+        """Choose threads and cpu_affinity for each of several processes, if they were left open."""
         if self.cpu_affinity not in (AUTO, NONE):
             raise fail("cpu_affinity", self.cpu_affinity, "auto or none where several processes share the cores")
         choices: Choices = {}
@@ -403,7 +403,7 @@ class EngineConfig:
     Attributes:
         model: a Hugging Face directory, a hub name, or "demo".
         imports: Python files of the user that register models and logits processors, imported before the model loads.
-        reasons: option -> why `resolve` chose its value; empty before.
+        reasons: option -> why `resolve` chose its value; empty before that.
     """
 
     model: str = "demo"
@@ -449,7 +449,7 @@ class EngineConfig:
     def resolve(self, model: "ModelConfig", num_engines: int = 1) -> "EngineConfig":
         """Return the config without "auto" and None (except kv_cache_memory_bytes, see planner.memory), with reasons.
 
-        num_engines: that share the machine.
+        num_engines: engines that share the machine.
 
         Raises:
             InvalidRequestError: an option does not fit the others, the model or the machine.
@@ -479,7 +479,7 @@ PARTS: dict[str, type] = {
 
 
 def option_names() -> list[str]:
-    """Return the name of every flat option, as `from_options` takes it."""
+    """Return the names of all flat options, as `from_options` takes them."""
     return ["model", "imports", *(item.name for part in PARTS.values() for item in fields(part))]
 
 

@@ -5,12 +5,12 @@
      |    +-- NotSupportedError                    a feature that is planned but not built
      +-- ModelLoadError                            a model directory cannot be served
      +-- EngineError
-          +-- ExecutorLostError                    what computes the steps is gone, and no step can follow
+          +-- ExecutorLostError                    the processes that compute steps are gone; no step can follow
           +-- EngineDeadError                      the engine process died; the request may be sent again
           +-- EngineOverloadedError                the queue is full; retry after `retry_after_s`
           +-- RequestFailedError                   the computation of this request failed; others continue
 
-User errors are these, never `assert`. Nothing here knows about HTTP: `server` maps the classes to statuses.
+User errors raise these, never `assert`. Nothing here knows about HTTP: `server` maps the classes to statuses.
 """
 
 
@@ -49,10 +49,10 @@ class EngineError(PenstockError):
 
 
 class ExecutorLostError(EngineError):
-    """What computes the steps is gone: one of several processes that share a model ended, hangs or failed.
+    """No step can be computed any more: one of the processes that share a model ended, hangs or failed.
 
     Attributes:
-        rank: which one, as far as it is known.
+        rank: rank of that process, if it is known.
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """Checks of single values, shared by every frozen dataclass that a user can fill in.
 
-Each check raises InvalidRequestError with the field's name, the value and what is allowed. This file knows no field:
-names and ranges stand beside the fields.
+Each check raises InvalidRequestError with the field's name, the value and what is allowed. Names and ranges are stated
+where the fields are defined.
 """
 
 import reprlib
@@ -18,7 +18,7 @@ MAX_SHOWN = 80  # characters of a wrong value that an error shows
 
 
 class _Short(reprlib.Repr):
-    """repr() of the first few items only: an error message about megabytes must not cost megabytes."""
+    """repr() of the first few items only, so that an error message about megabytes does not take megabytes."""
 
     maxlevel = 3
     maxdict = maxlist = maxtuple = maxset = 5
@@ -69,7 +69,7 @@ def check_int(name: str, value: Any, low: int, high: int, *, optional: bool = Fa
 
 
 def check_ids(name: str, ids: Sequence[Any], limit: int) -> None:
-    """Check for token ids from 0 to limit - 1. Most lists are long and valid, so they are checked as a whole first."""
+    """Check for token ids from 0 to limit - 1. Most lists are long and valid, so the whole list is checked first."""
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < limit)):
         return
     for token_id in ids:
@@ -118,7 +118,7 @@ def option(default: Any, allowed: Any, help: str) -> Any:
     """Return a dataclass field that is an engine option.
 
     Args:
-        default: None stands for "chosen later", and then None is allowed too.
+        default: None means "chosen later", and is then an allowed value.
         allowed: a range of integers, a tuple of choices, or the type bool, str or dict.
         help: the help text of the command line; "(default: ...)" is appended unless the default is None.
     """

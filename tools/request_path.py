@@ -1,8 +1,8 @@
-"""Print every file that a chat completion over HTTP passes: ``python tools/request_path.py``.
+"""Print every file that a chat completion over HTTP passes through: ``python tools/request_path.py``.
 
-A file counts when one of its functions is called for the request. Values that are only constructed, and what runs while
-the engine starts, do not count. The engine's side is traced in this process, through ``LLM``: the code is the same.
-docs/request.md names the ten files that carry the idea; the rest are their helpers.
+A file counts if one of its functions is called for the request. Values that are only constructed, and code that runs
+while the engine starts, do not count. The engine's side is traced in this process, through ``LLM``, because its code is
+the same. docs/request.md names the ten main files; the rest are their helpers.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ BODY = {"model": "demo", "messages": [{"role": "user", "content": "What is 3 + 4
 
 @contextmanager
 def traced() -> Iterator[list[str]]:
-    """Yield the paths below penstock/ whose functions are called inside the block, in the order of the first call."""
+    """Yield the paths below penstock/ whose functions are called in the block, in the order of their first calls."""
     found: dict[str, None] = {}
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
@@ -43,7 +43,7 @@ def traced() -> Iterator[list[str]]:
 
 
 async def server_side() -> list[str]:
-    """Return the files of the server process: from the ASGI call to the last chunk of the stream."""
+    """Return the files of the server process, from the ASGI call to the last chunk of the stream."""
     from penstock import AsyncLLM
     from penstock.server.app import create_app
 
@@ -70,7 +70,7 @@ async def server_side() -> list[str]:
 
 
 def engine_side() -> list[str]:
-    """Return the files of the engine process, which begins where a request is added to the engine."""
+    """Return the files of the engine process, from the moment when a request is added to the engine."""
     from penstock import LLM, SamplingParams
 
     with LLM(model="demo") as llm, traced() as paths:

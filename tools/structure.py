@@ -1,8 +1,8 @@
 """Print how the package is built: its rooms, the arrows between them, and what has grown too long or too wide.
 
-A room is a folder or a loose module directly below penstock/. An arrow is an import between two rooms, wherever in the
-file it stands. Arrows that are not part of a circle order the rooms into floors: a room stands one floor above the
-highest room that it imports. `make structure` prints the figures; tests/test_architecture.py holds them to limits.
+A room is a folder or a single module directly below penstock/. An arrow is an import between two rooms, anywhere in a
+file. Without circles, the arrows order the rooms into floors: a room is one floor above the highest room that it
+imports. `make structure` prints the figures; tests/test_architecture.py enforces limits on them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ PACKAGE = ROOT / "penstock"
 NATIVE = PACKAGE / "kernels" / "cpu" / "native"
 LONG_FILE = 300  # lines
 LONG_FUNCTION = 50
-WIDE_SIGNATURE = 8  # parameters, self and cls not counted
+WIDE_SIGNATURE = 8  # parameters without self and cls
 
 Arrows = dict[tuple[str, str], set[str]]
 
@@ -31,7 +31,7 @@ def room_of(path: Path) -> str:
 
 
 def imported_names(path: Path) -> set[str]:
-    """Return the dotted names that a file imports, inside functions as well as at its top."""
+    """Return the dotted names that a file imports, at its top and inside functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -44,7 +44,7 @@ def imported_names(path: Path) -> set[str]:
 
 
 def find_arrows() -> Arrows:
-    """Return {(room, imported room): files of the first that import the second}."""
+    """Return {(room, imported room): files of the first room that import the second}."""
     files = sorted(PACKAGE.rglob("*.py"))
     rooms = {room_of(path) for path in files}
     found: Arrows = defaultdict(set)
@@ -76,7 +76,7 @@ def find_circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def find_floors(arrows: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Return the floor of each room, 1 for those that import no other. The arrows must have no circle."""
+    """Return the floor of each room; a room that imports no other is on floor 1. The arrows must have no circle."""
     arrows = list(arrows)
     floors = dict.fromkeys({room for pair in arrows for room in pair}, 1)
     for _ in floors:
@@ -150,7 +150,7 @@ def measure() -> dict[str, Any]:
 
 
 def by_floor(arrows: Arrows, lines: Counter[str]) -> dict[str, list[str]]:
-    """Return {floor: its rooms with their lines}, from the top floor down."""
+    """Return {floor: its rooms with their numbers of lines}, from the top floor down."""
     floors = find_floors(arrows)
     return {
         str(floor): [f"{room} {lines[room]}" for room in sorted(floors) if floors[room] == floor]

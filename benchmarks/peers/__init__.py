@@ -12,10 +12,10 @@ ALL: dict[str, type[Peer]] = {peer.name: peer for peer in (Penstock, LlamaCpp, V
 
 
 def find(name: str) -> Peer:
-    """Return the peer of that name.
+    """Return the peer with a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such peer.
     """
     if name not in ALL:
         raise ValueError(f"peers: {name!r} is none of {', '.join(ALL)}")

@@ -1,7 +1,7 @@
 """Define the interface of a compared engine: how it is installed, converts the checkpoint, loads and generates.
 
-A peer's file is read in two places: by the runner, which knows only the standard library, and inside the peer's own
-environment, where `convert` and `load` run. So the peer's packages are imported inside these methods.
+A peer's file is imported in two places: by the runner, where only the standard library may be used, and in the peer's
+own environment, where `convert` and `load` run. So these methods import the peer's packages.
 """
 
 import shutil
@@ -17,12 +17,12 @@ class LoadOptions:
     """The options that every engine is loaded with.
 
     Attributes:
-        directory: what `convert` wrote.
+        directory: the directory that `convert` wrote.
         precision: bf16, int8 or int4.
-        threads: that compute.
+        threads: number of computing threads.
         max_length: tokens of the longest stream at its end.
-        max_streams: that run at once.
-        cache_tokens: positions that the cache has to hold.
+        max_streams: number of streams that run at once.
+        cache_tokens: positions that the cache must hold.
     """
 
     directory: str
@@ -35,7 +35,7 @@ class LoadOptions:
 
 @dataclass
 class Record:
-    """The tokens of one run and when they came. The engine calls `start` right before its work and `token` for each."""
+    """The tokens of one run and their times. The engine calls `start` before its work, and `token` for each token."""
 
     streams: int
     output: int
@@ -44,7 +44,7 @@ class Record:
     def __post_init__(self) -> None:
         self.ids = [[] for _ in range(self.streams)]
         self.started = self.last = time.perf_counter()
-        self.first = 0.0  # when the last stream got its first token
+        self.first = 0.0  # time when the last stream got its first token
         self._waiting, self._at_first, self._count = self.streams, 0, 0
 
     def start(self) -> None:
@@ -63,7 +63,7 @@ class Record:
         """Return the times of the run.
 
         Raises:
-            RuntimeError: a stream has fewer or more tokens than asked for, so that nothing was measured.
+            RuntimeError: a stream has fewer or more tokens than asked for, so the run is invalid.
         """
         if lengths := {len(ids) for ids in self.ids} - {self.output}:
             raise RuntimeError(f"streams of {sorted(lengths)} tokens instead of {self.output}")
@@ -76,27 +76,27 @@ class Record:
 
 
 class Engine(ABC):
-    """A loaded model. Greedy, never stopping at an end-of-sequence token."""
+    """A loaded model that decodes greedily and never stops at an end-of-sequence token."""
 
     @abstractmethod
     def generate(self, prompts: list[list[int]], output: int, shared: int, record: Record) -> None:
-        """Generate `output` tokens for each prompt; their first `shared` ids are the same."""
+        """Generate `output` tokens for each prompt. The prompts' first `shared` ids are the same."""
 
     @abstractmethod
     def facts(self) -> dict[str, str]:
-        """Return what is really computed: weights, activations, cache, head; and notes."""
+        """Return the types that the engine really computes with (weights, activations, cache, head), and notes."""
 
 
 class Peer(ABC):
     """An engine that can be installed and measured.
 
     Attributes:
-        name: in PEERS, tables and file names.
-        distribution: the package whose version the table names.
-        requirements: what pip installs into its environment, versions pinned; nothing: it runs in this one.
-        pip_options: for that installation.
-        unwanted: packages that came with it and are deleted, because they break the others.
-        precisions: the types of weights that it has.
+        name: the engine's name in PEERS, tables and file names.
+        distribution: the package whose version the table gives.
+        requirements: pinned packages that pip installs into its environment; (): it runs in this environment.
+        pip_options: options for that installation.
+        unwanted: packages installed with it that are deleted, because they break others.
+        precisions: the types of weights that it supports.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Peer(ABC):
         return {}
 
     def finish_install(self, venv: Path) -> None:
-        """Put an environment right after pip: delete the packages of `unwanted`."""
+        """Finish an environment after pip: delete the `unwanted` packages."""
         for packages in venv.glob("lib/python*/site-packages"):
             for place in (found for name in self.unwanted for found in packages.glob(f"{name}*")):
                 shutil.rmtree(place)
@@ -122,8 +122,8 @@ class Peer(ABC):
 
     @abstractmethod
     def convert(self, source: Path, target: Path, precision: str) -> None:
-        """Write the Llama checkpoint `source` (config.json, model.safetensors) as this engine likes to read it."""
+        """Write the Llama checkpoint `source` (config.json, model.safetensors) in the form that this engine reads."""
 
     @abstractmethod
     def load(self, options: LoadOptions) -> Engine:
-        """Load what `convert` wrote."""
+        """Load the model that `convert` wrote."""

@@ -1,4 +1,4 @@
-"""llama.cpp through the C API of its Python binding: its own batches and sequences, without its server."""
+"""llama.cpp through the C API of its Python binding, with its own batches and sequences but without its server."""
 
 import ctypes
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.peers.base import Engine, LoadOptions, Peer, Record
 
 FILE_TYPES = {"int8": 7, "int4": 2}  # LLAMA_FTYPE_MOSTLY_Q8_0, LLAMA_FTYPE_MOSTLY_Q4_0
-BATCH = 2048  # tokens of a call; it computes them in pieces of 512
+BATCH = 2048  # tokens in a call; llama.cpp computes them in pieces of 512
 FILE = "model.gguf"
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -59,7 +59,7 @@ class LlamaCpp(Peer):
 
 
 def write_gguf(source: Path, target: Path) -> None:
-    """Write a Llama of Transformers as GGUF in bfloat16, norms in float32. It has no vocabulary: we send token ids."""
+    """Write a Transformers Llama as GGUF in bfloat16, with norms in float32. It needs no vocabulary for token ids."""
     import gguf
     import ml_dtypes  # noqa: F401 (numpy learns bfloat16)
     import numpy as np
@@ -101,7 +101,7 @@ def write_gguf(source: Path, target: Path) -> None:
 
 
 def _interleave(weight: Any, heads: int) -> Any:
-    """Put the two halves of a head beside each other: GGUF's Llama rotates neighbouring elements."""
+    """Interleave the two halves of each head, because GGUF's Llama rotates neighbouring elements."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -111,11 +111,11 @@ class _Engine(Engine):
         import llama_cpp
 
         self._api, self._options = llama_cpp, options
-        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # it would print every context
+        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # it would log every context
         llama_cpp.llama_log_set(self._silent, None)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
-        # Its kernels for AMX tiles crash on repacked q8_0 and q4_0.
+        # llama.cpp's kernels for AMX tiles crash on repacked q8_0 and q4_0.
         self._repack = options.precision == "bf16" or "amx_tile" not in Path("/proc/cpuinfo").read_text()
         params.use_extra_bufts = self._repack
         path = str(Path(options.directory) / FILE).encode()
@@ -137,7 +137,7 @@ class _Engine(Engine):
         params.n_ctx = shared + streams * (length - shared) if shared else streams * (-(-length // 256) * 256)
         params.n_seq_max, params.n_batch = streams, BATCH
         params.n_threads = params.n_threads_batch = self._options.threads
-        params.kv_unified = bool(shared)  # one buffer for all, so that a prefix can be shared
+        params.kv_unified = bool(shared)  # one buffer for all streams, so that they can share a prefix
         context = self._api.llama_init_from_model(self._model, params)
         if not context:
             raise RuntimeError("llama_init_from_model failed")
@@ -165,7 +165,7 @@ class _Engine(Engine):
                 self._decode(context, rows, tokens)
 
     def _decode(self, context: Any, rows: list[tuple[int, int, int, int]], tokens: dict[int, int]) -> None:
-        """Compute rows of (stream, position, token, stream whose next token is wanted, or -1); put it into `tokens`."""
+        """Compute rows of (stream, position, token, stream whose next token is wanted or -1). Put these in `tokens`."""
         import numpy as np
 
         batch = self._batch

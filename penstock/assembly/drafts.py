@@ -1,4 +1,4 @@
-"""What guesses the next tokens of requests, if a speculative config asks for it: prompt lookup, or a draft model."""
+"""Makes what drafts the next tokens, if a speculative config asks for it: prompt lookup or a draft model."""
 
 import json
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.sizes import model_sizes
 
-MAX_DRAFTED = 16  # requests that a draft model follows: beyond, a step has rows enough to be busy without drafts
-INDEX_BYTES = 64  # per token, of the index that prompts are looked up in; measured on texts of few equal tokens
+MAX_DRAFTED = 16  # requests that a draft model follows; steps with more rows are busy enough without drafts
+INDEX_BYTES = 64  # bytes per token of the index for prompt lookup; measured on texts with few equal tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Draft:
     """What makes drafts, before anything is allocated.
 
     Attributes:
-        num_bytes: what it will take.
-        config, model_config, weights, groups: of a draft model.
+        num_bytes: the memory that it will take.
+        config, model_config, weights, groups: those of a draft model, if there is one.
     """
 
     num_bytes: int = 0
@@ -47,8 +47,8 @@ def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weight
     """Return what the speculative config needs.
 
     Raises:
-        InvalidRequestError: the draft model has another vocabulary.
-        ModelLoadError: it cannot be served.
+        InvalidRequestError: the draft model has a different vocabulary.
+        ModelLoadError: the draft model cannot be served.
     """
     wanted, scheduler = config.speculation.drafts, config.scheduler
     if wanted is None or wanted.model is None:
@@ -72,7 +72,7 @@ def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weight
 
 
 def _same_tokens(draft: Path, target: Weights) -> bool:
-    """Return whether two models have one vocabulary, as far as their tokenizer.json tell."""
+    """Return whether two models have the same vocabulary, as far as their tokenizer.json files show."""
     if not isinstance(target, Path):
         return True
     files = [path / "tokenizer.json" for path in (draft, target)]
@@ -81,12 +81,12 @@ def _same_tokens(draft: Path, target: Weights) -> bool:
     try:
         one, other = (json.loads(file.read_bytes())["model"]["vocab"] for file in files)
     except (ValueError, LookupError, TypeError):
-        return True  # what the tokenizer makes of such a file, it says itself
+        return True  # loading the tokenizer reports the error
     return bool(one == other)
 
 
 def _draft_config(config: EngineConfig, name: str, model: ModelConfig) -> EngineConfig:
-    """Return the resolved config of a draft model: a block for each of MAX_DRAFTED requests, and its own weights."""
+    """Return the resolved config of a draft model, with a cache of one block for each of up to MAX_DRAFTED requests."""
     length = min(config.scheduler.max_model_len or model.context, model.context)
     block_size = -(-length // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
     numerics = config.numerics
@@ -107,7 +107,7 @@ def _draft_config(config: EngineConfig, name: str, model: ModelConfig) -> Engine
 
 
 def make_speculation(config: EngineConfig, draft: Draft) -> Speculation | None:
-    """Load the draft model, if there is one. Return what asks for drafts."""
+    """Load the draft model, if there is one. Return the engine's Speculation; None if drafts are off."""
     wanted = config.speculation.drafts
     if wanted is None:
         return None

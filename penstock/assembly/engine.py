@@ -61,22 +61,22 @@ UNLIMITED = 2**62  # bytes
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """All of an engine but what computes its steps: for simulations, which read no weights and allocate nothing."""
+    """Everything of an engine except its executor, for simulations, which read no weights and allocate nothing."""
 
     config: EngineConfig
     model_config: ModelConfig
     groups: list[CacheGroup]
 
     def make(self, executor: Executor, clock: Clock) -> Engine:
-        """Return an engine as `build_engine` would make it, on another executor and another clock."""
+        """Return the engine that `build_engine` would make, but with this executor and this clock."""
         return _make_engine(self.config, self.model_config, executor, self.groups, clock)
 
 
 def plan_engine(config: EngineConfig) -> PlannedEngine:
-    """Resolve a config and plan its cache as `build_engine` does, from config.json alone.
+    """Resolve a config and plan its cache as `build_engine` does, but from config.json alone.
 
     Raises:
-        ModelLoadError: there is no such model, or it cannot be served.
+        ModelLoadError: the model does not exist, or cannot be served.
         InvalidRequestError: an option does not fit the model or the machine.
     """
     import_files(config.imports)
@@ -90,10 +90,10 @@ def plan_engine(config: EngineConfig) -> PlannedEngine:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine ready to work, its resolved config, and the description of its model for clients.
+    """An engine that is ready to work, its resolved config, and the description of its model for clients.
 
-    forms compiles the forms of answers; None where no model computes them.
-    model, model_config and ops are the engine's own, for measurements; forward_pass looks into the model.
+    forms compiles the forms of answers; it is None for a mock engine. model, model_config and ops are the engine's own,
+    for measurements. forward_pass inspects the model.
     """
 
     engine: Engine
@@ -121,14 +121,14 @@ def build_engine(
     Args:
         instance: a model object of Transformers, served instead of the model that config.model names. Its weights are
             copied and not read again.
-        takes_over: config.cache.kv_cache_memory_bytes is what an engine had whose end frees it, or has planned for this
-            one too, so it is not refused.
-        num_engines: that share the cores and the free memory of the machine.
-        groups: of the cache, with their blocks; None plans them.
-        start: makes the ranks of a model that several share.
+        takes_over: config.cache.kv_cache_memory_bytes was planned by another engine, whose memory will be free by then
+            or who planned for this engine, too; so it is not refused for lack of free memory.
+        num_engines: how many engines share the cores and the free memory of the machine.
+        groups: the cache groups with their blocks; None plans them.
+        start: starts the ranks of a model that several processes share.
 
     Raises:
-        ModelLoadError: the model directory, or the object, cannot be served.
+        ModelLoadError: the model directory or the object cannot be served.
         InvalidRequestError: an option does not fit the model or the machine.
     """
     import_files(config.imports)
@@ -156,7 +156,7 @@ def _build(
     groups: list[CacheGroup] | None,
     start: Callable[[RankPlan, Ops, Grammars], Leader],
 ) -> BuiltEngine:
-    """Load the model of a resolved config and make its engine, in so many bytes of free memory."""
+    """Load the model of a resolved config and make its engine, within `free` bytes of memory."""
     kv_scales = read_scales(config, model_config)
     ops = make_ops(config, model_config)
     draft = find_draft(config, model_config, weights)
@@ -185,7 +185,7 @@ def _open(
     forms: Grammars,
     start: Callable[[RankPlan, Ops, Grammars], Leader],
 ) -> tuple[CausalLM, Executor, int]:
-    """Load the model, here or in several processes. Return it, what computes with it, and the bytes of its caches."""
+    """Load the model, here or in several processes. Return the model, its executor, and the bytes of its caches."""
     config, model_config, groups = plan.config, plan.model_config, list(plan.groups)
     has_stages = config.parallel.pipeline_parallel_size > 1
     if has_stages or config.parallel.num_ranks > 1:
@@ -201,18 +201,18 @@ def _open(
 def _open_store(
     config: EngineConfig, info: ModelInfo, groups: list[CacheGroup], executor: Executor
 ) -> tuple[BlockStore | None, ModelInfo]:
-    """Give the runner of this process a store of blocks beyond the cache; None where none is asked for.
+    """Give the runner of this process a store of blocks beyond the cache, and return it; None if not configured.
 
-    Also return what clients are told, with where its files are.
+    Also return the description for clients, completed with the directory of the store's files.
     """
-    if config.cache.offload_option is None or not isinstance(executor, LocalExecutor):  # check_offload refuses others
+    if config.cache.offload_option is None or not isinstance(executor, LocalExecutor):  # others are refused earlier
         return None, info
     store = executor.use_store(partial(make_store, config, info.system_fingerprint, groups))
     return store, info if store is None else replace(info, block_directory=store.directory)
 
 
 class _NoModel:
-    """The model of an engine that has none in its process, or not a whole one."""
+    """Stands for the model of an engine whose process has no model, or only a part of it."""
 
     def __init__(self, option: str, why: str) -> None:
         self._error = f"{option}: {why}", option
@@ -227,7 +227,7 @@ class _NoModel:
 def _build_mock(
     config: EngineConfig, model_config: ModelConfig, weights: Weights, groups: list[CacheGroup] | None
 ) -> BuiltEngine:
-    """Make an engine that is whole but for its model: its tokens are a hash of those before them."""
+    """Make an engine that is complete except for its model. Each token is a hash of the tokens before it."""
     reason = {"load_format": "mock: no model is loaded, and the tokens mean nothing"}
     config = replace(config, reasons=config.reasons | reason)
     plan = replace(_plan_cache(config, model_config, UNLIMITED, groups), reason="none: its cache holds token ids")
@@ -283,7 +283,7 @@ def _make_engine(
 def _plan_cache(
     config: EngineConfig, model_config: ModelConfig, free: int, groups: list[CacheGroup] | None
 ) -> CachePlan:
-    """Plan the cache of an engine that has no ledger."""
+    """Plan the cache of an engine without a ledger."""
     if groups is not None:
         return plan_given_cache(config, model_config, free, groups)
     return plan_kv_cache(config, model_config, free)
@@ -292,7 +292,8 @@ def _plan_cache(
 def _plan_memory(
     config: EngineConfig, model_config: ModelConfig, ops: Ops, free_bytes: int, draft_bytes: int
 ) -> tuple[EngineConfig, MemoryPlan | None]:
-    """Return the ledger of an engine before its model is loaded; None where torch computes, whose memory is its own.
+    """Return the config and the memory plan of an engine whose model is not loaded yet. The plan is None if torch
+    computes, because torch's memory cannot be planned.
 
     Raises:
         InvalidRequestError: the engine does not fit the option `memory`, or the option needs a ledger.
@@ -308,7 +309,7 @@ def _plan_memory(
 
 
 def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool = True) -> tuple[ModelConfig, Weights]:
-    """Return the numbers of the model and where its weights are, without reading them."""
+    """Return the config of the model and the place of its weights, without reading them."""
     weights: Weights
     if instance is None:
         weights = resolve_model(config.model, weights=needs_weights)
@@ -324,7 +325,7 @@ def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool 
 
 
 def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_engines: int = 1) -> EngineConfig:
-    """Choose every option that was left open: from a packed directory, the model and the machine."""
+    """Choose every option that was left open, by a packed directory, the model and the machine."""
     numerics, reasons = config.numerics, dict[str, str]()
     if numerics.verify_files and not isinstance(weights, Path):
         raise fail("verify_files", True, "false: a model object has no files")

@@ -1,4 +1,4 @@
-"""What clients are told of an engine: its ModelInfo, with the fingerprint of all that can change a bit."""
+"""The description of an engine for clients: its ModelInfo, with the fingerprint of all that can change a bit."""
 
 import hashlib
 import inspect
@@ -29,7 +29,7 @@ from penstock.weights.safetensors import fingerprint
 
 
 def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: Weights) -> ModelInfo:
-    """Return what clients are told of a resolved config and its model."""
+    """Return the description of a resolved config and its model for clients."""
     if config.numerics.load_format != "auto":
         digest = config.numerics.load_format
     else:
@@ -56,14 +56,14 @@ def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, w
 
 
 def _pooler(config: EngineConfig, model_config: ModelConfig, weights: Weights) -> PoolerConfig:
-    """Return how hidden states become embeddings: as the model's files say, and as the user says."""
+    """Return how hidden states become embeddings: as the model's files say, unless the user's options say otherwise."""
     size = model_config.hidden_size
     found = read_pooler(weights, size) if isinstance(weights, Path) else PoolerConfig(hidden_size=size)
     return found.with_options(config.pooling.pooler_config)
 
 
 def with_memory(info: ModelInfo, plan: MemoryPlan | None) -> ModelInfo:
-    """Add the ledger, and what is in use now that the model is loaded."""
+    """Add the memory plan, and the memory in use now that the model is loaded."""
     if plan is None:
         return info
     shown = {"memory": f"{plan}; {mib(resident_bytes())} in use after loading"}
@@ -71,9 +71,9 @@ def with_memory(info: ModelInfo, plan: MemoryPlan | None) -> ModelInfo:
 
 
 def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights: str) -> str:
-    """Name everything that can change a bit of an answer; `weights` is their fingerprint.
+    """Return a name for everything that can change a bit of an answer. weights: the fingerprint of the weights.
 
-    tests/test_fingerprint.py holds it against every option of the engine.
+    tests/test_fingerprint.py checks it against every option of the engine.
     """
     numerics, kv_scales = config.numerics, config.cache.kv_cache_scales
     entry = find_model(model_config.architecture, model_config.model_impl)
@@ -98,22 +98,22 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
 
 
 def _code_fingerprint(entry: ModelVersion) -> str:
-    """Name the implementation; NUMERICS_VERSION stands for the code of a built-in one."""
+    """Return a name for the implementation. The code of a built-in one is covered by NUMERICS_VERSION."""
     if isinstance(entry.source, str):
         return f"{entry.source} {entry.table_file.name}"
     return f"{entry.source.__qualname__} {files_fingerprint([inspect.getfile(entry.source), str(entry.table_file)])}"
 
 
 def _torch_version() -> tuple[str, ...]:
-    """Return what decides how plain torch rounds, as far as it is known: its version and its number of threads."""
+    """Return what determines how plain torch rounds, as far as known: its version and its number of threads."""
     import torch
 
     return torch.__version__, str(torch.get_num_threads())
 
 
 def _certificate(model_config: ModelConfig, place: Weights, weights: str) -> dict[str, Any] | None:
-    """Return what `penstock check` has proved about this model, and whether it was with these weights."""
-    if not isinstance(place, Path):  # a model object has no config.json that a proof could rest on
+    """Return what `penstock check` has proved about this model, and whether that was with these weights."""
+    if not isinstance(place, Path):  # a model object has no config.json on which a certificate depends
         return None
     entry = find_model(model_config.architecture, model_config.model_impl)
     try:

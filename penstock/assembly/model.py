@@ -26,7 +26,7 @@ Weights = Path | InstanceWeights
 
 
 def make_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
-    """Return the backend that a resolved config asks for."""
+    """Return the backend that a resolved config specifies."""
     numerics = config.numerics
     threads = numerics.threads or 1
     cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
@@ -47,7 +47,7 @@ def make_model(
     split: Split | None = None,
     stage: Stage | None = None,
 ) -> CausalLM:
-    """Load a model, a rank's part of it or a stage of it, as a resolved config asks for it.
+    """Load a model, a rank's part of it or a stage of it, as a resolved config specifies.
 
     Raises:
         ModelLoadError: its weights cannot be served.
@@ -65,21 +65,21 @@ def make_model(
 
 
 def make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
-    """Return what compiles forms, with the tokenizer of the model's own directory; a model object has none."""
+    """Return what compiles forms, with the tokenizer in the model's directory. A model object has no tokenizer."""
     has_tokenizer = isinstance(weights, Path) and (weights / "tokenizer.json").is_file()
     load = partial(_load_tokenizer, weights) if isinstance(weights, Path) and has_tokenizer else lambda: None
     return Grammars(load, model_config.vocab_size, model_config.eos_token_ids)
 
 
 def _load_tokenizer(directory: Path) -> Tokenizer:
-    """Load a tokenizer, and only then its libraries: most engines start and end without them."""
+    """Load a tokenizer. Its libraries are imported only here, because most engines never need them."""
     from penstock.tokenizer.hf import load_tokenizer
 
     return load_tokenizer(directory)
 
 
 def read_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
-    """Read the scales per channel of an int8 cache, one entry per layer; None where the config names no file."""
+    """Read the per-channel scales of an int8 cache, one entry per layer; None if the config names no file."""
     file = config.cache.kv_cache_scales
     if file is None:
         return None

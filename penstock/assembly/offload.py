@@ -1,4 +1,4 @@
-"""The store of blocks beyond the cache, as the config asks for it."""
+"""Makes the store of blocks beyond the cache that the config asks for."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from penstock.validation import fail
 
 
 def check_offload(config: EngineConfig) -> None:
-    """Refuse a store where blocks have no bytes that it could keep.
+    """Refuse a store for an engine whose blocks it cannot keep.
 
     Raises:
-        InvalidRequestError: the engine has other kernels than the native ones, no model, or several processes.
+        InvalidRequestError: the engine does not use the native kernels, has no model, or has several processes.
     """
     name, numerics = config.cache.offload_option, config.numerics
     if name is None:
@@ -34,9 +34,9 @@ def check_offload(config: EngineConfig) -> None:
 def make_store(
     config: EngineConfig, fingerprint: str, groups: Sequence[CacheGroup], block_bytes: list[int]
 ) -> TieredBlockStore | None:
-    """Return the store of an engine; None where the config asks for none.
+    """Return the store of an engine; None if the config does not ask for one.
 
-    fingerprint: of all that can change a bit.
+    fingerprint: the fingerprint of all that can change a bit.
 
     Raises:
         InvalidRequestError: the directory cannot be used.

@@ -1,4 +1,4 @@
-"""Starts the processes of a pipeline: which stage has which layers, and what each process is told."""
+"""Starts the processes of a pipeline. Decides which stage has which layers, and what each process is sent."""
 
 import pickle
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ class Begin:
     """The first message to a rank.
 
     Attributes:
-        stage, rank: its place.
-        layers: those of its stage.
+        stage, rank: the place of the rank.
+        layers: the layers of its stage.
     """
 
     stage: int
@@ -50,10 +50,11 @@ def open_pipeline(plan: RankPlan, launcher: Launcher) -> PipelineExecutor:
 
 
 def make_stage_runner(begin: Begin, ranks: Ranks | None) -> StageRunner:
-    """Load what a rank computes. ranks: how it meets the others of its stage; None: it is alone.
+    """Load the part that a rank computes. ranks: how it exchanges arrays with the other ranks of its stage; None if it
+    is the only one.
 
     Raises:
-        ModelLoadError, InvalidRequestError: it cannot be loaded.
+        ModelLoadError, InvalidRequestError: the part cannot be loaded.
     """
     plan = begin.plan
     import_files(plan.config.imports)

@@ -1,4 +1,4 @@
-"""A process that computes one stage of a pipeline, or a part of it; parallel/pipeline.py starts it."""
+"""A process that computes one stage of a pipeline, or a part of a stage. parallel/pipeline.py starts it."""
 
 import pickle
 import signal
@@ -14,13 +14,13 @@ from penstock.parallel.wire import WireLinks
 
 
 def main(argv: list[str]) -> int:
-    """Load a part and compute its steps until the engine hangs up.
+    """Load a part and compute its steps until the engine closes the connection.
 
-    argv: descriptors of inherited sockets: to the engine, from the stage before, to the next; -1 for none. Then what
-        the ranks of a stage meet over, where it has several (links.Meeting).
+    argv: descriptors of inherited sockets: to the engine, from the stage before, to the next stage; -1 means none.
+        They are followed by what the ranks of a stage communicate over, if it has several ranks (links.Meeting).
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, they are for the client, which drains
+        signal.signal(number, signal.SIG_IGN)  # the whole process group gets them; the client handles them
     engine, before, after = (None if word == "-1" else Channel(socket.socket(fileno=int(word))) for word in argv[:3])
     if engine is None:
         raise ValueError("a rank needs the socket of its engine")
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 def serve(
     engine: Channel, before: Channel | None, after: Channel | None, ranks: Links | WireLinks | LocalRanks | None
 ) -> int:
-    """Do so over these connections. Return the exit status."""
+    """Load a part and compute its steps over these connections. Return the exit status."""
     try:
         begin: Begin = pickle.loads(engine.receive())  # from the process that started this one
         runner = make_stage_runner(begin, ranks)

@@ -1,4 +1,4 @@
-"""RankPlan: what several processes that compute one model build their parts from; and how a part is built."""
+"""RankPlan: the plan from which several processes build their parts of one model. make_runner builds a part."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,11 @@ from penstock.weights.sources import read_parameters
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Holds what every rank builds its part from: a resolved config, the whole model's numbers, its files, the cache.
+    """What every rank builds its part from: a resolved config, the whole model's config, its weights, the cache groups.
 
     Attributes:
-        degrees: how the ranks, of each stage where there are several, split its layers.
-        fingerprint: of the weights that every rank must find; None where all have the same files.
+        degrees: how the ranks split the layers; with several stages, how the ranks of each stage do.
+        fingerprint: the fingerprint of the weights that every rank must find; None if all ranks have the same files.
     """
 
     config: EngineConfig
@@ -42,11 +42,11 @@ class RankPlan:
 
     @property
     def largest_meeting(self) -> int:
-        """The most bytes that a rank gives the others at once."""
+        """The most bytes that a rank passes to the others at once."""
         model, rows = self.model_config, max(self.config.scheduler.max_num_batched_tokens or 1, LOGITS_ROWS)
         branches = max(1, model.num_experts_per_tok)
         columns = max(model.hidden_size * branches, -(-model.vocab_size // self.degrees.vocab) + 1)
-        if self.degrees.forms is not None:  # then inputs and results of products are gathered, too
+        if self.degrees.forms is not None:  # with a sharding map, inputs and results of products are gathered, too
             products = (item for item in read_parameters(model).values() if IN_A_LAYER.search(item.name))
             columns = max(columns, *(max(item.shape) for item in products))
         return 4 * max(rows * columns, model.num_experts * model.hidden_size)
@@ -57,10 +57,10 @@ def make_runner(
 ) -> ModelRunner:
     """Load a rank's part of the model, or of a stage of it, and allocate its part of the cache.
 
-    ranks: how it meets the others; None: it has all of its layers.
+    ranks: how it exchanges arrays with the other ranks; None: the layers are not split over ranks.
 
     Raises:
-        ModelLoadError, InvalidRequestError: it cannot be loaded.
+        ModelLoadError, InvalidRequestError: the part cannot be loaded.
     """
     if (
         plan.fingerprint is not None

@@ -1,4 +1,4 @@
-"""The ranks of an engine whose model several processes share: each builds its own part, from the same plan.
+"""The ranks of an engine whose model several processes share. Each rank builds its own part from the same plan.
 
 leader:  start_ranks, in the process of the engine      others:  main, which parallel/group.py starts
 """
@@ -41,7 +41,7 @@ EXIT_FAILED = 1
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """The executor of all ranks, and the memory of their caches together."""
+    """The executor of all ranks, and the bytes of all their caches."""
 
     executor: Executor
     cache_bytes: int
@@ -51,10 +51,10 @@ StartRanks = Callable[[RankPlan, Ops, Forms | None, Launcher], Leader]
 
 
 def find_degrees(config: EngineConfig, model: ModelConfig) -> Degrees:
-    """Return how the ranks of a resolved config split a model: as its table says, or a sharding map.
+    """Return how the ranks of a resolved config split a model: as its parameter table or a sharding map says.
 
     Raises:
-        InvalidRequestError: they cannot; the message says what can.
+        InvalidRequestError: the model cannot be split so; the message says what is possible.
     """
     parameters = read_parameters(model)
     degrees = config.parallel.degrees(model, together=heads_are_together(parameters, model))
@@ -68,7 +68,7 @@ def find_degrees(config: EngineConfig, model: ModelConfig) -> Degrees:
 
 
 def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, int | None], dict[str, bool]] | None:
-    """Return the axes and hints of a config's sharding map; None if it names none.
+    """Return the axes and hints of a config's sharding map; None if the config names no map.
 
     Raises:
         InvalidRequestError: the map does not fit the model.
@@ -84,10 +84,10 @@ def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, i
 
 
 def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
-    """Check that a model can be split as a resolved config asks, before anything of it is read.
+    """Check that a model can be split as a resolved config asks, before its weights are read.
 
     Raises:
-        InvalidRequestError: it cannot; the message says what can.
+        InvalidRequestError: the model cannot be split so; the message says what is possible.
     """
     if config.parallel.is_on_ray and config.numerics.load_format == "mock":
         message = "distributed_executor_backend: load_format = mock has no model to share; use mp"
@@ -108,12 +108,12 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
 
 
 def replace_threads(config: EngineConfig) -> EngineConfig:
-    """Return a config with one thread, for a look at the backend."""
+    """Return the config with one thread, to inspect the backend."""
     return replace(config, numerics=replace(config.numerics, threads=1))
 
 
 def open_launcher(config: EngineConfig) -> Launcher:
-    """Return what starts the ranks of a resolved config, where it says.
+    """Return the launcher of a resolved config's ranks: on this machine, or on a Ray cluster.
 
     Raises:
         InvalidRequestError: Ray is not installed, or there is no cluster.
@@ -132,12 +132,12 @@ def open_launcher(config: EngineConfig) -> Launcher:
         raise InvalidRequestError(message, param=option) from None
     join_cluster(option)
     size, stages = parallel.num_ranks, parallel.pipeline_parallel_size
-    here = 1 if stages == 1 else 0  # the ranks of stages are all processes of their own
+    here = 1 if stages == 1 else 0  # without stages, this process is one of the ranks
     return RayLauncher(here, size * stages - here, config.numerics.threads or 1, chosen_level())
 
 
 def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> Leader:
-    """Start the ranks, and wait until all are ready. Without stages, this process is the first of them.
+    """Start the ranks, and wait until all are ready. Without stages, this process is the first rank.
 
     Raises:
         ModelLoadError, InvalidRequestError: a part cannot be built.
@@ -163,9 +163,9 @@ def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launche
 
 
 def main(words: list[str]) -> int:
-    """Be a rank: build a part of the model as the leader says, and compute it until the leader is gone."""
+    """Run a rank: build a part of the model as the leader says, and compute it until the leader is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, they are for the client
+        signal.signal(number, signal.SIG_IGN)  # the whole process group gets them, but the client handles them
     links, leader = inherit(words)
     with contextlib.suppress(EOFError, OSError):  # the leader is gone
         plan: RankPlan = leader.recv()

@@ -1,12 +1,12 @@
-"""Compare attention with the machine's limits and torch's scaled_dot_product_attention: rows of bench.ops.
+"""Compare attention with the machine's limits and with torch's scaled_dot_product_attention, as rows of bench.ops.
 
-attend_decode: each sequence has one new token after many cached ones, in blocks in random order. `gb_s` counts the
-cached keys and values (with their scales). One long sequence of a single kv head is measured with all threads and with
-one. attend_prefill: all tokens of one sequence are new; `gflop_s` counts four operations per pair of tokens that see
-each other, query head and element, `gb_s` the keys and values once.
+attend_decode: each sequence has one new token after many cached tokens, which lie in blocks in random order. `gb_s`
+counts the cached keys and values (with their scales). The long sequence with a single kv head is measured with all
+threads and with one. attend_prefill: all tokens of one sequence are new; `gflop_s` counts four operations per pair of
+tokens that see each other, per query head and element; `gb_s` counts the keys and values once.
 
-torch gets its best layout: keys and values of each sequence in one piece; grouped for decoding, one copy per query head
-(made beforehand) for prefill.
+torch gets its best layout: the keys and values of each sequence in one piece. For decoding they are grouped; for
+prefill each query head has its own copy, which is made beforehand.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ PREFILL_HEADS = DECODE_HEADS[:2]
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Sequences with `cached` and `new` tokens each; if `single`, measured with one thread as well."""
+    """Sequences with `cached` and `new` tokens each. If `single`, the case is measured with one thread as well."""
 
     op: str
     heads: Heads
@@ -50,7 +50,7 @@ class AttentionCase:
 
     @property
     def tokens(self) -> int:
-        """Tokens per sequence, cached or new, by which the case is named."""
+        """Tokens per sequence, cached or new, that name the case."""
         return self.cached or self.new
 
     @property
@@ -109,7 +109,7 @@ def prefill_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[Att
 
 
 class SequencesUnderTest:
-    """A case's queries, new keys and values, and a ring of caches with the tokens before them.
+    """The queries, new keys and new values of a case, and a ring of caches that hold the tokens before them.
 
     Attributes:
         caches: ring of equal caches for the kernels.
@@ -135,7 +135,7 @@ class SequencesUnderTest:
         self._params = AttentionParams(scale=heads.head_dim**-0.5)
 
     def call(self, ops: CpuOps) -> tuple[Callable[[CpuKVCache], Tensor], str]:
-        """Return a backend's call with a cache, which returns [tokens, heads * head_dim], and describe its plan."""
+        """Return a backend's call, from a cache to [tokens, heads * head_dim], and a description of its plan."""
         case = self._case
         starts = torch.arange(case.seqs + 1, dtype=torch.int32) * case.new
         lengths = torch.full((case.seqs,), case.cached + case.new, dtype=torch.int32)
@@ -150,13 +150,13 @@ class SequencesUnderTest:
         return attend, "" if planned.plan is None else describe_key(planned.plan.key)
 
     def torch_call(self, keys_and_values: tuple[Tensor, Tensor]) -> Tensor:
-        """Return [seqs, heads, new, head_dim] of torch."""
+        """Return torch's result [seqs, heads, new, head_dim]."""
         prefill = self._case.cached == 0
         operands = (self._plain_q, *keys_and_values)
         return functional.scaled_dot_product_attention(*operands, is_causal=prefill, enable_gqa=not prefill)
 
     def _fill_caches(self, ops: CpuOps, k: Tensor, v: Tensor) -> list[CpuKVCache]:
-        """Return a ring of equal caches with the keys and values [seqs * cached, kv heads, D]."""
+        """Return a ring of equal caches that hold the keys and values [seqs * cached, kv heads, D]."""
         case, heads = self._case, self._case.heads
         blocks, dtype = self._tables.numel(), CACHE_TYPES[case.dtype]
         spec = CacheSpec(blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype, SLICES[case.dtype])

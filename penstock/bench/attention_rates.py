@@ -1,4 +1,4 @@
-"""How fast attention goes on this machine: of a prompt, and of streams over a cache of each type. No torch."""
+"""Measure the speed of attention on this machine, for a prompt and for streams, with each type of cache. No torch."""
 
 import time
 from collections.abc import Callable
@@ -14,15 +14,16 @@ from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheS
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8
 
 BLOCK_SIZE = 16
-PROMPT_LEN, PROMPT_HEADS = 2048, Heads(8, 2, 64)  # a quarter of a layer's heads, which are as fast, in less time
+PROMPT_LEN, PROMPT_HEADS = 2048, Heads(8, 2, 64)  # a quarter of a layer's heads: the same speed, measured in less time
 STREAMS, CONTEXT, STREAM_HEADS = 8, 1024, Heads(32, 8, 64)
 CACHE_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8}
 
 
 def attention_cases(wide: CpuOps, narrow: CpuOps) -> dict[str, Callable[[], float]]:
-    """Return what measures operations per second: `TYPE attend prompt`, and `TYPE attend streams`, of a cache of TYPE.
+    """Return the cases `TYPE attend prompt` and `TYPE attend streams` for each TYPE of cache.
 
-    Operations count as planner/costs.py counts them. wide, narrow: backends that compute in float32 and in bfloat16.
+    A case returns operations per second, counted as in planner/costs.py.
+    wide, narrow: backends that compute in float32 and in bfloat16.
     """
     cases: dict[str, Callable[[], float]] = {}
     for kind, dtype in CACHE_TYPES.items():
@@ -45,7 +46,7 @@ def attention_cases(wide: CpuOps, narrow: CpuOps) -> dict[str, Callable[[], floa
 def _attention(
     ops: CpuOps, heads: Heads, cache: CpuKVCache, sequences: int, cached: int, new: int
 ) -> Callable[[], Any]:
-    """Return attention of `new` tokens of each sequence, which has `cached` ones in as many blocks as any other."""
+    """Return a call in which each sequence attends with `new` tokens after `cached` ones, in equally many blocks."""
     columns = cache.spec.num_blocks // sequences
     cache.memory[...] = 0
     table = np.arange(sequences * columns, dtype=np.int32).reshape(sequences, columns)

@@ -2,8 +2,8 @@
 
 python -m penstock.bench.contention [--rows M ...] [--threads N]
 
-The products of a 1.1B Llama's decoder layers run alone and beside a process that keeps one core busy, in turns; the
-same for torch's F.linear. Prints medians and their ratio, and whether the bits were the same.
+The products of a 1.1B Llama's decoder layers run alone and beside a process that keeps one core busy, in turns, with
+the kernels and with torch's F.linear. Prints the medians, their ratio, and whether the bits stayed the same.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from penstock.config import available_threads
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
 
-LAYERS = 8  # 350 MB of weights, more than any cache
+LAYERS = 8  # 350 MB of weights, more than any cache holds
 QKV, GATE_UP = (2560, 2048), (11264, 2048)
 PRODUCTS = ((QKV, 1), (O_PROJ_1B, REDUCTION_LEAVES), (GATE_UP, 1), (DOWN_1B, REDUCTION_LEAVES))
 ROUNDS = 7
-STEPS = 12  # per turn
+STEPS = 12  # steps per turn
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint('busy', flush=True)\nwhile True: pass"
 
 
 def decode_products(ops: CpuOps, rows: int) -> Iterator[tuple[Tensor, PackedLinear, Tensor, Tensor]]:
-    """Yield the products of LAYERS layers: activations, packed weight, plain weight, memory for the result."""
+    """Yield the products of LAYERS layers: activations, packed weight, plain weight and memory for the result."""
     generator = torch.Generator().manual_seed(0)
     for (n, k), leaves in PRODUCTS:
         weight, x = (uniform(shape, torch.bfloat16, generator) for shape in ((n, k), (rows, k)))
@@ -53,7 +53,7 @@ def time_steps(call: Callable[[], None]) -> list[float]:
 
 
 def compare(rows: int, threads: int) -> None:
-    """Measure one number of rows and print the figures."""
+    """Measure with one number of rows, and print the figures."""
     ops, core = CpuOps(torch.bfloat16, threads=threads), max(os.sched_getaffinity(0))
     products = list(decode_products(ops, rows))
 
@@ -72,7 +72,7 @@ def compare(rows: int, threads: int) -> None:
     for busy in (False, True) * ROUNDS:
         with python_process("-c", BUSY, str(core)) if busy else nullcontext() as output:
             if output is not None:
-                output.readline()  # until the process is busy
+                output.readline()  # wait until the process is busy
             for name, call in calls.items():
                 times[name, busy] += time_steps(call)
         same &= all(torch.equal(before, out) for before, (*_, out) in zip(expected, products, strict=True))

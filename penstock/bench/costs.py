@@ -1,9 +1,9 @@
 """Count what the native calls of a model must read and multiply: the numerators of the fractions that benchmarks print.
 
-Weights count as packed, once per call. Attention counts the cached keys and values of every sequence once per layer,
-and four operations per pair of a new token and a key, head and element, times the slices of an int8 cache. Experts
-count only if some row of the step chose them, as counted by the kernels. Operations on rows count nothing: what they
-read is in the caches, and they multiply little.
+A weight counts with its packed size, once per call. Attention counts the cached keys and values of every sequence once
+per layer, and four operations per pair of a new token and a key, per head and element, times the slices of an int8
+cache. An expert counts only if some row of the step chose it, as the kernels report. Operations on rows count nothing:
+what they read is in the caches, and they multiply little.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from penstock.layers.weights import Linear
 from penstock.planner.memory import cached_token_bytes
 from penstock.spec.model_config import ModelConfig
 
-KIND_OF_DTYPE = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # the type that multiplies
+KIND_OF_DTYPE = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # the type in which products multiply
 NORMS = ("penstock_rms_norm", "penstock_add_rms_norm", "penstock_layer_norm", "penstock_add_layer_norm")
 NO_WORK = Work()
 
@@ -39,10 +39,10 @@ class Cost:
 
 
 class ModelCosts:
-    """The work of a model's native calls, by its loaded weights and the resolved config it was loaded with.
+    """The work of a model's native calls, from its loaded weights and the resolved config with which it was loaded.
 
     Attributes:
-        kinds: the types that its products and its attention multiply in.
+        kinds: the types in which the model's products and attention multiply.
     """
 
     def __init__(self, model: object, model_config: ModelConfig, config: EngineConfig) -> None:
@@ -55,7 +55,7 @@ class ModelCosts:
             if isinstance(piece, CpuLinear)
         }
         self._expert = Work()
-        for mixture in [layer for _, layer in named_modules(model) if isinstance(layer, MoE)][:1]:  # they are alike
+        for mixture in [layer for _, layer in named_modules(model) if isinstance(layer, MoE)][:1]:  # all are alike
             for _, layer in named_modules(mixture.experts[0]):
                 if isinstance(layer, Linear):
                     self._expert.add(_product(layer, layer.packed, dtype))
@@ -64,13 +64,13 @@ class ModelCosts:
         self._kind = KIND_OF_DTYPE[config.cache.kv_cache_dtype]
         elements = model_config.num_attention_heads * model_config.head_dim
         self._pair_operations = 4 * elements * max(1, config.kv_cache_slices)
-        self._attention: dict[int, Cost] = {}  # by window, 0: none
-        self._programs: dict[int, tuple[object, list[Cost | int]]] = {}  # with the window of each attention
+        self._attention: dict[int, Cost] = {}  # by window; 0: no window
+        self._programs: dict[int, tuple[object, list[Cost | int]]] = {}  # an attention is kept as its window
         kinds = {kind for cost in self._products.values() for kind in cost.work.operations}
         self.kinds = tuple(sorted(kinds | {self._kind}))
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Tell which tokens the attention of the following calls is about."""
+        """Set the tokens on which the attention of the following calls works."""
         self._attention = {}
         for window in self._windows:
             work = Work()
@@ -79,7 +79,7 @@ class ModelCosts:
             self._attention[window or 0] = Cost("attention", work, "penstock_attend")
 
     def call(self, name: str, arguments: Arguments) -> Cost:
-        """Return the operation that a native call of the step computes, and its work without that of chosen experts."""
+        """Return the operation that a native call computes, and its work without that of chosen experts."""
         if name == "penstock_linear":
             weight, rows = arguments[0], arguments[3]
             cost = self._products[int(weight or 0)]
@@ -91,14 +91,14 @@ class ModelCosts:
 
     def replay(self, calls: "ctypes.Array[PenstockCall]") -> list[Cost]:
         """Return the cost of each call of a recorded program."""
-        if id(calls) not in self._programs:  # the array is kept, so that no other one gets its id
+        if id(calls) not in self._programs:  # the array is kept, so that no other array gets its id
             found = [self.call(RECORDABLE[call.function], tuple(call.arguments)) for call in calls]
             windows = {id(cost): window for window, cost in self._attention.items()}
             self._programs[id(calls)] = calls, [windows.get(id(cost), cost) for cost in found]
         return [self._attention[item] if isinstance(item, int) else item for item in self._programs[id(calls)][1]]
 
     def experts(self, read: int, rows: int) -> Work:
-        """Return the work of experts, of which `read` were read, for `rows` pairs of a row and its expert."""
+        """Return the work of the experts: `read` of them were read, for `rows` pairs of a row and its expert."""
         return Work(read * self._expert.read_bytes, self._expert.times(rows).operations)
 
     def _attend(self, cached: int, new: int, window: int | None) -> Work:
@@ -113,7 +113,7 @@ def _pieces(layer: Linear) -> tuple[PackedLinear, ...]:
 
 
 def _product(layer: Linear, packed: PackedLinear, dtype: str) -> Work:
-    """Return the work of one row through a packed weight of a layer."""
+    """Return the work of one row with a packed weight of a layer."""
     n, k = packed.shape
     scheme = layer.spec.packing.scheme
     if scheme is not None and scheme.slices:

@@ -1,11 +1,12 @@
 """Prompts for a measured server: made of random ids, or taken from a file of conversations.
 
     random              prompts that share nothing
-    prefix_repetition   groups of prompts, each behind a prefix of its own: what a prefix cache is for
-    repetitive          prompts that repeat a short pattern: what prompt lookup is for
+    prefix_repetition   groups of prompts, each group behind its own prefix, to exercise a prefix cache
+    repetitive          prompts that repeat a short pattern, to exercise prompt lookup
     sharegpt            first turns of conversations, with the lengths of the answers they got
 
-The first three are exact in length where the server takes token ids. Names and filters are those of vLLM's benchmark.
+Prompts of the first three kinds have exact lengths where the server takes token ids. Names and filters are those of
+vLLM's benchmark.
 """
 
 import json
@@ -23,8 +24,8 @@ from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
 from penstock.weights.hub import resolve_model
 
 DATASETS = ("random", "prefix_repetition", "repetitive", "sharegpt")
-PATTERN_LEN = 16  # ids that a repetitive prompt repeats
-MIN_TURN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048  # of a conversation that is taken
+PATTERN_LEN = 16  # length of the pattern that a repetitive prompt repeats
+MIN_TURN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048  # limits for a conversation that is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,12 @@ class Dataset:
 
     Attributes:
         name: one of DATASETS.
-        path: of the conversations, for sharegpt: a JSON list of {"conversations": [{"from", "value"}, ...]}.
+        path: the file of conversations for sharegpt, a JSON list of {"conversations": [{"from", "value"}, ...]}.
         input_len: tokens of a prompt behind its prefix.
-        output_len: tokens of an answer; None: 128, or what the file says.
+        output_len: tokens of an answer; None: 128, or the length in the file.
         range_ratio: lengths are drawn evenly from (1 - range_ratio) to (1 + range_ratio) times the two above.
-        prefix_len: tokens that prompts of one group share; with random all prompts are one group.
-        num_prefixes: groups, for prefix_repetition.
+        prefix_len: tokens that the prompts of one group share; with random, all prompts are one group.
+        num_prefixes: number of groups, for prefix_repetition.
     """
 
     name: str = "random"
@@ -64,7 +65,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt, as ids, or as text where the server gets messages, and the length of the answer that is asked for."""
+    """A prompt, as ids or, where the server gets messages, as text, and the length of the requested answer."""
 
     prompt: list[int] | str
     prompt_len: int
@@ -72,14 +73,14 @@ class Sample:
 
 
 class Vocabulary:
-    """The ids of a model that prompts are made of, and its tokenizer, read when text is first needed.
+    """The token ids of a model, from which prompts are made, and its tokenizer, which is read on first use.
 
     Args:
         model: a directory, a hub name or demo. A config.json is enough for prompts of ids.
 
     Raises:
         ModelLoadError: there is no such model.
-        InvalidRequestError: its config.json names no vocabulary.
+        InvalidRequestError: the model's config.json has no vocab_size.
     """
 
     def __init__(self, model: str) -> None:
@@ -121,12 +122,12 @@ def draw_samples(dataset: Dataset, vocabulary: Vocabulary, count: int, seed: int
 
 
 def draw_lengths(dataset: Dataset, count: int, seed: int) -> Iterator[tuple[int, int]]:
-    """Yield the tokens of each prompt, without its prefix, and of its answer; not for sharegpt."""
-    rng = random.Random(f"lengths {seed}")  # apart from that of the ids, which a simulation does not draw
+    """Yield the number of tokens of each prompt, without its prefix, and of its answer. Not for sharegpt."""
+    rng = random.Random(f"lengths {seed}")  # separate from the ids' generator, because a simulation draws no ids
     inputs = _limits(dataset.input_len, dataset.range_ratio)
     outputs = _limits(dataset.output_len or 128, dataset.range_ratio)
     if inputs[0] == inputs[1] and outputs[0] == outputs[1]:
-        yield from repeat((inputs[0], outputs[0]), count)  # a simulation has millions
+        yield from repeat((inputs[0], outputs[0]), count)  # fast, because a simulation has millions of requests
         return
     for _ in range(count):
         length = rng.randint(*inputs)
@@ -169,10 +170,10 @@ def _from_conversations(
 
 
 def _first_turns(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the first two turns of each conversation that has two.
+    """Yield the first two turns of each conversation that has at least two.
 
     Raises:
-        InvalidRequestError: the file cannot be read or is no list of conversations.
+        InvalidRequestError: the file cannot be read or is not a list of conversations.
     """
     try:
         found = json.loads(path.read_bytes())

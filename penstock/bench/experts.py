@@ -1,8 +1,9 @@
-"""Compare mixtures of experts with the machine's limits and with torch: the rows `experts` of bench.ops.
+"""Compare mixtures of experts with the machine's limits and with torch, as the `experts` rows of bench.ops.
 
-A layer of Mixtral's shape with all of its experts in memory. Rows choose experts at random, and different ones in the
-next call, so that no cache keeps an expert. `gb_s` counts the experts that some row chose, `gflop_s` only the products
-of those rows with them. `torch_ms` is the same in bfloat16 by F.linear, one expert after the other, over its rows.
+The layer has Mixtral's shape, with all of its experts in memory. Rows choose experts at random, and each call chooses
+others than the call before, so that no cache keeps an expert. `gb_s` counts the experts that some row chose, `gflop_s`
+only the products of the rows with the experts that they chose. `torch_ms` is the time of the same work in bfloat16 with
+F.linear, which takes the experts one after the other, each with its rows.
 """
 
 from collections import Counter
@@ -23,12 +24,12 @@ from penstock.kernels.ops import REDUCTION_LEAVES
 DTYPES = ("bf16", "int8")  # of weights
 ROWS = (1, 8, 32, 128, 512)
 HIDDEN, INNER, COUNT, TOP_K = 4096, 14336, 8, 2  # Mixtral 8x7B
-TORCH_COPIES = 2  # of torch's weights, shared by its experts: each alone is larger than most caches
+TORCH_COPIES = 2  # copies of an expert's weights that torch's experts share; each copy is larger than most caches
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCase:
-    """A layer of `count` experts [hidden] -> [inner] -> [hidden], of which each row chooses top_k."""
+    """A layer of `count` experts [hidden] -> [inner] -> [hidden]. Each row chooses top_k of them."""
 
     hidden: int
     inner: int
@@ -39,7 +40,7 @@ class ExpertsCase:
 
     @property
     def expert_elements(self) -> int:
-        """Elements of the weights of one expert: gate, up, down."""
+        """Elements of the weights of one expert (gate, up and down)."""
         return 3 * self.hidden * self.inner
 
     @property
@@ -70,7 +71,7 @@ def expert_cases(dtypes: Sequence[str]) -> Iterator[ExpertsCase]:
 
 
 class LayerUnderTest:
-    """The experts of a case: packed copies of one expert for the kernels, plain ones for torch."""
+    """The experts of a case: packed copies of one expert for the kernels, plain copies for torch."""
 
     def __init__(self, case: ExpertsCase, ops: CpuOps) -> None:
         self._case, self._ops = case, ops
@@ -83,7 +84,7 @@ class LayerUnderTest:
         self._plain = [(gate_up.clone(), down.clone()) for _ in range(TORCH_COPIES)]
 
     def calls(self, m: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[Tensor]]:
-        """Return the call of the kernels and of torch for m rows, and a ring of expert ids [m, top_k] to pass them.
+        """Return the kernels' call and torch's call for m rows, and a ring of expert ids [m, top_k] to pass to them.
 
         Each entry of the ring chooses different experts, but the same number of them.
         """

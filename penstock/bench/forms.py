@@ -1,8 +1,8 @@
-"""Measure what a form of the answers costs: the same requests without it and with it, in turns on one engine.
+"""Measure the cost of a form of the answers: the same requests with and without it, in turns on one engine.
 
-A run has all requests at once. A first token is that of one request alone, after the form's first use: compiling it for
-the first time is not counted. Tokens that the form leaves no choice about need no step of the model, so a run with the
-form may have fewer steps than one without.
+A run sends all requests at once. The time to the first token is measured with one request alone, after the form has
+been used, so that compiling the form is not counted. Tokens that the form determines need no step of the model, so a
+run with the form may have fewer steps than a run without it.
 """
 
 import random
@@ -28,8 +28,10 @@ FIRST_TOKENS = 3  # pairs of first tokens in each round
 
 @dataclass(frozen=True, slots=True)
 class FormContest:
-    """num_prompts requests of input_len random ids at once, that generate output_len tokens each, `rounds` times
-    without the form and with it. Every answer must be longer than output_len."""
+    """num_prompts simultaneous requests of input_len random ids, which generate output_len tokens each.
+
+    They run `rounds` times without the form and with it. Every answer must be longer than output_len.
+    """
 
     num_prompts: int
     input_len: int
@@ -44,7 +46,7 @@ class FormContest:
 
 @dataclass(slots=True)
 class _Run:
-    """One run: its seconds, those of its steps that decoded for all requests, and when its first token came."""
+    """One run: its time, the time of each step that decoded for all requests, and the time of its first token."""
 
     seconds: float = 0.0
     first_token_s: float = 0.0
@@ -70,7 +72,7 @@ def measure_forms(
     runs: list[tuple[_Run, _Run]] = []
     firsts: list[tuple[float, float]] = []
     with progress("runs", 2 * contest.rounds + 2) as advance:
-        for index in range(contest.rounds + 1):  # the first one warms up
+        for index in range(contest.rounds + 1):  # the first round warms up
             rng = random.Random(index)
             prompts = [
                 rng.choices(range(built.info.vocab_size), k=contest.input_len) for _ in range(contest.num_prompts)
@@ -127,7 +129,7 @@ def _run(
 
 
 def _figures(pairs: list[tuple[_Run, _Run]], num_tokens: int) -> dict[str, Any]:
-    """Return medians over rounds; the two runs of a round are neighbours in time, so their ratio is what counts."""
+    """Return medians over rounds, and the ratio of the two runs of each round, which are neighbours in time."""
     shares = sorted(plain.seconds / formed.seconds for plain, formed in pairs)
     figures: dict[str, Any] = {}
     for place, name in enumerate(("plain", "formed")):

@@ -1,7 +1,7 @@
-"""An HTTP client that costs little: it shares the machine with the server that it measures.
+"""An HTTP client that costs little, because it shares the machine with the server that it measures.
 
-It notes when each part of an answer arrived, on the arrival and not when some task gets its turn, and looks into the
-parts when the answer is whole. General clients take about as long for a token as a small model does.
+It notes the arrival of each part of an answer at once, not when a task gets its turn, and parses the parts only when
+the answer is whole. General clients spend about as long on a token as a small model does.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class Answer:
 
     status: int = 0
     parts: list[bytes] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)  # of the parts
+    arrivals: list[float] = field(default_factory=list)  # arrival time of each part
     is_whole: bool = False
 
     @property
@@ -32,7 +32,7 @@ class Answer:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: one request after the other. httptools calls the methods on_*."""
+    """A connection, which carries one request after the other. httptools calls the methods on_*."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -68,7 +68,7 @@ class _Connection(asyncio.Protocol):
         self._end()
 
     async def request(self, data: bytes) -> Answer:
-        """Send the bytes of a request and return the answer, which is not whole if the connection ends."""
+        """Send the bytes of a request and return the answer, which is not whole if the connection ends early."""
         self._answer = Answer()
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
@@ -88,10 +88,10 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Sends requests to one server over as many connections as are under way, which are kept and used again.
+    """Sends requests to one server, with one connection per request under way. Idle connections are reused.
 
     Args:
-        base_url: http:// or https://, a host, perhaps a port, and perhaps a path before all routes.
+        base_url: http:// or https://, a host, optionally a port, and optionally a path before all routes.
         headers: sent with every request.
 
     Raises:

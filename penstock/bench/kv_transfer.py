@@ -1,5 +1,5 @@
-"""Measure how long streams wait for other requests' prompts: in one server with two threads, and in a prefill and a
-decode server with one thread each.
+"""Measure how long streams wait for other requests' prompts, in one server with two threads, and in a prefill server
+and a decode server with one thread each.
 
 python -m penstock.bench.kv_transfer MODEL [--prompt-len N] [options of penstock serve, such as --quantization int8]
 """
@@ -71,7 +71,7 @@ def _serve(stack: ExitStack, *options: str) -> str:
 
 
 async def _measure(url: str, prompt_len: int, vocab_size: int) -> tuple[list[float], list[float]]:
-    """Return the gaps of the streams while prompts are computed, and how long each prompt took, in seconds."""
+    """Return the gaps of the streams while prompts are computed, and the duration of each prompt, in seconds."""
     random_ids = random.Random(0)
     prompts = [random_ids.choices(range(3, vocab_size), k=prompt_len) for _ in range(NUM_PROMPTS)]
     gaps: list[float] = []
@@ -103,7 +103,7 @@ async def _complete(http: httpx.AsyncClient, prompt: list[int], **fields: Any) -
 
 
 async def _stream(http: httpx.AsyncClient, prompt: list[int], gaps: list[float], begun: asyncio.Semaphore) -> None:
-    """Note the time between two tokens of endless streams."""
+    """Record the time between consecutive tokens of an endless series of streams."""
     max_model_len = (await http.get("/v1/models")).json()["data"][0]["max_model_len"]
     body = {"prompt": prompt, "ignore_eos": True, "stream": True, "max_tokens": max_model_len - len(prompt) - 1}
     while True:

@@ -1,9 +1,9 @@
-"""Measure the loading of a model: peak memory, and the time from process start to the first token.
+"""Measure the loading of a model: its peak memory, and the time from process start to the first token.
 
 python -m penstock.bench.loading [--quantization int8] [--keep DIR]
 
-Writes a checkpoint of random weights shaped like a 1.1B Llama, loads it as it is and converted, each time in a new
-process, and prints the peak memory (VmHWM) beside the bytes of the packed weights.
+Writes a checkpoint of random weights with the shape of a 1.1B Llama, and loads it both unchanged and converted, each
+time in a new process. Prints the peak memory (VmHWM) beside the bytes of the packed weights.
 """
 
 import argparse
@@ -38,7 +38,7 @@ CONFIG = {
 }
 REPEATS = 5
 
-# The program of the new process. VmHWM is read when the weights are loaded, before the cache is used.
+# The program of the new process. It reads VmHWM once the weights are loaded, before the cache is used.
 CHILD = """
 import json, sys
 from penstock import LLM, SamplingParams
@@ -67,7 +67,7 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def load_once(options: dict[str, str]) -> tuple[float, float, int]:
-    """Return the seconds from process start until the model is loaded and until its first token, and VmHWM in bytes."""
+    """Return the seconds from process start to the loaded model and to the first token, and VmHWM in bytes."""
     started = time.perf_counter()
     with python_process("-c", CHILD, json.dumps(options)) as output:
         peak = int(output.readline())

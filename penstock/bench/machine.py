@@ -1,7 +1,7 @@
-"""Measure the machine's limits, and calls in turns with them.
+"""Measure the machine's limits, and time calls in turns with them.
 
 Every timed batch of calls stands between two probes of the limits (samples.py says why). Operands rotate over a ring
-that is larger than the processor's caches, as the layers of a model do, and so does the memory that probes read.
+that is larger than the processor's caches, like the layers of a model. The memory that probes read rotates as well.
 """
 
 import statistics
@@ -19,25 +19,25 @@ from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import empty
 
-READ_BYTES = 512 * 2**20  # ring of memory to read, larger than the cache available to one user of a machine
-READ_UNIT = 2**20  # probes read a multiple of this
-READ_SECONDS = 0.002  # target length of reading in a probe
-MULTIPLY_SECONDS = 0.001  # target length of multiplying in a probe, per kind
+READ_BYTES = 512 * 2**20  # size of the ring of memory to read; larger than the cache available to one user of a machine
+READ_UNIT = 2**20  # a probe reads a multiple of this
+READ_SECONDS = 0.002  # target duration of the reading in a probe
+MULTIPLY_SECONDS = 0.001  # target duration of the multiplying in a probe, per kind
 KINDS = ("f32", "bf16", "int8")  # in the order of native/abi.h
 READ_LOOPS = ABI.constants["READ_LOOPS"]
 CALIBRATIONS = 15
 RING_BYTES = 256 * 2**20  # size of a ring of operands
 ROUNDS = 9
-ROUND_SECONDS = 0.02  # target length of one turn of a call
-TORCH_REST_SECONDS = 0.02  # torch's threads spin for up to 10 ms after a call, which halves what others multiply
+ROUND_SECONDS = 0.02  # target duration of one turn of a call
+TORCH_REST_SECONDS = 0.02  # torch's threads spin for up to 10 ms after a call, which halves the speed of multiplying
 FIGURES = {READ: "read_gb_s", "f32": "f32_gflop_s", "bf16": "bf16_gflop_s", "int8": "int8_gop_s"}  # names in JSON
 
-# Called with the name and the number of the things counted; yields `advance(count)`.
+# Called with the name and the number of the things to be counted; yields `advance(count)`.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 class MachineLimits:
-    """The machine's limits, with all threads of a backend, as probed so far.
+    """The machine's limits with all threads of a backend, as probed so far.
 
     Attributes:
         seen: all rates probed: READ in 10^9 bytes per second, KINDS in 10^9 operations per second, where a multiply-add
@@ -45,9 +45,9 @@ class MachineLimits:
     """
 
     def __init__(self, ops: CpuOps) -> None:
-        """Choose the fastest way to read and the lengths of probes, and probe every limit CALIBRATIONS times."""
+        """Choose the fastest way to read and the lengths of probes, then probe every limit CALIBRATIONS times."""
         self._ops = ops
-        self._memory = empty((READ_BYTES,), torch.uint8).fill_(1)  # in huge pages, as weights are
+        self._memory = empty((READ_BYTES,), torch.uint8).fill_(1)  # in huge pages, like weights
         self._place = 0
         self.seen: dict[str, list[float]] = {name: [] for name in FIGURES}
         self._read_bytes, self._loop = READ_BYTES // 8, 0
@@ -59,13 +59,13 @@ class MachineLimits:
             self.probe(*KINDS)
 
     def _fastest_loop(self) -> tuple[int, float]:
-        """Return the loop with the shortest median time, and that time, with all loops taking turns."""
+        """Return the loop with the shortest median time, and that time. All loops take turns."""
         rounds = [[self._read(loop) for loop in range(READ_LOOPS)] for _ in range(CALIBRATIONS)]
         medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
         return medians.index(min(medians)), min(medians)
 
     def _calibrated(self, kind: str) -> int:
-        """Return the iterations that multiply for MULTIPLY_SECONDS."""
+        """Return the number of iterations that take MULTIPLY_SECONDS."""
         iterations, seconds = 1000, 0.0
         while seconds < MULTIPLY_SECONDS:
             iterations *= 2
@@ -73,7 +73,7 @@ class MachineLimits:
         return iterations
 
     def _read(self, loop: int) -> float:
-        """Return the seconds to read the next part of the ring."""
+        """Read the next part of the ring, and return the seconds it took."""
         if self._place + self._read_bytes > READ_BYTES:
             self._place = 0
         seconds = self._ops.limit_read(loop, self._memory.data_ptr() + self._place, self._read_bytes)
@@ -92,7 +92,7 @@ class MachineLimits:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that probes read."""
+        """Bytes of the memory that probes read."""
         return READ_BYTES
 
     @property
@@ -107,7 +107,7 @@ class MachineLimits:
 
 
 class Turn:
-    """A call that is timed in batches; it takes one operand of a ring after the other."""
+    """A call that is timed in batches, and takes the operands of a ring one after the other."""
 
     def __init__(self, call: Callable[[Any], Any], ring: Sequence[Any]) -> None:
         self._call, self._ring, self._next, self._calls = call, ring, 0, 1
@@ -115,7 +115,7 @@ class Turn:
         self._calls = max(1, min(int(ROUND_SECONDS / max(once, 1e-7)), 4 * len(ring)))
 
     def take(self) -> float:
-        """Return the seconds per call in one batch."""
+        """Time one batch, and return the seconds per call."""
         started = time.perf_counter()
         for index in range(self._next, self._next + self._calls):
             self._call(self._ring[index % len(self._ring)])
@@ -125,18 +125,18 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The samples of one turn, and torch's of the same rounds."""
+    """The samples of one turn, and torch's samples from the same rounds."""
 
     samples: Sequence[Sample]
     torch_samples: Sequence[Sample]
 
     @property
     def seconds(self) -> float:
-        """Median seconds per call of the settled samples."""
+        """Median seconds per call, over the settled samples."""
         return _median_seconds(self.samples)
 
     def figures(self, read_bytes: float, operations: float, limits: MachineLimits) -> dict[str, Any]:
-        """Return the figures that every row of `bench ops` has; operations: of the result, however computed."""
+        """Return the figures of every row of `bench ops`. operations: those that the result needs."""
         seconds, found = self.seconds, summary(self.samples, limits.best)
         shares = found["spread"]
         pairs = zip(self.samples, self.torch_samples, strict=True)
@@ -157,7 +157,7 @@ def _median_seconds(samples: Sequence[Sample]) -> float:
 
 
 def take_turns(turns: Sequence[Turn], work: Work, limits: MachineLimits) -> list[Measured]:
-    """Measure calls that do the same work, the last of them torch's, one batch each per round, with probes between."""
+    """Time one batch of each call per round, with probes between. All do the same work; the last is torch's."""
     kinds = sorted(work.operations)
     samples: list[list[Sample]] = [[] for _ in turns]
     before = limits.probe(*kinds)
@@ -173,7 +173,7 @@ def take_turns(turns: Sequence[Turn], work: Work, limits: MachineLimits) -> list
 
 
 def ring_length(operand_bytes: int) -> int:
-    """Return how many operands of that size make a ring."""
+    """Return how many operands of this size make a ring."""
     return RING_BYTES // operand_bytes + 1
 
 

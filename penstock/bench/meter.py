@@ -2,8 +2,8 @@
 
     probe | stretch: steps, or a part of a long one | probe | stretch | probe ...
 
-A probe runs between two native calls or two steps. A Watch leaves out what measuring takes, so that the times of steps
-and tokens are those of the engine alone.
+A probe runs between two native calls or two steps. A Watch leaves out the time that measuring takes, so the times of
+steps and tokens are those of the engine alone.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from penstock.kernels.cpu.program import Arguments
 from penstock.validation import fail
 
 STRETCH_SECONDS = 0.05
-MAX_SPANS = 2**17  # native calls between two probes whose times can be kept
+MAX_SPANS = 2**17  # maximum number of native calls between two probes whose times are kept
 
 Result = TypeVar("Result")
 
@@ -54,7 +54,7 @@ class Watch:
 
 
 class CallMeter:
-    """Counts the work of native calls in stretches between probes. A CallObserver; steps are told by `begin_step`."""
+    """Counts the work of native calls in stretches between probes. A CallObserver; `begin_step` announces each step."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class CallMeter:
         expert_counts: Callable[[], tuple[int, int]],
         keep: Callable[[Stretch], None],
     ) -> None:
-        """keep: is told of every stretch after its second probe."""
+        """keep: called with every stretch, after its second probe."""
         self._costs, self._watch, self._probe, self._keep = costs, watch, probe, keep
         self._expert_counts, self._counted = expert_counts, expert_counts()
         self._phase, self._calls = PREFILL, list[Cost]()
@@ -74,7 +74,7 @@ class CallMeter:
         self._since = watch.now()
 
     def begin_step(self, phase: str, scheduler_output: SchedulerOutput) -> None:
-        """Begin a step; a stretch has steps of one phase only."""
+        """Begin a step. A stretch has steps of one phase only."""
         now = self._watch.now()
         with self._watch.paused():
             if phase != self._phase:
@@ -92,7 +92,7 @@ class CallMeter:
 
     @contextmanager
     def _between_calls(self) -> Iterator[None]:
-        """Begin another stretch if this one is long enough."""
+        """Start a new stretch first if the current one is long enough."""
         now = self._watch.now()
         with self._watch.paused():
             if now - self._since >= STRETCH_SECONDS:
@@ -122,14 +122,14 @@ class MeteredExecutor:
     """A wrapper around an engine's executor that meters its steps.
 
     Attributes:
-        watch: the clock that leaves out what measuring takes.
+        watch: the clock that leaves out the time that measuring takes.
         limits: the machine's limits with the engine's threads; None for reference kernels.
     """
 
     def __init__(self, built: BuiltEngine) -> None:
         if built.config.numerics.load_format == "mock":
             raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to measure")
-        self._prompts, self._prompt_tokens = PromptTokens(), 0  # of the last step
+        self._prompts, self._prompt_tokens = PromptTokens(), 0  # prompt tokens of the last step
         self._inner, built.engine.executor = built.engine.executor, self
         self.depth = 1
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
@@ -138,15 +138,15 @@ class MeteredExecutor:
         self._profile: Profile | None = None
         self._spans = (PenstockSpan * 0)()
         self._stretches: list[Stretch] = []
-        self._probe_seconds = 0.0  # of kernels
+        self._probe_seconds = 0.0  # time of kernels in probes
         self._last = SchedulerOutput(0, [], [])
-        self._submitted = self._collected = 0.0, 0.0  # time.perf_counter and watch
+        self._submitted = self._collected = 0.0, 0.0  # times by time.perf_counter and by the watch
         self._peak_before = peak_rss_bytes()
         self.watch = Watch()
         self.limits = None if self._ops is None else MachineLimits(self._ops)
 
     def begin_run(self, profile: Profile | None) -> None:
-        """Forget the stretches so far, and probe the limits; profile: collects this run."""
+        """Forget the stretches so far, and probe the limits. profile: collects this run."""
         self._stretches, self._profile = [], profile
         ops, limits = self._ops, self.limits
         if ops is None or limits is None:
@@ -214,7 +214,7 @@ class MeteredExecutor:
         return max(self._peak_before, peak_rss_bytes() - read_bytes)
 
     def attention(self) -> dict[str, int]:
-        """Return the number of attention plans of each kind, over all steps and cache groups, warmup included."""
+        """Return the number of attention plans of each kind, over all steps and cache groups, including warmup."""
         counts = {} if self._ops is None else self._ops.plan_counts
         return {describe_key(key): count for key, count in counts.items()}
 
@@ -222,7 +222,7 @@ class MeteredExecutor:
         return PREFILL if self._prompt_tokens else DECODE
 
     def _kernel_seconds(self) -> float:
-        """Return the seconds in native calls so far, without those of probes."""
+        """Return the seconds spent in native calls so far, without those of probes."""
         return 0.0 if self._ops is None else self._ops.kernel_seconds() - self._probe_seconds
 
     def _keep(self, stretch: Stretch) -> None:
@@ -240,5 +240,5 @@ def peak_rss_bytes() -> int:
 
 @lru_cache
 def _name(address: int) -> str:
-    """Return the text at an address in the native library, which stays where it is."""
+    """Return the text at an address in the native library. The text never moves, so it can be cached."""
     return ctypes.string_at(address).decode()

@@ -1,4 +1,4 @@
-"""Measure throughput and latency of an engine in this process, on random token ids.
+"""Measure the throughput and latency of an engine in this process, on random token ids.
 
 The machine's limits are probed during the run, with the same threads (meter.py); the times leave the probes out.
 """
@@ -31,8 +31,8 @@ Meter = MeteredExecutor | SplitMeter
 class Workload:
     """num_prompts requests of input_len random ids that generate output_len tokens each, after `warmup` such runs.
 
-    prefix_len: more random ids before these, the same for all requests of a run.
-    form: that the answers have; each must be longer than output_len.
+    prefix_len: additional random ids before those of a request, the same for all requests of a run.
+    form: the form of the answers; each answer must be longer than output_len.
     """
 
     num_prompts: int
@@ -59,7 +59,7 @@ def measure_offline(
     progress: Progress,
     profile: Profile | None = None,
 ) -> dict[str, Any]:
-    """Build an engine from EngineConfig options, run the workload, return the figures.
+    """Build an engine from EngineConfig options, run the workload, and return the figures.
 
     Args:
         announce: called with the engine's description of its model before the first run.
@@ -104,7 +104,7 @@ def measure_offline(
 
 
 def _is_split(built: BuiltEngine, profile: Profile | None) -> bool:
-    """Return whether several processes compute the model, of which no operations can be shown."""
+    """Return whether several processes compute the model. Their operations cannot be shown."""
     if profile is not None and not isinstance(built.ops, CpuOps):
         raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
     parallel = built.config.parallel
@@ -116,14 +116,14 @@ def _is_split(built: BuiltEngine, profile: Profile | None) -> bool:
 
 
 def _check_length(output: RequestOutput, workload: Workload) -> None:
-    """Raise InvalidRequestError where an answer is complete too early: the runs would not be comparable."""
+    """Raise InvalidRequestError if an answer is complete too early, because the runs would not be comparable."""
     if any(choice.finish_reason is FinishReason.STOP for choice in output.outputs):
         message = f"json_schema_file: an answer was complete before {workload.output_len} tokens; give a longer schema"
         raise InvalidRequestError(message, param="json_schema_file")
 
 
 def _run(client: InProcessClient, meter: Meter, workload: Workload, index: int, advance: Callable[[int], None]) -> Run:
-    """Run the workload once, with prompts that depend on `index`, so that no run has prefix hits of another."""
+    """Run the workload once, with prompts that depend on `index`, so that no run hits the prefixes of another."""
     rng = random.Random(index)
     params = SamplingParams(
         temperature=0.0,

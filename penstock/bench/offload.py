@@ -1,4 +1,4 @@
-"""Measure the first token of a prompt after a restart: computed anew, and with its blocks from the disk.
+"""Measure the first token of a prompt after a restart: computed again, and with its blocks loaded from the disk.
 
 python -m penstock.bench.offload MODEL [--prompt-len 900] [--quantization int8] [--load-format dummy]
 """
@@ -47,8 +47,7 @@ def main() -> int:
 
 
 def restart(options: dict[str, Any], directory: str, prompt_len: int, seed: int) -> tuple[float, int, list[int]]:
-    """Start an engine on a directory of blocks. Return the seconds to a prompt's first token, how many tokens were
-    found, and the answer."""
+    """Start an engine on a directory of blocks, and ask for one prompt. Return what `ask` returns."""
     config = EngineConfig.from_options(
         **options, kv_offload_dir=directory, max_model_len=prompt_len + OUTPUT_LEN, max_num_seqs=2
     )

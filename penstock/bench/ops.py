@@ -1,7 +1,7 @@
 """Compare each kernel with the machine's limits and with torch.
 
-Kernel, torch and the machine's limits take turns in one run (machine.py); times are medians, shares those of samples
-against the limits probed before and after them (samples.py). products.py, experts.py and attention.py define what
+The kernel, torch and the machine's limits take turns in one run (machine.py). Times are medians. Shares compare each
+sample with the limits probed before and after it (samples.py). products.py, experts.py and attention.py define what
 their figures count.
 """
 
@@ -48,7 +48,7 @@ class Selection:
         threads: None for all available cores.
 
     Raises:
-        InvalidRequestError: a value is unknown or out of range, the cases do not fit into memory, or there are none.
+        InvalidRequestError: a value is unknown or out of range, the cases do not fit into memory, or none is left.
     """
 
     ops: Sequence[str] = OPS
@@ -83,7 +83,7 @@ class Selection:
             raise InvalidRequestError(message, param="shape")
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases in the order of measuring."""
+        """Yield the cases in the order in which they are measured."""
         if "linear" in self.ops:
             yield from product_cases(self.shapes, self.dtypes, self.rows)
         if "experts" in self.ops:
@@ -95,7 +95,7 @@ class Selection:
 
 
 def model_operands(model: str) -> tuple[list[tuple[int, int]], list[Heads]]:
-    """Return the distinct (n, k) of a model's products and its attention heads; see Selection.
+    """Return the distinct (n, k) of a model's products, and its attention heads, for a Selection.
 
     Args:
         model: a directory, a hub name or demo.
@@ -108,7 +108,7 @@ def model_operands(model: str) -> tuple[list[tuple[int, int]], list[Heads]]:
 
 
 def measure_ops(selection: Selection, *, progress: Progress) -> dict[str, Any]:
-    """Measure the selection; return the machine's limits and the rows of all cases.
+    """Measure the selection. Return the machine's limits and the rows of all cases.
 
     Raises:
         InvalidRequestError: the native library is missing.

@@ -1,9 +1,9 @@
 """Loads, the results of their requests, and the figures of a run.
 
-The figures have the names and the meanings of vLLM's `bench serve`, so that results of several engines compare:
+The figures have the names and the meanings of vLLM's `bench serve`, so that results of several engines can be compared:
 
     ttft   time to first token: from sending a request to the first part of its answer that carries a token
-    itl    inter-token latency: between one such part and the next
+    itl    inter-token latency: from one part that carries a token to the next
     tpot   time per output token: (e2el - ttft) / (output tokens - 1), one figure per request
     e2el   end-to-end latency: from sending a request to the end of its answer
 """
@@ -21,8 +21,8 @@ from penstock import validation as check
 
 METRICS = {"ttft": "Time to first token", "tpot": "Time per output token (but for the first)",
            "itl": "Inter-token latency", "e2el": "End-to-end latency"}  # fmt: skip
-GOALS = ("ttft", "tpot", "e2el")  # metrics of which a request has one figure
-MAX_ERRORS = 5  # different ones that are kept
+GOALS = ("ttft", "tpot", "e2el")  # metrics that have one figure per request
+MAX_ERRORS = 5  # maximum number of different errors that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Load:
         request_rate: mean requests per second; inf sends all at once.
         burstiness: shape of the gamma distribution of the gaps between requests: 1 is a Poisson process, less comes in
             bursts, more is steadier.
-        max_concurrency: most requests under way; further ones wait here, and their time does not run yet.
+        max_concurrency: maximum number of requests under way; further ones wait in the client, and their time does not
+            run yet.
         goals: {metric: milliseconds}; a request that stays within all of them is good (goodput).
         seed: of the arrivals.
     """
@@ -54,9 +55,9 @@ class Load:
             check.check_float("goodput", goal, 0.0, 1e9, low_open=True)
 
     def gaps(self, count: int) -> Iterator[float]:
-        """Yield the seconds before each request. Their sum is that of an even load, so that runs take equally long.
+        """Yield the seconds before each request. They sum to count / request_rate, so that all runs take equally long.
 
-        They are drawn twice, and not kept: a simulation has millions.
+        The gaps are drawn twice, and not kept, because a simulation has millions of them.
         """
         if self.request_rate == math.inf:
             yield from repeat(0.0, count)
@@ -76,12 +77,12 @@ class Outcome:
     prompt_len: int
     sent_at: float
     ended_at: float = 0.0
-    arrivals: list[float] = field(default_factory=list)  # of the parts that carry tokens
+    arrivals: list[float] = field(default_factory=list)  # arrival times of the parts that carry tokens
     output_len: int = 0
     error: str = ""
 
     def milliseconds(self) -> dict[str, list[float]]:
-        """Return the figures of each of METRICS."""
+        """Return the values of each of METRICS."""
         e2el, ttft = self.ended_at - self.sent_at, self.arrivals[0] - self.sent_at
         gaps = [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
         tpot = [(e2el - ttft) / (self.output_len - 1)] if self.output_len > 1 else []
@@ -125,7 +126,7 @@ def figures(outcomes: Sequence[Outcome], load: Load, percentiles: Sequence[float
 
 
 def _peaks(outcomes: Sequence[Outcome], began: float) -> dict[str, float]:
-    """Return the most tokens within one of the run's seconds, and the most requests under way at once."""
+    """Return the largest number of tokens in a second of the run, and of requests under way at once."""
     tokens: dict[int, float] = {}
     for outcome in outcomes:
         for arrival in outcome.arrivals:
@@ -151,6 +152,6 @@ def _latency(name: str, values: list[float], percentiles: Sequence[float]) -> di
 
 
 def check_percentiles(percentiles: Sequence[float]) -> None:
-    """Raise InvalidRequestError for what is no percentage."""
+    """Raise InvalidRequestError for a value that is not a percentage."""
     for share in percentiles:
         check.check_float("metric_percentiles", share, 0.0, 100.0)

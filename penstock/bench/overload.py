@@ -1,17 +1,17 @@
-"""Measure a real server under ten times the load that it can bear: does it finish as much, and who waits how long?
+"""Measure a real server under ten times the load that it can bear: how much it finishes, and how long requests wait.
 
 python -m penstock.bench.overload [MODEL] [--seconds S] [--max-queue-wait S] [--load-format FORMAT] [--json FILE]
 
-First clients that send their next request when the last one has ended show what the server can bear, its peak. Then
-come this rate, and ten times of it, in the ways that it may come:
+First, clients that send their next request when the last one has ended measure the peak, the load that the server can
+bear. Then follow this rate and ten times this rate, in several ways:
 
-    1x, 10x        requests at random moments, each on a connection of its own, whatever becomes of them
-    10x, polite    ten times as many clients as the peak had, that wait as long as a refusal says
-    10x, hammer    as many, that ask again soon after a refusal, whatever it says
+    1x, 10x        requests at random moments, each on its own connection, whatever becomes of them
+    10x, polite    ten times as many clients as at the peak, which wait as long as a refusal tells them to
+    10x, hammer    as many clients, which ask again soon after a refusal, whatever it says
 
-Clients and server share the machine, so what ten times as many clients take of it is missing to the server: the engine
-is given one core less than there are. How late the clients' process was and what share of a core it took is printed, so
-that it is not mistaken for the server.
+Clients and server share the machine, so the server lacks what ten times as many clients use. The engine therefore gets
+one core less than the machine has. The delay of the clients' process and its share of a core are printed, so that they
+are not mistaken for the server's.
 """
 
 import argparse
@@ -29,18 +29,18 @@ from penstock.errors import EngineError
 
 INPUT_LEN, OUTPUT_LENS = 32, range(32, 97)  # lengths differ, or all rows would begin and end together
 NUM_ROWS = 32
-NUM_CLIENTS = NUM_ROWS + 8  # of the peak
+NUM_CLIENTS = NUM_ROWS + 8  # at the peak
 NUM_BODIES = 1000
 FACTOR = 10
-WARM_UP = 0.4  # of each phase: the queue has to fill first
-HAMMER_S = NUM_CLIENTS * FACTOR / 600  # between a refusal and the next request of a client that hammers
-PATIENCE = 2  # times max_queue_wait, and ANSWER_S: what has not ended by then is broken
+WARM_UP = 0.4  # share of each phase that is not counted, because the queue has to fill first
+HAMMER_S = NUM_CLIENTS * FACTOR / 600  # pause of a client that hammers, between a refusal and its next request
+PATIENCE = 2  # a request that has not ended after this many times max_queue_wait, plus ANSWER_S, is broken
 ANSWER_S = 10.0
 
 
 @dataclass(slots=True)
 class Phase:
-    """What one load gave. Latencies in milliseconds."""
+    """The results of one load. Latencies are in milliseconds."""
 
     load: str
     seconds: float
@@ -48,8 +48,8 @@ class Phase:
     finished_tokens_per_s: float = 0.0
     admitted: int = 0
     refused: int = 0
-    given_up: int = 0  # refused after they were let in: the forecast was wrong
-    broken: int = 0  # neither refused nor whole
+    given_up: int = 0  # refused after they were admitted, because the forecast was wrong
+    broken: int = 0  # neither refused nor complete
     p50_ttft_ms: float = 0.0
     p99_ttft_ms: float = 0.0
     max_ttft_ms: float = 0.0
@@ -60,7 +60,7 @@ class Phase:
 
 
 class Load:
-    """Sends one load after the other to a server and sums up what came of each."""
+    """Sends one load after the other to a server, and sums up the results of each."""
 
     def __init__(self, address: tuple[str, int], model: str, seconds: float, max_queue_wait: float) -> None:
         self._address, self._seconds, self._max_queue_wait = address, seconds, max_queue_wait
@@ -70,7 +70,7 @@ class Load:
         self._kept = [_request(model, address[0], numbers, length, "keep-alive") for length in self._lengths]
 
     def closed_loop(self, name: str, num_clients: int, after_refusal_s: float | None = None) -> Phase:
-        """Keep so many clients busy. after_refusal_s: how long one waits then; None: as long as it is told."""
+        """Keep num_clients clients busy. after_refusal_s: pause after a refusal; None: as the refusal says."""
 
         def again(request: Request) -> float | None:
             pause_s = 0.0 if request.status == 200 else after_refusal_s or request.retry_after_s or HAMMER_S
@@ -83,7 +83,7 @@ class Load:
         return self._run(name, senders)
 
     def open_loop(self, name: str, rate: float) -> Phase:
-        """Send requests at random moments, so many per second on average, whatever becomes of them."""
+        """Send `rate` requests per second on average, at random moments, whatever becomes of them."""
         senders, arrivals, at = Senders(self._address, self._bodies), random.Random(1), 0.0
         while (at := at + arrivals.expovariate(rate)) < self._seconds:
             senders.send_at(at)
@@ -121,7 +121,7 @@ class Load:
 
 
 def _share_within(request: Request, begin: float, end: float) -> float:
-    """Return the share of a whole answer's tokens that came in between, taken to have come evenly."""
+    """Return the share of a whole answer's tokens that came between begin and end, as if they came evenly."""
     first, last = request.first_token_at, request.ended_at
     if first is None or last is None:
         return 0.0
@@ -131,7 +131,7 @@ def _share_within(request: Request, begin: float, end: float) -> float:
 def _request(model: str, host: str, numbers: random.Random, output_len: int, connection: str) -> bytes:
     prompt = [numbers.randrange(10, 200) for _ in range(INPUT_LEN)]
     body = {"model": model, "prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True}
-    body["return_token_ids"] = True  # so that a first token without text is seen, too
+    body["return_token_ids"] = True  # so that a first token without text is seen as well
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     return head.encode() + f"Connection: {connection}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
@@ -150,7 +150,7 @@ def line(phase: Phase) -> str:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return the value below which so large a share lies; 0 of none."""
+    """Return the value below which this share of the values lies; 0 if there are no values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
@@ -158,7 +158,7 @@ def measure(load: Load) -> list[Phase]:
     """Measure the peak, and then the loads that follow from it.
 
     Raises:
-        EngineError: there was no peak to go by.
+        EngineError: no answer was finished at the peak.
     """
     phases = [load.closed_loop("peak", NUM_CLIENTS)]
     rate = phases[0].finished_tokens_per_s * len(OUTPUT_LENS) / sum(OUTPUT_LENS)

@@ -2,7 +2,7 @@
 
 python -m penstock.bench.perf_log ops.json docs/perf_log.md
 
-An entry names the processor, the instruction set, the commit and the command, and shows each figure beside the one in
+An entry names the processor, the instruction set, the commit and the command. It shows each figure beside the figure in
 the last entry of the same machine, so that regressions are visible.
 """
 
@@ -26,7 +26,7 @@ ROW = re.compile(r"^\| (?P<figure>[^|]+) \| (?P<before>[^|]+) \| (?P<now>[^|]+) 
 
 
 def figures(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of every figure of the log that the run has measured."""
+    """Yield (name, value) for every figure of the log that the run has measured."""
     keys = ("dtype", "n", "k", "leaves", "m")
     linear = {tuple(row[key] for key in keys): row for row in result["rows"] if row["op"] == "linear"}
     for (n, k), leaves in ((UP_1B, 1), (DOWN_1B, 8), (UP_7B, 1), (DOWN_7B, 8)):
@@ -50,7 +50,7 @@ def figures(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def last_values(log: str, machine: str) -> dict[str, str]:
-    """Return {figure: value} of the last entry of that machine (report.MACHINE); empty if there is none."""
+    """Return {figure: value} from the last entry of this machine (report.MACHINE); empty if it has no entry."""
     for part in reversed(log.split("\n## ")[1:]):
         if machine in part:
             found = (ROW.match(line) for line in part.splitlines())

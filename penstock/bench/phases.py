@@ -1,14 +1,14 @@
 """The figures of a measured run: its steps in two phases, its latencies, and fractions of the machine's limits.
 
-A step belongs to prefill if it computed prompt tokens, perhaps beside decodes; otherwise to decode.
+A step that computes prompt tokens belongs to prefill, even if it also decodes; every other step belongs to decode.
 
     bandwidth_fraction         time to read the weights and caches at the memory's bandwidth / time taken
     compute_fraction           time to multiply at the rate of each type / time taken
     python_overhead_fraction   time outside the kernels / time taken
     python_ms_per_step         the same time in milliseconds: p10, p50 and p90 of the steps
 
-The first two are of the settled stretches between probes, each against the limits of its moment (samples.py). Without
-limits (reference kernels have none) the fractions are null, and `reason` says why.
+The first two cover the settled stretches between probes, each compared with the limits probed at its time (samples.py).
+Without limits (reference kernels have none) the fractions are null, and `reason` says why.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ NO_LIMITS = "only native kernels (--kernels cpu) are timed and compared with the
 
 
 class PromptTokens:
-    """Counts the prompt tokens of steps."""
+    """Counts the prompt tokens that steps compute."""
 
     def __init__(self) -> None:
-        self._lengths: dict[str, int] = {}  # of the prompts of the requests that the executor knows
+        self._lengths: dict[str, int] = {}  # prompt lengths of the requests that the executor knows
 
     def note(self, plan: SchedulerOutput) -> int:
-        """Return how many prompt tokens a step computes, when it is submitted."""
+        """Return how many prompt tokens a step computes. Called when the step is submitted."""
         for request_id in plan.removed_request_ids:
             self._lengths.pop(request_id, None)
         self._lengths |= {new.request_id: new.num_prompt_tokens for new in plan.new_requests}
@@ -42,12 +42,12 @@ class PromptTokens:
 
 @dataclass(slots=True)
 class Phase:
-    """Time, tokens and samples of a kind of steps."""
+    """The time, tokens and samples of the steps of one phase."""
 
     seconds: float = 0.0
     kernel_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
-    python_seconds: list[float] = field(default_factory=list)  # of each step, outside the kernels
+    python_seconds: list[float] = field(default_factory=list)  # per step, outside the kernels
     input_tokens: int = 0
     output_tokens: int = 0
     samples: list[Sample] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Phase:
         }
 
     def fractions(self, limits: MachineLimits | None) -> dict[str, Any]:
-        """Return the fractions, and under `stretches` how the shares of single stretches spread."""
+        """Return the fractions and, under `stretches`, the spread of the shares of single stretches."""
         if limits is None or not self.samples:
             return {**dict.fromkeys(FRACTIONS), "stretches": None}
         read, compute = fractions_of(self.samples)
@@ -97,7 +97,7 @@ def fractions_of(samples: Sequence[Sample]) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class Run:
-    """The observations of one run; times of tokens are seconds since its start, by request id."""
+    """The observations of one run. Times of tokens are seconds since its start, by request id."""
 
     phases: dict[str, Phase] = field(default_factory=lambda: {PREFILL: Phase(), DECODE: Phase()})
     seconds: float = 0.0

@@ -1,15 +1,15 @@
-"""How long the stages of a pipeline stand still: `python -m penstock.bench.pipeline [--stage-ms 20]`.
+"""Measure how long the stages of a pipeline stand idle: `python -m penstock.bench.pipeline [--stage-ms 20]`.
 
-The engine's own schedule on devices that sleep: each of P stages is a thread, and a micro-batch of any size takes it
-the same time. A batch that passes through once, in M micro-batches, leaves each stage idle while the first micro-batch
-comes to it, and after the last one:
+The engine's own schedule runs on devices that sleep: each of P stages is a thread that takes the same time for a
+micro-batch of any size. When a batch passes through once, in M micro-batches, each stage is idle until the first
+micro-batch reaches it, and again after the last one:
 
     stage 1   0 1 2 3 - - -        bubble = (P - 1) / (M + P - 1), here 3 / 7
     stage 2   - 0 1 2 3 - -
     stage 3   - - 0 1 2 3 -
     stage 4   - - - 0 1 2 3
 
-Decoding goes on with the next token, so that with M >= P the stages stay busy until the batch ends.
+Decoding continues with the next token, so with M >= P the stages stay busy until the batch ends.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepO
 
 STAGES, MICRO_BATCHES = (2, 4), (1, 2, 4, 8)
 NUM_ROWS = 8
-NUM_TOKENS = 16  # of each row, when it decodes
-ROUNDS = 5  # of one pass; the median counts
+NUM_TOKENS = 16  # tokens of each row when it decodes
+ROUNDS = 5  # measurements of one pass, of which the median is reported
 GROUPS = [CacheGroup((0,), None, 256, 16)]
 
 
 class StageTime(Protocol):
-    """Describes one step of one stage, as sleeping and real stages report it; times as of time.perf_counter."""
+    """One step of one stage, as sleeping and real stages report it. Times are those of time.perf_counter."""
 
     @property
     def stage(self) -> int: ...
@@ -54,7 +54,7 @@ class StageTime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """Records one step of a sleeping stage. Implements StageTime."""
+    """One step of a sleeping stage. Implements StageTime."""
 
     stage: int
     step_id: int
@@ -68,7 +68,7 @@ class SleepingStages:
     """An executor of P stages that sleep.
 
     Attributes:
-        spans: what the stages have done.
+        spans: the steps that the stages have done.
     """
 
     def __init__(self, num_stages: int, depth: int, stage_s: float) -> None:
@@ -99,7 +99,7 @@ class SleepingStages:
         return self._inner.collect(handle)
 
     def shutdown(self) -> None:
-        """End the threads, after what they were given."""
+        """End the threads, after they have done the steps submitted so far."""
         if not self._threads:
             return
         self._queues[0].put(None)
@@ -110,12 +110,12 @@ class SleepingStages:
 
 
 def formula(num_stages: int, num_micro_batches: int) -> float:
-    """Return the bubble of one pass."""
+    """Return the calculated bubble of one pass."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 def compute_batch(executor: Executor, num_rows: int, num_tokens: int) -> None:
-    """Let an engine compute a batch of rows with so many tokens each, the first from a short prompt."""
+    """Let an engine compute a batch of num_rows short prompts, with num_tokens output tokens each."""
     engine = Engine(
         executor,
         GROUPS,
@@ -131,7 +131,7 @@ def compute_batch(executor: Executor, num_rows: int, num_tokens: int) -> None:
 
 
 def bubble(spans: Sequence[StageTime], num_stages: int) -> float:
-    """Return the share of the stages' time, from the first span's begin to the last one's end, in which they idle."""
+    """Return the idle share of the stages' time, from the begin of the first span to the end of the last one."""
     wall = max(span.end for span in spans) - min(span.begin for span in spans)
     return 1 - sum(span.end - span.begin for span in spans) / (num_stages * wall)
 

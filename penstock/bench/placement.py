@@ -1,7 +1,7 @@
-"""A placement computed on simulated chips, beside the same model on this machine alone: `penstock plan --run`.
+"""Compute a placement on simulated chips and the same model on this machine alone, for `penstock plan --run`.
 
-Every row of the placement is a user with a prompt; greedy and sampled users take turns. Both runs go through the real
-engine. Tokens and log-probabilities must be equal, bit for bit.
+Every row of the placement is a user with a prompt; greedy and sampled users alternate. Both runs use the real engine.
+Tokens and log-probabilities must be equal, bit for bit.
 """
 
 import json
@@ -40,13 +40,13 @@ from penstock.weights.planned import layer_shapes
 from penstock.weights.sources import read_parameters
 
 PROMPT_LENS, OUTPUT_LEN = (2, 3, 4), 3
-CONTEXT = 64  # of a row, where no max_model_len is given: the cache of the whole context need not exist
-UNIT = 16  # of a block's positions
+CONTEXT = 64  # positions of a row if no max_model_len is given, so that the cache of the whole context need not exist
+UNIT = 16  # the positions of a block are a multiple of this
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A model, the files of its weights, and where they lie on which chips. Both runs have this config."""
+    """A model, the files of its weights, and their places on chips. Both runs have this config."""
 
     config: EngineConfig
     model: ModelConfig
@@ -58,11 +58,11 @@ class Trial:
     def of(
         cls, config: EngineConfig, placement: Placement, hardware: Hardware, hidden_size: int | None = None
     ) -> "Trial":
-        """Read a model's config.json. hidden_size: of a model like it, with random weights; None: the model itself.
+        """Read a model's config.json. hidden_size: of a similar model with random weights; None: the model itself.
 
         Raises:
             ModelLoadError: there is no such model, or it cannot be served.
-            InvalidRequestError: an option does not fit it.
+            InvalidRequestError: an option does not fit the model.
             NotSupportedError: chips do not compute such a model.
         """
         dummy = hidden_size is not None or config.numerics.load_format == "dummy"
@@ -92,13 +92,13 @@ class Trial:
 
     @property
     def plan(self) -> PlacementPlan:
-        """The placement of this model."""
+        """The plan of the placement of this model."""
         sizes = operation_bytes(self.model, layer_shapes(read_parameters(self.model)), self.placement.head_pad)
         return plan_placement(self.model, sizes, self.placement)
 
     @property
     def groups(self) -> list[CacheGroup]:
-        """The cache: a block for each row."""
+        """The cache groups, with one block for each row."""
         rows, context = self.placement.rows, self.placement.context
         return [CacheGroup(layers, window, rows, context) for layers, window in self.model.cache_groups()]
 
@@ -107,7 +107,7 @@ class Trial:
 
         Raises:
             OverBudgetError: a chip has no room.
-            InvalidRequestError: the placement cannot be.
+            InvalidRequestError: the placement is impossible.
         """
         machine = Machine(self.plan, self.model, self.hardware)
         self._check_cache()
@@ -132,7 +132,7 @@ class Trial:
         return ModelRunner(model, ops, self.groups, self.config, self.model)
 
     def _check_cache(self) -> None:
-        """Refuse a cache that this machine has no memory for. Its kernels pad short heads."""
+        """Refuse a cache for which this machine has no memory. Its kernels pad short heads."""
         model, placement, free = self.model, self.placement, free_memory_bytes()
         token = cache_token_bytes(model.num_key_value_heads, model.head_dim, placement.cache_type)
         size = token * model.num_hidden_layers * placement.rows * placement.context
@@ -145,11 +145,12 @@ class Trial:
 
 
 def at_width(model: ModelConfig, hidden_size: int) -> ModelConfig:
-    """Return the numbers of a narrower model: the same layers, key/value heads and vocabulary, with at most two query
-    heads to each key/value head.
+    """Return the config of a narrower model.
+
+    It has the same layers, key/value heads and vocabulary, and at most two query heads to each key/value head.
 
     Raises:
-        InvalidRequestError: such heads would not have an even size.
+        InvalidRequestError: the heads would not have an even size.
     """
     kv_heads = model.num_key_value_heads
     heads = kv_heads * min(2, model.num_attention_heads // kv_heads)
@@ -167,7 +168,7 @@ def at_width(model: ModelConfig, hidden_size: int) -> ModelConfig:
 
 
 def _refuse(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuse what chips do not compute, or a placement does not count."""
+    """Refuse what chips do not compute and what a placement does not count."""
     asked = {
         "quantization": config.numerics.scheme is not None,
         "load_format": config.numerics.load_format == "mock",
@@ -180,14 +181,14 @@ def _refuse(config: EngineConfig, model: ModelConfig) -> None:
 
 @dataclass(slots=True)
 class Answer:
-    """Holds the tokens of one row, and their log-probabilities."""
+    """The tokens of one row and their log-probabilities."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 def answers(engine: Engine, rows: int) -> dict[str, Answer]:
-    """Return what an engine answers to a user in each row, and shut it down. Raise RequestFailedError if it fails."""
+    """Return an engine's answers, one per row, and shut it down. Raise RequestFailedError if one fails."""
     found = {str(row): Answer() for row in range(rows)}
     try:
         for row in range(rows):

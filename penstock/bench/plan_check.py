@@ -1,8 +1,11 @@
-"""Compare what `penstock plan` predicts of this machine with measurements: `python -m penstock.bench.plan_check MODEL`.
+"""Compare predictions of `penstock plan` for this machine with measurements.
 
-MODEL's weights are random where its directory has only a config.json. After `penstock bench machine`, each form of the
-weights is predicted and then measured: the step of some streams, and the time to the first token of one prompt. All
-cases take turns. Exit code 1 if one is more than 15 % from the mean of its measurements, or their median more than 7 %.
+python -m penstock.bench.plan_check MODEL
+
+The weights are random if MODEL's directory has only a config.json. Run `penstock bench machine` first. For each form of
+the weights, two kinds of cases are predicted and then measured: the step of some streams, and the time to the first
+token of one prompt. All cases take turns. The exit code is 1 if one prediction is more than 15 % from the mean of its
+measurements, or if the median of these errors is more than 7 %.
 """
 
 import argparse
@@ -27,17 +30,17 @@ from penstock.weights.planned import PlannedModel
 FORMS = ("none", "int8", "int4")
 STREAMS = (1, 8, 32)
 PROMPT_LENS = (128, 1024, 3072)
-PROMPT_OF_STREAMS = 32  # tokens before the measured ones
-STEPS, WARMUP_STEPS = 16, 2  # of a measurement, and before it
-RAMP_STEPS = 128  # until all streams have begun, at most
+PROMPT_OF_STREAMS = 32  # prompt tokens of each stream
+STEPS, WARMUP_STEPS = 16, 2  # steps in a measurement, and steps before it
+RAMP_STEPS = 128  # maximum number of steps until all streams have begun
 ONE_LIMIT, MEDIAN_LIMIT = 0.15, 0.07
 UNLIMITED = 2**50
 
-Case = tuple[str, int]  # a phase, and its streams or the length of its prompt
+Case = tuple[str, int]  # a phase, and its number of streams or the length of its prompt
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print every prediction beside its measurement. Return 1 if they are further off than they should be."""
+    """Print every prediction beside its measurement. Return 1 if the errors exceed the limits."""
     parser = argparse.ArgumentParser(prog="penstock.bench.plan_check", description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--quantization", nargs="+", default=FORMS, metavar="FORM")
@@ -73,7 +76,7 @@ def _options(model: str, form: str, cases: list[Case]) -> dict[str, Any]:
 
 
 def predict(options: dict[str, Any], cases: list[Case], hardware: Hardware) -> dict[Case, dict[str, Any]]:
-    """Return what `penstock plan` says of each case."""
+    """Return what `penstock plan` predicts for each case."""
     streams = [size for phase, size in cases if phase == DECODE]
     prompt_lens = [size for phase, size in cases if phase == PREFILL]
     load = Load(sorted({1, *streams}), prompt_lens or [1], [PROMPT_OF_STREAMS + STEPS // 2])
@@ -104,11 +107,11 @@ def measure(options: dict[str, Any], cases: list[Case], rounds: int) -> dict[Cas
 
 
 def _step_seconds(built: BuiltEngine, rng: random.Random, streams: int) -> float:
-    """Return the seconds of a step that gives each of so many streams a token."""
+    """Return the seconds of a step that gives each of the streams a token."""
     engine = built.engine
     for index in range(streams):
         _send(built, rng, str(index), PROMPT_OF_STREAMS, STEPS + RAMP_STEPS)
-    while len(engine.step()) < streams:  # some still compute their prompts
+    while len(engine.step()) < streams:  # until no stream still computes its prompt
         pass
     for _ in range(WARMUP_STEPS):
         engine.step()
@@ -139,7 +142,7 @@ def _send(built: BuiltEngine, rng: random.Random, name: str, prompt_len: int, ou
 
 
 def _compare(form: str, case: Case, predicted: dict[str, Any], measured: list[float]) -> float:
-    """Print a case. Return by which share the prediction is off."""
+    """Print a case. Return the relative error of its prediction."""
     (phase, size), mean = case, statistics.mean(measured)
     error = float(predicted["seconds"]) / mean - 1
     what = f"a step of {size} streams" if phase == DECODE else f"first token after {size}"

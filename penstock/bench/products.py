@@ -1,8 +1,8 @@
-"""Compare products with a weight with the machine's limits and with torch's F.linear: the rows `linear` of bench.ops.
+"""Compare products with a weight with the machine's limits and with torch's F.linear: the `linear` rows of bench.ops.
 
-`gb_s` counts the bytes of the packed weight. `gflop_s` counts 2 M N K, while `flop_fraction` counts the operations
-performed (two int8 slices are two products) against the peak of the type that multiplies. `torch_ms` is F.linear of
-that shape, in float32 for f32 and in bfloat16 for every other type.
+`gb_s` counts the bytes of the packed weight. `gflop_s` counts 2 M N K, while `flop_fraction` compares the operations
+performed (two int8 slices are two products) with the peak of the type that multiplies. `torch_ms` is F.linear of that
+shape, in float32 for f32 and in bfloat16 for every other type.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from penstock.spec.param_table import leaf_bounds
 
 DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
-UP_1B, DOWN_1B, O_PROJ_1B = (5632, 2048), (2048, 5632), (2048, 2048)  # (n, k) of a 1.1B Llama
+UP_1B, DOWN_1B, O_PROJ_1B = (5632, 2048), (2048, 5632), (2048, 2048)  # (n, k) in a 1.1B Llama
 UP_7B, DOWN_7B = (14336, 4096), (4096, 14336)
 SHAPES = (O_PROJ_1B, UP_1B, DOWN_1B, UP_7B, DOWN_7B, (32000, 2048))
 LEAF_SHAPES = (O_PROJ_1B, DOWN_1B, DOWN_7B)  # measured with leaves as well
@@ -34,7 +34,7 @@ MULTIPLIES_IN = {"bf16": "bf16", "f32": "f32", "int8": "int8", "int8-x2": "int8"
 
 @dataclass(frozen=True, slots=True)
 class ProductCase:
-    """A weight [n, k] of one type, summed over k in `leaves` leaves, multiplied with each number of rows."""
+    """A weight [n, k] of one type, summed over k in `leaves` leaves and multiplied with each number of rows."""
 
     n: int
     k: int
@@ -67,7 +67,7 @@ class ProductCase:
 def product_cases(
     shapes: Sequence[tuple[int, int]], dtypes: Sequence[str], rows: Sequence[int]
 ) -> Iterator[ProductCase]:
-    """Yield the cases in the order of measuring."""
+    """Yield the cases in the order in which they are measured."""
     for n, k in shapes:
         for dtype in dtypes:
             yield ProductCase(n, k, dtype, 1, rows)
@@ -78,7 +78,7 @@ def product_cases(
 def packed_copies(
     ops: CpuOps, weight: Tensor, dtype: str, *, leaves: int = 1, gated: bool = False, count: int | None = None
 ) -> list[PackedLinear]:
-    """Pack a weight [n, k] once and return `count` copies of it, by default as many as make a ring."""
+    """Pack a weight [n, k] once, and return `count` copies of it; by default, as many as make a ring."""
     scheme = None if dtype in ("bf16", "f32") else Scheme.parse(dtype)
     leaf_ends = tuple(end for _, end in leaf_bounds(weight.shape[1], leaves)) if leaves > 1 else ()
     packing = Packing(leaf_ends, scheme, gated)

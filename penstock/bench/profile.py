@@ -1,8 +1,9 @@
-"""The profile of a run: for each operation its calls, time, work and share of the machine's limits, prefill and decode
-apart; and the same run as a Chrome trace (chrome://tracing, Perfetto).
+"""The profile of a run, also as a Chrome trace (chrome://tracing, Perfetto).
 
-The native library writes when each of its calls ran; costs.py knows what they were and what they had to do. What is
-left of a step's time is Python and torch: in the runner between submitting and collecting a step, else in the engine.
+For each operation, the profile has its calls, time, work and share of the machine's limits, with prefill and decode
+apart. The native library records when each of its calls ran; costs.py knows which operations they were and how much
+work they had to do. The rest of a step's time is spent in Python and torch: in the runner between submitting and
+collecting a step, otherwise in the engine.
 """
 
 import json
@@ -18,12 +19,12 @@ from penstock.errors import EngineError
 
 PREFILL, DECODE = "prefill", "decode"
 ENGINE, RUNNER = "engine (Python)", "runner (Python)"
-FIRST_STAGE = 2  # the row of a pipeline's first stage; row 1 is the engine
+FIRST_STAGE = 2  # the trace row of a pipeline's first stage; row 1 is the engine
 EXPERTS = "experts"  # operation whose work is known only after the call
 
 
 class Span(NamedTuple):
-    """When a native call ran: nanoseconds of time.perf_counter_ns."""
+    """The time at which a native call ran, in nanoseconds of time.perf_counter_ns."""
 
     function: str
     begin: int
@@ -51,11 +52,11 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that was measured.
+    """A measured step. The durations leave out the time that measuring took.
 
     Attributes:
-        edges: time.perf_counter at its begin, when it was submitted, when it had been collected, and at its end.
-        seconds: its length, without what measuring took, as the following ones.
+        edges: time.perf_counter when the step began, was submitted, had been collected, and ended.
+        seconds: duration of the whole step.
         execution_seconds: between submitting and collecting.
         kernel_seconds: in native calls.
     """
@@ -71,7 +72,7 @@ class Step:
 
 @dataclass(slots=True)
 class Operation:
-    """All calls of one operation in one phase, and the least seconds that their work takes at the limits."""
+    """All calls of one operation in one phase, and the minimum time that their work takes at the limits."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -110,7 +111,7 @@ class Profile:
     """Collects the stretches and steps of a run."""
 
     def __init__(self, *, shows_operations: bool = True) -> None:
-        """shows_operations: whether its figures are wanted, beside its trace."""
+        """shows_operations: whether figures are wanted as well as a trace."""
         self.shows_operations = shows_operations
         self._phases: dict[str, _Phase] = {}
         self._events: list[dict[str, Any]] = []
@@ -131,7 +132,7 @@ class Profile:
         return begin
 
     def add_stretch(self, stretch: Stretch, spans: Sequence[Span]) -> None:
-        """Add what ran between two probes. spans: of all native calls since the last stretch, probes included.
+        """Add what ran between two probes. spans: all native calls since the last stretch, including probes.
 
         Raises:
             EngineError: a call of the stretch has no span.
@@ -153,7 +154,7 @@ class Profile:
             self._counters(spans[-1].end / 1e9, stretch.sample.after)
 
     def add_stages(self, spans: Iterable[StageTime]) -> None:
-        """Add a row for each stage of a pipeline, and a block for each micro-batch in it."""
+        """Add a trace row for each stage of a pipeline, with a block for each micro-batch."""
         for span in spans:
             self._rows[FIRST_STAGE + span.stage] = f"stage {span.stage}"
             arguments = {"rows": span.num_rows, "tokens": span.num_tokens}
@@ -165,11 +166,11 @@ class Profile:
 
     @property
     def events(self) -> Sequence[dict[str, Any]]:
-        """Return the events in Chrome's trace format."""
+        """The events in Chrome's trace format."""
         return self._events
 
     def figures(self) -> dict[str, Any]:
-        """Return {phase: steps, seconds and operations, each with its share; the longest first, then Python}."""
+        """Return {phase: steps, seconds and operations}. Operations are sorted by time, with Python last."""
         return {name: _phase_figures(phase) for name, phase in self._phases.items() if phase.steps}
 
     def write_trace(self, path: Path) -> None:
@@ -192,7 +193,7 @@ class Profile:
 
 
 def _matched(costs: Sequence[Cost], spans: Sequence[Span]) -> Iterator[tuple[Cost, Span]]:
-    """Yield each call with its span. Other spans, as those of probes, are skipped."""
+    """Yield each call with its span. Other spans, such as those of probes, are skipped."""
     rest = iter(spans)
     for cost in costs:
         span = next((span for span in rest if span.function == cost.function), None)

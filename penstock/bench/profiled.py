@@ -22,7 +22,7 @@ class Stepping(Protocol):
 
 @contextmanager
 def profiling(built: BuiltEngine, client: Stepping, profile: Profile) -> Iterator[None]:
-    """Collect the steps that the client computes inside. Measuring changes no token.
+    """Collect the steps that the client computes inside the block. Measuring changes no token.
 
     Raises:
         InvalidRequestError: the engine's kernels are not the native ones.

@@ -1,9 +1,9 @@
-"""Compare one process that uses N threads with N ranks of one thread each: time, memory, and what each rank reads.
+"""Compare one process that uses N threads with N ranks of one thread each: speed, memory, and the bytes read.
 
 python -m penstock.bench.ranks DIR [--ranks 2] [--quantization int8] [--write]
 
-DIR is a model's directory; --write first makes it one of the 1.1B shape with random weights. Both ways are loaded at
-once and take turns; a way that waits uses no core.
+DIR is a model's directory. --write first writes a model of the 1.1B shape with random weights there. Both engines are
+loaded at the same time and take turns; the one that waits uses no core.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 async def compare(options: dict[str, Any], num_ranks: int, prompt_len: int, rounds: int) -> None:
-    """Print what both ways take."""
+    """Print the memory and the speed of both engines."""
     one = {**options, "threads": num_ranks}
     split = {**options, "threads": 1, "tensor_parallel_size": num_ranks}
     async with engine(one) as whole, engine(split) as ranks:
@@ -74,7 +74,7 @@ async def compare(options: dict[str, Any], num_ranks: int, prompt_len: int, roun
 
 @asynccontextmanager
 async def engine(options: dict[str, Any]) -> AsyncIterator[ProcessClient]:
-    """Start an engine in a process of its own, and end it with the block."""
+    """Start an engine in its own process, and end it with the block."""
     client = ProcessClient(options, None)
     try:
         await client.start()
@@ -84,7 +84,7 @@ async def engine(options: dict[str, Any]) -> AsyncIterator[ProcessClient]:
 
 
 async def tokens_per_second(client: ProcessClient, prompt_len: int) -> tuple[float, float]:
-    """Return the rates of a prompt, and of one stream after a short prompt."""
+    """Return the rate of a prompt, and the rate of one stream after a short prompt."""
     prefill_s = await seconds(client, prompt_len, 1)
     decode_s = await seconds(client, SHORT_PROMPT_LEN, OUTPUT_LEN) - await seconds(client, SHORT_PROMPT_LEN, 1)
     return prompt_len / prefill_s, (OUTPUT_LEN - 1) / decode_s
@@ -101,7 +101,7 @@ async def seconds(client: ProcessClient, prompt_len: int, output_len: int) -> fl
 
 
 def processes(client: ProcessClient) -> Iterator[int]:
-    """Return the process of an engine, which is its first rank, and those of the others."""
+    """Yield the process of an engine, which is its first rank, and then the processes of the other ranks."""
     pid = client.status().replicas[0].pid
     assert pid is not None
     yield pid
@@ -110,7 +110,7 @@ def processes(client: ProcessClient) -> Iterator[int]:
 
 
 def print_memory(options: dict[str, Any], ranks: list[int], whole: int) -> None:
-    """Print the resident memory of each rank beside its share of the weights, and of the process that has them all."""
+    """Print the resident memory of each rank, and of the single process, beside the weights that it holds."""
     planned = PlannedModel.read(EngineConfig.from_options(**options))
     config = planned.resolved()
     degrees = config.parallel.degrees(planned.model, together=planned.together)
@@ -125,7 +125,7 @@ def print_memory(options: dict[str, Any], ranks: list[int], whole: int) -> None:
 
 
 def _resident(pid: int) -> int:
-    """Return the bytes in memory that are this process's alone, or its part of what it shares."""
+    """Return the bytes in memory that only this process uses, plus its part of the shared ones."""
     return _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") * 1024
 
 

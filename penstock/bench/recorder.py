@@ -1,7 +1,7 @@
-"""What the flight recorder costs: `python -m penstock.bench.recorder`.
+"""Measure the cost of the flight recorder: `python -m penstock.bench.recorder`.
 
-Decode steps of 32 requests on an executor that computes nothing, with and without the recorder; and the checksums of
-logits, which the runner adds. Medians, in microseconds.
+Times decode steps of 32 requests on an executor that computes nothing, with and without the recorder, and the checksums
+of logits that the runner adds. Prints medians in microseconds.
 """
 
 import statistics
@@ -33,7 +33,7 @@ VOCABULARIES = (2048, 32_000, 128_256)
 
 
 class EmptyExecutor:
-    """Answers every step at once, with the same token for everyone."""
+    """Answers every step at once, with the same token for every request."""
 
     depth = 1
 

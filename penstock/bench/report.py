@@ -47,7 +47,7 @@ LIMITS = (
 
 
 def print_offline(result: dict[str, Any]) -> None:
-    """Print the figures of bench.offline: the whole run, prefill and decode."""
+    """Print the figures of bench.offline for the whole run, for prefill and for decode."""
     console = Console()
     workload = f"{result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
     if result["prefix_len"]:
@@ -79,7 +79,7 @@ def print_offline(result: dict[str, Any]) -> None:
 
 
 def _print_between(console: Console, found: dict[str, Any]) -> None:
-    """Print what processes gave each other, and how long the stages of a pipeline stood still."""
+    """Print how many bytes the processes received from each other, and how long the stages of a pipeline stood idle."""
     each, whole, predicted = (
         found[name] for name in ("bytes_received_per_step", "bytes_received", "predicted_bytes_received")
     )
@@ -119,7 +119,7 @@ def print_forms(result: dict[str, Any]) -> None:
 
 
 def _print_shares(console: Console, result: dict[str, Any]) -> None:
-    """Print how the shares of the stretches between probes spread, and their medians by the machine's state."""
+    """Print the spread of the shares of the stretches between probes, and their medians by the machine's state."""
     parts = {name: part["stretches"] for name, part in _parts(result).items() if part["stretches"] is not None}
     if not parts:
         return
@@ -182,7 +182,7 @@ def print_ops(result: dict[str, Any]) -> None:
 
 
 def _table(headings: Iterable[str]) -> Table:
-    """Return a table without lines, whose columns but the first are aligned to the right and never cut."""
+    """Return a table without lines. Its columns are never cut; all but the first are aligned to the right."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
@@ -204,7 +204,7 @@ def _pieces(leaves: int) -> str:
 
 
 def _print_attention_notes(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Print the speed-up by threads and the plan of each kernel, by the rows' numbers in the table."""
+    """Print the speed-up by threads and the plan of each kernel, with the row numbers of the table."""
     keys: dict[str, list[str]] = {}
     for number, row in enumerate(rows, start=1):
         keys.setdefault(row["key"], []).append(str(number))

@@ -1,15 +1,15 @@
-"""Samples of work, each with the machine's limits of the same moment. No torch.
+"""Samples of work, each with the machine's limits at the same time. No torch.
 
 The speed of a shared machine changes within seconds, by a factor of two and more. So the limits are probed right before
 and right after every sample, and the sample's share is taken against the mean of the two:
 
     share of reading = time to read the sample's bytes at the mean rate of its two probes / time taken
 
-One limit binds a sample: the one of reading or of a kind of multiplying that its work needs the most time for. By that
-limit the sample is
+One limit binds a sample: of reading and each kind of multiplying, the one that its work needs the most time for. By
+that limit the sample is
 
-- *unsettled* if its two probes differ by more than UNSETTLED times, so that the limit in between is unknown.
-  Unsettled samples are counted, and left out of medians while others are left;
+- *unsettled* if its two probes differ by more than a factor of UNSETTLED, so that the limit in between is unknown.
+  Unsettled samples are counted, but left out of medians unless all samples are unsettled;
 - *fast* if the mean of its two probes is at least FAST of the best rate seen, otherwise *slow*.
 """
 
@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNSETTLED = 1.25  # ratio of two neighbouring probes
-FAST = 0.75  # of the best multiply rate seen
+FAST = 0.75  # share of the best rate seen
 READ = "read"
 
-Rates = Mapping[str, float]  # READ in GB/s, and kinds that multiply in 10^9 operations per second
+Rates = Mapping[str, float]  # READ in GB/s, and the kinds that multiply in 10^9 operations per second
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class Work:
         self.operations.update(other.operations)
 
     def times(self, rows: int) -> "Work":
-        """Return the work for a number of rows: weights are read once for any number, and not at all for none."""
+        """Return the work for a number of rows. Weights are read once for any number of rows, and not at all for 0."""
         operations = Counter({kind: count * rows for kind, count in self.operations.items()})
         return Work(self.read_bytes if rows else 0, operations)
 
     def least_seconds(self, rates: Rates) -> dict[str, float]:
-        """Return the time that reading the bytes takes at these rates, and that each kind's operations take."""
+        """Return the time to read the bytes at these rates, and the time of the operations of each kind."""
         multiply = {kind: count / 1e9 / rates[kind] for kind, count in self.operations.items()}
         return {READ: self.read_bytes / 1e9 / rates[READ], **multiply}
 
@@ -89,7 +89,7 @@ class Sample:
 
 
 def settled(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the settled samples, or all if none is."""
+    """Return the settled samples, or all samples if none is settled."""
     return [sample for sample in samples if sample.settled] or list(samples)
 
 
@@ -108,7 +108,7 @@ def _at(ranked: Sequence[float], place: float) -> float:
 
 
 def summary(samples: Sequence[Sample], best: Rates) -> dict[str, Any]:
-    """Return how many samples there are, how they spread, and the median shares in each state of the machine."""
+    """Return the number of samples, their spread, and their median shares in each state of the machine."""
     kept = settled(samples)
     shares = [sample.shares for sample in kept]
     figures: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Clients of an HTTP server that take next to no processor time: one epoll loop over plain sockets.
+"""Clients of an HTTP server that take almost no processor time: one epoll loop over plain sockets.
 
-A client that shares the machine with the server must not be what is measured. So requests are bytes made beforehand,
-answers are searched and not parsed, and each request notes how late it was sent.
+A client that shares the machine with the server must not distort the measurement. So the bytes of requests are made
+beforehand, answers are searched instead of parsed, and each request notes how late it was sent.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ END_OF_STREAM, END_OF_CHUNKS = b"data: [DONE]", b"0\r\n\r\n"
 FIRST_TOKEN = b"data: {"
 RETRY_AFTER_MS = re.compile(rb"retry-after-ms: (\d+)", re.IGNORECASE)
 CONTENT_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
-TAIL = 32  # bytes of a stream that are kept, to find its end in
+TAIL = 32  # bytes of a stream that are kept to find its end in
 
 
 @dataclass(slots=True)
 class Request:
-    """A request as its client saw it; times in seconds since the phase began.
+    """A request as its client saw it. Times are in seconds since the phase began.
 
     Attributes:
-        due_at: when it was to be sent; sent_at: when it was.
-        body: the number of the body that was sent.
-        status: 0 where no answer came.
+        due_at: when it was to be sent; sent_at: when it was sent.
+        body: the index of the body that was sent.
+        status: 0 if no answer came.
         answered_at: when the status line came.
         ended_at: when the answer was complete.
-        retry_after_s: what a refusal asked for.
+        retry_after_s: the pause that a refusal asked for.
     """
 
     due_at: float
@@ -44,12 +44,12 @@ class Request:
 
 
 class Senders:
-    """Sends requests when they are due and notes what becomes of them.
+    """Sends requests when they are due, and notes what becomes of them.
 
     Args:
         bodies: requests with their heads, sent in turn; with "Connection: close" unless `keep_alive`.
         again: called with each request that has ended, whole or not; returns when its client sends the next one, in
-            seconds since the phase began, or None. Such a client keeps its connection if `keep_alive`.
+            seconds since the phase began, or None. The client then keeps its connection if `keep_alive`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Senders:
         self.requests.append(Request(due_at))
 
     def run(self, until: float) -> None:
-        """Send and receive until nothing is planned or open, or until so late."""
+        """Send and receive until nothing is planned or open, or until this time."""
         self._began = time.perf_counter()
         while (self._due or self._open) and (now := self.now()) < until:
             while self._due and self._due[0][0] <= now:
@@ -110,7 +110,7 @@ class Senders:
             self._epoll.register(connection.sock, select.EPOLLIN | select.EPOLLOUT)
 
     def _flush(self, connection: "_Connection") -> bool:
-        """Send what is left of a request; return whether all of it is sent."""
+        """Send the rest of a request. Return whether all of it is sent."""
         with contextlib.suppress(BlockingIOError, OSError):
             connection.unsent = connection.unsent[connection.sock.send(connection.unsent) :]
         return not connection.unsent
@@ -156,12 +156,12 @@ class _Connection:
     sock: socket.socket
     request: Request
     unsent: bytes = b""
-    received: bytes = b""  # all of a refusal; the end of a stream
-    num_sent: int = 0  # requests on this connection
+    received: bytes = b""  # the whole of a refusal; the end of a stream
+    num_sent: int = 0  # number of requests on this connection
 
     @property
     def is_stale(self) -> bool:
-        """Whether the server had closed it between two requests; a client then sends the second one again."""
+        """Whether the server closed the connection between two requests. A client then sends the second one again."""
         return self.num_sent > 1 and not self.received
 
     def restart(self, request: Request, data: bytes) -> None:
@@ -169,7 +169,7 @@ class _Connection:
         self.num_sent += 1
 
     def take(self, data: bytes, now: float) -> bool:
-        """Note what came; return whether the answer is complete."""
+        """Note what came. Return whether the answer is complete."""
         request = self.request
         received = self.received + data
         if not request.status and len(received) > 12:

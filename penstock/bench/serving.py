@@ -1,6 +1,7 @@
-"""Measure a running server from outside, over OpenAI's API: `penstock bench serve`.
+"""Measure a running server from outside, over OpenAI's API, for `penstock bench serve`.
 
-One process with one thread sends the requests, notes when the parts of their answers arrive, and reads them afterwards.
+One process with one thread sends the requests and notes when the parts of their answers arrive. Afterwards it reads
+the parts.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from penstock.errors import EngineError, InvalidRequestError
 
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 DATA = b"data: "
-SHOW_IDS = "return_token_ids"  # the field of a body that shows tokens without a text
+SHOW_IDS = "return_token_ids"  # the body field that makes a server show tokens without text
 NO_TEXT = "the answer has tokens and no text, as of a model without a tokenizer, and the server does not show their ids"
 
 
@@ -31,7 +32,7 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_token(self) -> bool:
-        """Whether a token came: an id, a delta with more than a role, or a text, perhaps empty in mid-character."""
+        """Whether a token came: an id, a delta with more than a role, or a text, even empty in mid-character."""
         if self.token_ids is not None:
             return bool(self.token_ids)
         if self.delta is None:
@@ -51,12 +52,12 @@ class _Event(msgspec.Struct):
 
 
 class Target:
-    """A server, and how it is asked.
+    """A server, and how requests are sent to it.
 
     Args:
         client: has the server's address and headers.
-        backend: of BACKENDS.
-        model: the name that the server knows it by; None: the first that it lists.
+        backend: one of BACKENDS.
+        model: the server's name for the model; None: the first that it lists.
         fields: of every body, besides model, prompt, lengths and streaming.
     """
 
@@ -76,7 +77,7 @@ class Target:
         """Ask the server for its model, unless one was given.
 
         Raises:
-            EngineError: it cannot be reached, or lists none.
+            EngineError: the server cannot be reached, or lists no model.
         """
         try:
             answer = await self._client.request("GET", "/v1/models")
@@ -91,9 +92,10 @@ class Target:
                 raise EngineError("GET /v1/models: the server lists no model; give --served-model-name") from None
 
     async def ask(self, sample: Sample) -> Outcome:
-        """Send a request and return what became of it; failures are outcomes too.
+        """Send a request and return its outcome; failures are outcomes as well.
 
-        A model without a tokenizer has tokens without a text: this request is sent again, and all later ones, for ids.
+        If a model without a tokenizer answers with tokens but no text, this request is sent again, and it and all later
+        ones ask for ids.
         """
         had_ids = SHOW_IDS in self._fields
         outcome = await self._ask(sample)
@@ -124,7 +126,7 @@ class Target:
         return outcome
 
     def _read(self, answer: Answer, outcome: Outcome) -> None:
-        """Find the tokens in a stream of events. An event may be cut anywhere into parts; it arrived with its end."""
+        """Find the tokens in a stream of events. Parts may cut events; an event arrives with its last part."""
         rest = b""
         for part, arrival in zip(answer.parts, answer.arrivals, strict=True):
             *lines, rest = (rest + part).split(b"\n")
@@ -159,7 +161,7 @@ def _reason(answer: Answer) -> str:
 async def send_all(
     target: Target, samples: Sequence[Sample], load: Load, ended: Callable[[int], None]
 ) -> list[Outcome]:
-    """Send the requests as `load` says and return their outcomes. `ended(1)` is called at the end of each."""
+    """Send the requests as `load` says, and return their outcomes. `ended(1)` is called at the end of each request."""
     free = asyncio.Semaphore(load.max_concurrency or len(samples))
 
     async def ask(sample: Sample) -> Outcome:
@@ -187,11 +189,11 @@ async def measure_serving(
     num_warmups: int,
     progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
 ) -> list[dict[str, Any]]:
-    """Measure a server under one load after the other; return the figures of each.
+    """Measure a server under one load after the other. Return the figures of each.
 
     Raises:
         EngineError: the server cannot be reached, or the first request fails.
-        InvalidRequestError: a percentile is none.
+        InvalidRequestError: a percentile is not a percentage, or there are no samples.
     """
     check_percentiles(percentiles)
     if not samples:

@@ -1,4 +1,4 @@
-"""The figures of `penstock bench serve` as text, as vLLM prints them, and as a picture of a sweep of loads."""
+"""The figures of `penstock bench serve`, as text in vLLM's form and as a picture of a sweep of loads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ SWEEP = {"rate": "request_rate", "req/s": "request_throughput", "goodput": "requ
 
 
 def block(result: dict[str, Any], metrics: Sequence[str]) -> str:
-    """Return the block of one run. Figures that were not asked for are left out."""
+    """Return the block of one run. Figures that do not apply to the run are left out."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_line(label, result[name]) for label, name in COUNTS if result[name] is not None]
     for metric in metrics:
@@ -48,7 +48,7 @@ def _line(label: str, value: Any) -> str:
 
 
 def print_serving(results: Sequence[dict[str, Any]], metrics: Sequence[str]) -> None:
-    """Print a block per run, and for several a table that compares them."""
+    """Print a block per run and, for several runs, a table that compares them."""
     for result in results:
         print(block(result, metrics))
     if len(results) > 1:
@@ -67,7 +67,7 @@ def _short(value: Any) -> str:
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw throughput and latencies against the request rate; the file's ending says the format (svg, png, pdf).
+    """Draw throughput and latencies against the request rate. The file's suffix selects the format (svg, png, pdf).
 
     Raises:
         InvalidRequestError: matplotlib is not installed, or the file cannot be written in this format.

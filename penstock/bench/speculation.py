@@ -1,9 +1,9 @@
-"""Measure what speculation gains: the same requests without drafts and with them, in turns on one engine.
+"""Measure what speculation gains: the same requests without and with drafts, in turns on one engine.
 
-dataset       random   ids without a meaning, of input_len tokens
-              repeat   the demo model is asked to repeat what is written
-              demo     other questions and stories of its corpus
-acceptance    drafts are the tokens that the run without drafts gave, each with this probability, and else wrong;
+dataset       random   random ids, input_len per prompt
+              repeat   the demo model is asked to repeat a text
+              demo     other questions and stories of the demo model's corpus
+acceptance    drafts are the tokens of the run without drafts, each correct with this probability and otherwise wrong,
               so that a model with random weights shows what drafts of any quality gain
 """
 
@@ -36,9 +36,9 @@ MAKERS: dict[str, Sequence[Callable[[Random], list[chats.Turn]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """num_prompts requests at once that generate output_len tokens each, `rounds` times without drafts and with.
+    """num_prompts simultaneous requests for output_len tokens each, `rounds` times without drafts and with them.
 
-    acceptance: share of right drafts; None asks the engine's own proposer.
+    acceptance: share of correct drafts; None: the engine's own proposer makes the drafts.
     """
 
     num_prompts: int
@@ -69,7 +69,7 @@ class Contest:
 
 
 class Told:
-    """A proposer that is told what comes, and is right with the probability `share`."""
+    """A proposer that knows the next tokens, and proposes each of them correctly with the probability `share`."""
 
     is_free = True
 
@@ -89,7 +89,7 @@ class Told:
         return token_id if self._random.random() < self._share else (token_id + 1) % self._vocab_size
 
     def forget(self, request_id: str) -> None:
-        """Keep the answer: the next run has the same requests."""
+        """Keep the answer, because the next run has the same requests."""
 
     def shutdown(self) -> None:
         self.answers.clear()
@@ -97,7 +97,7 @@ class Told:
 
 @dataclass(slots=True)
 class _Run:
-    """One run: outputs by request, and the seconds of its steps that only decoded, with their tokens and number."""
+    """One run: outputs by request, and the time, tokens and number of its steps that only decoded."""
 
     outputs: dict[str, list[int]]
     seconds: float = 0.0
@@ -112,7 +112,7 @@ def measure_speculation(
     announce: Callable[[ModelInfo], None],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Build an engine from EngineConfig options, which have a speculative_config, and return the figures.
+    """Build an engine from EngineConfig options, which include a speculative_config, and return the figures.
 
     Raises:
         InvalidRequestError: an option is invalid, or the contest does not fit the model.
@@ -126,7 +126,7 @@ def measure_speculation(
     told = None if contest.acceptance is None else _tell(engine, contest.acceptance)
     pairs: list[tuple[_Run, _Run]] = []
     with progress("runs", 2 * contest.rounds + 2) as advance:
-        for index in range(contest.rounds + 1):  # the first one warms up
+        for index in range(contest.rounds + 1):  # the first round warms up
             prompts = contest.prompts(index, built.info.vocab_size)
             with _without_drafts(engine):
                 plain = _run(engine, prompts, contest)
@@ -155,7 +155,7 @@ def measure_speculation(
 
 
 def _tell(engine: Engine, acceptance: float) -> Told | None:
-    """Put a proposer that is told what comes in place of the engine's."""
+    """Replace the engine's proposer by one that knows the next tokens."""
     if engine.speculation is None:
         return None
     told, most = Told(acceptance, engine.vocab_size), len(engine.speculation.accepted_per_position)
@@ -196,7 +196,7 @@ def _run(engine: Engine, prompts: list[list[int]], contest: Contest) -> _Run:
 
 
 def _figures(pairs: list[tuple[_Run, _Run]]) -> dict[str, Any]:
-    """Return medians over rounds; the two runs of a round are neighbours in time, so their ratio is what counts."""
+    """Return medians over rounds, and the ratio of the two runs of each round, which are neighbours in time."""
     if not all(run.seconds for pair in pairs for run in pair):
         raise InvalidRequestError("output_len: it leaves nothing to decode", param="output_len")
     ratios = sorted(plain.seconds / drafted.seconds for plain, drafted in pairs)

@@ -1,5 +1,8 @@
-"""SplitMeter: measures the steps of an engine whose model several processes compute: how long they take, what the
-processes give each other for them, and what the stages of a pipeline do meanwhile. Their kernels are not timed."""
+"""SplitMeter: measures the steps of an engine whose model is computed by several processes.
+
+It measures how long steps take, how many bytes the processes exchange for them, and what the stages of a pipeline do
+meanwhile. The kernels of the processes are not timed.
+"""
 
 import time
 from collections import deque
@@ -26,18 +29,18 @@ class Pipelined(Protocol):
     """An executor with stages.
 
     Attributes:
-        spans: what they did, step by step.
+        spans: what the stages did, step by step.
     """
 
     spans: Sequence[StageTime]
 
 
 class SplitMeter:
-    """A wrapper around an engine's executor; meter.MeteredExecutor is that of one process.
+    """A wrapper around an engine's executor; meter.MeteredExecutor is its counterpart for one process.
 
     Attributes:
         watch: the clock, which leaves nothing out.
-        limits: None: they are not known of other processes.
+        limits: None, because limits are not known for other processes.
     """
 
     limits = None
@@ -48,7 +51,7 @@ class SplitMeter:
         self.watch = Watch()
         self._traffic = predicted(built)
         self._prompts = PromptTokens()
-        self._plans: deque[tuple[SchedulerOutput, int, float]] = deque()  # prompt tokens; when it was submitted
+        self._plans: deque[tuple[SchedulerOutput, int, float]] = deque()  # plan, prompt tokens, submission time
         self._last: tuple[SchedulerOutput, int, float] = SchedulerOutput(0, [], []), 0, 0.0
         self._collected = 0.0
         self.begin_run(None)
@@ -59,7 +62,7 @@ class SplitMeter:
         self._num_steps = self._received = self._predicted = 0
 
     def end_run(self) -> list[Stretch]:
-        """Draw what the stages did, if the run is drawn."""
+        """Add the stages to the trace, if the run is traced."""
         if self._profile is not None:
             self._profile.add_stages(self._stages())
         return []
@@ -106,11 +109,11 @@ class SplitMeter:
         return peak_rss_bytes()
 
     def attention(self) -> dict[str, int]:
-        """Return nothing: the plans of other processes are not counted."""
+        """Return an empty dict: the plans of other processes are not counted."""
         return {}
 
     def between_processes(self) -> dict[str, Any]:
-        """Return what rank 0 of each stage received in the run, what was to be expected, and the pipeline's bubble."""
+        """Return the bytes that rank 0 of each stage received, the predicted bytes, and the pipeline's bubble."""
         stages = self._stages()
         return {
             "bytes_received": self._received,
@@ -126,7 +129,7 @@ class SplitMeter:
 
 
 def predicted(built: BuiltEngine) -> Traffic:
-    """Return what rank 0 of each stage of a model has to receive, from the split alone."""
+    """Return the traffic that rank 0 of each stage should receive, computed from the split alone."""
     config, model = built.config, built.model_config
     share = Share(0, find_degrees(config, model))
     cuts = cut_all(read_parameters(model), share, model).values()

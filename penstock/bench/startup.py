@@ -1,5 +1,7 @@
-"""Measure start-up: `penstock --version`, `penstock serve demo` until /health answers 200, and how long a stream waits
-for its next token when its engine is killed, with and without a standby.
+"""Measure start-up times, and how long a stream waits for its next token when its engine is killed.
+
+The start-up times are those of `penstock --version` and of `penstock serve demo` until /health answers 200. The engine
+is killed with and without a standby, and beside a second engine.
 
 python -m penstock.bench.startup
 """
@@ -27,7 +29,7 @@ from penstock.interface.sampling_params import SamplingParams
 
 REPEATS = 5
 TIMEOUT_S = 60.0
-NUM_KILLS = 4  # more within a minute would end the service
+NUM_KILLS = 4  # more kills within a minute would end the service
 NUM_TOKENS_BEFORE_KILL = 200
 PARTS = ("death noticed", "engine ready", "next token")
 
@@ -70,7 +72,7 @@ class TimedClient(ProcessClient):
     """Notes when a death is noticed, when the next engine is ready, and when the next token arrives.
 
     Attributes:
-        times: of the last death, by PARTS; empty before one.
+        times: of the last death, by PARTS; empty before the first.
     """
 
     times: dict[str, float]
@@ -91,8 +93,7 @@ class TimedClient(ProcessClient):
 
 
 async def time_deaths(*, standby: bool = False, data_parallel_size: int = 1) -> dict[str, list[float]]:
-    """Return the seconds from a kill to each of PARTS, for NUM_KILLS kills of the demo model's engine that has a
-    stream."""
+    """Return the seconds from a kill to each of PARTS, for NUM_KILLS kills of the engine that computes a stream."""
     client = TimedClient({"model": "demo"}, None, standby=standby, launcher=Launcher(num_engines=data_parallel_size))
     client.times = {}
     found: dict[str, list[float]] = {part: [] for part in PARTS}
@@ -108,7 +109,7 @@ async def time_deaths(*, standby: bool = False, data_parallel_size: int = 1) -> 
                 if len(output.outputs[0].token_ids) >= NUM_TOKENS_BEFORE_KILL and not killed_at and pid is not None:
                     killed_at = time.perf_counter()
                     os.kill(pid, signal.SIGKILL)
-            while "engine ready" not in client.times:  # where others have gone on meanwhile
+            while "engine ready" not in client.times:  # another engine may have continued the stream in the meantime
                 await asyncio.sleep(0.01)
             for part in PARTS:
                 found[part].append(client.times[part] - killed_at)
@@ -118,7 +119,7 @@ async def time_deaths(*, standby: bool = False, data_parallel_size: int = 1) -> 
 
 
 def main() -> int:
-    logging.getLogger("penstock").setLevel(logging.CRITICAL)  # the deaths are wanted
+    logging.getLogger("penstock").setLevel(logging.CRITICAL)  # the deaths are intended
     for name, measure in (("penstock --version", time_version), ("serve demo until /health is 200", time_health)):
         times = [measure() for _ in range(REPEATS)]
         print(f"{name}: median {statistics.median(times):.3f} s, best {min(times):.3f} s of {REPEATS}")

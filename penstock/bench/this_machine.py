@@ -1,8 +1,8 @@
-"""Measure this machine once, for `penstock plan`: how fast products read and multiply weights of each type, and what a
-step takes beside them.
+"""Measure this machine once, for `penstock plan`: how fast products read and multiply weights of each type, and how
+long a step takes beside its products.
 
-All cases take turns, round after round, until the medians of the first and the second half of the rounds agree: so what
-another process costs falls on all of them, and a machine that does not settle is called unsettled. No torch.
+All cases take turns, round after round, until the medians of the first and the second half of the rounds agree. So the
+load of other processes affects all cases alike, and a machine that does not settle is reported as unsettled. No torch.
 """
 
 import statistics
@@ -31,8 +31,8 @@ from penstock.quant.scheme import Scheme
 from penstock.weights.planned import PlannedModel
 
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # up, down and output projections of a layer
-FEW_ROWS = (8, 32)  # of products between those that read, and those that multiply
-RING_BYTES = 128 * 2**20  # of copies of a weight, larger than the caches
+FEW_ROWS = (8, 32)  # numbers of rows between those bound by reading and those bound by multiplying
+RING_BYTES = 128 * 2**20  # size of the copies of a weight; larger than the caches
 READ_BYTES = 256 * 2**20
 MIN_ROUNDS, MAX_ROUNDS = 8, 40
 SETTLED = 0.03  # relative difference of two medians
@@ -48,7 +48,7 @@ class Measurement:
     """The rates of all rounds, by case.
 
     Attributes:
-        unsettled: by how much the median of the second half is above that of the first, of cases that have not settled.
+        unsettled: for cases that have not settled, the relative change of the median from the first half to the second.
     """
 
     rates: dict[str, list[float]]
@@ -61,7 +61,7 @@ class Measurement:
 def measure_machine(
     threads: int | None = None, costs: Callable[[dict[str, Any]], LinearCosts] = measure_costs
 ) -> dict[str, Any]:
-    """Return the figures of this machine, as fields of planner.machines.Hardware, and what is `unsettled`.
+    """Return the figures of this machine, as fields of planner.machines.Hardware, and the cases that are `unsettled`.
 
     threads: cores that compute; None: all.
     costs: measures the steps of a model, here the demo's.
@@ -102,7 +102,7 @@ def write_machine(figures: dict[str, Any], path: Path) -> Hardware:
 
 
 def take_turns(cases: dict[str, Case]) -> Measurement:
-    """Let all cases take turns until each one's rates have settled, or MAX_ROUNDS are over."""
+    """Let all cases take turns until the rates of each have settled, or for MAX_ROUNDS."""
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
         case()  # touches its memory for the first time
@@ -119,20 +119,23 @@ def take_turns(cases: dict[str, Case]) -> Measurement:
 
 
 def _change(rates: list[float]) -> float:
-    """Return by how much the median of the second half is above that of the first."""
+    """Return the relative change of the median from the first half to the second."""
     half = len(rates) // 2
     return statistics.median(rates[half:]) / statistics.median(rates[:half]) - 1.0
 
 
 def _cases(threads: int) -> dict[str, Case]:
-    """Return how fast each type of weight is read, with one row, and multiplied, with few and with many; memory itself;
-    and attention."""
+    """Return the cases of this machine.
+
+    Each type of weight is read (with one row) and multiplied (with few and with many rows). The other cases read plain
+    memory and compute attention.
+    """
     wide, narrow = CpuOps(FLOAT32, threads=threads), CpuOps(BFLOAT16, threads=threads)
     cases: dict[str, Case] = {PROBE: _probe(narrow)}
     for kind in TYPES:
         ops = wide if kind == "float32" else narrow
         ring = _ring(ops, None if kind in ("float32", "bfloat16") else Scheme.parse(kind))
-        large = [item for item in ring if item[0] in SHAPES[:2]]  # no step pauses between products, as Python does here
+        large = [item for item in ring if item[0] in SHAPES[:2]]  # Python pauses between products here, steps do not
         cases[f"{kind} read"] = partial(_rate, ops, 1, large, per_operation=False)
         for rows in FEW_ROWS:
             cases[f"{kind} {rows} rows"] = partial(_rate, ops, rows, large[:4], per_operation=False)
@@ -141,7 +144,7 @@ def _cases(threads: int) -> dict[str, Case]:
 
 
 def _ring(ops: CpuOps, scheme: Scheme | None) -> Ring:
-    """Return weights of all SHAPES in turns, which together are larger than the caches."""
+    """Return weights of all SHAPES in turn, which together are larger than the caches."""
     generator, packing = np.random.default_rng(0), Packing((), scheme, False)
     layer = [
         (shape, ops.pack_linear((generator.random(shape, dtype=np.float32) - 0.5).astype(ops.element), packing=packing))
@@ -162,7 +165,7 @@ def _copy(ops: CpuOps, packed: PackedLinear, shape: tuple[int, int], packing: Pa
 
 
 def _rate(ops: CpuOps, rows: int, ring: Ring, *, per_operation: bool) -> float:
-    """Return the bytes of weights, or the operations, per second of products with the weights of a ring."""
+    """Return the weight bytes, or the operations, per second of products with the weights of a ring."""
     operands = {k: np.full((rows, k), 0.01, np.float32).astype(ops.element) for _, k in SHAPES}
     results = {n: empty((rows, n), FLOAT32) for n, _ in SHAPES}
     work = sum(2 * rows * n * k if per_operation else weight.num_bytes for (n, k), weight in ring)
@@ -173,7 +176,7 @@ def _rate(ops: CpuOps, rows: int, ring: Ring, *, per_operation: bool) -> float:
 
 
 def _probe(ops: CpuOps) -> Case:
-    """Return what reads a ring of memory with the fastest of the native loops."""
+    """Return a case that reads a ring of memory with the fastest of the native loops."""
     memory = empty((READ_BYTES,), UINT8)
     memory[...] = 1
     at = address_of(memory)
@@ -187,7 +190,7 @@ def _probe(ops: CpuOps) -> Case:
 
 
 def _host_seconds(costs: LinearCosts, reads: dict[str, float], operations: dict[str, float]) -> tuple[float, float]:
-    """Return what a step and each of its sequences take beside products: the demo model's, less its own products."""
+    """Return the time of a step and of each sequence beside products: the demo's costs less its products."""
     demo = PlannedModel.read(EngineConfig.from_options(model="demo"))
     config = demo.resolved()
     products = demo.sizes(config.numerics.scheme, None).products.values()

@@ -1,5 +1,6 @@
-"""`penstock check`: a model beside Transformers' own class, layer by layer, and the engine's guarantees on it.
+"""`penstock check`: compares a model layer by layer with Transformers' own class, and tests the engine's guarantees.
 
-run: all of it; target: the checked model; ours, twin: both models and the outputs of their layers (trace); pairs: which
-modules correspond; parity: the table of errors; cause: what the first difference points to; proofs: the guarantees.
+run: a whole check; target: the checked model; ours, twin: the two models, with the outputs of their layers (trace);
+pairs: which modules correspond; parity: the table of errors; cause: the likely cause of the first difference; proofs:
+the guarantees.
 """

@@ -1,4 +1,4 @@
-"""Guesses the cause of the first difference, from weights, positions and rotary tables."""
+"""Guess the cause of the first difference from weights, positions and rotary tables."""
 
 import torch
 from torch import Tensor
@@ -11,11 +11,11 @@ from penstock.layers.module import get_submodule
 from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.weights.rows import tensor_rows
 
-EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformers call it
+EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of this attribute in Transformers' modules
 
 
 def find_cause(found: Comparison) -> str | None:
-    """Return a line about the first row that failed; None if no row failed."""
+    """Return a line about the first row that failed, or None if no row failed."""
     index = found.first_failed
     if index is None:
         return None
@@ -39,7 +39,7 @@ def find_cause(found: Comparison) -> str | None:
 
 
 def _changed_weights(found: Comparison, layer: str) -> str | None:
-    """Name the first tensor of one of our layers that has other values in their model, and count the differences."""
+    """Name the first tensor of a layer of ours with different values in their model, and count the differences."""
     for parameter, ours, theirs in both_values(layer, found.source, found.twin.model.state_dict()):
         if ours.shape != theirs.shape:
             continue
@@ -61,7 +61,7 @@ def _norm(found: Comparison, place: Place, ours: float) -> str:
 
 
 def _attention(found: Comparison, place: Place, attention: Attention) -> str:
-    """Tell values from angles: the first token sees only itself, so no angle, mask or scale reaches it."""
+    """Tell wrong values from wrong angles: the first token sees only itself, so no angle, mask or scale affects it."""
     errors = (place.ours - place.theirs).square().mean(dim=1).sqrt()
     wrong = (errors > LAYER_TOLERANCE * place.theirs.square().mean().sqrt()).nonzero()
     position = int(wrong[0]) if len(wrong) else 0
@@ -75,7 +75,7 @@ def _attention(found: Comparison, place: Place, attention: Attention) -> str:
 
 
 def _same_angles(found: Comparison, attention: Attention) -> bool | None:
-    """Return whether one of their rotary tables equals ours; None if there is none to compare."""
+    """Return whether one of their rotary tables equals ours, or None if there are no tables to compare."""
     modules = found.twin.model.named_modules()
     names = {name for name, module in modules if type(module).__name__.endswith("RotaryEmbedding")}
     theirs = [call.outputs for call in found.their_trace if call.name in names and len(call.outputs) == 2]
@@ -86,6 +86,6 @@ def _same_angles(found: Comparison, attention: Attention) -> bool | None:
 
 
 def _same_table(ours: Tensor, theirs: Tensor) -> bool:
-    """Compare [positions, D / 2] of ours with [.., T, D] of theirs, which repeats it."""
+    """Compare our [positions, D / 2] with their [.., T, D], which has the same values twice."""
     theirs = theirs.reshape(-1, theirs.shape[-1])[:, : ours.shape[1]]
     return theirs.shape[1] == ours.shape[1] and torch.allclose(ours[: len(theirs)], theirs, atol=1e-4)

@@ -1,7 +1,7 @@
 """The check of a model's files: each is read as a server reads it, and the data are compared with their checksums.
 
-No weight is computed with, and a tokenizer is loaded in a process with limits, so that files of unknown origin may be
-checked. Imports no torch.
+Nothing is computed with the weights, and the tokenizer is loaded in a process with limits, so files of unknown origin
+may be checked. Imports no torch.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from penstock.weights.sources import open_source
 
 @dataclass(frozen=True, slots=True)
 class FileFinding:
-    """What was found in a file, or in several that belong together.
+    """The finding about a file, or about several files that belong together.
 
     Attributes:
         what: the result in a few words, or the error.
@@ -36,7 +36,7 @@ class FileFinding:
 
 @dataclass(frozen=True, slots=True)
 class FilesReport:
-    """All findings in one directory, which is given as the user named it."""
+    """All findings in one directory, which has the name that the user gave."""
 
     model: str
     findings: tuple[FileFinding, ...]
@@ -78,7 +78,7 @@ def _config(folder: Path) -> str:
 
 
 def _structure(folder: Path) -> str:
-    """Check sizes, offsets and keys of each file's header and, of a checkpoint, that its tensors fit the config."""
+    """Check sizes, offsets and keys in each file's header and, for a checkpoint, that its tensors fit the config."""
     files = find_files(folder)
     num_tensors = sum(len(read_entries(file)) for file in files)
     packed = find_packed(folder)

@@ -1,6 +1,6 @@
-"""Our side of a comparison: a loaded model, and one recorded pass of a whole prompt.
+"""Our side of a comparison: a loaded model, and one recorded pass over a whole prompt.
 
-The caches are paged, as in the engine. The pass never runs a recorded program: hooks need the Python code to run.
+The caches are paged, as in the engine. The pass never replays a recorded program, because hooks need the Python code.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ class OurModel:
         """Load the model for a prompt of `tokens` tokens.
 
         Raises:
-            ModelLoadError, InvalidRequestError: as load_model.
+            ModelLoadError, InvalidRequestError: as in load_model.
         """
         config = load_model_config(directory)
         ops = load_ops(kernels, getattr(torch, dtype))
@@ -53,9 +53,9 @@ class OurModel:
 
     @torch.inference_mode()
     def run(self, ids: list[int], follow: Trace | None = None) -> tuple[Trace, Tensor]:
-        """Run one pass over a prompt; return its trace and the logits after each token, [T, V] float32.
+        """Run one pass over a prompt. Return its trace and the logits after each token, [T, V] float32.
 
-        follow: another pass, as in Trace.
+        follow: another trace, as in Trace.
         """
         ctx = self._context(len(ids))
         with _watching(self.model, follow) as trace:
@@ -65,7 +65,7 @@ class OurModel:
         return trace, logits.clone()
 
     def _context(self, tokens: int) -> ForwardContext:
-        """Return the context of one prompt, from position 0, in blocks 0, 1, 2, ..."""
+        """Return the context for one prompt that begins at position 0, in blocks 0, 1, 2, ..."""
         config, ops = self.config, self.ops
         heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         num_blocks = -(-tokens // BLOCK_SIZE)
@@ -88,7 +88,7 @@ class OurModel:
     def _add_head_norms(self, trace: Trace, positions: Tensor) -> None:
         """Add the norms of q and k to the trace, after the product of q, k and v.
 
-        They are fused with the rotation and so are no calls of their own; here they are computed without it.
+        The norms are fused with the rotation, so they are not separate calls; here they are computed without it.
         """
         for name, module in named_modules(self.model):
             product = trace.last(f"{name}.qkv_proj")
@@ -102,7 +102,7 @@ class OurModel:
 
 @contextmanager
 def _watching(model: object, follow: Trace | None) -> Iterator[Trace]:
-    """Do as `watching`, and also record the norms' method `add`, which hooks do not see."""
+    """Record what `watching` records, and also calls of the norms' method `add`, which hooks do not see."""
     with watching(model, follow) as trace, ExitStack() as stack:
         for name, norm in named_modules(model):
             if isinstance(norm, RMSNorm | LayerNorm):
@@ -114,6 +114,6 @@ def _recorded_add(
     add: Callable[..., tuple[Tensor, Tensor]], trace: Trace, name: str, x: Tensor, h: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     total, normed = add(x, h)
-    if h is not None:  # otherwise it called itself, and the hook recorded it
+    if h is not None:  # otherwise the norm called itself, and the hook recorded that
         normed = trace.record(name, float_tensors(total), normed)
     return total, normed

@@ -1,7 +1,7 @@
-"""Pairs our layers with Transformers' modules, from the parameter table alone.
+"""Pair our layers with Transformers' modules, from the parameter table alone.
 
-The table has the checkpoint names of every parameter, and these are the names of Transformers' modules. So one of our
-layers corresponds to one of theirs or, where our product joins several, to one per piece of its columns. A decoder
+The table has the checkpoint names of every parameter, which contain the names of Transformers' modules. So each of our
+layers corresponds to one module or, if our product joins several, to one module per piece of its columns. A decoder
 block corresponds to the common parent of the modules of its layers.
 """
 
@@ -29,9 +29,9 @@ class Pairs:
     """How two models correspond.
 
     Attributes:
-        layouts: our layer -> how their modules hold its weight, for each layer with parameters that has a counterpart.
+        layouts: our layer -> how their modules hold its weight, for each layer with parameters and a counterpart.
         blocks: our decoder block -> theirs.
-        branches: our module whose parameters have no module of their own (experts) -> theirs.
+        branches: our module -> theirs, for parameters that do not belong to a separate module of theirs (experts).
     """
 
     layouts: dict[str, Layout]
@@ -40,7 +40,7 @@ class Pairs:
 
 
 def find_pairs(parameters: Mapping[str, Parameter], ours: object, theirs: object) -> Pairs:
-    """Match the modules of our model and Transformers'."""
+    """Match the modules of our model with those of Transformers' model."""
     our_modules, their_modules = (dict(named_modules(model)) for model in (ours, theirs))
     layouts: dict[str, Layout] = {}
     unmatched: list[str] = []
@@ -68,7 +68,7 @@ def modules_of(layout: Layout) -> list[str]:
 def split_columns(layout: Layout, columns: Tensor) -> dict[str, Tensor]:
     """Return their module -> the columns of our output [T, N] that it computes, in its order.
 
-    Columns of an output correspond to rows of the weight, and so a checkpoint's layout also splits the output.
+    Columns of an output correspond to rows of the weight, so a checkpoint's layout also splits the output.
     """
     parts = tensor_rows(replace(layout, transposed=False), TensorRows(columns.t().contiguous()))
     return {name.removesuffix(WEIGHT): as_torch(rows.read(0, rows.shape[0])).t() for name, rows in parts.items()}
@@ -77,9 +77,9 @@ def split_columns(layout: Layout, columns: Tensor) -> dict[str, Tensor]:
 def both_values(
     module: str, source: CheckpointSource, state: Mapping[str, Tensor]
 ) -> Iterator[tuple[Parameter, Tensor, Tensor]]:
-    """Yield each parameter in a module of ours, its values in our checkpoint and in their state_dict, float32.
+    """Yield each parameter in a module of ours, with its values in our checkpoint and in their state_dict, float32.
 
-    Theirs are laid out as ours. A parameter that they hold under no known name is left out.
+    Their values are converted to our layout. A parameter that they hold under no known name is left out.
     """
 
     def find(name: str, index: int | None) -> TensorRows:
@@ -97,7 +97,7 @@ def both_values(
 
 
 def _blocks(layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """Return our decoder blocks -> the common parent of their modules in it."""
+    """Return our decoder block -> the common parent of the modules that correspond to its layers."""
     inside: defaultdict[str, set[str]] = defaultdict(set)
     for layer, layout in layouts.items():
         if match := BLOCK.match(layer):
@@ -106,9 +106,9 @@ def _blocks(layouts: Mapping[str, Layout]) -> dict[str, str]:
 
 
 def _branches(unmatched: Iterable[str], layouts: Mapping[str, Layout], blocks: Mapping[str, str]) -> dict[str, str]:
-    """Return the branches that hold parameters without a module of their own (experts); these are compared whole.
+    """Return the branches with parameters that have no separate module (experts); these are compared as a whole.
 
-    Ours is the module just below the block; theirs is the parent of the router, whose counterpart is known.
+    Our branch is the module just below the block; theirs is the parent of the router, whose counterpart is known.
     """
     matches = filter(None, map(BLOCK.match, unmatched))
     found = {".".join(match.string.split(".")[: match[1].count(".") + 2]): match[1] for match in matches}

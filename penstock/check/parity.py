@@ -1,11 +1,11 @@
-"""The table of errors: every layer of ours beside the Transformers module, or the kernel, that computes the same.
+"""The table of errors: each of our layers compared with the Transformers module, or the kernel, that computes the same.
 
-`compare` runs our model and Transformers' in float32, each on its own values. The rows are in the order of our
-computation, so the first one beyond its bound is where the models part; later rows carry that difference on.
+`compare` runs our model and Transformers' model in float32, each on its own values. The rows are in the order of our
+computation, so the models diverge at the first row beyond its bound, and later rows inherit that difference.
 
 `compare_kernels` runs the native kernels and the reference. Each reference layer reads what the same native layer has
-read, so every row is that layer's own error; in bfloat16, rounding could otherwise choose another expert. It needs no
-Transformers.
+read, so every row shows the error of that layer alone; in bfloat16, rounding could otherwise choose another expert. It
+does not need Transformers.
 """
 
 import math
@@ -28,8 +28,8 @@ from penstock.layers.weights import ActivatedLinear, Embedding, Linear, WeightLa
 from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import CheckpointSource, read_table
 
-# Bounds of the relative error (RMS). Two orders of summation in float32 differ by about 1e-7 per product, and such
-# roundings add up like a random walk along the blocks. A wrong weight, epsilon or angle is far beyond.
+# Bounds of the relative error (RMS). Two orders of summation in float32 differ by about 1e-7 per product, and these
+# rounding errors add up like a random walk over the blocks. A wrong weight, epsilon or angle causes far larger errors.
 LAYER_TOLERANCE = 1e-5
 KERNEL_TOLERANCE = {"float32": LAYER_TOLERANCE, "bfloat16": 5e-3}  # a bfloat16 rounding is at most 2^-9
 LOGPROB_TOLERANCE = 1e-4  # absolute, the project's bound for every family in float32
@@ -43,7 +43,7 @@ class Place:
 
     Attributes:
         layer: our layer.
-        what: which of its outputs, or which piece of it in brackets; "" for its whole result.
+        what: which of its outputs, or in brackets which piece of it; "" for its whole result.
         ours, theirs: [T, n] float32.
     """
 
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def block(self) -> int | None:
-        """Number of the decoder block that the layer is in, or is."""
+        """The number of the decoder block that contains the layer, or that the layer is."""
         match = BLOCK.match(self.layer + ".")
         return None if match is None else int(match[1].rpartition(".")[2])
 
@@ -66,8 +66,8 @@ class Comparison:
 
     Attributes:
         source: our checkpoint.
-        places: in the order of computation.
-        rows: one per place, then the log-probabilities.
+        places: the compared outputs, in the order of computation.
+        rows: one row per place, then one for the log-probabilities.
     """
 
     ours: OurModel
@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def first_failed(self) -> int | None:
-        """Index of the first row that failed."""
+        """The index of the first row that failed."""
         return next((index for index, row in enumerate(self.rows) if not row.passed), None)
 
     @property
@@ -112,12 +112,12 @@ def compare_kernels(directory: Path, dtype: str, ids: list[int]) -> tuple[Row, .
 
 
 def compare_traces(model: OurModel, found: Trace, expected: Trace, dtype: str) -> tuple[Row, ...]:
-    """Return the rows of two passes of the same model."""
+    """Return the rows that compare two passes of the same model."""
     return tuple(rows_of(_kernel_places(model.model, found, expected), KERNEL_TOLERANCE[dtype]))
 
 
 def rows_of(places: Iterable[Place], tolerance: float) -> Iterator[Row]:
-    """Yield each place as a row. The bound grows with the number of blocks passed, as roundings add up."""
+    """Yield each place as a row. The bound grows with the number of blocks passed, because rounding errors add up."""
     blocks = 0
     for place in places:
         blocks = blocks if place.block is None else place.block + 1
@@ -127,7 +127,7 @@ def rows_of(places: Iterable[Place], tolerance: float) -> Iterator[Row]:
 
 
 def errors(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Return the largest difference, and the RMS of the difference over the RMS of theirs; infinite for NaN."""
+    """Return the largest difference, and the RMS of the difference over the RMS of `theirs`; infinite for NaN."""
     if ours.shape != theirs.shape:
         return math.inf, math.inf
     if torch.equal(ours, theirs):  # false for NaN
@@ -145,7 +145,7 @@ def _kernel_places(model: object, found: Trace, expected: Trace) -> Iterator[Pla
         attention = _attention_before(own.name, model)
         if attention is not None:
             yield Place(attention, ATTENTION, "reference", _flat(own.inputs[0]), _flat(other.inputs[0]))
-        # A module that only returns the result of the call before it, one inside of it, gets no row of its own.
+        # A module that only returns the result of the previous call, which is inside it, gets no row.
         returned = before is not None and len(own.outputs) == 1 and torch.equal(own.outputs[0], before.outputs[0])
         if isinstance(get_submodule(model, own.name), WeightLayer) or not returned:
             what = STREAM if BLOCK.fullmatch(own.name + ".") else ""
@@ -154,15 +154,15 @@ def _kernel_places(model: object, found: Trace, expected: Trace) -> Iterator[Pla
 
 
 def _attention_before(name: str, model: object) -> str | None:
-    """Return the attention layer whose result the product of that name reads; None for other modules."""
+    """Return the attention layer whose result the product `name` reads, or None for other modules."""
     parent = name.rpartition(".")[0]
     modules = dict(named_modules(model))
-    attention = modules.get(parent)  # none for a list of modules
+    attention = modules.get(parent)  # None if the parent is a list of modules
     return parent if isinstance(attention, Attention) and attention.o_proj is modules[name] else None
 
 
 def _summed(call: Call) -> Tensor:
-    """Return the output of a module of ours, which may leave its branches to be added by the next norm."""
+    """Return the output of a module of ours. The module may leave it to the next norm to add its branches."""
     return sum(call.outputs[1:], start=call.outputs[0])
 
 
@@ -171,7 +171,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 class _Walk:
-    """Goes along our trace and finds what to compare each call with."""
+    """Goes through our trace and finds what to compare each call with."""
 
     def __init__(self, ours: object, source: CheckpointSource, twin: nn.Module, theirs: Trace, tokens: int) -> None:
         self.ours, self.source, self.twin, self.theirs, self.tokens = ours, source, twin, theirs, tokens
@@ -197,7 +197,7 @@ class _Walk:
                 yield from self._between(call, STREAM, self.pairs.blocks[call.name])
 
     def _input(self, call: Call, activated: str | None) -> Iterator[Place]:
-        """Compare the input of a product that no layer computes: the result of attention, or an activation."""
+        """Compare the input of a product if no layer computes it: the result of attention, or an activation."""
         attention = _attention_before(call.name, self.ours)
         layer, layout = attention or activated, self.pairs.layouts.get(call.name)
         if layer is None or layout is None or len(layout.sources) > 1:
@@ -220,20 +220,20 @@ class _Walk:
                 what = f"({module.rpartition('.')[2]})" if len(pieces) > 1 else ""
                 yield Place(call.name, what, module, ours, theirs)
                 continue
-            # Theirs may be scaled by the module, or later: then the stream of the first block shows it.
+            # Their module may apply the scale, or the model later; in that case the first block's stream shows it.
             ours = ours / layer.scale if type(their_layer) is nn.Embedding else ours
             yield Place(call.name, "", module, ours, theirs)
-            table = their_layer.get_parameter("weight").detach().float()  # the prompt reads only some rows of it
+            table = their_layer.get_parameter("weight").detach().float()  # the prompt reads only some of its rows
             yield Place(call.name, TABLE, module, layer.table().cpu().float(), table)
 
     def _between(self, call: Call, what: str, module: str) -> Iterator[Place]:
-        """Compare the output of a block or branch."""
+        """Compare the output of a block or a branch."""
         their_call = self.theirs.last(module)
         if their_call is not None and their_call.outputs:
             yield Place(call.name, what, module, self._rows(_summed(call)), self._rows(their_call.outputs[0]))
 
     def _experts(self, branch: str) -> Iterator[Place]:
-        """Compare the weights of all experts, as the prompt reaches only some; the worst one makes the place."""
+        """Compare the weights of all experts, because the prompt reaches only some. The place shows the worst one."""
         places = (
             Place(branch, EXPERTS, self.pairs.branches[branch], ours, theirs)
             for parameter, ours, theirs in both_values(branch, self.source, self.twin.state_dict())
@@ -244,7 +244,7 @@ class _Walk:
             yield worst
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """Return values with one entry per token as [T, n]; theirs have a batch before it, and some heads."""
+        """Return values with one entry per token as [T, n]. Theirs have a batch axis, and some an axis of heads."""
         tensor = tensor.cpu()
         if tensor.ndim == 4 and tensor.shape[1] != self.tokens:
             tensor = tensor.transpose(1, 2)

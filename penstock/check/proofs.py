@@ -1,8 +1,8 @@
 """The engine's guarantees, tested on one model with the real engine: the answer does not depend on how it is computed.
 
-A few prompts are run one by one, each in one piece, with nothing cached, and then in every other way. The answers must
-be equal: bit for bit with the native kernels, within a tolerance with the reference, which is plain torch. int8 weights
-and caches give other answers, within a bound.
+A few prompts are run one by one, each in one piece and with nothing cached, and then in every other way. The answers
+must be equal: bit for bit with the native kernels, within a tolerance with the reference, which is plain torch. int8
+weights and caches give different answers, but within a bound.
 """
 
 import math
@@ -23,13 +23,13 @@ from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 
 NUM_TOKENS = 8  # generated after each prompt
-CHUNK = 13  # tokens per step, where prompts are chunked
-# Largest difference of a log-probability with the reference kernels. In bfloat16 a sum in another order may round
-# differently, and the difference grows from layer to layer.
+CHUNK = 13  # tokens per step when prompts are chunked
+# Largest allowed difference of a log-probability with the reference kernels. In bfloat16, a sum in another order may
+# round differently, and the difference grows from layer to layer.
 REFERENCE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-# Median difference of a log-probability from the unquantised model, over the spread of log-probabilities. int8 weights
-# and activations each change a product by about 1 % of its size. Measured: 0.006 to 0.022 for the demo model and random
-# ones alike, 0.03 with experts; int8 keys and values: 0.001 to 0.007.
+# Largest allowed median difference of a log-probability from the unquantised model, over the spread of the
+# log-probabilities. int8 weights and activations each change a product by about 1 % of its size. Measured: 0.006 to
+# 0.022 for the demo model and for random models, 0.03 with experts; int8 keys and values: 0.001 to 0.007.
 INT8_WEIGHTS, INT8_CACHE = 0.04, 0.015
 SPREAD = "median difference of a log-probability, over their spread"
 LAYOUTS: dict[str, dict[str, Any]] = {  # name -> options under which every answer must stay the same
@@ -44,8 +44,8 @@ class Answer:
     """The result of one prompt.
 
     Attributes:
-        ids, logprobs: of the generated tokens.
-        prompt_logprobs: of each prompt token but the first, if requested.
+        ids, logprobs: the generated tokens and their log-probabilities.
+        prompt_logprobs: the log-probability of each prompt token except the first, if requested.
         num_cached_tokens: prompt tokens found in the cache.
     """
 
@@ -86,7 +86,7 @@ class Setting:
 
 
 def make_prompts(count: int, vocab_size: int) -> tuple[list[int], ...]:
-    """Return random prompts, the first of `count` tokens; another one shares its prefix and continues differently."""
+    """Return random prompts. The first has `count` tokens; the last shares a prefix with it, then differs."""
     generator = torch.Generator().manual_seed(0)
     lengths = [count, max(1, count // 3), 1, max(1, count // 2)]
     first, *others = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -124,7 +124,7 @@ def prove(setting: Setting) -> Iterator[Proof]:
 
 
 def ask(engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logprobs: int | None = 0) -> list[Answer]:
-    """Return the engine's answers to these prompts, run together. Odd ones are sampled, the others greedy."""
+    """Return the engine's answers to these prompts, run together. Odd indices are sampled, even ones are greedy."""
     fields = {"prompt_logprobs": prompt_logprobs, "max_tokens": NUM_TOKENS}
     return _run(engine, [(setting.prompts[index], fields | {"temperature": 0.8 * (index % 2)}) for index in indices])
 
@@ -138,13 +138,13 @@ def _generated_difference(found: Answer, expected: Answer) -> float:
     worst = 0.0
     for own, other, ours, theirs in zip(found.ids, expected.ids, found.logprobs, expected.logprobs, strict=True):
         worst = max(worst, _largest([ours], [theirs]))
-        if own != other:  # a difference even if the log-probabilities are equal
+        if own != other:  # counts as a difference even if the log-probabilities are equal
             return worst or math.inf
     return worst
 
 
 def _rescore(engine: Engine, setting: Setting, alone: list[Answer]) -> float:
-    """Score prompt and answer as one prompt: the answer's log-probabilities must be those of its steps."""
+    """Score prompt and answer as one prompt. Return the largest difference from the generated log-probabilities."""
     worst = 0.0
     for prompt, answer in zip(setting.prompts, alone, strict=True):
         (whole,) = _run(engine, [(prompt + answer.ids, {"prompt_logprobs": 0, "max_tokens": 1})])
@@ -184,7 +184,7 @@ def _largest(found: list[float], expected: list[float]) -> float:
 def _median_error(found: list[Answer], expected: list[Answer]) -> float:
     """Return the median error of the prompts' log-probabilities over their standard deviation.
 
-    The median, because where a router's choice is close another expert may be chosen, which is no mistake.
+    It is the median, because a router with a close choice may choose another expert, which is not an error.
     """
     scores = ([score for answer in answers for score in answer.prompt_logprobs] for answers in (found, expected))
     ours, theirs = (torch.tensor(values, dtype=torch.float64) for values in scores)

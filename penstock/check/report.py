@@ -6,10 +6,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One output that two models were compared by.
+    """The comparison of one output of two models.
 
     Attributes:
-        block: number of the decoder block; None outside of them.
+        block: number of the decoder block; None outside the blocks.
         name: our layer, and which of its outputs.
         theirs: their module, or the other backend.
         max_error: largest absolute difference; infinite for NaN.
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One guarantee of the engine, tested.
+    """The test of one guarantee of the engine.
 
     Attributes:
         error, allowed: the largest error and its bound; 0 means bit for bit.
@@ -55,11 +55,11 @@ class Report:
 
     Attributes:
         against: what the model is compared with.
-        weights: their fingerprint, or that they are random.
-        rows: in the order of computation.
-        cause: what the first failing row points to.
-        certificate: the certificate's file; None if none was written.
-        remarks: what this check did not reach.
+        weights: the fingerprint of the weights, or a note that they are random.
+        rows: the comparisons, in the order of computation.
+        cause: the likely cause of the first failing row.
+        certificate: the certificate's file; None if no certificate was written.
+        remarks: what this check did not cover.
     """
 
     model: str
@@ -84,7 +84,7 @@ class Report:
         return self.first_difference is None and all(proof.passed for proof in self.proofs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as values for JSON."""
+        """Return the report as JSON values."""
         first = self.first_difference
         return asdict(self) | {
             "passed": self.passed,

@@ -1,4 +1,4 @@
-"""One check, from the user's options to a Report and, if everything passed, a certificate."""
+"""A check, from the user's options to a Report and, if everything passed, a certificate."""
 
 import contextlib
 import inspect
@@ -33,7 +33,7 @@ from penstock.weights.hub import resolve_model
 from penstock.weights.memory import check_memory
 from penstock.weights.sources import read_parameters
 
-SHORTEST = 8  # tokens of the prompt
+SHORTEST = 8  # fewest tokens in the prompt
 Announce = Callable[[str], None]
 
 
@@ -43,11 +43,11 @@ class Options:
 
     Attributes:
         model: a directory, a hub name, "demo", a config.json, or the name of an architecture.
-        against: directory of the Transformers model to compare with; None takes that of `model`.
-        tiny: check a random model with the shrunk config even if there are weights.
+        against: directory of the Transformers model to compare with; None: the same as for `model`.
+        tiny: check a random model with the shrunk config, even if there are weights.
         verify: only compare the native kernels with the reference.
         dtype: type for the engine's guarantees and `verify`; Transformers' layers are compared in float32.
-        prompt_len: tokens of the prompt.
+        prompt_len: number of tokens in the prompt.
     """
 
     model: str = "demo"
@@ -71,7 +71,7 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
     """Check one model.
 
     Args:
-        announce: called with a line at each step.
+        announce: called with a line of text at each step.
 
     Raises:
         ModelLoadError: our loader or Transformers cannot load the model, or Transformers is missing.
@@ -81,7 +81,7 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
         target = find_target(options.model, Path(scratch), tiny=options.tiny)
         config = load_model_config(target.directory)
         if target.weights == RANDOM_TINY:
-            torch.set_num_threads(1)  # such small products gain nothing from more
+            torch.set_num_threads(1)  # products this small do not gain from more threads
         numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
         longest = config.max_position_embeddings - NUM_TOKENS - 1
         check.check_int("prompt_len", options.prompt_len, SHORTEST, longest)
@@ -121,7 +121,7 @@ def _compare_models(
     """Compare both models over one prompt.
 
     Raises:
-        InvalidRequestError: `against` holds another architecture.
+        InvalidRequestError: `against` has another architecture.
     """
     announce("every layer beside Transformers' module, in float32")
     needed = 4 * num_elements(read_parameters(config).values())
@@ -135,7 +135,7 @@ def _compare_models(
     ours = OurModel.load(setting.directory, dtype="float32", kernels=setting.kernels, tokens=len(prompt))
     found = compare(ours, Twin.load(theirs), prompt)
     if found.differs_in_attention:
-        with contextlib.suppress(ModelLoadError):  # not every model has a second attention, Gemma 2 for instance
+        with contextlib.suppress(ModelLoadError):  # some models, such as Gemma 2, have no second attention
             again = compare(ours, Twin.load(theirs, ATTENTIONS[1]), prompt)
             found = found if again.differs_in_attention else again
     beside = f"Transformers {transformers().__version__} ({found.twin.attention})"
@@ -144,9 +144,9 @@ def _compare_models(
 
 
 def _prompt(setting: Setting, config: ModelConfig) -> tuple[list[int], tuple[str, ...]]:
-    """Return the ids that are compared, and remarks on what they are too few to test.
+    """Return the prompt's ids, and remarks on what they are too few to test.
 
-    There are not as many ids as heads, so that tokens and heads cannot be confused in a shape.
+    The number of ids differs from the number of heads, so that tokens and heads cannot be confused in a shape.
     """
     prompt, rope = setting.prompts[0], config.rope
     while len(prompt) in (config.num_attention_heads, config.num_key_value_heads):
@@ -161,7 +161,7 @@ def _prompt(setting: Setting, config: ModelConfig) -> tuple[list[int], tuple[str
 
 
 def _certify(report: Report, config_file: Path) -> Report:
-    """Write the certificate of a passed check, or remove the one that a failed check has disproved."""
+    """Write the certificate of a passed check, or remove the certificate that a failed check has disproved."""
     model = find_model(report.architecture)
     file = Path(inspect.getfile(model.model_class))
     basis = find_basis(report.architecture, file, model.table_file, config_file, NUMERICS_VERSION)

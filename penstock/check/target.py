@@ -19,15 +19,15 @@ from penstock.weights.hub import resolve_model
 from penstock.weights.safetensors import INDEX, PACKED, SINGLE, find_files, fingerprint
 
 CONFIG = "config.json"
-VOCAB_SIZE = 199  # odd, as many real ones are
+VOCAB_SIZE = 199  # odd, as in many real models
 HEAD_DIM = 16
-HIDDEN_SIZE = 48  # where it does not follow from the heads
-CONTEXT, OLD_CONTEXT = 512, 64  # positions now, and before a scaling of the rotary frequencies
+HIDDEN_SIZE = 48  # if it does not follow from the heads
+CONTEXT, OLD_CONTEXT = 512, 64  # positions after and before the scaling of the rotary frequencies
 ORIGINAL = "original_max_position_embeddings"
 MAX_RATIO = 8  # query heads per kv head
-EMBEDDING_RMS = 0.2  # so small that the epsilon of the first norm matters
+EMBEDDING_RMS = 0.2  # small enough for the epsilon of the first norm to matter
 
-# Sizes by their names in config files. Numbers that a config does not have, or leaves open, are not added.
+# Sizes by their names in config files. A size that a config lacks or leaves open is not added.
 SMALL = {
     "vocab_size": VOCAB_SIZE,
     "intermediate_size": 96,
@@ -48,8 +48,8 @@ class Target:
     """A model directory that both sides load.
 
     Attributes:
-        weights: their fingerprint, or RANDOM_TINY.
-        config_file: the config.json that a certificate is for; None if there was none, so it cannot be served.
+        weights: the fingerprint of the weights, or RANDOM_TINY.
+        config_file: the config.json that a certificate is for; None if there was none, so the model cannot be served.
     """
 
     directory: Path
@@ -58,10 +58,10 @@ class Target:
 
 
 def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
-    """Return the model of that name: a directory, a hub name, "demo", a config.json, or an architecture.
+    """Return the model that `model` names: a directory, a hub name, "demo", a config.json, or an architecture.
 
     Args:
-        scratch: directory for a tiny model, which is made if `tiny` asks for it or there are no weights.
+        scratch: directory for a tiny model, which is made if `tiny` is set or there are no weights.
 
     Raises:
         ModelLoadError: there is no such model, or Transformers does not know it.
@@ -74,7 +74,7 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
         shutil.copyfile(named, scratch / CONFIG)
         return _tiny_target(scratch, scratch, named)
     if not named.exists() and re.fullmatch(r"\w+(For[A-Z]\w+|LMHeadModel)", model):
-        find_architecture(model)  # raises: not one of the architectures; the message names the nearest
+        find_architecture(model)  # raises for an unknown architecture; the message names the nearest known one
     directory = resolve_model(model)
     if not tiny:
         if (directory / PACKED).is_file():
@@ -83,7 +83,7 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
                 f"use --tiny"
             )
         if any(directory.glob("*.bin")):
-            find_files(directory)  # refuses a pickle: random weights in its place would prove nothing about it
+            find_files(directory)  # refuses a pickle, because random weights in its place would prove nothing about it
         if any((directory / name).is_file() for name in (SINGLE, INDEX)):
             return Target(directory, fingerprint(directory), directory / CONFIG)
     return _tiny_target(directory, scratch, directory / CONFIG)
@@ -93,7 +93,7 @@ def _tiny_target(source: Path, scratch: Path, config_file: Path | None) -> Targe
     """Make a tiny model from the config of a directory.
 
     Raises:
-        ModelLoadError: Transformers cannot make it.
+        ModelLoadError: Transformers cannot make the model.
     """
     model_class = find_class(load_model_config(source).architecture)
     with load_errors(f"{source}: Transformers cannot make a small model like it"):
@@ -103,7 +103,7 @@ def _tiny_target(source: Path, scratch: Path, config_file: Path | None) -> Targe
 
 
 def make_tiny(config: Any, model_class: Any, directory: Path, seed: int = 0) -> None:
-    """Save a random model of Transformers' class with this config, shrunk, to the directory."""
+    """Save a random model of a Transformers class, with a shrunk form of this config, to the directory."""
     small = type(config).from_dict(shrink(config.to_dict() | {"architectures": [model_class.__name__]}, config))
     small._attn_implementation = "eager"
     model = model_class(small).eval()
@@ -116,7 +116,7 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
 
     Args:
         values: the config as a dictionary.
-        config: the same as an object, for its own spelling of common names.
+        config: the config as an object, which has its own spelling of common names.
     """
     numbers = parse_model_config(values)
     spelling = getattr(config, "attribute_map", {})
@@ -131,12 +131,12 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
         old = result.get(spelling.get(name, name))
         put(name, min(old, size) if isinstance(old, int) else size)
     head_dim = _shrink_heads(numbers, values, put)
-    if "head_dim" in result:  # also if it is null
+    if "head_dim" in result:  # even if it is null
         result["head_dim"] = head_dim
     _shrink_layers(numbers, result, put)
     for name in EXPERTS:
         put(name, min(numbers.num_experts, max(4, numbers.num_experts_per_tok + 1)))
-    for key, value in result.items():  # special tokens that the vocabulary has
+    for key, value in result.items():  # special tokens must be in the small vocabulary
         ids = value if isinstance(value, list) else [value]
         if key.endswith("_token_id") and any(isinstance(item, int) and item >= VOCAB_SIZE for item in ids):
             result[key] = {"bos_token_id": 1, "eos_token_id": 2}.get(key)
@@ -144,13 +144,13 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _shrink_heads(numbers: ModelConfig, values: dict[str, Any], put: Any) -> int:
-    """Shrink the heads and what follows from them, and return the new head_dim."""
+    """Shrink the heads and the sizes that follow from them. Return the new head_dim."""
     ratio = numbers.num_attention_heads // numbers.num_key_value_heads
     kv_heads = min(numbers.num_key_value_heads, 4 if ratio == 1 else 2)
     heads = kv_heads * (ratio if ratio <= MAX_RATIO else MAX_RATIO - ratio % 2)
     head_dim = min(numbers.head_dim, HEAD_DIM)
     put("num_attention_heads", heads)
-    for name in KV_HEADS:  # some files repeat the number of query heads where there is one kv head
+    for name in KV_HEADS:  # some files give the number of query heads although there is one kv head
         put(name, heads if values.get(name) == numbers.num_attention_heads else kv_heads)
     follows = numbers.hidden_size == numbers.num_attention_heads * numbers.head_dim
     put("hidden_size", heads * head_dim if follows else HIDDEN_SIZE)
@@ -158,7 +158,7 @@ def _shrink_heads(numbers: ModelConfig, values: dict[str, Any], put: Any) -> int
 
 
 def _shrink_layers(numbers: ModelConfig, result: dict[str, Any], put: Any) -> None:
-    """Keep the first layer of each kind, at least two, in their order."""
+    """Keep the first layer of each kind in their order, and at least two layers."""
     count = numbers.num_hidden_layers
     sparse = numbers.sparse_layers or (False,) * count
     kinds = list(zip(numbers.layer_windows, sparse, strict=True))
@@ -176,7 +176,7 @@ def _shrink_layers(numbers: ModelConfig, result: dict[str, Any], put: Any) -> No
 
 
 def _shrink_original_context(values: Any) -> Any:
-    """Shrink the context before a rotary scaling, wherever it stands, so that the prompt reaches beyond it."""
+    """Shrink the context before a rotary scaling, at any depth, so that the prompt is longer than that context."""
     if not isinstance(values, dict):
         return values
     shrunk = {name: _shrink_original_context(value) for name, value in values.items()}
@@ -184,10 +184,10 @@ def _shrink_original_context(values: Any) -> Any:
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Draw every parameter anew: activations stay near 1, logits a few units apart, and every change has an effect.
+    """Draw every parameter anew so that activations stay near 1, logits differ by a few units, and every change shows.
 
-    Norms are off 1, biases off 0, embeddings small. With an initialisation for training all tokens would be almost
-    equally likely, and most mistakes invisible.
+    Norms differ from 1, biases differ from 0, and embeddings are small. With an initialisation for training, all tokens
+    would be almost equally likely, and most mistakes invisible.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -196,7 +196,7 @@ def randomise(model: nn.Module, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if id(parameter) in embeddings:
                 parameter.copy_(EMBEDDING_RMS * noise)
-            elif parameter.ndim < 2:  # a norm's weight is made as 1, or 0 where 1 is added to it; a bias as 0
+            elif parameter.ndim < 2:  # norm weights start as 1, or as 0 if 1 is added later; biases as 0
                 parameter.copy_(parameter.mean().round() + (0.2 if name.endswith("weight") else 0.3) * noise)
             else:
                 parameter.copy_(noise * (2 if "head" in name else 1) / parameter.shape[-1] ** 0.5)

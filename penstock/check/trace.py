@@ -16,7 +16,7 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One call of a module: its name, and copies of the float tensors among its arguments and results, in order."""
+    """One call of a module: its name, and copies of the float tensors in its arguments and results, in order."""
 
     name: str
     inputs: Tensors
@@ -27,8 +27,8 @@ class Trace(list[Call]):
     """The calls of one pass, in the order in which they ended.
 
     Args:
-        follow: a trace of a model with the same modules. After a call is recorded, its result is replaced by the one
-            in that trace, so each module computes from the other model's values and no difference is carried on.
+        follow: a trace of a model with the same modules. After a call is recorded, its result is replaced by that in
+            the other trace, so each module computes from the other model's values and inherits no difference.
     """
 
     def __init__(self, follow: "Trace | None" = None) -> None:
@@ -36,11 +36,11 @@ class Trace(list[Call]):
         self._follow = follow
 
     def last(self, name: str) -> Call | None:
-        """Return the last call of the module of that name."""
+        """Return the last call of the module `name`, or None."""
         return next((call for call in reversed(self) if call.name == name), None)
 
     def record(self, name: str, inputs: Tensors, result: Any) -> Any:
-        """Record one call, and return the result (a tensor or a tuple) with which the model continues."""
+        """Record one call. Return the result (a tensor or a tuple) with which the model continues."""
         self.append(Call(name, inputs, float_tensors(result)))
         call = None if self._follow is None else self._follow.last(name)
         if call is None or not call.outputs:
@@ -57,7 +57,7 @@ def watching(model: object, follow: Trace | None = None) -> Iterator[Trace]:
     trace = Trace(follow)
 
     def call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = float_tensors((args, tuple(kwargs.values())))  # copied now: a layer may write into them
+        inputs = float_tensors((args, tuple(kwargs.values())))  # copied now, because a layer may write into them
         return trace.record(name, inputs, forward(*args, **kwargs))
 
     with ExitStack() as stack:
@@ -67,7 +67,7 @@ def watching(model: object, follow: Trace | None = None) -> Iterator[Trace]:
 
 
 def float_tensors(value: Any) -> Tensors:
-    """Return float32 copies of the float tensors in a value, also in nested tuples and lists."""
+    """Return float32 copies of the float tensors in a value, including nested tuples and lists."""
     if isinstance(value, Tensor):
         return (value.detach().float().clone(),) if value.is_floating_point() else ()
     if isinstance(value, tuple | list):

@@ -20,13 +20,13 @@ from penstock.models.registry import find_architecture
 
 INSTALL = "check: the comparison needs Transformers, which is not installed; pip install 'penstock[check]'"
 
-# Plain torch first. For some models the two differ; then the one that agrees with us counts, and the report names it.
+# Plain torch comes first. If the two differ, the one that agrees with our model counts, and the report names it.
 ATTENTIONS = ("eager", "sdpa")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Twin:
-    """A model of Transformers in float32, and which of ATTENTIONS computes it."""
+    """A Transformers model in float32, and which of ATTENTIONS computes it."""
 
     model: nn.Module
     attention: str
@@ -36,8 +36,8 @@ class Twin:
         """Load the checkpoint of a directory.
 
         Raises:
-            ModelLoadError: Transformers is missing, has no such class, or cannot read it.
-            NotSupportedError: it has no language-model head.
+            ModelLoadError: Transformers is missing, has no such class, or cannot read the checkpoint.
+            NotSupportedError: the model has no language-model head.
         """
         architecture = load_model_config(directory).architecture
         if not find_architecture(architecture).has_lm_head:
@@ -53,18 +53,18 @@ class Twin:
 
     @torch.inference_mode()
     def run(self, ids: list[int]) -> tuple[Trace, Tensor]:
-        """Run one pass over a prompt; return its trace and the logits after each token, [T, V] float32."""
-        # Some models round constants (alibi's slopes) to bfloat16 in a float32 model too.
+        """Run one pass over a prompt. Return its trace and the logits after each token, [T, V] float32."""
+        # Some models round constants (alibi's slopes) to bfloat16 even in float32.
         with patch.object(Tensor, "bfloat16", Tensor.float), watching(self.model) as trace:
             logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
         return trace, logits.float()
 
 
 def transformers() -> Any:
-    """Return the package.
+    """Return the package `transformers`.
 
     Raises:
-        ModelLoadError: it is not installed; the message says how to.
+        ModelLoadError: it is not installed; the message says how to install it.
     """
     try:
         import transformers
@@ -76,10 +76,10 @@ def transformers() -> Any:
 
 
 def find_class(architecture: str) -> Any:
-    """Return Transformers' class of that name.
+    """Return Transformers' class for an architecture.
 
     Raises:
-        ModelLoadError: it has none, so there is nothing to compare with.
+        ModelLoadError: there is no such class, so there is nothing to compare with.
     """
     found = getattr(transformers(), architecture, None)
     if found is None:
@@ -92,7 +92,7 @@ def find_class(architecture: str) -> Any:
 
 @contextmanager
 def load_errors(message: str) -> Iterator[None]:
-    """Turn the errors that Transformers raises into a ModelLoadError of one line."""
+    """Turn the errors that Transformers raises into a ModelLoadError with a one-line message."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:

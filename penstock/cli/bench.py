@@ -1,4 +1,4 @@
-"""`penstock bench`: measure throughput, latency, a running server and kernels."""
+"""`penstock bench`: measures throughput, latency, a running server and kernels."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 """
 
 Result = dict[str, Any]
-Bench = tuple[Callable[[], Result], Callable[[Result], None]]  # measures, and prints the table
+Bench = tuple[Callable[[], Result], Callable[[Result], None]]  # (function that measures, function that prints)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _parse_shape(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write the figures to a file and print a table; with --json - print only JSON."""
+    """Measure, write the figures to a file if asked to, and print a table. With `--json -`, print only JSON."""
     prepare = {
         "offline": _prepare_offline,
         "serve": bench_serve.prepare,
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_writable(option: str, path: str) -> None:
-    """Refuse a file before the run, not after it."""
+    """Raise InvalidRequestError if a file cannot be written, before the run instead of after it."""
     try:
         Path(path).open("a").close()
     except OSError as error:

@@ -63,7 +63,7 @@ def _configure_load(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dataset(group: Any) -> None:
-    """Add the options that say what prompts are made of; `read_dataset` reads them."""
+    """Add the options that define the prompts; `read_dataset` reads them."""
     help_text = "random, prefix_repetition, repetitive or sharegpt (default: random)"
     group.add_argument("--dataset-name", default="random", metavar="NAME", help=help_text)
     group.add_argument("--dataset-path", metavar="FILE", help="JSON file of conversations, for sharegpt")
@@ -86,7 +86,7 @@ def read_dataset(args: argparse.Namespace) -> "Dataset":
 
 
 def add_arrivals(group: Any) -> None:
-    """Add the options that say when requests arrive."""
+    """Add the options that define when requests arrive."""
     help_text = "mean arrivals per second, or inf: all at once (the default); several are measured one after the other"
     group.add_argument("--request-rate", type=float, nargs="+", default=[float("inf")], metavar="R", help=help_text)
     help_text = "1: a Poisson process (the default); less: bursts; more: steadier"
@@ -94,7 +94,7 @@ def add_arrivals(group: Any) -> None:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]:
-    """Return what measures, and what prints the result; see cli/bench.py."""
+    """Return a function that measures, and one that prints the result; see cli/bench.py."""
     from penstock import validation as check
     from penstock.bench.datasets import Vocabulary, draw_samples
     from penstock.bench.http_client import HttpClient
@@ -108,7 +108,7 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], dict[str, Any]], Cal
         check.check_choice("percentile_metrics", name, tuple(ALL_METRICS))
     percentiles = [_number("metric_percentiles", text) for text in args.metric_percentiles.split(",")]
     if args.plot:
-        figure()  # refuses now, not after the run
+        figure()  # a missing library must fail now, not after the run
     load = {"burstiness": args.burstiness, "max_concurrency": args.max_concurrency, "goals": _goals(args.goodput)}
     loads = [Load(rate, **load, seed=args.seed) for rate in args.request_rate]
     dataset = read_dataset(args)

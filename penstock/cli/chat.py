@@ -36,7 +36,7 @@ commands:
 When the context is full, the oldest messages are left out.
 """
 HISTORY_LINES = 1000
-SHARE_FOR_ANSWER = 4  # one part in so many of the context is kept free for the answer
+SHARE_FOR_ANSWER = 4  # 1 / SHARE_FOR_ANSWER of the context is kept free for the answer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The messages so far, of which the oldest are left out when the context is full.
+    """The messages so far. The oldest ones are dropped when the context is full.
 
     Args:
-        params: of every answer.
-        system: the system message, which is never left out.
+        params: sampling parameters of every answer.
+        system: the system message, which is never dropped.
     """
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
@@ -71,12 +71,12 @@ class Conversation:
         self.begin(system)
 
     def begin(self, system: str | None) -> None:
-        """Forget the messages, and go on under this system message."""
+        """Begin a new conversation with this system message."""
         self._system = [{"role": "system", "content": system}] if system else []
         self.reset()
 
     def reset(self) -> None:
-        """Forget the messages but for the system message."""
+        """Forget all messages except the system message."""
         self._messages: list[dict[str, str]] = []
 
     def say(self, text: str) -> None:
@@ -113,10 +113,10 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": "".join(texts)})
 
     def _leave_out(self) -> None:
-        """Drop the oldest messages until the rest leaves room for an answer; the last one stays in any case."""
+        """Drop the oldest messages until there is room for an answer. The last message always stays."""
         tokenizer, context = self._llm.get_tokenizer(), self._llm.engine.model_info.max_model_len
         if tokenizer is None:
-            return  # the answer says what is missing
+            return  # answering raises an error that says what is missing
         room = context - min(self._params.max_tokens or context, context // SHARE_FOR_ANSWER)
         before = len(self._messages)
         while len(self._messages) > 1:
@@ -124,7 +124,7 @@ class Conversation:
             if len(chat.token_ids(tokenizer)) <= room:
                 break
             later_turns = [at for at, message in enumerate(self._messages) if at and message["role"] == "user"]
-            del self._messages[: later_turns[0]]  # whole turns: templates want roles that alternate
+            del self._messages[: later_turns[0]]  # whole turns, because templates expect alternating roles
         if left_out := before - len(self._messages):
             note(f"(the context of {context} tokens is full: the oldest {left_out} messages are left out from here on)")
 
@@ -167,7 +167,7 @@ def _read_line() -> str | None:
 
 
 class _line_editor:
-    """Line editing and a history that outlives the process, in a file that only its user can read."""
+    """Line editing, and a history that is kept in a file that only the user can read."""
 
     def __init__(self) -> None:
         base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -185,7 +185,7 @@ class _line_editor:
     def __exit__(self, *_: object) -> None:
         if not sys.stdin.isatty():
             return
-        with suppress(ImportError, OSError):  # a history that cannot be kept is no reason to fail
+        with suppress(ImportError, OSError):  # failing to save the history is not an error
             import readline
 
             self._file.parent.mkdir(parents=True, exist_ok=True)

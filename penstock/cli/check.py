@@ -1,4 +1,4 @@
-"""`penstock check`: a model beside Transformers' own class, layer by layer, and the engine's guarantees on it."""
+"""`penstock check`: compares a model with Transformers' class, layer by layer, and tests the engine's guarantees."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ EXAMPLES = """examples:
 Exit code 0: everything agrees. 1: something differs; the first differing layer is named. 2: bad input.
 A passed check leaves a certificate, which /v1/models shows as long as table, code, numerics and config are unchanged.
 """
-PIPED_WIDTH = 140  # of tables that go to a file or another program
+PIPED_WIDTH = 140  # characters per line of tables that go to a file or another program
 MEASURES = "largest: absolute error; RMS: relative to theirs, and bounded (of log-probabilities the largest is bounded)"
 
 

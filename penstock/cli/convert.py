@@ -1,4 +1,4 @@
-"""`penstock convert`: write a checkpoint in another form, packed or plain."""
+"""`penstock convert`: writes a checkpoint in another form, packed or plain."""
 
 import argparse
 import os
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse options that the form would not use."""
+    """Raise InvalidRequestError for an option that the chosen form does not use."""
     unused = ["max_shard_size"] if args.to == PACKED else list(engine_options(args))
     name = next((name for name in unused if hasattr(args, name)), None)
     if name is not None:
@@ -70,7 +70,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _write(args: argparse.Namespace, config: EngineConfig) -> int:
-    """Write the asked form and return the bytes of its weights."""
+    """Write the checkpoint in the chosen form and return the number of bytes of its weights."""
     from penstock.planner.memory import free_memory_bytes
     from penstock.weights.convert import convert_model
     from penstock.weights.rewrite import rewrite_model

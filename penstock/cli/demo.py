@@ -1,4 +1,4 @@
-"""`make demo`: the bundled model tells a story as you watch, then prints its speed and what to try next."""
+"""`make demo`: streams a story from the bundled model, then prints its speed and what to try next."""
 
 import sys
 import time

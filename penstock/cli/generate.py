@@ -1,4 +1,4 @@
-"""`penstock generate`: from prompts to text in the terminal, or to one JSON object per choice."""
+"""`penstock generate`: generates text from prompts, printed as text or as one JSON object per choice."""
 
 import argparse
 import json
@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     help_text = "tokens of a prompt between two prints of it (default: 1; with --concurrent 16)"
     group.add_argument("--print-interval", type=parse_size, metavar="N", help=help_text)
     group.add_argument("--profile", action="store_true", help="show calls, time and limits of each operation")
-    # Falcon's decode backend spells them so
+    # the names of --concurrent and --reprint in Falcon's decode backend
     parser.add_argument("--mode", choices=["concurrent"], help=argparse.SUPPRESS)
     parser.add_argument("--print-option", choices=["reprint"], help=argparse.SUPPRESS)
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_display(args: argparse.Namespace) -> None:
-    """Refuse display options that would have no effect."""
+    """Raise InvalidRequestError for display options that would have no effect."""
     if (hasattr(args, "logprobs") or hasattr(args, "prompt_logprobs")) and not args.json:
         raise InvalidRequestError("logprobs: log-probabilities are shown with --json only", param="logprobs")
     growing = [name for name in ("concurrent", "reprint") if getattr(args, name)]
@@ -92,7 +92,7 @@ def _check_display(args: argparse.Namespace) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
-    """Return the prompts of -p, then those of the file; without either, standard input is one."""
+    """Return the prompts of -p, then those of the file. Without either, standard input is one prompt."""
     prompts = [*args.prompt, *([] if args.prompts is None else read_prompts(args.prompts))]
     if not args.prompt and args.prompts is None and not sys.stdin.isatty():
         text = read_text(STDIN)
@@ -106,7 +106,7 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
 
 @contextmanager
 def _profiling(llm: "LLM", wanted: bool) -> Iterator[None]:
-    """Measure each operation of the native kernels, and print the table to standard error."""
+    """If `wanted`, measure each operation of the native kernels and print a table to standard error."""
     if not wanted:
         yield
         return
@@ -121,7 +121,7 @@ def _profiling(llm: "LLM", wanted: bool) -> Iterator[None]:
 
 
 def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[tuple[int, "RequestOutput"]]:
-    """Yield from llm.stream, showing the choices once the prompts are accepted: a refusal must be one line."""
+    """Yield from llm.stream. The engine's choices are shown once the prompts are accepted, so a refusal is one line."""
     for number, item in enumerate(llm.stream(prompts, params)):
         if number == 0:
             show_choices(llm.engine.model_info)
@@ -129,7 +129,7 @@ def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[
 
 
 def _print_text(llm: "LLM", prompts: list[Any], params: Any, args: argparse.Namespace) -> Iterator["RequestOutput"]:
-    """Print the prompts with what follows them, and yield every output."""
+    """Print the prompts with their generated text, and yield every output."""
     texts = [prompt if isinstance(prompt, str) else prompt.get("prompt") or "" for prompt in prompts]
     grows = not args.output_at_end and (params.n == 1 or args.concurrent or args.reprint)
     params = replace(params, output_kind=RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY)
@@ -148,7 +148,7 @@ def _printer(args: argparse.Namespace, texts: list[str], num_choices: int) -> Pr
 
 
 def _print_json(llm: "LLM", prompts: list[Any], params: Any, args: argparse.Namespace) -> Iterator["RequestOutput"]:
-    """Print the results as JSON once all are there, in the order of the prompts, and yield them."""
+    """Print the results as JSON when all are complete, in the order of the prompts, and yield them."""
     for _, output in _all(llm, prompts, replace(params, output_kind=RequestOutputKind.FINAL_ONLY)):
         for choice in output.outputs:
             print(json.dumps(_json_object(output, choice), ensure_ascii=False))
@@ -157,7 +157,7 @@ def _print_json(llm: "LLM", prompts: list[Any], params: Any, args: argparse.Name
 
 
 def _all(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[tuple[int, "RequestOutput"]]:
-    """Yield the final outputs once all are there, in the order of the prompts."""
+    """Yield the final outputs when all are complete, in the order of the prompts."""
     results: dict[int, RequestOutput] = {}
     with progress("prompts", len(prompts)) as advance:
         for index, output in _stream(llm, prompts, params):

@@ -1,4 +1,4 @@
-"""Options that say which devices a model is planned for."""
+"""The options that select the devices for which a model is planned."""
 
 import argparse
 import re
@@ -10,22 +10,22 @@ from penstock.errors import InvalidRequestError
 from penstock.planner.machines import MOST_DEVICES, Hardware
 from penstock.planner.yaml_file import MOST_BYTES
 
-if TYPE_CHECKING:  # numpy takes longer to import than a mistake to find
+if TYPE_CHECKING:  # an error in the options must not wait for the import of numpy
     from penstock.planner.fit import Budget
 
-Devices = tuple[int, int | None]  # their number, and the bytes of each
+Devices = tuple[int, int | None]  # (number of devices, bytes of memory of each)
 DEVICES = re.compile(r"(\d{1,9})(?:x(.+))?", re.ASCII)
 
 
 def add_hardware(group: argparse._ArgumentGroup, help_text: str) -> None:
-    """Add --hardware, of which `help_text` says what it is for, and --devices."""
+    """Add --hardware, with `help_text` as its help, and --devices."""
     group.add_argument("--hardware", metavar="FILE", help=help_text)
     help_text = "devices to split the model over, and their memory, like 8x16GB (default: the hardware's)"
     group.add_argument("--devices", type=parse_devices, metavar="N", help=help_text)
 
 
 def parse_devices(text: str) -> Devices:
-    """Return number and memory of devices from a text like 8 or 8x16GB."""
+    """Return the number and memory of devices from a text like 8 or 8x16GB."""
     match = DEVICES.fullmatch(text.replace("×", "x"))
     count = int(match[1]) if match else 0
     if match is None or not 1 <= count <= MOST_DEVICES:
@@ -38,9 +38,9 @@ def parse_devices(text: str) -> Devices:
 
 
 def check_ranks(config: EngineConfig, hardware: Hardware | None, devices: Devices | None) -> None:
-    """Refuse a model that is to be split over more devices than there are."""
+    """Raise InvalidRequestError if the model is to be split over more devices than there are."""
     if devices is None and hardware is None:
-        return  # processes of this machine
+        return  # the ranks are processes on this machine
     count = devices[0] if devices is not None else hardware.devices if hardware is not None else 1
     if (ranks := config.parallel.num_ranks) > count:
         message = f"devices: {count} are too few for a model that is split over {ranks}; give --devices {ranks}"
@@ -48,9 +48,9 @@ def check_ranks(config: EngineConfig, hardware: Hardware | None, devices: Device
 
 
 def budget_of(config: EngineConfig, hardware: Hardware | None, devices: Devices | None) -> "Budget":
-    """Return what each device offers: what --memory says, else --devices, else the hardware, else what is free here.
+    """Return the memory of each device: from --memory, else --devices, else the hardware, else what is free here.
 
-    Without --devices and a hardware elsewhere the ranks of a model are processes that share this machine's memory.
+    Without --devices and other hardware, the ranks of a model are processes that share this machine's memory.
     """
     from penstock.planner.fit import Budget
     from penstock.planner.memory import ENGINE_RUNTIME, free_memory_bytes, resident_bytes

@@ -1,4 +1,4 @@
-"""What an option that no command knows is called here: vLLM's and llama.cpp's names, and words that were misspelt."""
+"""Hints for unknown options: the equivalents of vLLM's and llama.cpp's options, and corrections of misspelt ones."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -29,9 +29,9 @@ HINTS = {
 
 
 def hints(words: Sequence[str], known: Iterable[str]) -> str:
-    """Return what the error about unknown words of a command line adds: what each option may have meant.
+    """Return the end of the error about unknown words of a command line: what each option may have meant.
 
-    known: the options that the command has.
+    `known` are the options that the command has.
     """
     found = []
     for name in [word.partition("=")[0] for word in words if word.startswith("--")]:

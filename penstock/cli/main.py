@@ -1,8 +1,8 @@
-"""The command `penstock`: picks a command and turns errors into one line and an exit code.
+"""The command line `penstock`: runs a command and turns an error into one line and an exit code.
 
     0 done      1 something failed      2 bad input: one line names the option, the value and what is allowed
 
-Nothing heavy is imported here: `--version` and `--help` answer without torch.
+Nothing heavy is imported here, so `--version` and `--help` work without importing torch.
 """
 
 import argparse
@@ -40,15 +40,15 @@ EPILOG = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, which says what an unknown option may have meant."""
+    """An ArgumentParser whose errors are one line. For an unknown option it suggests what may have been meant."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse all arguments; a command that is left with unknown ones ends the process."""
+        """Parse all arguments; unknown ones end the process with an error."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            from penstock.cli.hints import hints  # here: only a mistake waits for difflib
+            from penstock.cli.hints import hints  # here, so that difflib is imported only after a mistake
 
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hints(unknown, self._option_string_actions)}")
         return found, unknown
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """Return the parser; only the command that argv names is imported and gets its own flags."""
+    """Return the parser. Only the command named in argv is imported and gets its own flags."""
     raw = argparse.RawDescriptionHelpFormatter
     description = "An inference and serving engine for language models."
     parser = Parser(prog="penstock", description=description, epilog=EPILOG, formatter_class=raw)
@@ -77,7 +77,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
 
 
 def dashed(words: list[str]) -> list[str]:
-    """Return a command line whose flags may have been spelt with underscores, as vLLM's and Falcon's may."""
+    """Return a command line with dashes in its flags, where vLLM and Falcon also allow underscores."""
     end = words.index("--") if "--" in words else len(words)
     split = [word.partition("=") for word in words[:end]]
     parts = [(name.replace("_", "-") if name.startswith("--") else name, *rest) for name, *rest in split]
@@ -85,7 +85,7 @@ def dashed(words: list[str]) -> list[str]:
 
 
 def error_line(error: PenstockError, args: argparse.Namespace) -> str:
-    """Return the error with its field spelt as the flag, if it is one: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
+    """Return the error with its field written as a flag, if it has one: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
     from penstock.cli.options import FLAGS, flag_of
 
     text, name = str(error), getattr(error, "param", None) or ""
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     parser = build_parser(words)
     args = parser.parse_args(dashed(words))
-    # Ctrl-C simply ends the process until a command handles it: KeyboardInterrupt in the middle of an import would
+    # Until a command handles it, Ctrl-C simply ends the process: a KeyboardInterrupt in the middle of an import could
     # leave a library half initialised.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if args.version:
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if isinstance(error, EngineError) else 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of standard output closed it: `penstock generate | head`
+    except BrokenPipeError:  # the reader of standard output has closed it, as in `penstock generate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # standard output is on a full disk, for instance

@@ -1,7 +1,7 @@
-"""Flags shared by the commands: engine options and sampling parameters, spelt as in vLLM.
+"""Flags shared by the commands: engine options and sampling parameters, with vLLM's names.
 
-A flag becomes the field of that name in EngineConfig or SamplingParams, which check the values. A flag that was not
-given is left out, so that every default is stated once.
+A flag sets the field of the same name in EngineConfig or SamplingParams, which check the values. Flags that were not
+given are left out, so that every default is stated only once.
 """
 
 import argparse
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNSET = argparse.SUPPRESS
-FLAGS = {  # fields whose flag has another name
+FLAGS = {  # field -> name of its flag, where they differ
     "structured_outputs": "json_schema_file",
     "drain_timeout_s": "drain_timeout",
     "request_timeout_s": "request_timeout",
@@ -46,7 +46,7 @@ def parse_size(text: str) -> int:
     A fraction of a byte is dropped.
 
     Raises:
-        argparse.ArgumentTypeError: the text is none of these.
+        argparse.ArgumentTypeError: the text does not have this form.
     """
     match = SIZE.fullmatch(text.strip())
     if match is None:
@@ -73,10 +73,10 @@ def parse_bias(text: str) -> tuple[int, float]:
 
 
 def read_schema(file: str) -> StructuredOutputsParams:
-    """Return the JSON schema in a file, as a form of answers.
+    """Return StructuredOutputsParams with the JSON schema in a file.
 
     Raises:
-        argparse.ArgumentTypeError: the file cannot be read, or holds none.
+        argparse.ArgumentTypeError: the file cannot be read, or holds no JSON schema.
     """
     try:
         return StructuredOutputsParams(json=Path(file).read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def read_schema(file: str) -> StructuredOutputsParams:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Return a JSON object. Raise argparse.ArgumentTypeError if the text is none."""
+    """Return the JSON object in a text. Raise argparse.ArgumentTypeError if the text is not a JSON object."""
     found = _parse_json(text)
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a JSON object")
@@ -93,7 +93,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def parse_list(text: str) -> list[Any]:
-    """Return a JSON array. Raise argparse.ArgumentTypeError if the text is none."""
+    """Return the JSON array in a text. Raise argparse.ArgumentTypeError if the text is not a JSON array."""
     found = _parse_json(text)
     if not isinstance(found, list):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a JSON array")
@@ -108,7 +108,7 @@ def _parse_json(text: str) -> Any:
 
 
 def parse_early_stopping(text: str) -> bool | str:
-    """Return true or false as a bool, and any other text as it is, for SamplingParams to check."""
+    """Return true or false as a bool, and any other text unchanged, for SamplingParams to check."""
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
@@ -182,13 +182,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_log_level(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help_text: str) -> None:
-    """Add --log-level, whose names may be in upper case."""
+    """Add --log-level, whose values may be in upper case."""
     choices: dict[str, Any] = {"type": str.lower, "choices": LOG_LEVELS, "metavar": "{" + ",".join(LOG_LEVELS) + "}"}
     parser.add_argument("--log-level", default="info", help=f"{help_text} (default: info)", **choices)
 
 
 def add_imports(parser: argparse.ArgumentParser) -> None:
-    """Add --import, for the user's own files."""
+    """Add --import, which loads the user's own files."""
     help_text = "a Python file that registers a model or a logits processor (repeatable)"
     parser.add_argument("--import", action="append", default=UNSET, metavar="FILE", help=help_text)
 
@@ -196,18 +196,18 @@ def add_imports(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(
     parser: argparse.ArgumentParser, names: Sequence[str] | None = None, title: str = "engine"
 ) -> None:
-    """Add --import, and a group with a flag for each field of EngineConfig's parts, or for those of these names."""
+    """Add --import, and a group of flags for the fields of EngineConfig's parts: for `names`, or for all of them."""
     add_imports(parser)
     group = parser.add_argument_group(title)
     for item in (item for part in PARTS.values() for item in fields(part)):
         if names is None or item.name in names:
-            is_open = item.default is None or item.default is True  # the help text says what is chosen
+            is_open = item.default is None or item.default is True  # then the help text explains the default
             help_text = item.metadata["help"] + ("" if is_open else f" (default: {item.default})")
             group.add_argument(flag_of(item.name), default=UNSET, help=help_text, **_flag_kind(item))
 
 
 def _flag_kind(item: Field[Any]) -> dict[str, Any]:
-    """Return the arguments of add_argument that follow from the values an option allows."""
+    """Return the arguments of add_argument for the values that an option allows."""
     allowed = item.metadata["allowed"]
     if allowed is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -224,7 +224,7 @@ def _flag_kind(item: Field[Any]) -> dict[str, Any]:
 
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and every sampling and engine flag of a command that generates in process; --seed is the request's."""
+    """Add MODEL and the sampling and engine flags of a command that generates in process. --seed is the request's."""
     add_model(parser)
     group = parser.add_argument_group("sampling")
     for name, kind, help_text in SAMPLING:
@@ -239,9 +239,9 @@ def flag_of(name: str) -> str:
 
 
 def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, Any]:
-    """Return the flags that were given as options of EngineConfig.from_options, checked before torch is imported.
+    """Return the given flags as options for EngineConfig.from_options, checked before torch is imported.
 
-    seed: whether --seed is the engine's.
+    `seed` says whether --seed is the engine's seed.
     """
     flags = {name: FLAGS.get(name, name) for name in option_names() if seed or name != "seed"}
     options = {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
@@ -250,7 +250,7 @@ def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, 
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags that were given as fields of SamplingParams, checked before the model is loaded."""
+    """Return the given flags as fields of SamplingParams, checked before the model is loaded."""
     found = {name: getattr(args, name) for name, _, _ in SAMPLING if hasattr(args, name)}
     if "logit_bias" in found:
         found["logit_bias"] = dict(found["logit_bias"])

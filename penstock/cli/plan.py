@@ -1,4 +1,4 @@
-"""`penstock plan`: memory and speed from config.json alone."""
+"""`penstock plan`: predicts memory and speed from config.json alone."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.planner.machines import THIS, Hardware, load_hardware, this_file
 
-if TYPE_CHECKING:  # numpy takes longer to import than a mistake to find
+if TYPE_CHECKING:  # an error in the options must not wait for the import of numpy
     from penstock.planner.placement import Placement
 
 DESCRIPTION = "Say what a model takes and how fast it will be, from its config.json, before anything is loaded."
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--placement", metavar="FILE", help=help_text)
     chips = parser.add_argument_group("simulated chips")
     help_text = "compute the placement: each chip runs its part with the real kernels; compare with a run without chips"
-    chips.add_argument("--run", action="store_true", dest="is_run", help=help_text)  # run is the command
+    chips.add_argument("--run", action="store_true", dest="is_run", help=help_text)  # args.run is the command
     help_text = "of a narrower model, with random weights, that --run computes instead"
     chips.add_argument("--hidden-size", type=parse_size, metavar="N", help=help_text)
     help_text = (
@@ -58,12 +58,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, and print tables or JSON."""
+    """Make the plan, and print it as tables or JSON."""
     config = EngineConfig.from_options(**engine_options(args))
     for name in ("hidden_size", "micro_batches", "trace"):
         if getattr(args, name) is not None and not args.is_run:
             raise InvalidRequestError(f"{name}: it belongs to --run", param=name)
-    # Without a name it is what was measured here, if anything was.
+    # Without --hardware, use the measurement of this machine, if there is one.
     name = THIS if args.hardware is None and this_file().is_file() else args.hardware
     hardware = None if name is None else load_hardware(name)
     elsewhere = hardware if args.hardware not in (None, THIS) else None
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def _computed(
     config: EngineConfig, placement: "Placement | None", hardware: Hardware | None, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Compute the placement on simulated chips, and write the trace. Return the figures."""
+    """Compute the placement on simulated chips, write the trace if asked to, and return the figures."""
     from penstock.bench.placement import Trial, run_placement, write_trace
 
     if placement is None or hardware is None:

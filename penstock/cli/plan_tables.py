@@ -13,7 +13,7 @@ UNITS = ((2**30, "GiB"), (MIB, "MiB"), (2**10, "KiB"))
 
 
 def print_plan(model: str, result: dict[str, Any]) -> None:
-    """Print memory, largest sizes, times, placement and operator, as far as there are any."""
+    """Print the memory and the largest sizes, and the times, placement and operator if the plan has them."""
     console = Console()
     parts = result["tensor_parallel_size"]
     verdict = "it fits" if result["fits"] else "it does not fit"
@@ -72,7 +72,7 @@ def _times(item: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _time_text(seconds: float) -> str:
-    """Return a time with four significant digits in the unit that suits it."""
+    """Return a time with four significant digits in a suitable unit."""
     factor, unit = next((found for found in TIME_UNITS if seconds * found[0] >= 1), TIME_UNITS[-1])
     return f"{seconds * factor:.4g} {unit}"
 
@@ -94,7 +94,7 @@ def _print_placement(console: Console, found: dict[str, Any]) -> None:
 
 
 def _print_run(console: Console, found: dict[str, Any]) -> None:
-    """Print what simulated chips computed. Chips that held as much share a line, with the most that one of them did."""
+    """Print what the simulated chips computed. Chips with equal memory use share a line, which shows their maxima."""
     verdict = "equal to" if found["equal"] else "NOT EQUAL to"
     console.print(
         f"computed at hidden size {found['hidden_size']}, {found['rows']} rows of {found['context']} tokens: "
@@ -116,7 +116,7 @@ def _print_run(console: Console, found: dict[str, Any]) -> None:
 
 
 def _short(size: int) -> str:
-    """Return bytes with a unit of their size."""
+    """Return a number of bytes as text in a suitable unit."""
     unit, name = next(((unit, name) for unit, name in UNITS if size >= unit), (1, "B"))
     return f"{size / unit:.3g} {name}"
 

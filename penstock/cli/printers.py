@@ -1,4 +1,4 @@
-"""How the texts of several prompts share a terminal while they grow: in order, side by side, or printed anew."""
+"""Prints the growing texts of several prompts on one terminal: in order, side by side, or all of them anew."""
 
 import sys
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     from penstock.interface.outputs import RequestOutput
 
-LINE_INTERVAL = 16  # tokens that make about a line of text
+LINE_INTERVAL = 16  # tokens, about one line of text
 
 
 @dataclass(slots=True)
 class _Stream:
-    """The text of one choice, and the tokens that came since its last print."""
+    """The text of one choice, and the number of tokens since it was last printed."""
 
     label: str
     text: str
@@ -28,9 +28,9 @@ class Printer:
     """Prints the DELTA outputs of several prompts to standard output.
 
     Args:
-        prompts: their texts, which come first.
-        interval: tokens of a choice between two prints of it.
-        num_choices: of each prompt.
+        prompts: the texts of the prompts, which are printed first.
+        interval: number of new tokens after which a choice is printed again.
+        num_choices: choices per prompt.
     """
 
     def __init__(self, prompts: Sequence[str], interval: int, num_choices: int) -> None:
@@ -43,7 +43,7 @@ class Printer:
         ]
 
     def show(self, index: int, output: "RequestOutput") -> None:
-        """Take an output of the prompt `index`, and print what is due."""
+        """Take an output of the prompt `index`, and print the text that is due."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -52,10 +52,10 @@ class Printer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Print what is left."""
+        """Print the remaining text."""
 
     def _take(self, index: int, output: "RequestOutput") -> list[_Stream]:
-        """Give each choice what is new of it, and return those that got something."""
+        """Add the new text to each choice in an output, and return the streams of these choices."""
         taken = []
         for item in output.outputs:
             stream = self._streams[index * self._num_choices + item.index]
@@ -67,9 +67,9 @@ class Printer:
 
 
 class InOrder(Printer):
-    """Prints one prompt after the other: the first unfinished one live, the others from memory.
+    """Prints one prompt after the other: the first unfinished one as it grows, later ones when their turn comes.
 
-    Several choices of a prompt cannot grow in one place: these outputs are final ones.
+    Several choices of one prompt cannot grow in the same place, so they come as final outputs.
     """
 
     def __init__(self, prompts: Sequence[str], interval: int = 1) -> None:
@@ -94,8 +94,8 @@ class InOrder(Printer):
 
 
 class Concurrent(Printer):
-    """Prints all choices as they grow, each piece in lines of its own that begin with its label: [2], or [2.0] where
-    a prompt has several choices. A piece ends with a word, so that lines can be read."""
+    """Prints all choices as they grow, each piece on separate lines that begin with its label: [2], or [2.0] if a
+    prompt has several choices. A piece ends at the end of a word if possible, so that the lines are readable."""
 
     def __init__(self, prompts: Sequence[str], interval: int = LINE_INTERVAL, num_choices: int = 1) -> None:
         super().__init__(prompts, interval, num_choices)
@@ -114,13 +114,13 @@ class Concurrent(Printer):
 
 
 class Reprint(Printer):
-    """Prints all choices anew when they have grown: on a terminal, as many last lines of each as there is room for.
-    At the end, or where there is no terminal, the whole texts one after the other."""
+    """Prints all choices anew when they have grown: on a terminal, as many of the last lines of each as fit. At the
+    end it prints the whole texts one after the other; without a terminal it prints nothing before."""
 
     def __init__(
         self, prompts: Sequence[str], interval: int = 1, num_choices: int = 1, console: "Console | None" = None
     ) -> None:
-        """console: where to print, instead of standard output."""
+        """Print to `console` if it is given, else to standard output."""
         from rich.console import Console
         from rich.live import Live
 
@@ -131,7 +131,7 @@ class Reprint(Printer):
     def show(self, index: int, output: "RequestOutput") -> None:
         growing = (self._streams[index * self._num_choices + item.index] for item in output.outputs)
         if self._console.is_terminal and any(stream.tokens >= self._interval for stream in growing):
-            self._live.update(self._screen(), refresh=True)  # with what the other choices got in the same step
+            self._live.update(self._screen(), refresh=True)  # includes the other choices' tokens of the same step
             for stream in self._streams:
                 stream.tokens = 0
         self._take(index, output)

@@ -1,4 +1,4 @@
-"""`penstock prove`: the promises of docs/guarantees.md, proved on this machine with the user's model."""
+"""`penstock prove`: proves the promises of docs/guarantees.md on this machine with the user's model."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ EXAMPLES = """examples:
 
 Exit code 0: every promise was kept. 1: one was broken, or a proof could not be made. 2: bad input.
 """
-PIPED_WIDTH = 120  # of a table that goes to a file or another program
+PIPED_WIDTH = 120  # characters per line of a table that goes to a file or another program
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`penstock replay`: a record of an engine's last minutes, computed again and compared bit for bit."""
+"""`penstock replay`: computes a record of an engine's last minutes again and compares it bit for bit."""
 
 import argparse
 import json

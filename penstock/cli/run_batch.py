@@ -1,4 +1,4 @@
-"""`penstock run-batch`: a file of OpenAI's batch requests in, a file of answers out."""
+"""`penstock run-batch`: answers a file of OpenAI's batch requests and writes a file of answers."""
 
 import argparse
 import asyncio

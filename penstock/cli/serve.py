@@ -1,4 +1,4 @@
-"""`penstock serve`: the OpenAI API of one model. It imports no torch."""
+"""`penstock serve`: serves one model over the OpenAI API. Does not import torch."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from penstock.errors import InvalidRequestError
 if TYPE_CHECKING:
     from penstock.server.options import ServerOptions
 
-CLIENT_OPTIONS = (  # of AsyncLLM, beside the engine's
+CLIENT_OPTIONS = (  # options of AsyncLLM that are not engine options
     "standby",
     "data_parallel_size",
     "max_queued_requests",
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         return _serve_on_ray(options, ray_options, engine_options(args) | client)
     if ray_options:
         raise InvalidRequestError("max_replicas, target_queued_tokens, cpus_per_replica: only with --on-ray")
-    llm = AsyncLLM(**engine_options(args), **client)  # the engine loads while the server's own imports run
+    llm = AsyncLLM(**engine_options(args), **client)  # the engine loads while the server's modules are imported
     from penstock.server import serve
 
     return serve.run(llm, options)

@@ -1,4 +1,4 @@
-"""`penstock simulate`: the real scheduler on a virtual clock."""
+"""`penstock simulate`: runs the real scheduler on a virtual clock."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from penstock.errors import InvalidRequestError
 from penstock.planner.machines import THIS, load_hardware
 
 DESCRIPTION = "Simulate a load: the real scheduler and cache on a virtual clock, with steps that take what they cost."
-# Options that change a fleet, and of which each needs one.
+# Options that change a fleet -> options, at least one of which must also be given.
 CHANGES = {
     "max_replicas": ("max_replicas",),
     "target_ongoing_requests": ("max_replicas",),
@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_changes(group: argparse._ArgumentGroup) -> None:
-    """Add what changes a fleet: autoscaling, and failures."""
+    """Add the options that change a fleet: autoscaling and failures."""
     help_text = "autoscaling: from --replicas to so many, as --target-ongoing-requests needs"
     group.add_argument("--max-replicas", type=parse_size, metavar="N", help=help_text)
     seconds: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_costs(args: argparse.Namespace) -> None:
-    """Refuse options that contradict one another."""
+    """Raise InvalidRequestError for options that contradict each other."""
     for name in ("costs", "save_costs"):
         if args.hardware is not None and getattr(args, name) is not None:
             raise InvalidRequestError(f"{name}: steps on --hardware cost what is planned; leave one out", param=name)
@@ -139,7 +139,7 @@ def _check_costs(args: argparse.Namespace) -> None:
 
 
 def _elsewhere(options: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return a replica on --hardware, and what its steps cost."""
+    """Return a planned replica on --hardware, and the costs of its steps."""
     from penstock.bench.simulator.elsewhere import plan_replica
 
     config, hardware = EngineConfig.from_options(**options), load_hardware(args.hardware)
@@ -164,7 +164,7 @@ def _load(args: argparse.Namespace) -> Any:
 
 
 def _changes(args: argparse.Namespace) -> Any:
-    """Return what changes the fleet. Refuse options of autoscaling, or of failures, without it."""
+    """Return the changes of the fleet. Refuse options of autoscaling or failures without the option that enables it."""
     from penstock.bench.simulator.lifecycle import Changes, Scaling
 
     given = {name: getattr(args, name) for name in CHANGES if getattr(args, name) is not None}

@@ -1,4 +1,4 @@
-"""`penstock table`: print a model's parameter table, or a template for a new one, without reading weights."""
+"""`penstock table`: prints a model's parameter table, or a template for a new table, without reading weights."""
 
 import argparse
 import sys

@@ -28,14 +28,14 @@ def note(text: str) -> None:
 
 
 def show_choices(info: "ModelInfo") -> None:
-    """Print what was chosen automatically, and why."""
+    """Print which options were chosen automatically, and why."""
     note(f"penstock: {info.model}, {info.dtype}, {info.system_fingerprint}")
     for option, reason in info.choices_made.items():
         note(f"  {option} = {reason}")
 
 
 def check_writable(path: Path, param: str) -> None:
-    """Check that a file can be written, before what is to be in it is computed. Raise InvalidRequestError if not."""
+    """Check that a file can be written before its content is computed. Raise InvalidRequestError if it cannot."""
     try:
         path.open("a").close()
     except OSError as error:
@@ -43,9 +43,9 @@ def check_writable(path: Path, param: str) -> None:
 
 
 def handle_signals(*, terminate: bool = False) -> None:
-    """Make Ctrl-C raise KeyboardInterrupt; called once everything is imported (see `cli.main`).
+    """Make Ctrl-C raise KeyboardInterrupt. Called when everything has been imported (see `cli.main`).
 
-    terminate: make SIGTERM raise SystemExit too, so that unfinished files are removed.
+    With `terminate`, SIGTERM raises SystemExit too, so that unfinished files are removed.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,7 +55,7 @@ def handle_signals(*, terminate: bool = False) -> None:
 
 @contextmanager
 def saying(text: str, after_s: float = 0.5) -> Iterator[None]:
-    """Print a note if the work inside takes longer than `after_s`, on a terminal: silence looks like a hang."""
+    """Print a note on a terminal if the work inside takes longer than `after_s`, because silence looks like a hang."""
     timer = threading.Timer(after_s, note, [text])
     timer.daemon = True
     if sys.stderr.isatty():
@@ -68,7 +68,7 @@ def saying(text: str, after_s: float = 0.5) -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on standard error if that is a terminal; yield `advance(count)`."""
+    """Show a progress bar on standard error if it is a terminal; yield the function `advance(count)`."""
     if not sys.stderr.isatty() or total < 2:
         yield lambda count: None
         return

@@ -1,17 +1,17 @@
-"""Admission: which requests are let in. A queue that only grows makes everybody late; a refusal in time costs nobody.
+"""Admission: which requests are let in. A queue that only grows makes every request late; an early refusal does not.
 
 A request is refused if it would overfill the queue, which is bounded in requests and in tokens, or if its first token
-is not to be expected within the time that may be spent in the queue. That is forecast from what is open and from the
-work per second measured while there was a queue. The unit of work is an output token; one of a prompt takes less:
+is not expected within the time that may be spent in the queue. The wait is forecast from the open requests and from the
+work per second measured while there was a queue. The unit of work is an output token; a prompt token is less work:
 
-    row 0   [ work of a flow that runs | of one that waits | ... ]
+    row 0   [ work of a running flow | work of a waiting flow | ... ]
     row 1   [ ..................... | .............. ]              <- a new flow would start here
-    ...     max_num_seqs rows, of which each does its share of the work per second
+    ...     max_num_seqs rows, each of which does its share of the work per second
 
-A flow is a call, or all calls of a key. The engine gives each its turn (engine/scheduler.py), and so does the forecast:
-a call of many choices keeps a short one neither from the rows nor from the queue. How much longer than forecast
-requests have waited of late is part of the next forecast. The refusal says when there will be room. Knows no engine and
-sends nothing; not for several threads at once.
+A flow is a call, or all calls of an API key. The engine gives each flow its turn (engine/scheduler.py), and so does the
+forecast: a call with many choices keeps a short call neither from the rows nor from the queue. The forecast is
+corrected by how much longer than forecast recent requests have waited. A refusal says when there will be room. This
+module knows no engine and sends nothing; it is not thread-safe.
 """
 
 import heapq
@@ -28,24 +28,24 @@ from penstock.client.open_requests import OpenRequests, Wait
 from penstock.errors import EngineOverloadedError
 from penstock.interface.messages import EngineOutput, EngineStats
 
-REFRESH_S = 0.05  # how old a forecast may be; what was let in since is in it
-REFRESH_S_PER_CHOICE = 5e-5  # and if many are open, so that forecasts take a twentieth of the time
-MARGIN = 0.8  # of the time in the queue that a forecast may fill: it may be wrong
+REFRESH_S = 0.05  # how old a forecast may be; it includes requests let in since
+REFRESH_S_PER_CHOICE = 5e-5  # the same for many open choices, so that forecasts take 1/20 of the time
+MARGIN = 0.8  # share of the allowed queue time that a forecast may fill, because forecasts can be wrong
 MAX_UNMEASURED = 256  # choices that may wait for their first token before a rate has been measured
-MIN_MEASURED_S, FORGET_S = 0.5, 4.0  # of work with a queue: less is no measurement; more counts half
-TYPICAL_WEIGHT = 0.05  # of the newest choice in the typical number of output tokens
-ERROR_WEIGHT, LEAST_ERROR, MOST_ERROR = 0.1, 0.5, 4.0  # of the newest wait in how much longer than forecast waits are
+MIN_MEASURED_S, FORGET_S = 0.5, 4.0  # seconds with a queue: least for a rate; limit beyond which counts halve
+TYPICAL_WEIGHT = 0.05  # weight of the newest choice in the typical number of output tokens
+ERROR_WEIGHT, LEAST_ERROR, MOST_ERROR = 0.1, 0.5, 4.0  # weight of the newest wait in _error, and its limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
-    """What may wait.
+    """What may wait in the queue.
 
     Attributes:
-        max_queued_requests: choices that wait for a row. A request that finds none waiting is let in whatever its size,
-            and a small one of a flow that has little in a full queue too, so that no flow can fill it for the others.
-        max_queued_tokens: tokens of their prompts, in the same way; the choices of one prompt count it once.
-        max_queue_wait: seconds that a request which finds no free row may take to its first token; None: any time.
+        max_queued_requests: choices that wait for a row. A request that finds none waiting is let in whatever its size.
+            So is a small request whose flow has little in a full queue, so that no flow can fill it for the others.
+        max_queued_tokens: the same limit for their prompt tokens; the choices of one prompt count it once.
+        max_queue_wait: seconds to the first token of a request that finds no free row; None: no limit.
     """
 
     max_queued_requests: int = 8192
@@ -63,7 +63,7 @@ class Admission:
     """Lets requests in or refuses them.
 
     Args:
-        requests: what is open.
+        requests: the open requests.
         clock: returns seconds.
 
     Attributes:
@@ -81,8 +81,8 @@ class Admission:
         self._clock = clock
         self._throughput = Throughput()
         self._engines: dict[int, _Computed] = {}
-        self._typical_tokens: float | None = None  # outputs of a choice that may end by itself
-        self._error = 1.0  # how many times as long as forecast requests have waited of late
+        self._typical_tokens: float | None = None  # outputs of a choice that may end on its own
+        self._error = 1.0  # how many times as long as forecast recent requests have waited
         self._queue = _Queue(1, 1.0)
         self._forecast_at = -math.inf
 
@@ -98,14 +98,14 @@ class Admission:
         """Raise EngineOverloadedError if a request of this size is refused now.
 
         Args:
-            flow: whose request it is (EngineRequest.flow); None: of a flow of its own.
-            num_prompt_tokens: 0 where they are not known yet.
-            priority: under that policy: what is more urgent than all that waits is let in, for it comes next; as there
-                are few priorities, these are few. None: not known yet, so that policy refuses nothing yet.
+            flow: the flow that the request belongs to (EngineRequest.flow); None: a flow of its own.
+            num_prompt_tokens: 0 if not known yet.
+            priority: under the policy "priority", a request more urgent than all waiting ones is let in, because it
+                comes next; there are few, as there are few priorities. None: not known yet, so nothing is refused.
             num_arriving: requests that have passed this check and are not let in yet, all of which may come first.
 
         Returns:
-            The seconds to its first token, by load and rate alone; 0.0 where they foretell nothing.
+            The forecast seconds to the first token, by load and rate alone; 0.0 without a forecast.
         """
         if priority is None and self.has_priorities:
             return 0.0
@@ -132,7 +132,7 @@ class Admission:
     def _check_room(
         self, queue: "_Queue", mine: "_Flow", num_choices: int, num_prompt_tokens: int, num_arriving: int
     ) -> None:
-        """Refuse what overfills the queue, unless it is little, and others have more than their share of it."""
+        """Refuse a request that overfills the queue, unless it and its flow stay within their share of the queue."""
         limits, share = self._limits, 2 * (len(queue.flows) + num_arriving + 1)
         num_queued = queue.num_queued + num_arriving
         if not num_queued:
@@ -147,27 +147,27 @@ class Admission:
             raise _full(f"{queue.num_queued_tokens} of {limit} tokens", place_s)
 
     def admit(self, prepared: PreparedRequest) -> Wait | None:
-        """Let a request in, or raise EngineOverloadedError. None: it need not wait, or may for any time."""
+        """Let a request in, or raise EngineOverloadedError. Return None if its wait is not limited."""
         num_prompt_tokens, params = len(prepared.prompt_token_ids), prepared.params
         flow = prepared.engine_requests[0].flow
         priority = prepared.engine_requests[0].priority
         forecast_s = self.check(flow, params.n, num_prompt_tokens, priority)
         waits = self._queue.must_wait
-        for index in range(params.n):  # as many rows, of choices or beams
+        for index in range(params.n):  # one row for each choice or beam
             prompt = 0 if index else num_prompt_tokens  # the others find it in the cache
             self._queue.add(flow, prompt, self.outputs_left(params.max_tokens or 0, params.ignore_eos))
         self._queue.most_urgent = min(self._queue.most_urgent, priority)
-        limit, patient = self._limits.max_queue_wait, params.use_beam_search  # whose first token comes with its last
+        limit, patient = self._limits.max_queue_wait, params.use_beam_search  # its first token comes with its last
         return Wait(limit, forecast_s) if waits and limit is not None and not patient else None
 
     def note_wait(self, wait: Wait, seconds: float) -> None:
-        """Learn how long a request has waited for its first token, or until it was refused after all."""
+        """Learn how long a request has waited for its first token, or until its late refusal."""
         if wait.forecast_s > 0.0:
             ratio = min(MOST_ERROR, max(LEAST_ERROR, seconds / wait.forecast_s))
             self._error += ERROR_WEIGHT * (ratio - self._error)
 
     def note(self, outputs: Sequence[EngineOutput], stats: EngineStats, engine: int = 0) -> None:
-        """Measure a step of one of the engines. What they bear together shows when each of them has a queue."""
+        """Measure a step of one engine. It counts only while every engine has a queue, to show their joint limit."""
         num_prompt_tokens = stats.num_prompt_tokens_total - stats.num_cached_tokens_total
         self._engines[engine] = _Computed(num_prompt_tokens, stats.num_generated_tokens_total, stats.num_waiting > 0)
         engines = self._engines.values()
@@ -180,12 +180,12 @@ class Admission:
                 self._typical_tokens = before + TYPICAL_WEIGHT * (length - before)
 
     def engine_ready(self, num_rows: int, *, has_priorities: bool = False, engine: int = 0) -> None:
-        """Count an engine from anew: the counters of a new one begin at 0. num_rows: of all that are ready."""
+        """Count a new engine, whose counters begin at 0. num_rows: rows of all engines that are ready."""
         self.num_rows, self.has_priorities = num_rows, has_priorities
         self._leave_out(engine)
 
     def engine_lost(self, num_rows: int, engine: int) -> None:
-        """Do without an engine. num_rows: of those that are left; 0 while a successor is awaited."""
+        """Count an engine no longer. num_rows: rows of the remaining engines; 0 while a successor is awaited."""
         self.num_rows = num_rows or self.num_rows
         self._leave_out(engine)
 
@@ -204,7 +204,7 @@ class Admission:
                 if not started:
                     self._queue.most_urgent = min(self._queue.most_urgent, request.priority)
                 for beam in range(request.params.n if request.params.use_beam_search else 1):
-                    # A search tells nothing before its end: it takes its rows, and waits as one request.
+                    # A search reports nothing before its end: it takes its rows, and waits as one request.
                     self._queue.add(
                         request.flow, 0 if beam else prompt, self._left(choice), started=started or beam > 0
                     )
@@ -215,7 +215,7 @@ class Admission:
         return self.outputs_left((params.max_tokens or 0) - len(choice.token_ids), params.ignore_eos)
 
     def outputs_left(self, at_most: int, ignore_eos: bool) -> float:
-        """Return the tokens to be expected of a choice, however many it has had."""
+        """Return the number of tokens still expected of a choice, whatever it has received."""
         return at_most if ignore_eos or self._typical_tokens is None else min(at_most, self._typical_tokens)
 
 
@@ -229,7 +229,7 @@ class _Computed(NamedTuple):
 
 @dataclass(slots=True)
 class _Flow:
-    """What is open of one flow: the work left, and of what waits the choices and the tokens of its prompts."""
+    """The open choices of one flow: the work left, and the number and prompt tokens of those that wait."""
 
     work: float = 0.0
     num_queued: int = 0
@@ -240,9 +240,9 @@ class _Queue:
     """The open requests, by flow in order of arrival.
 
     Attributes:
-        prompt_weight: the work of a prompt's token.
-        work: what is left of all requests, in output tokens.
-        most_urgent: the least priority of what waits.
+        prompt_weight: the work of a prompt token.
+        work: work left for all requests, in output tokens.
+        most_urgent: the lowest priority number among waiting requests.
     """
 
     def __init__(self, num_rows: int, prompt_weight: float) -> None:
@@ -251,7 +251,7 @@ class _Queue:
         self.num_open = self.num_queued = self.num_queued_tokens = 0
         self.work = 0.0
         self.most_urgent: float = math.inf
-        self._rows: list[float] | None = None  # the work left of each, a heap; made when it is asked for
+        self._rows: list[float] | None = None  # the work left in each row, a heap; made on demand
 
     @property
     def must_wait(self) -> bool:
@@ -260,11 +260,11 @@ class _Queue:
 
     @property
     def mean_work(self) -> float:
-        """Return the work that is left of a choice, on average."""
+        """Return the mean work left per choice."""
         return self.work / self.num_open if self.num_open else 0.0
 
     def add(self, flow: str, prompt: int, outputs: float, *, started: bool = False) -> None:
-        """Count a choice; `started`: it has its first token."""
+        """Count a choice. started: whether it has its first token."""
         its, work = self.flows.setdefault(flow, _Flow()), self.prompt_weight * prompt + outputs
         its.work += work
         its.num_queued += not started
@@ -277,8 +277,8 @@ class _Queue:
             heapq.heapreplace(self._rows, self._rows[0] + work)
 
     def work_ahead(self, flow: _Flow) -> float:
-        """Return the work that is done before a further request of a flow begins."""
-        if flow.work:  # it comes after its own, at the flow's share of the rows
+        """Return the work that is done before the next request of a flow begins."""
+        if flow.work:  # it comes after the flow's own work, at its share of the rows
             return flow.work * min(len(self.flows), self.num_rows)
         if len(self.flows) < self.num_rows:
             return 0.0  # some flow has more than one row, and gives one up
@@ -291,7 +291,7 @@ class _Queue:
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps of one kind, summed up."""
+    """Sums over steps of one kind."""
 
     seconds: float = 0.0
     prompts: float = 0.0
@@ -299,10 +299,11 @@ class _Steps:
 
 
 class Throughput:
-    """What the machine can bear, measured while requests waited.
+    """The work that the machine can do per second, measured while requests waited.
 
-    Where steps with prompts and without are known, the time of the former beyond that of their outputs is the prompts'.
-    Counted alike, the prompts that a batch begins with would promise several times the outputs per second to come.
+    If steps with and without prompts are known, the time of the former beyond that of their outputs is the prompts'
+    time. If prompt and output tokens counted alike, the prompts at the start of a batch would suggest several times the
+    outputs per second that follow.
     """
 
     def __init__(self) -> None:
@@ -311,7 +312,7 @@ class Throughput:
 
     @property
     def prompt_weight(self) -> float:
-        """Return the work of a prompt's token, of that of an output token: 0 to 1; 1 while it is not known."""
+        """Return the work of a prompt token relative to an output token, 0 to 1; 1 while it is not known."""
         plain, mixed = self._plain, self._mixed
         if not plain.outputs or not plain.seconds or not mixed.prompts:
             return 1.0
@@ -321,7 +322,7 @@ class Throughput:
 
     @property
     def work_per_s(self) -> float | None:
-        """Return the rate, in output tokens; None while there has not been a queue for long enough."""
+        """Return the rate in output tokens; None until there has been a queue for long enough."""
         seconds = self._plain.seconds + self._mixed.seconds
         work = self._plain.outputs + self._mixed.outputs + self.prompt_weight * self._mixed.prompts
         return work / seconds if seconds >= MIN_MEASURED_S and work else None
@@ -340,7 +341,7 @@ class Throughput:
         self._before = (now, prompts, outputs) if has_queue else None
 
     def pause(self) -> None:
-        """Leave out the time until the next step."""
+        """Do not count the time until the next step."""
         self._before = None
 
 

@@ -1,6 +1,6 @@
-"""EngineChild: one engine process and the connection to it. Knows frames, but no request and no restart.
+"""EngineChild: one engine process and the connection to it. It knows frames, but neither requests nor restarts.
 
-What of it concerns the connection alone is EngineConnection, which an engine on another machine has too
+EngineConnection is the part that concerns the connection alone; an engine on another machine has it too
 (ray_app/remote.py).
 """
 
@@ -17,7 +17,7 @@ from penstock.client import frames
 from penstock.parallel.effort import Effort
 from penstock.parallel.spawn import spawn
 
-EXIT_WAIT_S = 5.0  # for the process to end by itself once the connection is closed
+EXIT_WAIT_S = 5.0  # for the process to end on its own once the connection is closed
 STDERR = 2  # output of the engine process joins our messages on stderr; stdout belongs to the user
 
 
@@ -25,7 +25,7 @@ class EngineConnection(ABC):
     """Our end of the connection to an engine process.
 
     Attributes:
-        is_remote: the engine is on a machine that may be taken away at any time, so its end is nothing unusual.
+        is_remote: whether the engine is on a machine that may be taken away at any time, so that its end is normal.
     """
 
     is_remote = False
@@ -37,15 +37,15 @@ class EngineConnection(ABC):
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """Return the process id; None where there is no process, or once it has ended."""
+        """Return the process id; None if there is no process, or it has ended."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int | None:
-        """Return the most physical memory that the process ever had; None where that is not known."""
+        """Return the most physical memory that the process ever had; None if it is not known."""
 
     @abstractmethod
     def effort(self) -> Effort | None:
-        """Return what the process has done so far; None where that is not known."""
+        """Return what the process has done so far; None if it is not known."""
 
     @abstractmethod
     async def connect(self) -> None:
@@ -68,11 +68,11 @@ class EngineConnection(ABC):
         """Wait for the process and return its exit code."""
 
     def send(self, frame: frames.ToEngine) -> None:
-        """Send a frame without waiting: frames are small, and the engine always reads. Dropped once hung up."""
+        """Send a frame without waiting: frames are small, and the engine always reads. After hang_up it is dropped."""
         self.send_bytes(frames.pack(frame))
 
     def send_bytes(self, data: bytes) -> None:
-        """Send what `frames.pack` gave."""
+        """Send the result of `frames.pack`."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(data)
 
@@ -91,7 +91,7 @@ class EngineConnection(ABC):
             return None
 
     def reason_of(self, code: int) -> str:
-        """Return why the engine ended, as its exit code tells."""
+        """Return why the engine ended, from its exit code."""
         if code == -signal.SIGBUS:
             return f"signal {-code}: a file that is mapped has become shorter, or its disk fails"
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
@@ -100,7 +100,7 @@ class EngineConnection(ABC):
 class EngineChild(EngineConnection):
     """A running engine process and our end of its connection. Raise OSError if no process can be started.
 
-    start: sent at once, so that the engine loads while its client still starts.
+    start: the first frame, sent at once, so that the engine loads while its client still starts.
     """
 
     def __init__(self, start: frames.Start) -> None:
@@ -115,7 +115,7 @@ class EngineChild(EngineConnection):
             raise
         finally:
             theirs.close()
-        with suppress(OSError):  # it has died already: the end of the connection will tell
+        with suppress(OSError):  # it has died already: the end of the connection will show
             self._sock.sendall(frames.pack(start))
 
     @property
@@ -152,7 +152,7 @@ class EngineChild(EngineConnection):
         self._process.wait()
 
     async def wait(self) -> int:
-        """Wait for the process and return its exit code; it is killed after EXIT_WAIT_S."""
+        """Wait for the process and return its exit code. Kill it after EXIT_WAIT_S."""
         deadline = time.monotonic() + EXIT_WAIT_S
         while (code := self._process.poll()) is None:
             if time.monotonic() > deadline:
@@ -163,12 +163,12 @@ class EngineChild(EngineConnection):
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How a client comes by its engines.
+    """How a client gets its engines.
 
     Attributes:
-        start: makes the connection to an engine, given its first frame. None: to a child process of ours.
-        num_engines: at most.
-        num_initial: engines that have to be ready before requests are taken; the others come when they can. None: all.
+        start: makes the connection to an engine, given its first frame. None: to a child process.
+        num_engines: most engines.
+        num_initial: engines that must be ready before requests are taken; the others join when they can. None: all.
     """
 
     start: Callable[[frames.Start], EngineConnection] | None = None

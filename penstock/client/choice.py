@@ -1,9 +1,9 @@
-"""Choice: one choice of a request: tokens received, their text, stop strings and log-probabilities.
+"""Choice: one choice of a request, with the tokens received, their text, stop strings and log-probabilities.
 
     tokens:  [ shown as text | in the detokenizer: part of a character ]
     text:    [ shown         | in StopStrings: may become a stop string ]
 
-Knows neither the engine nor its siblings.
+It knows neither the engine nor the other choices of its request.
 """
 
 import time
@@ -24,12 +24,12 @@ class Choice:
 
     Attributes:
         request: what the engine was given.
-        token_ids: outputs received so far; `request` with these as output_token_ids resumes it on another engine.
-        mirostat_mu: mirostat's state after them; they come back together.
-        timeline: where its time went, as far as engines have told.
+        token_ids: outputs received so far; `request` with these as output_token_ids resumes the choice on any engine.
+        mirostat_mu: mirostat's state after them; the engine sends both together.
+        timeline: where its time went, as far as engines have reported.
         finish_reason: None while it runs.
-        changed: there is something that make_output has not returned yet.
-        cumulative_logprob: of the tokens so far; None where log-probabilities are not requested.
+        changed: whether there is something that make_output has not returned yet.
+        cumulative_logprob: sum over the tokens so far; None if log-probabilities are not requested.
     """
 
     def __init__(self, request: EngineRequest, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
@@ -51,7 +51,7 @@ class Choice:
         self._num_sent = 0  # tokens returned in DELTA mode
 
     def turn(self, state: IntervalKind, at: float) -> None:
-        """Note in the timeline what the time counts as from now on, whatever an engine has told."""
+        """Note in the timeline the state from the time `at` on, whatever an engine has reported."""
         self.timeline.turn(state, at, len(self.token_ids) - len(self.request.output_token_ids))
 
     def add_tokens(self, output: EngineOutput, start: int = 0) -> None:
@@ -78,7 +78,7 @@ class Choice:
             self.finish_reason, self._stop_reason = FinishReason.STOP, stop
 
     def end(self, reason: FinishReason, stop_reason: int | None = None) -> None:
-        """End, unless it has ended, with the text held back, which may complete a stop string: then that is why."""
+        """End the choice, unless it has ended. If the text held back completes a stop string, that is the reason."""
         if self.finish_reason is not None:
             return
         self.changed = True

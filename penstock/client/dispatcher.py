@@ -1,12 +1,12 @@
-"""Dispatcher: which of a client's engines computes what.
+"""Dispatcher: which of a client's engines computes which choices.
 
-    a new request       to the engine that has it soonest (client/router.py), among those that are ready; all of its
-                        choices to the same one, which computes their prompt once
-    an engine dies      what it had goes on at once in engines with free rows; the rest waits for a row, or for the
-                        engine that comes in its place
+    a new request       goes to the ready engine that can compute it soonest (client/router.py); all of its choices go
+                        to the same engine, which computes their prompt once
+    an engine dies      its choices go on at once in engines with free rows; the rest wait for a row, or for the
+                        engine that takes its place
     a choice that ended engines twice    stays, to be tried alone by the next engine (client/recovery.py)
 
-Knows neither processes nor prompts as text; not for several threads at once.
+It knows neither processes nor prompts as text, and is not thread-safe.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +17,12 @@ from penstock.client.replica import Replica
 from penstock.client.router import Router, block_hashes
 from penstock.interface.messages import EngineOutput
 
-OutputsLeft = Callable[[int, bool], float]  # (at most, whether none ends by itself) -> outputs to be expected
+OutputsLeft = Callable[[int, bool], float]  # (limit, whether choices never end early) -> expected outputs
 
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """Where a choice is computed, and the content hashes of its prompt; none where there is one engine only."""
+    """Where a choice is computed, and the content hashes of its prompt; none if there is only one engine."""
 
     replica: Replica
     request: OpenRequest
@@ -33,12 +33,12 @@ class Dispatcher:
     """Gives the choices of OpenRequests to replicas.
 
     Args:
-        replicas: all that there are; its owner adds to them.
+        replicas: all replicas; the owner of the list adds to it.
         outputs_left: estimates the outputs of a choice.
-        several: whether there will be more than one, between which to choose.
+        several: whether there will be more than one replica.
 
     Attributes:
-        router: chooses between them.
+        router: chooses among replicas.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Dispatcher:
         self.use(1, 1)
 
     def use(self, block_size: int, num_blocks: int) -> None:
-        """Set the size of the engines' caches, which the first engine that is ready tells; no request comes before."""
+        """Set the size of the engines' caches, reported by the first ready engine, before any request arrives."""
         self._block_size = block_size
         self.router: Router[int] = Router(block_size, num_blocks)
 
     def submit(self, request: OpenRequest) -> None:
-        """Let an engine compute the running choices of a request, all of them the same one."""
+        """Let one engine compute all running choices of a request."""
         ids = self._requests.running_of(request)
         able = [replica for replica in self._replicas if replica.recovery.accepts]
         able = able or [replica for replica in self._replicas if not replica.given_up and not replica.recovery.leaving]
@@ -66,7 +66,7 @@ class Dispatcher:
             self._give(request, ids, able)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Tell the engines that nobody wants these choices any more, or not now."""
+        """Tell the engines that these choices are not wanted any more, or not now."""
         gone: dict[Replica, list[str]] = {}
         for request_id in request_ids:
             home = self._leave(request_id)
@@ -78,7 +78,7 @@ class Dispatcher:
             self.move()
 
     def forget(self, replica: Replica) -> None:
-        """Forget what an engine has cached: its process has ended."""
+        """Forget what an engine has cached, because its process has ended."""
         self.router.forget(replica.index)
 
     def its_own(self, replica: Replica, outputs: list[EngineOutput]) -> list[EngineOutput]:
@@ -89,7 +89,7 @@ class Dispatcher:
         return [output for output, home in zip(outputs, homes, strict=True) if home is None or home.replica is replica]
 
     def received(self, replica: Replica, outputs: Sequence[EngineOutput]) -> None:
-        """Note what an engine has computed, after it has been handed to its readers."""
+        """Note what an engine has computed, after the outputs have been handed to their readers."""
         accepted = replica.recovery.accepts
         for output in outputs:
             replica.queued.computed(output.request_id, len(output.new_token_ids))
@@ -100,8 +100,8 @@ class Dispatcher:
             self.move()
 
     def move(self) -> None:
-        """Give what waits for an engine that is not ready to engines with free rows; what belongs to an engine that was
-        given up goes to any other, free rows or not."""
+        """Move choices that wait for an engine that is not ready to engines with free rows. Choices of an engine that
+        was given up go to any other engine, with or without free rows."""
         if not self._several:
             return
         for replica in self._replicas:
@@ -140,7 +140,7 @@ class Dispatcher:
         target.recovery.submit(ids)
 
     def _leave(self, request_id: str) -> _Home | None:
-        """Forget where a choice is computed, but not that the engine has its tokens in the cache."""
+        """Forget where a choice is computed, but remember that the engine has its tokens in the cache."""
         home = self._homes.pop(request_id, None)
         if home is not None:
             home.replica.queued.remove(request_id)
@@ -166,6 +166,6 @@ class Dispatcher:
 
 
 def _rows(request: OpenRequest) -> int:
-    """Return the rows that a choice takes: all beams of a search are one."""
+    """Return the rows that a choice takes; the beams of a search are one choice."""
     params = request.prepared.params
     return params.n if params.use_beam_search else 1

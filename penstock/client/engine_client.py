@@ -1,7 +1,7 @@
-"""EngineClient: an engine as seen by its users, in whatever process it runs. All that the HTTP server knows of one.
+"""EngineClient: an engine as its users see it, in whatever process it runs. The HTTP server knows nothing else of it.
 
 Text lives on this side: prompts are tokenised, ids become text and stop strings are found here, so that no text is
-lost with an engine that dies.
+lost when an engine dies.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -39,8 +39,8 @@ class StandbyStatus:
     """A snapshot of a second engine process that waits to take over.
 
     Attributes:
-        state: STARTING, also while it has to wait to be started; READY, or FAILED where there will be none any more.
-        private_bytes: memory that only it has, and no file: mapped weights do not count. Measured when it was ready.
+        state: STARTING, also while it waits to be started; READY; or FAILED if there will be no standby any more.
+        private_bytes: memory of this process alone, without mapped files such as weights. Measured when it was ready.
     """
 
     state: EngineState
@@ -50,25 +50,25 @@ class StandbyStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot for /status, /health and /metrics: of one engine, or the sum of several.
+    """A snapshot for /status, /health and /metrics, of one engine or summed over several.
 
     Attributes:
-        replicas: each engine of a client; empty in the status of one of them.
+        replicas: the status of each engine of a client; empty in a status of one engine.
     """
 
     state: EngineState
     pid: int | None
     restarts: int
     heartbeat_age_s: float | None  # since the last frame of the engine
-    making_progress: bool  # ready, heard from lately, and no step has been running for too long
+    making_progress: bool  # ready, heard from recently, and in no step for too long
     stats: EngineStats = field(default_factory=EngineStats)
     journal_requests: int = 0  # engine requests that run or wait
-    journal_tokens: int = 0  # received for them
-    queued_tokens: float = 0.0  # that are still to be computed for them, as far as can be foreseen
+    journal_tokens: int = 0  # tokens received for them
+    queued_tokens: float = 0.0  # tokens still to be computed for them, as far as can be foreseen
     num_aborted_total: int = 0  # requests that ended because their caller left
-    planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by what they are for (planner/ledger.py)
+    planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose (planner/ledger.py)
     peak_memory_bytes: int | None = None  # the most physical memory that the engine process ever had
-    standby: StandbyStatus | None = None  # None where none is wanted
+    standby: StandbyStatus | None = None  # None if no standby is wanted
     replicas: tuple["EngineStatus", ...] = ()
     remote_prefill: RemotePrefillStatus | None = None  # with the role decode
 
@@ -78,31 +78,31 @@ class EngineClient(Protocol):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Return the model. Raise EngineDeadError until an engine is ready, or the reason why none can be built."""
+        """Return the model. Until an engine is ready, raise EngineDeadError, or the error why none can be built."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, which this process has loaded. Raise ModelLoadError if the model has none."""
+        """Return the tokenizer that this process has loaded. Raise ModelLoadError if the model has none."""
 
     @property
     def kv_blocks(self) -> "KVBlocks | None":
-        """Return the blocks that engines elsewhere may have; None where the role is not prefill, or no engine is
+        """Return the blocks that engines elsewhere may fetch; None if the role is not prefill, or no engine is
         ready."""
 
     async def attach(self) -> None:
         """Watch the engine from this event loop, without waiting for it. A second call does nothing."""
 
     def status(self) -> EngineStatus:
-        """Return at once, without raising."""
+        """Return a snapshot at once, without raising."""
 
     def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
         """Raise what `generate` would raise for any request of the flow: EngineDeadError or EngineOverloadedError.
 
-        num_arriving: requests that `generate` will be called for before.
+        num_arriving: requests for which `generate` will be called first.
         """
 
     def assign_seed(self) -> int:
-        """Return the seed that a request without one would get now. Raises what model_info raises."""
+        """Return the seed that a request without one would get now. Raise what model_info raises."""
 
     async def check_form(self, form: StructuredOutputsParams) -> None:
         """Raise InvalidRequestError for a form of answers that the model cannot follow, as `generate` does."""
@@ -124,12 +124,12 @@ class EngineClient(Protocol):
         most one token of each choice.
 
         Args:
-            flow: names what the engine is fair to: all requests of one flow share its turns. None: this request.
-            priority: lower comes first, with scheduling_policy = "priority"; with another policy it must be 0.
-            timeout: seconds until the answer is due, with scheduling_policy = "deadline"; with another policy None.
+            flow: the engine is fair among flows, and all requests of one flow share its turns. None: this request only.
+            priority: lower comes first, with scheduling_policy = "priority"; with other policies it must be 0.
+            timeout: seconds until the answer is due, with scheduling_policy = "deadline"; None with other policies.
                 It orders requests, and ends none.
-            output_token_ids: tokens that an earlier computation of the request gave, one list per choice. They come
-                first, and the engine continues after them, with the seed of `params`.
+            output_token_ids: tokens from an earlier computation of the request, one list per choice. They come first,
+                and the engine continues after them, with the seed of `params`.
 
         Raises (inside the iteration):
             InvalidRequestError: the prompt or a parameter is wrong.
@@ -141,30 +141,30 @@ class EngineClient(Protocol):
     async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
         """Compute the whole blocks of a prompt and keep them in the cache of every engine from now on.
 
-        Without a cache_salt the prefix is public: requests of every salt find it. A pin of the same name and prefix is
-        returned as it is.
+        Without a cache_salt the prefix is public: requests with any salt find it. An existing pin of the same name and
+        prefix is returned.
 
         Raises:
             InvalidRequestError: the prompt or the name is wrong, or pins would take too much of the cache.
-            EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
+            EngineDeadError, EngineOverloadedError, RequestFailedError: as for `generate`.
         """
 
     def unpin_prefix(self, name: str) -> bool:
-        """Let a pinned prefix be evicted as any other. False if there is none of this name."""
+        """Let a pinned prefix be evicted like any other. Return False if no pin has this name."""
 
     def pinned_prefixes(self) -> list[PrefixUse]:
         """Return the pinned prefixes, oldest first."""
 
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
-        """Return the prefixes that were found in the cache most often, pinned or not; of late, if there are many."""
+        """Return the prefixes found most often in the cache, pinned or not; if there are many, among recent ones."""
 
     async def record(self, engine: int = 0) -> SavedRecord:
         """Make a bundle of the flight recorder: what an engine did in its last minutes.
 
         Raises:
             InvalidRequestError: the recorder is off or empty, or there is no such engine.
-            EngineOverloadedError: another one is being made.
-            OSError: there is a directory for bundles, which cannot be written to.
+            EngineOverloadedError: another bundle is being made.
+            OSError: the directory for bundles cannot be written to.
         """
 
     async def drain(self, timeout_s: float) -> None:

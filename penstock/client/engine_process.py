@@ -1,7 +1,7 @@
-"""The engine process: build an engine, then serve it. Started by client/child.py, through parallel/child_main.py, with
+"""The engine process: build an engine, then serve it. client/child.py starts it through parallel/child_main.py, with
 one end of a socket pair.
 
-    reader thread: frames -> inbox; at the end of the connection the process exits at once, whatever it is doing,
+    reader thread: frames -> inbox; when the connection ends, the process exits at once, whatever it is doing,
                    so that no engine outlives its client
     main thread:   take the frames in the inbox, compute a step, send its outputs
     heartbeats:    client/outbox.py; while the engine is idle, the main thread sends them itself
@@ -74,7 +74,7 @@ class EngineServer:
                     self.outbox.send(frames.Outputs(self.outbox.epoch, part, self._stats()))
             else:
                 self._num_idle += 1
-                if self._num_idle == HEARTBEATS_TO_CHECK:  # once per idle period, when no request waits for it
+                if self._num_idle == HEARTBEATS_TO_CHECK:  # once per idle period, when it delays no request
                     self.engine.check_integrity()
                 self.outbox.send(frames.Heartbeat(self.outbox.epoch, self._stats()))
 
@@ -92,7 +92,7 @@ class EngineServer:
             return
 
     def _handle(self, body: bytes) -> None:
-        """Do what a frame says. One that is none is dropped and counted: it must not cost other requests."""
+        """Handle a frame. An invalid one is dropped and counted, because it must not affect other requests."""
         try:
             frame = frames.unpack_to_engine(body)
             if isinstance(frame, frames.Start):
@@ -128,11 +128,11 @@ class EngineServer:
         self.outbox.send(frames.Rejected(self.outbox.epoch, request_id, error.message, error.param, error.code))
 
     def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
-        """Count an invalid frame. If it was to add a request, nobody may wait for it."""
+        """Count an invalid frame. If it was meant to add a request, reject that, so that nobody waits for it."""
         self._num_invalid_frames += 1
         if (
             self._num_invalid_frames.bit_count() == 1
-        ):  # the first, the second, the fourth: a flood must not fill the log
+        ):  # the 1st, 2nd, 4th, ...: a flood must not fill the log
             message = f"engine process: dropped {self._num_invalid_frames} invalid frames so far; the last: {error}"
             print(message, file=sys.stderr, flush=True)
         request_id = frames.request_id_in(body)
@@ -148,7 +148,7 @@ def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
     try:
         while (body := frames.receive(sock)) is not None:
             inbox.put(body)
-    except frames.InvalidFrameError as error:  # where the next frame would begin, nobody knows
+    except frames.InvalidFrameError as error:  # it is unknown where the next frame begins
         print(f"engine process: {error}", file=sys.stderr, flush=True)
         code = EXIT_INVALID_FRAME
     finally:
@@ -188,9 +188,9 @@ def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
 
 
 def main(argv: list[str]) -> int:
-    """Serve on the inherited socket whose file descriptor is argv[0]. Returns only if the engine cannot be built."""
+    """Serve on the inherited socket whose file descriptor is argv[0]. Return only if the engine cannot be built."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, they are for the client, which drains
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, but meant for the client, which drains
     time_limit.install()
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -1,10 +1,10 @@
-"""Frames between a client and its engine process: typed msgpack, each preceded by its length. No pickle.
+"""Frames between a client and its engine process: typed msgpack without pickle, each preceded by its length.
 
     client -> engine    Start, then AddRequest, Abort, Pin and Unpin
     engine -> client    Ready or Failed, then Outputs, Rejected, Heartbeat and, from another machine, Leaving
 
-Frames of the engine carry the epoch that it was started with, so that those of an engine that was replaced are
-dropped. Outputs carry the index of their first token (EngineOutput.start_index), so that no token counts twice.
+Frames from an engine carry the epoch that it was started with, so that frames from a replaced engine are dropped.
+Outputs carry the index of their first token (EngineOutput.start_index), so that no token counts twice.
 """
 
 import socket
@@ -18,8 +18,8 @@ from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats, ModelInfo
 
 T = TypeVar("T")
-MAX_FRAME_BYTES = 256 * 2**20  # a longer one is invalid
-MAX_POOLED_IN_FRAME = MAX_FRAME_BYTES // 2  # bytes; one request has at most half of them
+MAX_FRAME_BYTES = 256 * 2**20  # a longer frame is invalid
+MAX_POOLED_IN_FRAME = MAX_FRAME_BYTES // 2  # bytes; one request has at most half of this
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size
 
@@ -31,9 +31,10 @@ class InvalidFrameError(EngineError):
 class Start(msgspec.Struct, tag=True, frozen=True):
     """The first frame. `options` are for EngineConfig.from_options.
 
-    takes_over: they are what another engine had, whose memory will be free by then, or has planned for this one too.
+    takes_over: whether the options are those of another engine, whose memory will be free by then, or which has planned
+        for this one too.
     ring: descriptor of the flight recorder's memory, which the process inherits.
-    num_engines: that share the machine.
+    num_engines: engines that share the machine.
     """
 
     epoch: int
@@ -52,8 +53,8 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep this prefix in the cache once it is computed. request_id: of the request that computes it, Rejected if this
-    is."""
+    """Keep this prefix in the cache once it is computed. request_id: id of the request that computes it; Rejected has
+    it if the pin is refused."""
 
     name: str
     request_id: str
@@ -73,7 +74,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot be built: a wrong option (user_error) or an unreadable model. Trying again would not help."""
+    """The engine cannot be built: a wrong option (user_error) or an unreadable model. A retry would not help."""
 
     epoch: int
     message: str
@@ -106,7 +107,7 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """The engine is alive: idle, about to compute its first step after it was idle, or in a long one.
+    """The engine is alive: idle, about to compute its first step after idling, or in a long step.
 
     Attributes:
         working_s: seconds that the step under way, or the build of the engine, has taken so far.
@@ -118,7 +119,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leaving(msgspec.Struct, tag=True, frozen=True):
-    """The engine is to be let go when it has no requests any more."""
+    """The engine is to be shut down once it has no requests."""
 
     epoch: int
 
@@ -128,7 +129,7 @@ FromEngine = Ready | Failed | Outputs | Rejected | Heartbeat | Leaving
 
 
 def in_parts(outputs: list[EngineOutput]) -> Iterator[list[EngineOutput]]:
-    """Yield the outputs of a step in parts, at least one, none of which has too many pooled vectors for a frame."""
+    """Yield the outputs of a step in one or more parts, each small enough in pooled vectors for a frame."""
     part: list[EngineOutput] = []
     size = 0
     for output in outputs:
@@ -147,12 +148,12 @@ _decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(Fro
 
 
 def unpack_to_engine(body: bytes) -> ToEngine:
-    """Return the frame that a client sent. Raises InvalidFrameError."""
+    """Return the frame that a client sent. Raise InvalidFrameError if it is invalid."""
     return _unpack(_decode_to_engine, body)
 
 
 def unpack_from_engine(body: bytes) -> FromEngine:
-    """Return the frame that an engine sent. Raises InvalidFrameError."""
+    """Return the frame that an engine sent. Raise InvalidFrameError if it is invalid."""
     return _unpack(_decode_from_engine, body)
 
 
@@ -183,7 +184,7 @@ def with_header(body: bytes) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Return the length of the body that follows. Raises InvalidFrameError if it is above MAX_FRAME_BYTES."""
+    """Return the length of the body that follows. Raise InvalidFrameError if it exceeds MAX_FRAME_BYTES."""
     length = int(_LENGTH.unpack(header)[0])
     if length > MAX_FRAME_BYTES:
         raise InvalidFrameError(f"a header announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")

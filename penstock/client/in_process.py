@@ -1,4 +1,4 @@
-"""InProcessClient: text in, text out, on an engine in this process. Used by `LLM` and the offline benchmark.
+"""InProcessClient: text in, text out, with an engine in this process. `LLM` and the offline benchmark use it.
 
 add_request -> InputProcessor -> Engine.step -> OpenRequests -> RequestOutputs
 """
@@ -20,7 +20,7 @@ from penstock.tokenizer.grammars import Grammars
 from penstock.tokenizer.tokenizer import Tokenizer
 
 NO_FORMS = "structured_outputs: this engine has no tokenizer to follow a form with"
-MAX_STEPS = 2**20  # of a call
+MAX_STEPS = 2**20  # in one call
 
 
 class InProcessClient:
@@ -43,8 +43,8 @@ class InProcessClient:
         self._forms = forms
         self._closed = False
         self._stepping = False
-        self._failure: Exception | None = None  # of a call of several steps, for the next call
-        self._aborted: deque[str] = deque()  # while a step was computed
+        self._failure: Exception | None = None  # from a call of several steps, raised by the next call
+        self._aborted: deque[str] = deque()  # during a step, to be handled after it
 
     def add_request(
         self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
@@ -64,7 +64,7 @@ class InProcessClient:
             if self._forms is None:
                 raise InvalidRequestError(NO_FORMS, param="structured_outputs")
             self._forms.check(form)
-        prepared = self._inputs.process(prompt, params, request_id, "", priority)  # one user, whose order it is
+        prepared = self._inputs.process(prompt, params, request_id, "", priority)  # one user, so one flow, in order
         self._requests.open(prepared)
         try:
             for engine_request in prepared.engine_requests:
@@ -79,10 +79,10 @@ class InProcessClient:
         return self.engine.has_work
 
     def step(self, num_steps: int = 1) -> list[RequestOutput]:
-        """Compute one step, or up to num_steps while there is work, each as a call of its own would.
+        """Compute one step, or up to num_steps while there is work, each like a call of its own.
 
-        Returns, step by step, an output for each request with new tokens; finished ones have finished=True. A request
-        that ends, or is aborted by another thread meanwhile, takes no part in the steps that follow.
+        Return, step by step, an output for each request with new tokens; finished ones have finished=True. A request
+        that ends, or that another thread aborts meanwhile, takes no part in the following steps.
         """
         check.check_int("num_steps", num_steps, 1, MAX_STEPS)
         made: list[RequestOutput] = []
@@ -99,7 +99,7 @@ class InProcessClient:
         except Exception as error:
             if not made:
                 raise
-            self._failure = error  # after what the steps before it have given
+            self._failure = error  # raised after the outputs of earlier steps were returned
         finally:
             self._stepping = False
             self._abort_all()
@@ -114,7 +114,7 @@ class InProcessClient:
         for request, outputs in self._requests.by_request(self.engine.step()).items():
             try:
                 output, abort_ids = self._requests.take(request, outputs)
-            except InvalidRequestError as error:  # the tokenizer's library refuses its tokens: it fails alone
+            except InvalidRequestError as error:  # the tokenizer's library refuses its tokens; it fails alone
                 output, abort_ids = request.failed(str(error)), self._requests.cancel(request)
             for engine_request_id in abort_ids:
                 self.engine.abort(engine_request_id)
@@ -125,9 +125,9 @@ class InProcessClient:
         return made
 
     def abort(self, request_id: str) -> bool:
-        """End a request without another output. False if it is not open.
+        """End a request without another output. Return False if it is not open.
 
-        While a step is computed, by another thread or by the caller of this, the request ends after it.
+        If a step is being computed, by another thread or by the caller, the request ends after it.
         """
         if self._stepping:
             self._aborted.append(request_id)
@@ -179,7 +179,7 @@ class InProcessClient:
         pin.is_computed = True
 
     def unpin_prefix(self, name: str) -> bool:
-        """Let a pinned prefix be evicted as any other. False if there is none of this name."""
+        """Let a pinned prefix be evicted like any other. Return False if no pin has this name."""
         self.engine.unpin(name)
         return self._requests.prefixes.unpin(name)
 
@@ -188,7 +188,7 @@ class InProcessClient:
         return self._requests.prefixes.pinned()
 
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
-        """Return the prefixes that were found in the cache most often, pinned or not."""
+        """Return the prefixes found most often in the cache, pinned or not."""
         return self._requests.prefixes.most_used(count)
 
     def shutdown(self) -> None:

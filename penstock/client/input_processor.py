@@ -1,9 +1,8 @@
-"""InputProcessor: a user's prompt and SamplingParams to what an engine takes: checked, tokenised, one EngineRequest
-per choice.
+"""InputProcessor: turns a user's prompt and SamplingParams into checked, tokenised EngineRequests, one per choice.
 
-A PreparedRequest leaves nothing open: ids, lengths and seed are settled, so it gives the same tokens on any engine.
-Knows no engine and keeps no request; `process` may run in several threads at once, since tokenising a long text takes
-a while.
+A PreparedRequest leaves nothing open: ids, lengths and seed are settled, so it gives the same tokens on any engine. The
+InputProcessor knows no engine and keeps no request. `process` may run in several threads at once, because tokenising a
+long text takes a while.
 """
 
 import itertools
@@ -33,11 +32,11 @@ class PreparedRequest:
     """One user's request, ready to run.
 
     Attributes:
-        request_id: the user's, or a new one; whether it is in use is checked by OpenRequests.
+        request_id: the user's, or a new one. OpenRequests checks whether it is in use.
         prompt: the text, if one was given.
         params: as the user gave them (stop strings included), with max_tokens and seed settled.
-        engine_requests: one per choice, in order; one in all for a beam search. Their ids are never used twice, even if
-            a request_id is.
+        engine_requests: one per choice, in order; a single one for a beam search. Their ids are never used twice, even
+            if a request_id is.
     """
 
     request_id: str
@@ -77,9 +76,9 @@ class InputProcessor:
                 the prompt and the text is only repeated in the output. A mapping may have a `cache_salt`.
             params: None takes the model's defaults.
             request_id: None makes one.
-            flow: what the scheduler is fair to (EngineRequest.flow); None: this request with its choices.
+            flow: the flow of the request (EngineRequest.flow); None: one of its own, with all its choices.
             priority: lower comes first, with scheduling_policy = priority.
-            timeout: seconds until its answer is due, with scheduling_policy = deadline.
+            timeout: seconds until the answer is due, with scheduling_policy = deadline.
 
         Raises:
             InvalidRequestError: a value is wrong; code "context_length_exceeded" if the prompt leaves no room for an
@@ -108,11 +107,11 @@ class InputProcessor:
         return PreparedRequest(request_id, text, ids, params, choices)
 
     def read_prefix(self, prompt: Any) -> tuple[list[int], str | None]:
-        """Return the ids and the salt of a prompt, as `process` reads it. Raises InvalidRequestError as it does."""
+        """Return the ids and the salt of a prompt. Raise InvalidRequestError as `process` does."""
         return self._read_prompt(prompt)[1], _salt_of(prompt)
 
     def _check_turn(self, priority: Any, timeout: Any) -> float | None:
-        """Return the deadline. Raise InvalidRequestError for a wish that the engine's policy does not know."""
+        """Return the deadline. Raise InvalidRequestError for an option that the engine's policy does not use."""
         check.check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if timeout is not None:
             check.check_float("timeout", timeout, 0.0, MAX_TIMEOUT_S, low_open=True)
@@ -131,7 +130,7 @@ class InputProcessor:
     # --- the prompt ------------------------------------------------------------------------------------------------
 
     def _read_prompt(self, prompt: Any, pooling: PoolingParams | None = None) -> tuple[str | None, list[int]]:
-        """Return its text, if it has one, and its ids."""
+        """Return the prompt's text, if it has one, and its ids."""
         if isinstance(prompt, str):
             return prompt, self._ids_of_text(prompt, pooling)
         if not isinstance(prompt, Mapping):
@@ -174,7 +173,7 @@ class InputProcessor:
         return list(ids)
 
     def _settle_pooling(self, params: SamplingParams, num_tokens: int) -> SamplingParams:
-        """Return the parameters with what pooling leaves open; refuse to generate without a language-model head."""
+        """Return the parameters with pooling settled. Refuse to generate without a language-model head."""
         if params.pooling is not None:
             return params.settled(pooling=self._info.pooler.settle(params.pooling, num_tokens))
         if not self._info.has_lm_head:
@@ -185,7 +184,7 @@ class InputProcessor:
     # --- the parameters --------------------------------------------------------------------------------------------
 
     def _settle(self, params: SamplingParams, num_prompt_tokens: int, arrival: int) -> SamplingParams:
-        room = max(1, self._info.max_model_len - num_prompt_tokens)  # 0 only with pooling, which needs none
+        room = max(1, self._info.max_model_len - num_prompt_tokens)  # 0 only with pooling, which needs no room
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         if params.min_tokens > max_tokens:
             raise check.fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
@@ -197,17 +196,17 @@ class InputProcessor:
         )
 
     def _ids_of_breakers(self, params: SamplingParams) -> Sequences:
-        """Return the ids of DRY's sequence breakers; without a tokenizer there are no texts that could break."""
+        """Return the ids of DRY's sequence breakers. Without a tokenizer there are none."""
         if not params.dry_multiplier or self._breakers is None:
             return ()
         return self._breakers.ids_of(tuple(params.dry_sequence_breakers or ()))
 
     def _ids_of_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of each word at the start of a text and after a space. Prompts of one call share them."""
+        """Return the ids of each word, at the start of a text and after a space. They are kept for the next prompt."""
         known, ids = self._last_bad_words
         if known != words:
             ids = self._encode_bad_words(words)
-            self._last_bad_words = (words, ids)  # one assignment, for other threads
+            self._last_bad_words = (words, ids)  # a single assignment, because other threads read it
         return ids
 
     def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -222,7 +221,7 @@ class InputProcessor:
 
 
 def check_pooled_length(name: str, num_tokens: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError if a prompt that is pooled does not fit the context, which holds nothing else."""
+    """Raise InvalidRequestError if a pooled prompt does not fit the context, which holds nothing else."""
     if num_tokens > max_model_len:
         message = f"{name}: {num_tokens} tokens exceed the context of {max_model_len}; truncate_prompt_tokens cuts them"
         raise InvalidRequestError(message, param=name, code="context_length_exceeded")
@@ -235,7 +234,7 @@ def _salt_of(prompt: Any) -> str | None:
 
 
 def check_salt(salt: Any) -> None:
-    """Raise InvalidRequestError unless this is a cache_salt, or None."""
+    """Raise InvalidRequestError unless `salt` is a valid cache_salt or None."""
     check.check_str("cache_salt", salt, max_length=MAX_SALT_LENGTH, optional=True)
     if salt is not None:
         check_unicode(salt, param="cache_salt")
@@ -255,11 +254,11 @@ def _choices(source: EngineRequest) -> tuple[EngineRequest, ...]:
 
 
 def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) -> PreparedRequest:
-    """Return the request with the tokens that its choices have got before, one list per choice; none: as it is.
+    """Return the request with the tokens that its choices got before, one list per choice; unchanged without lists.
 
     Raises:
-        InvalidRequestError: the lists do not fit the choices, or log-probabilities or mirostat are requested: what
-            they need is not kept.
+        InvalidRequestError: the lists do not fit the choices, or log-probabilities or mirostat are requested, whose
+            state is not kept.
     """
     if not output_token_ids:
         return prepared
@@ -282,9 +281,9 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
 
 
 def assigned_seed(engine_seed: int, arrival: int) -> int:
-    """Return a seed that looks random and repeats with the engine's seed and the order of arrival.
+    """Return a seed that looks random and depends only on the engine's seed and the order of arrival.
 
-    It has 53 bits, so that a JSON reader which keeps numbers as doubles can send it back unchanged.
+    It has 53 bits, so that a JSON reader that stores numbers as doubles can send it back unchanged.
     """
     digest = blake2b(f"{engine_seed}:{arrival}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11

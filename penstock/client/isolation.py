@@ -1,8 +1,8 @@
-"""A tokenizer whose work on texts of requests runs in text processes, so that none can hold up or end the server.
+"""IsolatedTokenizer: handles the texts of requests in text processes, so that no text can hold up or end the server.
 
-Tokens of streams become text in this process: streams outlive a text process, and the decoders that a tokenizer.json
-may have are bounded when it is loaded. The process loads the files first: what cannot be loaded within its limits
-never reaches the server.
+Tokens of streams become text in this process: streams outlive a text process, and the cost of a tokenizer.json's
+decoders is bounded when it is loaded. The text process loads the files first, so files that cannot be loaded within its
+limits never reach the server.
 """
 
 from collections import OrderedDict
@@ -18,9 +18,9 @@ from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.hf import load_tokenizer
 from penstock.tokenizer.tokenizer import check_unicode
 
-LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short ones do not wait for them
+LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short texts do not wait for them
 MAX_FITTING = 1024
-MANY_IDS = 64  # decoded in the text process: the text is long
+MANY_IDS = 64  # more ids than this are decoded in the text process, because the text is long
 
 
 class IsolatedTokenizer:
@@ -33,14 +33,14 @@ class IsolatedTokenizer:
         self._folder = folder
         self._short = TextWorker(folder)
         self._long = TextWorker(folder, at_once=False)
-        self._forms = TextWorker(folder, at_once=False)  # one that is cut off must not hold up tokenising
-        self._fitting: OrderedDict[bytes, None] = OrderedDict()  # digests of forms that were checked,
+        self._forms = TextWorker(folder, at_once=False)  # a form that is cut off must not hold up tokenising
+        self._fitting: OrderedDict[bytes, None] = OrderedDict()  # digests of checked forms
 
     def load(self) -> None:
-        """Load the files, here too.
+        """Load the files in the text process, then in this process.
 
         Raises:
-            ModelLoadError: one is missing or damaged, or takes too much time or memory.
+            ModelLoadError: a file is missing or damaged, or takes too much time or memory.
         """
         self._short.load()
         local = self._local = load_tokenizer(self._folder)
@@ -59,7 +59,7 @@ class IsolatedTokenizer:
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the ids of each text, in one call."""
+        """Return the ids of each text, with one call."""
         for text in texts:
             check_unicode(text)
         options = {"add_special_tokens": add_special_tokens}

@@ -1,7 +1,7 @@
-"""KVBlocks: the blocks that engines of one kind keep as files, as the process that owns an engine sees them.
+"""KVBlocks: the blocks that engines of one kind keep as files, as seen by the process that owns an engine.
 
 An engine saves each block of its cache as a file as soon as it is full, and looks for a prompt's blocks there before it
-computes them (`--kv-offload-dir`). So whoever puts a block there hands it over. Nothing here reads the cache itself.
+computes them (`--kv-offload-dir`). So putting a file there hands a block over. Nothing here reads the cache itself.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class KVBlocks:
         block_size: tokens per block.
 
     Attributes:
-        name: of the directory. Equal names mean equal bits.
+        name: name of the directory. Equal names mean equal bits.
 
     Raises:
         InvalidRequestError: the directory cannot be used.
@@ -31,30 +31,30 @@ class KVBlocks:
         self._files = open_files(directory)
 
     def hashes(self, token_ids: Sequence[int], salt: str | None) -> list[bytes]:
-        """Return the content hashes of the blocks that a prompt can reuse: whole ones, and never the last token."""
+        """Return the content hashes of the blocks that a prompt can reuse: whole blocks, never with the last token."""
         return block_hashes(token_ids[:-1], salt, self.block_size, most=len(token_ids))
 
     def names(self, block_hash: bytes) -> list[tuple[str, int]]:
-        """Return the name and the bytes of a block's file in each cache group."""
+        """Return the name and the size in bytes of a block's file in each cache group."""
         sizes = enumerate(self._block_bytes)
         return [(self._files.name_of(group, block_hash), num_bytes) for group, num_bytes in sizes]
 
     def count(self, hashes: Sequence[bytes], start: int = 0) -> int:
-        """Return how many leading blocks are in files in every group, of which the first `start` are known to be."""
+        """Return how many leading blocks have files in every group. The first `start` are known to have them."""
         missing = (index for index in range(start, len(hashes)) if not self.has(hashes[index]))
         return next(missing, len(hashes))
 
     def has(self, block_hash: bytes) -> bool:
-        """Return whether a block is in files in every group. With sliding windows, blocks behind them may never be."""
+        """Return whether a block has a file in every group. Blocks behind a sliding window may never have one."""
         return all(self._files.has(name) for name, _ in self.names(block_hash))
 
     def has_file(self, name: str) -> bool:
         return self._files.has(name)
 
     def read(self, name: str) -> bytes | None:
-        """Return a file as it is, with its checksum; None if there is none of this name."""
+        """Return a whole file, with its checksum; None if there is no file of this name."""
         return self._files.read_whole(name)
 
     def write(self, name: str, data: bytes, num_bytes: int) -> bool:
-        """Keep what `read` gave in another process, from one thread at most. False if it is damaged or not kept."""
+        """Keep what `read` returned in another process. Return False if damaged or not kept. Use one thread only."""
         return self._files.write_whole(name, data, num_bytes)

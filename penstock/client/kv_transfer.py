@@ -1,9 +1,9 @@
-"""KVTransfer: a client's part in prefill and decoding on different engines; nothing where its role is None.
+"""KVTransfer: a client's part in prefill and decoding on different engines. It does nothing if its role is None.
 
-    --kv-role prefill    computes prompts for others (server/kv_transfer.py), and gives them the blocks (kv_blocks.py)
+    --kv-role prefill    computes prompts for other servers (server/kv_transfer.py), and gives the blocks (kv_blocks.py)
     --kv-role decode     has prompts computed by such servers (remote_prefill.py)
 
-What these roles need is imported when it is used: a server starts in less time than their HTTP client takes to load.
+The modules of these roles are imported on first use: their HTTP client takes longer to load than a server to start.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class KVTransfer:
-    """Does what a role asks for. Belongs to one event loop."""
+    """Carries out a role. It belongs to one event loop."""
 
     def __init__(self, options: KVTransferOptions) -> None:
         self._options = options
@@ -34,18 +34,18 @@ class KVTransfer:
 
     @property
     def given_blocks(self) -> "KVBlocks | None":
-        """Return the blocks that others may have; None where the role is not prefill, or no engine was ready."""
+        """Return the blocks that other servers may fetch; None if the role is not prefill, or no engine was ready."""
         return self._own_blocks() if self._options.kv_role == "prefill" else None
 
     @property
     def status(self) -> RemotePrefillStatus | None:
-        """Return a snapshot; None where the role is not decode."""
+        """Return a snapshot; None if the role is not decode."""
         if self._options.kv_role != "decode":
             return None
         return RemotePrefillStatus() if self._remote is None else replace(self._remote.status)
 
     async def prefill(self, prepared: PreparedRequest) -> None:
-        """Have the blocks of a prompt put where the engine finds them, if it will look for them. Raises nothing."""
+        """Get the blocks of a prompt to where the engine finds them, if it will look for them. Raise nothing."""
         if self._options.kv_role != "decode":
             return
         params, blocks = prepared.params, self._own_blocks()

@@ -1,4 +1,4 @@
-"""Liveness: whether an engine process makes progress, as far as its frames tell."""
+"""Liveness: whether an engine process makes progress, judged by its frames."""
 
 import time
 from collections.abc import Sequence
@@ -12,38 +12,38 @@ from penstock.parallel.effort import Effort
 
 SILENCE_S = 5.0  # an engine sends a heartbeat every half second, idle or computing
 MAX_STEP_S = 600.0  # a step that computes for longer is in an endless loop
-START_SILENCE_S = 10.0  # a process that starts sends heartbeats too; code of the user's may wait for a network
-REMOTE_START_SILENCE_S = 60.0  # before its first frame, of a process whose effort cannot be seen from here
+START_SILENCE_S = 10.0  # a starting process sends heartbeats too, but a user's code may wait for a network
+REMOTE_START_SILENCE_S = 60.0  # before the first frame of a process whose effort cannot be seen from here
 COUNTERS = [item.name for item in fields(EngineStats) if item.name.startswith("num_") and item.name.endswith("_total")]
 
 
 class Liveness:
-    """When an engine was last heard from, whether it makes progress, and the newest of its statistics.
+    """When an engine was last heard from, whether it makes progress, and its newest statistics.
 
     Attributes:
-        last_heard: time.monotonic() of its last frame, before the first one that of its last effort or its start; None
+        last_heard: time.monotonic() of its last frame or, before the first frame, of its last effort or its start; None
             once it has ended.
-        heard: whether there was a frame.
+        heard: whether a frame has arrived.
     """
 
     def __init__(self) -> None:
         self.last_heard: float | None = time.monotonic()
         self._stats = EngineStats()
-        self._before = EngineStats()  # counted by the engines before it
-        self._working_s = 0.0  # of the step under way, as far as is known
+        self._before = EngineStats()  # counted by earlier engines
+        self._working_s = 0.0  # of the step under way, as far as known
         self.heard = self._ready = False
         self._effort: Effort | None = None  # before the first frame
 
     @property
     def stats(self) -> EngineStats:
-        """Return the gauges of this engine, and the counters of all engines so far: they never fall."""
+        """Return the gauges of this engine, and the counters summed over all engines so far, which never fall."""
         sums: dict[str, Any] = {
             name: _sum(getattr(self._before, name), getattr(self._stats, name)) for name in COUNTERS
         }
         return replace(self._stats, **sums)
 
     def follow(self, previous: "Liveness") -> None:
-        """Go on with what the engine before it has counted."""
+        """Continue the counters of the previous engine."""
         self._before = previous.stats
 
     def note(self, frame: frames.FromEngine) -> None:
@@ -54,17 +54,17 @@ class Liveness:
             self._stats = frame.stats
 
     def watch_start(self, effort: Effort | None) -> None:
-        """Note what the process has done that starts Python and has not sent a frame yet; None: that is not known."""
+        """Note what a process has done before its first frame, while it starts Python; None: not known."""
         if effort is not None and (self._effort is None or effort.exceeds(self._effort)):
             self._effort, self.last_heard = effort, time.monotonic()
 
     def engine_ended(self) -> None:
-        """Keep what the engine counted, and no gauges."""
+        """Keep the counters of the engine, but no gauges."""
         counters = {name: getattr(self._stats, name) for name in COUNTERS}
         self._stats, self.last_heard, self._ready = EngineStats(**counters), None, False
 
     def excuse(self) -> None:
-        """Count the engine's silence from now on."""
+        """Restart the measurement of the engine's silence."""
         if self.last_heard is not None:
             self.last_heard = time.monotonic()
 
@@ -85,7 +85,7 @@ class Liveness:
 
     @property
     def symptom(self) -> str | None:
-        """Return by what an engine is known to be stuck; None while it is not."""
+        """Return how an engine is stuck; None if it is not."""
         age = self.age_s
         if age is None:
             return None

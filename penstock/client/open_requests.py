@@ -1,8 +1,8 @@
-"""OpenRequests: the one table of a client's open requests, from the user's request to what its reader gets.
+"""OpenRequests: the table of a client's open requests, from the user's request to its reader's outputs.
 
 An entry holds the prepared request, the tokens received, their text, and the mailbox of its reader. It lives on the
-client's side of the process boundary, so that text and tokens survive an engine that dies: `resumed` returns what a new
-engine needs to continue. Knows no engine or process; not for several threads at once.
+client's side of the process boundary, so that text and tokens survive the death of an engine: `resumed` returns what a
+new engine needs to continue. The table knows no engine or process, and is not thread-safe.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class OpenRequests:
     outputs for any other engine request are dropped.
 
     Attributes:
-        prefixes: those that are pinned, and what the requests have found in the cache.
+        prefixes: the pinned prefixes, and those that requests have found in the cache.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -78,16 +78,16 @@ class OpenRequests:
         return len(self._running[engine_request_id][1].token_ids)
 
     def resumed(self, engine_request_id: str) -> EngineRequest:
-        """Return a running choice as an engine takes it, with the tokens received so far as output_token_ids."""
+        """Return the engine request of a running choice, with the tokens received so far as output_token_ids."""
         choice = self._running[engine_request_id][1]
         return replace(choice.request, output_token_ids=list(choice.token_ids), mirostat_mu=choice.mirostat_mu)
 
     def open(self, prepared: PreparedRequest) -> "OpenRequest":
-        """Add a request. Raise InvalidRequestError if its id is open."""
+        """Add a request. Raise InvalidRequestError if its id is in use."""
         if prepared.request_id in self._requests:
             raise InvalidRequestError(f"request_id: {prepared.request_id!r} is in use", param="request_id")
         request = self._requests[prepared.request_id] = OpenRequest(prepared, self._tokenizer)
-        for choice in request.choices:  # a beam search runs under its first one
+        for choice in request.choices:  # a beam search runs under its first choice
             self._running.setdefault(choice.request.request_id, (request, choice))
         request.take_what_it_came_with()
         return request
@@ -110,12 +110,12 @@ class OpenRequests:
         """Add a request's outputs of a step.
 
         Returns:
-            What its reader gets, if anything, and the engine requests to abort: ended here, still running there.
+            The output for the reader, if any, and the engine requests to abort, which ended here but not in the engine.
         """
         abort_ids = []
         for output in outputs:
             _, choice = self._running.get(output.request_id, NOBODY)
-            if choice is None:  # an output before it was the choice's last
+            if choice is None:  # an earlier output was the choice's last
                 continue
             if output.num_cached_tokens and output.start_index == len(choice.request.output_token_ids):
                 self.prefixes.note(choice.request, output.num_cached_tokens)
@@ -124,33 +124,33 @@ class OpenRequests:
             request.add(choice, output)
             if choice.finish_reason is not None:
                 del self._running[output.request_id]
-                told = output.finish_reason is not None and output.intervals  # not where a stop string ends it here
+                told = output.finish_reason is not None and output.intervals  # not if a stop string ended it here
                 choice.turn(IntervalKind.DELIVERY, choice.timeline.end if told else time.monotonic())
                 if output.finish_reason is None:
                     abort_ids.append(output.request_id)
         return request.make_output(), abort_ids
 
     def interrupted(self, engine_request_ids: Iterable[str], state: IntervalKind, at: float) -> None:
-        """Note that no engine has these choices any more from this time on."""
+        """Note that no engine has these choices any more, since the time `at`."""
         for request_id in engine_request_ids:
             if request_id in self._running:
                 self._running[request_id][1].turn(state, at)
 
     def cancel(self, request: "OpenRequest") -> list[str]:
-        """Drop what is still to come for a request. Returns its engine requests that were running."""
+        """Drop what is still to come for a request. Return its engine requests that were running."""
         ids = self.running_of(request)
         for request_id in ids:
             del self._running[request_id]
         return ids
 
     def close(self, request: "OpenRequest") -> list[str]:
-        """Remove a request, whose id is free from now on. Returns its engine requests that were running."""
+        """Remove a request and free its id. Return its engine requests that were running."""
         del self._requests[request.prepared.request_id]
         return self.cancel(request)
 
 
 def token_by_token(outputs: Iterable[EngineOutput]) -> Iterator[EngineOutput]:
-    """Yield the same outputs with at most one token each, so that the pieces of a stream depend on its tokens alone."""
+    """Yield the same outputs with at most one token each, so that the pieces of a stream depend on its tokens only."""
     for output in outputs:
         count = len(output.new_token_ids)
         if count <= 1:
@@ -169,11 +169,11 @@ def token_by_token(outputs: Iterable[EngineOutput]) -> Iterator[EngineOutput]:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a request that finds no free row was let in with.
+    """The terms on which a request that found no free row was let in.
 
     Attributes:
         limit_s: seconds within which its first token must come.
-        forecast_s: within which it was expected by load and rate alone; 0.0: the rate was not known.
+        forecast_s: seconds within which it was expected, by load and rate alone; 0.0: the rate was not known.
     """
 
     limit_s: float
@@ -184,7 +184,7 @@ class OpenRequest:
     """A user's request: its choices, what they share, and the mailbox of its reader.
 
     Attributes:
-        paused: the engine does not compute it until its reader has read what there is.
+        paused: whether the engine has stopped computing it until its reader has read everything.
     """
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
@@ -194,7 +194,7 @@ class OpenRequest:
         self._kind = prepared.params.output_kind
         self.mailbox = Mailbox(prepared.params.output_kind)
         self.paused = False
-        self.wait: Wait | None = None  # for the first output; None: any time
+        self.wait: Wait | None = None  # limit for the first output; None: no limit
         self._tokenizer = tokenizer if prepared.params.detokenize else None
         self._error: str | None = None
         self._num_cached_tokens: int | None = None
@@ -204,7 +204,7 @@ class OpenRequest:
         self._prompt_logprobs_sent = prepared.params.prompt_logprobs is None
 
     def take_what_it_came_with(self) -> None:
-        """Add the tokens of an earlier computation, one by one, so that a stream shows them as it did then."""
+        """Add the tokens of an earlier computation, one by one, so that a stream shows them as before."""
         for choice in self.choices:
             for position, token_id in enumerate(choice.request.output_token_ids):
                 choice.add_tokens(EngineOutput(choice.request.request_id, position, [token_id]))
@@ -214,7 +214,7 @@ class OpenRequest:
                         self.mailbox.put(output)
 
     def add(self, choice: Choice, output: EngineOutput) -> None:
-        """Take an engine output. What was received before is skipped; a gap ends the choice with an error."""
+        """Take an engine output. Tokens received before are skipped; a gap ends the choice with an error."""
         repeated = len(choice.token_ids) - output.start_index
         is_whole = not output.prompt_logprobs or self._add_prompt_logprobs(output)
         if not is_whole or (repeated < 0 and output.new_token_ids):
@@ -236,7 +236,7 @@ class OpenRequest:
                 ended.end(output.finish_reason, output.stop_reason)
 
     def _add_hypotheses(self, hypotheses: Sequence[Hypothesis]) -> None:
-        """Take what a beam search has found as the choices, best first."""
+        """Take the answers of a beam search as the choices, best first."""
         searched = self.choices[0].timeline
         for choice, found in zip(self.choices, hypotheses, strict=True):
             if choice.timeline is not searched:
@@ -248,7 +248,7 @@ class OpenRequest:
             choice.end(reason)
 
     def _add_prompt_logprobs(self, output: EngineOutput) -> bool:
-        """Keep the new ones. False if some before them are missing."""
+        """Keep new prompt log-probabilities. Return False if earlier ones are missing."""
         repeated = len(self._prompt_logprobs) - output.prompt_logprobs_start
         if repeated >= 0:
             fresh = (output.prompt_logprobs or [])[repeated:]
@@ -256,7 +256,7 @@ class OpenRequest:
         return repeated >= 0
 
     def make_output(self) -> RequestOutput | None:
-        """Return what the reader gets now; None if there is nothing."""
+        """Return the output for the reader; None if there is nothing new."""
         kind, changed, finished = self._kind, list[Choice](), True
         for choice in self.choices:
             if choice.changed:
@@ -279,7 +279,7 @@ class OpenRequest:
         return output
 
     def failed(self, error: str) -> RequestOutput:
-        """End every choice with an error, with the text so far, and return what the reader gets."""
+        """End every choice with an error, keeping the text so far, and return the output for the reader."""
         self._error = error
         for choice in self.choices:
             if choice.finish_reason is None:
@@ -287,7 +287,7 @@ class OpenRequest:
         return self._make_output(self.choices, finished=True)
 
     def _take_prompt_logprobs(self, kind: RequestOutputKind) -> list[LogprobsAt | None] | None:
-        """Return all of them once they are complete; sent once in DELTA mode."""
+        """Return all prompt log-probabilities once they are complete. In DELTA mode they are sent once."""
         if len(self._prompt_logprobs) < len(self.prepared.prompt_token_ids):
             return None
         self._prompt_logprobs_sent = kind is RequestOutputKind.DELTA
@@ -295,7 +295,7 @@ class OpenRequest:
 
 
 def _of_choices(prepared: PreparedRequest) -> Sequence[EngineRequest]:
-    """Return the engine request of each choice; a beam search is that of all."""
+    """Return the engine request of each choice. All choices of a beam search share one."""
     if not prepared.params.use_beam_search:
         return prepared.engine_requests
     return [replace(prepared.engine_requests[0], choice=choice) for choice in range(prepared.params.n)]
@@ -305,7 +305,7 @@ class Mailbox:
     """Outputs of one request on their way to its reader: all deltas, or the newest state.
 
     Attributes:
-        ended: the last output, or the error that ended the request, was put; the reader may not have seen it yet.
+        ended: whether the last output, or the error that ended the request, was put. It may still be unread.
         num_unread: tokens and log-probabilities that wait for the reader.
     """
 

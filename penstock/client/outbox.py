@@ -1,9 +1,9 @@
-"""What an engine process sends to its client: frames, and heartbeats while it has none.
+"""Outbox: what an engine process sends to its client: frames, and heartbeats when it has none.
 
-    a heartbeat every half second: the process is idle, or a build or a step computes or reads from files
+    a heartbeat every half second: the process is idle, or a build or a step computes or reads files
 
-So silence means that a process is stopped or in a deadlock, however long its steps take. A long prompt of a large model
-computes for minutes.
+So silence means that a process is stopped or in a deadlock, however long its steps take: a long prompt of a large model
+takes minutes.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ class Outbox:
         self.epoch = epoch
         self._sock = sock
         self._lock = threading.Lock()  # frames must not mix
-        self._stats = EngineStats()  # of the newest frame that has some
+        self._stats = EngineStats()  # of the newest frame that has stats
         self._working_since: float | None = None
         self._begun = threading.Event()
         self._thread: threading.Thread | None = None
 
     def send(self, frame: frames.FromEngine) -> None:
-        """Send a frame. Raises OSError when the client is gone."""
+        """Send a frame. Raise OSError if the client is gone."""
         if isinstance(frame, frames.Ready | frames.Outputs | frames.Heartbeat):
             self._stats = frame.stats
         with self._lock:
@@ -40,7 +40,7 @@ class Outbox:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Send heartbeats while the block runs, as long as this process computes or reads meanwhile."""
+        """Send heartbeats while the block runs, as long as this process computes or reads."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
             self._thread.start()

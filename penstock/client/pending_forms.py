@@ -1,4 +1,4 @@
-"""PendingForms: requests whose form of answers is still to be compiled. A thread does it; streams go on meanwhile."""
+"""PendingForms: requests whose answer form is still to be compiled, in a thread, so that streams go on meanwhile."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +17,7 @@ class Compiler(Protocol):
 
 
 class PendingForms:
-    """Holds frames of requests back until their forms are compiled. One thread uses it, another one compiles."""
+    """Holds back frames of requests until their forms are compiled. One thread uses it, and another compiles."""
 
     def __init__(self, compiler: Compiler | None) -> None:
         self._compiler = compiler
@@ -26,11 +26,11 @@ class PendingForms:
         self._dropped: list[bytes] = []
 
     def holds(self, request: EngineRequest, body: bytes, again: Callable[[bytes], None]) -> bool:
-        """Return whether a request has to wait, or was dropped while it did.
+        """Return whether a request has to wait, or was dropped while it waited.
 
         Args:
-            body: its frame, which tells it from another one of the same id.
-            again: called with the frame, in the other thread, when it is to be asked for a second time.
+            body: its frame, which distinguishes it from another request with the same id.
+            again: called with the frame, in the compiling thread, when `holds` is to be called again.
 
         Raises:
             InvalidRequestError: the form cannot be compiled.
@@ -52,7 +52,7 @@ class PendingForms:
         return True
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that waits: its frame is to be left out when it comes again."""
+        """Forget a waiting request: its frame is ignored when it comes again."""
         held = self._pending.pop(request_id, None)
         if held is not None:
             self._dropped.append(held[0])

@@ -1,11 +1,12 @@
-"""Prefixes: what a client knows of the prefixes in the cache: which are pinned, and how often each was found.
+"""Prefixes: what a client knows about prefixes in the cache: which are pinned, and how often each was found.
 
-The blocks are the engine's (engine/pins.py), and gone with it. What must outlive it is here: the token ids of each pin,
-so that the next engine gets them before anything else, and computes them when the open requests have gone on. A pin is
-computed by an ordinary request for its tokens and one output, which takes its turn and may be refused as any other.
+The blocks belong to the engine (engine/pins.py) and are lost with it. What must outlive it is here: the token ids of
+each pin. The next engine gets them before anything else, and computes them after the open requests have gone on. A pin
+is computed by an ordinary request for its tokens and one output, which takes its turn and may be refused like any
+other.
 
-A hit counts for the longest pin that it covers, otherwise for the prefix as far as it was found. Knows no engine and
-sends nothing.
+A hit counts for the longest pin that it covers, or otherwise for the prefix that was found. This module knows no engine
+and sends nothing.
 """
 
 import heapq
@@ -26,7 +27,7 @@ from penstock.interface.outputs import PrefixUse
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_PINS = 64
-MAX_PREFIXES = 256  # that are not pinned: the ones that were found last
+MAX_PREFIXES = 256  # unpinned prefixes to remember: those that were found last
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 ONE_OUTPUT = SamplingParams(
     temperature=0.0, max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
@@ -38,9 +39,9 @@ class Pin:
     """A pinned prefix.
 
     Attributes:
-        request: what computes it; its tokens are the prefix in whole blocks.
-        is_computed: that request has ended, and may be sent again to another engine.
-        num_deaths: of engines that were computing it again.
+        request: the request that computes it; its tokens are the prefix in whole blocks.
+        is_computed: whether that request has ended, so that it may be sent again to another engine.
+        num_deaths: deaths of engines that were computing it again.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Pin:
     num_deaths: int = 0
 
     def prepared(self) -> PreparedRequest:
-        """Return the request that computes it as a user's one."""
+        """Return the request that computes the pin in the form of a user's request."""
         source = self.request
         return PreparedRequest(f"pin {self.name}", None, source.prompt_token_ids, source.params, (source,))
 
@@ -66,7 +67,7 @@ class Prefixes:
 
     _pins: dict[str, Pin] = field(default_factory=dict)
     _found: OrderedDict[bytes, PrefixUse] = field(default_factory=OrderedDict)
-    _num_pins: int = 0  # so far
+    _num_pins: int = 0  # made so far
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(list(self._pins.values()))
@@ -75,11 +76,11 @@ class Prefixes:
         return self._pins.get(name)
 
     def pin(self, name: str | None, token_ids: list[int], salt: str | None, block_size: int) -> Pin:
-        """Return a new pin of the whole blocks of a prefix, or the pin of this name if it is the same.
+        """Return a new pin of the whole blocks of a prefix, or the existing pin if name and prefix are the same.
 
         Raises:
-            InvalidRequestError: the name is malformed, another prefix's or one's that is being computed, there are too
-                many pins, or no whole block.
+            InvalidRequestError: the name is malformed, or belongs to another prefix or to one that is being computed;
+                or there are too many pins, or no whole block.
         """
         if name is None:
             name = next(free for index in itertools.count() if (free := f"pin-{index}") not in self._pins)
@@ -108,7 +109,7 @@ class Prefixes:
         return pin
 
     def unpin(self, name: str) -> bool:
-        """Forget a pin. False if there is none of this name."""
+        """Forget a pin. Return False if no pin has this name."""
         return self._pins.pop(name, None) is not None
 
     def computed_by(self, engine_request_id: str) -> Pin | None:

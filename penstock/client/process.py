@@ -1,7 +1,7 @@
-"""ProcessClient: requests to an engine in a child process, or to several. The base of `AsyncLLM`; imports no torch.
+"""ProcessClient: requests to one or several engines in child processes. The base of `AsyncLLM`; it imports no torch.
 
-Replicas keeps the children running and gives them what OpenRequests holds (client/replicas.py): no stream ends with the
-process that computes it. A request that cannot be handled ends alone.
+Replicas keeps the children running and gives them the requests of OpenRequests (client/replicas.py), so no stream ends
+with the process that computes it. A request that cannot be handled ends alone.
 """
 
 import asyncio
@@ -48,19 +48,20 @@ NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit
 
 
 class ProcessClient:
-    """Implements EngineClient and ReplicasListener. The constructor starts a child; all else needs an event loop.
+    """Implements EngineClient and ReplicasListener. The constructor starts a child; all other methods need an event
+    loop.
 
     Args:
-        options: for EngineConfig.from_options, checked already. Their seed is also for requests without one.
-        limits: of what may wait.
+        options: for EngineConfig.from_options, already checked. Their seed also serves requests without one.
+        limits: limits of the queue.
         standby: keep a second process of each engine ready to take over.
         record: what the flight recorder keeps.
-        follows_forms: the tokenizer is the one in the model's directory, by which the engine follows forms of answers.
+        follows_forms: whether the tokenizer is that of the model's directory, which the engine uses for answer forms.
         launcher: starts the engines that share the requests, each with the whole model; by default one child process.
-        transfer: whether prompts are computed here for others, or elsewhere for this engine.
+        transfer: whether prompts are computed here for other servers, or elsewhere for this one.
 
     Raises:
-        InvalidRequestError: there are too many of them.
+        InvalidRequestError: there are too many engines.
     """
 
     def __init__(
@@ -116,15 +117,15 @@ class ProcessClient:
         )
 
     async def attach(self) -> None:
-        """Watch the engines from this event loop. Raise EngineError if they were shut down, or belong to another."""
+        """Watch the engines from this event loop. Raise EngineError if shut down, or used in another loop."""
         self._replicas.attach()
 
     async def start(self) -> ModelInfo:
-        """Wait until every engine is ready; optional, since `generate` does so too.
+        """Wait until every engine is ready. This is optional: `generate` does it too.
 
         Raises:
-            ModelLoadError, InvalidRequestError: it cannot be built.
-            EngineError: it died too often, was shut down, or belongs to another event loop.
+            ModelLoadError, InvalidRequestError: the engine cannot be built.
+            EngineError: the engine died too often, was shut down, or belongs to another event loop.
         """
         await self.attach()
         await self._replicas.settled.wait()
@@ -149,8 +150,8 @@ class ProcessClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs. See EngineClient.generate for what it raises.
 
-        Leaving the loop aborts the request as soon as nothing refers to the stream any more; a program that keeps it
-        in a variable closes it itself (`contextlib.aclosing`).
+        Leaving the loop aborts the request as soon as nothing refers to the stream any more. A program that keeps the
+        stream in a variable must close it (`contextlib.aclosing`).
         """
         request = await self.open(
             prompt,
@@ -181,10 +182,10 @@ class ProcessClient:
         timeout: float | None = None,
         output_token_ids: Sequence[list[int]] = (),
     ) -> OpenRequest:
-        """Check a request and give it to the engine. Its reader calls `next_output` up to the end, and then `close`.
+        """Check a request and give it to the engine. Its reader calls `next_output` until the end, then `close`.
 
         Raises:
-            InvalidRequestError, EngineDeadError, EngineOverloadedError: as EngineClient.generate.
+            InvalidRequestError, EngineDeadError, EngineOverloadedError: as for EngineClient.generate.
         """
         await self.start()
         self.check_admission(flow)
@@ -206,7 +207,7 @@ class ProcessClient:
             message = "structured_outputs: they need the tokenizer in the model's own directory, which the engine reads"
             raise InvalidRequestError(message, param="structured_outputs")
         info = self.model_info
-        async with self._checking:  # the others may wait for one, but not for its thread
+        async with self._checking:  # other forms wait here, and not in a thread
             await asyncio.to_thread(check, form, info.vocab_size, info.eos_token_ids)
 
     def _admit(self, prepared: PreparedRequest) -> OpenRequest:
@@ -261,7 +262,7 @@ class ProcessClient:
         return output
 
     def close(self, request: OpenRequest) -> None:
-        """End an open request, which may still run; its id is free from now on."""
+        """End an open request, which may still run, and free its id."""
         self._num_aborted += not request.mailbox.ended
         self._replicas.dispatcher.abort(self._requests.close(request))
 
@@ -281,7 +282,7 @@ class ProcessClient:
         return process()
 
     async def _first(self, request: OpenRequest, wait: Wait) -> RequestOutput:
-        """Return a request's first output; refuse it if it waits for too long, unless an engine has died meanwhile."""
+        """Return a request's first output. Refuse the request if it waits too long, unless an engine died meanwhile."""
         restarts, began = self._replicas.restarts, time.monotonic()
         try:
             async with asyncio.timeout(wait.limit_s):
@@ -366,7 +367,7 @@ class ProcessClient:
                 self._end(request, RequestFailedError(f"its output could not be turned into text: {error!r}"))
 
     def _take(self, request: OpenRequest, outputs: Sequence[EngineOutput]) -> None:
-        """Hand a request's outputs of a step to its reader; a step of several tokens gives several outputs."""
+        """Hand a request's outputs of a step to its reader. A step with several tokens gives several outputs."""
         steps = [outputs]
         if any(len(output.new_token_ids) > 1 for output in outputs):
             steps = [[output] for output in token_by_token(outputs)]
@@ -391,7 +392,7 @@ class ProcessClient:
         self._replicas.dispatcher.abort(ids)
 
     def _resume_if_read(self, request: OpenRequest) -> None:
-        """Go on with a paused request of which all has been read."""
+        """Resume a paused request once its reader has read everything."""
         if request.paused and request.mailbox.num_unread == 0:
             request.paused = False
             self._replicas.dispatcher.submit(request)

@@ -1,6 +1,6 @@
-"""RecordKeeper: the client's end of the flight recorder. It owns the ring that the engines write, and makes bundles.
+"""RecordKeeper: the client's end of the flight recorder. It owns the ring that engines write to, and makes bundles.
 
-The memory is the client's, so it outlives an engine that is killed. Bundles are made in a thread, one after the other.
+The memory belongs to the client, so it outlives a killed engine. Bundles are made in a thread, one after another.
 """
 
 import itertools
@@ -24,8 +24,8 @@ DEFAULT_BYTES = 32 * 2**20
 MIN_BYTES = 2**18
 MAX_BYTES = 2**30
 MAX_FILES = 16  # bundles in a directory; the oldest are deleted
-ERRORS_APART_S = 60.0  # between two bundles that failed requests cause
-_numbers = itertools.count(1)  # of the bundles of this process, which may have several engines
+ERRORS_APART_S = 60.0  # seconds between two bundles caused by failed requests
+_numbers = itertools.count(1)  # numbers the bundles of this process, which may have several engines
 NAME = re.compile(r"penstock-\d{8}T\d{6}-\d+-\d+\.record")
 
 
@@ -36,7 +36,7 @@ class RecordOptions:
     Attributes:
         flight_recorder: bytes of memory for the last minutes; 0 turns it off.
         record_dir: where bundles are written when an engine dies or a request fails; None writes none.
-        record_text: whether these hold the token ids of prompts and answers; without, nothing can be computed again.
+        record_text: whether bundles hold the token ids of prompts and answers, without which nothing can be recomputed.
     """
 
     flight_recorder: int = DEFAULT_BYTES
@@ -61,7 +61,7 @@ class RecordOptions:
 
 @dataclass(frozen=True, slots=True)
 class SavedRecord:
-    """A bundle without its text, and the file that the bundle was written to, if there is a directory for them."""
+    """A bundle without its text, and the file of the whole bundle, if there is a directory for bundles."""
 
     data: bytes
     file: str | None
@@ -75,7 +75,7 @@ class RecordKeeper:
         self._ring = Ring.create(options.flight_recorder) if options.flight_recorder else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flight recorder")
         self._last_error = -ERRORS_APART_S
-        self._asked: Future[SavedRecord] | None = None  # for the last one
+        self._asked: Future[SavedRecord] | None = None  # the last bundle that was asked for
 
     @property
     def descriptor(self) -> int | None:
@@ -88,7 +88,7 @@ class RecordKeeper:
             self._submit(self._ring, f"the engine process died ({why})")
 
     def request_failed(self, request_id: str) -> None:
-        """Write a bundle, unless a failed request was the cause of one in the last minute."""
+        """Write a bundle, unless a failed request has caused one in the last minute."""
         now = time.monotonic()
         if self._ring is None or self._options.record_dir is None or now - self._last_error < ERRORS_APART_S:
             return
@@ -99,8 +99,8 @@ class RecordKeeper:
         """Make a bundle now.
 
         Raises:
-            InvalidRequestError: the recorder is off. From the future also: it is empty.
-            EngineOverloadedError: another one is being made.
+            InvalidRequestError: the recorder is off or, from the future, the recorder is empty.
+            EngineOverloadedError: another bundle is being made.
         """
         if self._ring is None:
             raise InvalidRequestError("the flight recorder is off (--flight-recorder 0)", code="recorder_off")
@@ -110,7 +110,7 @@ class RecordKeeper:
         return self._asked
 
     def close(self) -> None:
-        """Wait until the bundles that were begun are written."""
+        """Wait until the bundles in progress are written."""
         self._thread.shutdown()
 
     def _submit(self, ring: Ring, reason: str) -> None:

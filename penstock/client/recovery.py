@@ -1,17 +1,17 @@
-"""Recovery: what an engine process is given to compute, and what the next one in its place is given when it has died.
+"""Recovery: what an engine process is given to compute, and what its successor is given after a death.
 
-A new engine gets every running choice with the tokens received so far as outputs, and continues with the next token.
-Because the engine computes the same token again, nobody can tell afterwards that it died.
+A new engine gets every running choice, with the tokens received so far as outputs, and continues with the next token.
+Because a new engine computes the same tokens, no reader can tell afterwards that the old one died.
 
-A choice may itself be what ends the engine (it overflows a buffer, or the memory). One that was in the engine at two
-deaths, and received nothing in between, is therefore tried alone: the engine gets nothing else until the choice has its
-next token. If the engine dies under it, that choice fails, and the others go on.
+A choice may itself be what ends the engine (it overflows a buffer, or exhausts the memory). A choice that was in the
+engine at two deaths, and received nothing in between, is therefore tried alone: the engine gets nothing else until the
+choice has its next token. If the engine dies again, that choice fails, and the others go on.
 
-Where there are several engines, each has a Recovery, and they share what is known of deaths: a choice that ends one
-engine and is given to another has two deaths then (client/replicas.py).
+Each of several engines has its own Recovery, and they share what is known about deaths: a choice that ends one engine,
+is given to another and ends that too has two deaths (client/replicas.py).
 
-Pinned prefixes are given to a new engine first, and computed last: whether a request fits beside them is decided when
-it arrives, and nobody has to wait for one that is not asked for.
+Pinned prefixes are given to a new engine first, because whether a request fits beside them is decided when it arrives.
+They are computed last, because no request should wait for a prefix that it does not use.
 """
 
 from collections import deque
@@ -30,16 +30,16 @@ DEATHS_BEFORE_TRIAL = 2
 class Deaths:
     """How often engines died with a choice in them since it received its last token."""
 
-    num_tokens: int  # received when it happened
+    num_tokens: int  # received at the last death
     count: int
 
 
 class Recovery:
-    """Sends choices of OpenRequests to one engine after the other.
+    """Sends choices of OpenRequests to one engine after another.
 
     Args:
-        send: to the current engine; frames for an engine that has died are dropped.
-        deaths: by engine request id, shared by the engines of a client; None: of this one alone.
+        send: sends to the current engine; frames for a dead engine are dropped.
+        deaths: by engine request id, shared by the engines of a client; None: not shared.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Recovery:
         self._requests = requests
         self._send = send
         self._ready = False
-        self.leaving = False  # the current engine is to be let go when it has nothing to compute
-        self._mine: dict[str, None] = {}  # choices that this engine computes, or the next one; oldest first
-        self._sent: set[str] = set()  # to the current engine, by engine request id
+        self.leaving = False  # the current engine is to be shut down when it has nothing to compute
+        self._mine: dict[str, None] = {}  # choices for this engine or its successor, oldest first
+        self._sent: set[str] = set()  # engine request ids in the current engine
         self._deaths: dict[str, Deaths] = {} if deaths is None else deaths
-        self._pins_to_compute: list[Pin] = []  # by the current engine, when there is nothing to try any more
-        self._computing: dict[str, Pin] = {}  # by the current engine, again
+        self._pins_to_compute: list[Pin] = []  # by the current engine, after all trials
+        self._computing: dict[str, Pin] = {}  # pins that the current engine computes again
         self._trials: deque[str] = deque()  # choices to try alone; the first one is in the engine
 
     @property
@@ -72,7 +72,7 @@ class Recovery:
             self._send_missing(request_ids)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Tell the engine that nobody wants these choices any more, or not from it."""
+        """Tell the engine that these choices are not wanted any more, or not from this engine."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._mine.pop(request_id, None)
@@ -86,8 +86,8 @@ class Recovery:
             self._end_trial(known)
 
     def waiting(self) -> list[str]:
-        """Return the choices that could as well be given to another engine: those that this one does not have, and that
-        are not to be tried alone."""
+        """Return the choices that another engine may take over: those that this engine does not have, and that are not
+        to be tried alone."""
         return [key for key in self._mine if key not in self._sent and not self._to_try(key)]
 
     def _to_try(self, request_id: str) -> bool:
@@ -95,19 +95,19 @@ class Recovery:
         return noted is not None and noted.count >= DEATHS_BEFORE_TRIAL
 
     def pin(self, pin: Pin) -> None:
-        """Tell the engine of a new pin, before the request that computes it is submitted."""
+        """Tell the engine about a new pin, before the request that computes it is submitted."""
         if self._ready:
             self._declare(pin)
 
     def compute(self, pin: Pin) -> None:
         """Let the engine compute a pin that another engine has computed."""
-        if self._ready:  # else it does so when it is
+        if self._ready:  # otherwise it computes it once it is ready
             self._pins_to_compute.append(pin)
             if not self._trials:
                 self._compute_pins()
 
     def unpin(self, pin: Pin) -> None:
-        """Tell the engine that nobody wants a pin any more."""
+        """Tell the engine that a pin is not wanted any more."""
         if pin in self._pins_to_compute:
             self._pins_to_compute.remove(pin)
         if self._ready:
@@ -119,13 +119,13 @@ class Recovery:
 
     @property
     def recovered(self) -> bool:
-        """Return whether every choice that a death interrupted after its first token has received another one."""
+        """Return whether every choice that a death interrupted after its first token has received another token."""
         running = self._requests.running()
         begun = {key: deaths.num_tokens for key, deaths in self._deaths.items() if deaths.num_tokens and key in running}
         return self._ready and all(self._requests.num_tokens_of(key) > count for key, count in begun.items())
 
     def engine_ready(self) -> None:
-        """Give a new engine all running choices, or the first of those that have to be tried alone."""
+        """Give a new engine all running choices, or the first choice that has to be tried alone."""
         self._ready = True
         for pin in self._requests.prefixes:
             self._declare(pin)
@@ -136,7 +136,7 @@ class Recovery:
         self._continue()
 
     def engine_lost(self, last_heard: float = 0.0) -> str | None:
-        """Note the death of an engine that last sent something at that time. Returns the choice that it was computing
+        """Note the death of an engine that was last heard at `last_heard`. Return the choice that it was computing
         alone, which is to blame."""
         to_blame = self._trials[0] if self._ready and self._trials else None
         self._requests.interrupted(self._sent, IntervalKind.RECOVERY, last_heard)
@@ -159,7 +159,7 @@ class Recovery:
     def received(self, request_ids: Sequence[str]) -> None:
         """Note that the engine has sent tokens, or the end, of these choices."""
         if self._trials and self._trials[0] in request_ids:
-            self._withdraw([self._trials[0]])  # so that the next one is alone; it comes back after the last trial
+            self._withdraw([self._trials[0]])  # the next one must be alone; this one comes back after the last trial
         ended = set(request_ids).difference(self._requests.running())
         self._sent.difference_update(ended)
         for request_id in ended:
@@ -174,7 +174,7 @@ class Recovery:
             self._continue()
 
     def _continue(self) -> None:
-        """Send the next choice to try alone; if there is none, everything that the engine does not have."""
+        """Send the next choice to try alone or, if there is none, every choice that the engine does not have."""
         running = self._requests.running()
         while self._trials and self._trials[0] not in running:
             self._deaths.pop(self._trials.popleft(), None)

@@ -1,14 +1,14 @@
-"""RemotePrefill: prompts are computed by engines elsewhere, which hand over the blocks of their caches.
+"""RemotePrefill: has prompts computed by engines elsewhere, which hand over the blocks of their caches.
 
     decode server                              prefill server
     POST /v1/kv/prefill  token ids ----------> computes the prompt; its engine saves each full block as a file
-                         <-- lines: how many blocks are there, while it computes
-    POST /v1/kv/blocks  names ---------------> those files that are not here, with their checksums
+                         <-- lines: how many blocks are ready so far
+    POST /v1/kv/blocks  names ---------------> the files that are missing here, with their checksums
     the engine finds the files, and goes on after them
 
 So long prompts do not hold up the streams of the decode server (the disaggregated run of JetStream; DistServe, Zhong et
-al. 2024). What is handed over is what the engine here would have computed: the directories' names are equal only
-where bits are. Whatever fails, a server that is gone or busy, a block that is damaged, is computed here instead.
+al. 2024). The blocks are what the engine here would have computed: directories have the same name only if their bits
+are equal. If anything fails (a server is gone or busy, a block is damaged), the prompt is computed here instead.
 """
 
 import asyncio
@@ -30,28 +30,28 @@ from penstock.interface.messages import EngineRequest
 
 LOGGER = logging.getLogger("penstock")
 CONNECT_S = 2.0
-SILENCE_S = 10.0  # a prefill server says something every second
-RETRY_S = 5.0  # a server that failed is left alone for so long
-BATCH_BYTES = 4 * 2**20  # of blocks in an answer, before the last one
-AT_ONCE = 4  # answers under way
+SILENCE_S = 10.0  # a prefill server sends something every second
+RETRY_S = 5.0  # a server that failed is not asked for this long
+BATCH_BYTES = 4 * 2**20  # of blocks in one answer; the last block may exceed it
+AT_ONCE = 4  # most answers under way
 
 
 class _PrefillError(PenstockError):
-    """A prefill server did not do what was asked."""
+    """A prefill server did not do what it was asked to do."""
 
 
 @dataclass(slots=True)
 class _Server:
     url: str
-    num_tokens: int = 0  # of prompts that it is computing for this engine
+    num_tokens: int = 0  # prompt tokens that it is computing for this engine
     retry_at: float = 0.0
 
 
 class RemotePrefill:
-    """Has prompts computed by prefill servers, and fetches their blocks. Belongs to one event loop.
+    """Has prompts computed by prefill servers, and fetches their blocks. It belongs to one event loop.
 
     Args:
-        transport: instead of the network.
+        transport: replaces the network.
 
     Attributes:
         status: what was done so far.
@@ -74,7 +74,7 @@ class RemotePrefill:
         )
 
     async def fetch(self, request: EngineRequest, blocks: KVBlocks) -> None:
-        """Put the blocks of a prompt among those of the engine, as far as servers can be had. Raises nothing."""
+        """Add the blocks of a prompt to those of the engine, as far as servers are available. Raise nothing."""
         token_ids = request.prompt_token_ids
         hashes = blocks.hashes(token_ids, request.cache_salt)
         if blocks.count(hashes) == len(hashes):
@@ -99,7 +99,7 @@ class RemotePrefill:
                 server.num_tokens -= len(token_ids)
 
     def _choose(self, router: Router[str], hashes: Sequence[bytes], num_tokens: int, tried: set[str]) -> _Server | None:
-        """Return the server that has the prompt soonest, by its cache and its queue; None if there is none left."""
+        """Return the server that can compute the prompt soonest, by cache and queue; None if none is left."""
         now = time.monotonic()
         able = {url: float(one.num_tokens) for url, one in self._servers.items() if one.retry_at <= now}
         able = {url: queued for url, queued in able.items() if url not in tried}
@@ -126,10 +126,10 @@ class RemotePrefill:
                 done = ready
         if line.error is not None or not line.done:
             raise _PrefillError(line.error or "the answer broke off")
-        await self._take(url, blocks, hashes[done:], must_be_there=False)  # behind windows, some groups have no block
+        await self._take(url, blocks, hashes[done:], must_be_there=False)  # behind a window, some groups have no block
 
     async def _take(self, url: str, blocks: KVBlocks, hashes: Sequence[bytes], *, must_be_there: bool) -> None:
-        """Fetch the files of these blocks that are not here, several at a time."""
+        """Fetch the missing files of these blocks, several at a time."""
         tasks: set[asyncio.Task[Exception | None]] = set()
         batch: list[tuple[str, int]] = []
         for name, num_bytes in (pair for block_hash in hashes for pair in blocks.names(block_hash)):
@@ -149,7 +149,7 @@ class RemotePrefill:
     def _start(
         self, url: str, blocks: KVBlocks, batch: list[tuple[str, int]], must_be_there: bool
     ) -> asyncio.Task[Exception | None]:
-        """Begin to fetch files, for all that wait for them."""
+        """Begin to fetch files, for all prompts that wait for them."""
         task = asyncio.create_task(self._take_batch(url, blocks, batch, must_be_there))
         names = [name for name, _ in batch]
         self._coming.update(dict.fromkeys(names, task))
@@ -193,7 +193,7 @@ class RemotePrefill:
 
 
 def _reason(status: int, content: bytes) -> str:
-    """Return what an answer says is wrong, in at most a line."""
+    """Return the error of an answer, shortened to a line."""
     try:
         found: Any = msgspec.json.decode(content)
         return f"HTTP {status}: {found['error']['message']}"[:300]

@@ -1,4 +1,4 @@
-"""Replica: one of a client's engines: its processes, what they are given, and its flight recorder."""
+"""Replica: one of a client's engines, with its processes, their work, and its flight recorder."""
 
 from typing import Protocol
 
@@ -17,37 +17,37 @@ from penstock.interface.messages import ModelInfo
 
 
 class Owner(Protocol):
-    """What a replica tells whoever divides the requests: all that its supervisor tells."""
+    """What a replica reports to its owner, which divides the requests: everything that its supervisor reports."""
 
     def engine_ready(self, replica: "Replica", info: ModelInfo) -> None:
-        """Handle a new engine; what was sent to the one before is lost."""
+        """Handle a new engine; what was sent to the previous one is lost."""
 
     def engine_lost(self, replica: "Replica") -> bool:
-        """Handle a death, after which a new engine comes. Returns whether a request is to blame, and has been ended."""
+        """Handle a death before a new engine. Return whether a request is to blame, and has been ended."""
 
     def engine_failed(self, replica: "Replica", error: EngineDeadError) -> None:
         """Handle the end of this replica."""
 
     def leaving(self, replica: "Replica") -> None:
-        """Handle that the engine takes no new requests."""
+        """Handle an engine that takes no new requests."""
 
     def received(self, replica: "Replica", frame: frames.Outputs | frames.Rejected) -> None:
-        """Handle what the engine says of its requests."""
+        """Handle the engine's outputs, or the rejection of a request."""
 
 
 class Replica:
-    """One engine, and the one that comes in its place when it dies. Implements EngineListener.
+    """One engine, and its successors when it dies. Implements EngineListener.
 
     Args:
-        owner: is told what its supervisor tells.
+        owner: receives what the supervisor reports.
         start: the first frame of its processes.
-        deaths: what is known of choices that ended engines.
-        launcher: of the engines of this client.
+        deaths: what is known about choices that ended engines.
+        launcher: starts the engines of this client.
 
     Attributes:
         index: from 0.
-        name: of its process, in the log.
-        queued: what it has to compute.
+        name: name of its process in the log.
+        queued: the work that it still has.
         last_outputs_at: when its last outputs arrived, on the clock of timelines.
     """
 
@@ -78,7 +78,7 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it has an engine that computes, if only a choice that is tried alone."""
+        """Return whether it has an engine that computes, even if only a choice that is tried alone."""
         return self.supervisor.state is EngineState.READY
 
     @property
@@ -92,7 +92,7 @@ class Replica:
         return 0 if info is None or not self.recovery.accepts else info.max_num_seqs - self.queued.rows
 
     def let_go(self) -> None:
-        """End the engine; another one comes in its place when it can."""
+        """End the engine; another one takes its place when it can."""
         self.supervisor.child.hang_up()
 
     def status(self) -> EngineStatus:

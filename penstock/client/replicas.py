@@ -1,9 +1,8 @@
-"""Replicas: the engines of one client, one or several: their processes, from the start to the end.
+"""Replicas: the engines of one client, and their processes from start to end.
 
-The first engine plans its memory for all of them; the others start when it is ready, with a cache of the same size. So
-every request that one has accepted fits each of the others. An engine that computes with other bits than those that run
-is not let in. Which of them computes what is the dispatcher's business (client/dispatcher.py). Not for several threads
-at once.
+The first engine plans the memory of all engines. The others start when it is ready, with a cache of the same size, so
+every request that one engine has accepted fits the others. A new engine whose bits differ from those of the running
+engines is not let in. The dispatcher decides which engine computes what (client/dispatcher.py). Not thread-safe.
 """
 
 import asyncio
@@ -33,19 +32,19 @@ MAX_REPLICAS = 64
 
 
 class ReplicasListener(Protocol):
-    """What the replicas tell the one who owns the requests."""
+    """What the replicas report to the owner of the requests."""
 
     def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
-        """Handle a new engine. num_rows: of all that are ready."""
+        """Handle a new engine. num_rows: rows of all engines that are ready."""
 
     def engine_lost(self, index: int, num_rows: int, to_blame: OpenRequest | None) -> None:
         """Handle a death. to_blame: the request that the engine was computing alone."""
 
     def engine_failed(self, error: EngineDeadError) -> None:
-        """End what is open: there will be no engine any more, or only one that computes otherwise."""
+        """End all open requests: there will be no engine any more, or only one with other bits."""
 
     def received(self, index: int, frame: frames.Outputs | frames.Rejected) -> None:
-        """Handle what an engine says of its requests."""
+        """Handle an engine's outputs, or the rejection of a request."""
 
 
 class Replicas:
@@ -58,10 +57,10 @@ class Replicas:
         launcher: starts the engines, and says how many there are.
 
     Attributes:
-        dispatcher: gives them the choices of the requests.
-        model_info: of the engines; None until one was ready.
-        failure: why there will be no engine any more; None while there is hope.
-        settled: set once all engines have been ready that the launcher asks for, or there is a failure.
+        dispatcher: gives the choices of requests to the engines.
+        model_info: description of the model; None until an engine was ready.
+        failure: why there will be no engine any more; None as long as there may be one.
+        settled: set once all engines that the launcher requires have been ready, or there is a failure.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Replicas:
         self._watches.append(loop.create_task(replica.supervisor.run(), name="engine supervisor"))
 
     def stop(self) -> None:
-        """End all engines and start no other. A second call does nothing."""
+        """End all engines and start no others. A second call does nothing."""
         self._fail(EngineDeadError("the engine was shut down"), EngineDeadError("the engine was shut down"))
 
     def end(self) -> None:
@@ -126,7 +125,7 @@ class Replicas:
             replica.supervisor.child.end()
 
     async def wait(self) -> None:
-        """Wait for the processes to end, after `stop`, and for the records that were begun."""
+        """Wait for the processes to end, after `stop`, and for the records in progress."""
         if self._watches and self._watches[0].get_loop() is asyncio.get_running_loop():
             await asyncio.wait(self._watches)
         for replica in self._replicas:
@@ -134,7 +133,7 @@ class Replicas:
             await asyncio.to_thread(replica.records.close)
 
     def records(self, index: int) -> RecordKeeper:
-        """Return the flight recorder's end of an engine. Raise EngineDeadError if it has not been started yet."""
+        """Return the RecordKeeper of an engine. Raise EngineDeadError if the engine has not been started yet."""
         if index >= len(self._replicas):
             raise EngineDeadError(f"engine {index} has not been started yet")
         return self._replicas[index].records
@@ -152,7 +151,7 @@ class Replicas:
         return sum(replica.supervisor.restarts for replica in self._replicas)
 
     def status(self) -> EngineStatus:
-        """Return the sum of all engines, and each of them."""
+        """Return the summed status of all engines, and the status of each."""
         found = tuple(replica.status() for replica in self._replicas)
         if len(found) == 1:
             return replace(found[0], state=self.state, replicas=found)
@@ -173,27 +172,27 @@ class Replicas:
         )
 
     def pin(self, pin: Pin) -> None:
-        """Tell every engine of a new pin, before the request that computes it is submitted."""
+        """Tell every engine about a new pin, before the request that computes it is submitted."""
         for replica in self._replicas:
             replica.recovery.pin(pin)
 
     def compute_everywhere(self, pin: Pin) -> None:
-        """Let every engine compute a pin that one has computed."""
+        """Let every engine compute a pin that one of them has computed."""
         if len(self._replicas) > 1:
             for replica in self._replicas:
                 replica.recovery.compute(pin)
 
     def unpin(self, pin: Pin) -> None:
-        """Tell every engine that nobody wants a pin any more."""
+        """Tell every engine that a pin is not wanted any more."""
         for replica in self._replicas:
             replica.recovery.unpin(pin)
 
     # --- what the replicas call ------------------------------------------------------------------------------------
 
     def engine_ready(self, replica: Replica, info: ModelInfo) -> None:
-        """Let a new engine in, unless it computes otherwise than those that run. The first one starts the others."""
+        """Let a new engine in, unless its bits differ from the running engines'. The first starts the others."""
         if self.failure is not None:
-            return  # its frame was on the way when all were stopped
+            return  # its frame was on the way when all engines were stopped
         known = self.model_info
         if known is not None and known.system_fingerprint != info.system_fingerprint:
             change = f"{known.system_fingerprint} became {info.system_fingerprint}"
@@ -203,7 +202,7 @@ class Replicas:
                 return
             self._listener.engine_failed(EngineDeadError(f"the new engine computes otherwise: {change}"))
             self.model_info = info
-        self.model_info = self.model_info or info  # the first one says why its options were chosen
+        self.model_info = self.model_info or info  # that of the first engine says why its options were chosen
         replica.recovery.engine_ready()
         self._listener.engine_ready(replica.index, self._num_rows(), info)
         if known is None:
@@ -218,7 +217,7 @@ class Replicas:
         self.dispatcher.move()
 
     def engine_lost(self, replica: Replica) -> bool:
-        """Let others go on with what an engine that died was computing. Return whether a request is to blame."""
+        """Let other engines go on with the work of an engine that died. Return whether a request is to blame."""
         replica.records.engine_died(replica.supervisor.last_death)
         return self._do_without(replica)
 
@@ -231,12 +230,12 @@ class Replicas:
         return request is not None
 
     def leaving(self, replica: Replica) -> None:
-        """Give nothing more to an engine that is to be let go."""
+        """Give nothing more to an engine that is to be shut down."""
         LOGGER.info("%s takes no new requests", replica.name)
         self.dispatcher.move()
 
     def engine_failed(self, replica: Replica, error: EngineDeadError) -> None:
-        """Go on with the other engines, if all have been ready once and one is left."""
+        """Go on with the other engines, if all have been ready once and at least one is left."""
         if self.failure is not None:
             return
         if replica.supervisor.failure is not None and (
@@ -248,7 +247,7 @@ class Replicas:
         self._do_without(replica)
 
     def received(self, replica: Replica, frame: frames.Outputs | frames.Rejected) -> None:
-        """Pass on what an engine says of its choices, without those that were given to another."""
+        """Pass on the outputs and rejections of an engine, without choices that have moved to another engine."""
         if isinstance(frame, frames.Rejected):
             self._listener.received(replica.index, frame)
             return
@@ -262,7 +261,7 @@ class Replicas:
         return sum(info.max_num_seqs for info in infos if info is not None)
 
     def _fail(self, failure: PenstockError, shown: EngineDeadError) -> None:
-        """End all: there will be no engine any more."""
+        """End all engines: there will be none any more."""
         if self.failure is None:
             self.failure = failure
             self._listener.engine_failed(shown)

@@ -1,13 +1,13 @@
-"""Router: which of several engines computes a request. Pure: knows no process, no request and no clock.
+"""Router: which of several engines computes a request. It is pure: it knows no process, no request and no clock.
 
-    cost of an engine = tokens that it still has to compute + tokens of the prompt that its cache does not have
+    cost of an engine = tokens that it still has to compute + prompt tokens that its cache does not have
 
-The engine of the least cost gets the request. So a prefix attracts the requests that begin with it, until those that
-wait for it would compute it sooner elsewhere; then the prefix is in two caches, and so on. No engine is ever given
-more than a prompt's length beyond the one that has the least to do.
+The engine with the lowest cost gets the request. So a prefix attracts the requests that begin with it, until a further
+request could compute it sooner elsewhere; then the prefix is in two caches, and so on. No engine is ever given more
+than a prompt's length beyond the engine that has the least to do.
 
-The router does not ask an engine what its cache holds; it remembers the content hashes of the full blocks that it sent
-there lately. If the engine has evicted some of them, the request takes longer; its answer is the same.
+The router does not ask an engine what its cache holds. It remembers the content hashes of the full blocks that it sent
+there recently. If the engine has evicted some of them, the request takes longer, and its answer is the same.
 """
 
 from collections import OrderedDict
@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 from penstock.engine.block_pool import hash_block, salt_bytes
 
 Key = TypeVar("Key", bound=Hashable)
-MAX_KNOWN = 2**16  # blocks that are remembered of an engine
-MAX_LOOKED_AT = 2**11  # blocks of a prompt; two prompts that agree so far are taken for equal up to there
+MAX_KNOWN = 2**16  # blocks that are remembered per engine
+MAX_LOOKED_AT = 2**11  # first blocks of a prompt that are compared; later ones are ignored
 
 
 def block_hashes(
@@ -30,8 +30,8 @@ def block_hashes(
     *,
     most: int = MAX_LOOKED_AT,
 ) -> list[bytes]:
-    """Return the content hashes of the first full blocks of a prompt, of which some may be known. Two salts have no
-    hash in common."""
+    """Return the content hashes of the first full blocks of a prompt. `known` may have the first of them. Different
+    salts have no hash in common."""
     hashes = list(known)
     parent = hashes[-1] if hashes else salt_bytes(salt)
     num_tokens = min(len(token_ids) // block_size, most) * block_size
@@ -42,7 +42,7 @@ def block_hashes(
 
 
 class Router(Generic[Key]):
-    """Chooses among engines by any hashable key: an index, or the id of a replica elsewhere.
+    """Chooses among engines, which have any hashable keys: an index, or the id of a replica elsewhere.
 
     Args:
         block_size: tokens per block of their caches.
@@ -52,12 +52,12 @@ class Router(Generic[Key]):
     def __init__(self, block_size: int, max_known: int = MAX_KNOWN) -> None:
         self._block_size = block_size
         self._max_known = max(1, min(max_known, MAX_KNOWN))
-        self._known: dict[Key, OrderedDict[bytes, None]] = {}  # by engine, what was used longest ago first
-        self._chosen: dict[Key, int] = {}  # when each was chosen last
+        self._known: dict[Key, OrderedDict[bytes, None]] = {}  # by engine, least recently used first
+        self._chosen: dict[Key, int] = {}  # when each engine was last chosen
         self._num_chosen = 0
 
     def cached_tokens(self, key: Key, hashes: Sequence[bytes], num_tokens: int) -> int:
-        """Return how many of a prompt's tokens an engine finds in its cache: whole blocks, and never the last token."""
+        """Return how many prompt tokens an engine finds in its cache: whole blocks, and never the last token."""
         known = self._known.get(key)
         if known is None:
             return 0
@@ -66,11 +66,11 @@ class Router(Generic[Key]):
         return count * self._block_size
 
     def choose(self, hashes: Sequence[bytes], num_tokens: int, queued: Mapping[Key, float]) -> Key:
-        """Return the engine that computes a prompt; of equal ones, that which was chosen longest ago.
+        """Return the engine that computes a prompt; among equals, the one chosen longest ago.
 
         Args:
-            hashes: of the prompt's full blocks.
-            queued: tokens that each engine which may be chosen still has to compute; at least one engine.
+            hashes: hashes of the prompt's full blocks.
+            queued: tokens that each eligible engine still has to compute; at least one engine.
         """
         chosen = min(
             queued,
@@ -81,8 +81,8 @@ class Router(Generic[Key]):
         return chosen
 
     def note(self, key: Key, hashes: Sequence[bytes]) -> None:
-        """Remember that an engine computes these blocks. The first of them is forgotten last: without it the others
-        cannot be found."""
+        """Remember that an engine computes these blocks. The first block is forgotten last, because without it the
+        others cannot be found."""
         known = self._known.setdefault(key, OrderedDict())
         for block in reversed(hashes):
             known[block] = None
@@ -91,7 +91,7 @@ class Router(Generic[Key]):
             known.popitem(last=False)
 
     def forget(self, key: Key) -> None:
-        """Forget what an engine has cached: its process has ended."""
+        """Forget what an engine has cached, because its process has ended."""
         self._known.pop(key, None)
 
 
@@ -103,12 +103,12 @@ class _Work:
 
 
 class QueuedTokens:
-    """What an engine still has to compute, by choice: the tokens of prompts that have no output yet, and those of the
-    outputs to be expected.
+    """What an engine still has to compute, by choice: the tokens of prompts that have no output yet, and the expected
+    output tokens.
 
     Attributes:
-        total: tokens.
-        rows: sequences that these choices take.
+        total: number of tokens.
+        rows: number of rows that these choices take.
     """
 
     def __init__(self) -> None:
@@ -120,14 +120,14 @@ class QueuedTokens:
         return len(self._work)
 
     def add(self, choice: str, prompt: float, outputs: float, rows: int = 1) -> None:
-        """Count a choice; one that is counted already, anew."""
+        """Count a choice. A choice that is already counted is replaced."""
         self.remove(choice)
         self._work[choice] = _Work(prompt, outputs, rows)
         self.total += prompt + outputs
         self.rows += rows
 
     def computed(self, choice: str, num_tokens: int) -> None:
-        """Note that a choice has got outputs, so that its prompt is computed."""
+        """Note that a choice got outputs, so its prompt is computed."""
         work = self._work.get(choice)
         if work is not None and num_tokens:
             done = min(work.outputs, num_tokens)
@@ -135,10 +135,10 @@ class QueuedTokens:
             work.prompt, work.outputs = 0.0, work.outputs - done
 
     def remove(self, choice: str) -> None:
-        """Count a choice no longer."""
+        """Remove a choice from the count."""
         work = self._work.pop(choice, None)
         if work is not None:
             self.total -= work.prompt + work.outputs
             self.rows -= work.rows
         if not self._work:
-            self.total = 0.0  # rounding leaves nothing behind
+            self.total = 0.0  # so that rounding errors leave nothing behind

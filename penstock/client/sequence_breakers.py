@@ -1,8 +1,8 @@
 """SequenceBreakers: the token ids that stand for DRY's sequence breakers, which are texts.
 
-A breaker may lie inside a token ("\\n" in ".\\n\\n"), or begin in one and go on in the next. So every token that
-contains it stands for it, and every token that ends with its beginning, followed by the tokens of its rest, as in
-llama.cpp.
+A breaker may lie inside a token ("\\n" in ".\\n\\n"), or begin in one token and continue in the next. So, as in
+llama.cpp, it is represented by every token that contains it, and by every token that ends with its beginning, followed
+by the tokens of its rest.
 """
 
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from penstock.interface.logits_params import MAX_BREAKER_IDS
 from penstock.tokenizer.tokenizer import Tokenizer, check_unicode, encode_all
 
 MAX_TAIL = 20  # tokens of the rest of a breaker
-KEPT = 64  # breakers whose ids are kept: to find them takes a look at the whole vocabulary
+KEPT = 64  # breakers whose ids are kept, because the search goes through the whole vocabulary
 
 Sequences = tuple[tuple[int, ...], ...]
 
 
 class SequenceBreakers:
-    """Finds ids of breakers with one tokenizer; may be asked by several threads."""
+    """Finds ids of breakers with one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

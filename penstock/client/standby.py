@@ -1,7 +1,7 @@
-"""Standby: a second engine process that has loaded its model and waits, so that a death costs no start.
+"""Standby: a second engine process that has loaded its model and waits, so that a death costs no start-up time.
 
-Nothing distinguishes it from an idle engine: it sleeps on its connection, sends its heartbeats, and is replaced when it
-dies or hangs. Mapped weights are shared with the first engine, and its cache is not touched until it gets requests.
+It behaves like any idle engine: it sleeps on its connection, sends heartbeats, and is replaced when it dies or hangs.
+Mapped weights are shared with the first engine, and its cache is not touched until it gets requests.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class RestartLimit:
     _deaths: tuple[float, ...] = ()
 
     def count(self) -> int:
-        """Note a death. Returns the number of them within the window."""
+        """Note a death. Return the number of deaths within the window."""
         now = time.monotonic()
         self._deaths = (*(death for death in self._deaths if now - death < self.window_s), now)
         return len(self._deaths)
@@ -39,10 +39,10 @@ class Standby:
 
     Args:
         start: starts a process.
-        limit: of its deaths; then there is no standby any more, and the first engine goes on without.
+        limit: limit of its deaths; beyond it there is no standby any more, and the first engine goes on alone.
 
     Attributes:
-        failure: why there is none any more.
+        failure: why there is no standby any more.
     """
 
     def __init__(self, start: Callable[[], WatchedEngine], limit: RestartLimit) -> None:
@@ -54,7 +54,7 @@ class Standby:
         self._private_bytes: int | None = None
 
     def keep(self) -> None:
-        """Start one if there is none. Called again and again while the first engine is at work."""
+        """Start a standby if there is none. Called repeatedly while the first engine works."""
         if self.failure is not None or (self._running is not None and not self._running.done()):
             return
         if self._running is not None:
@@ -112,7 +112,7 @@ class Standby:
 
 
 def private_bytes(pid: int | None) -> int | None:
-    """Return the memory that only this process has, and no file, in bytes; None where it cannot be read."""
+    """Return the memory in bytes of this process alone, without files; None if it cannot be read."""
     with suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
         rows = (line.split() for line in file)
         return 1024 * next(int(row[1]) for row in rows if row[0] == "Private_Dirty:")

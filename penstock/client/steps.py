@@ -1,7 +1,7 @@
 """StepClient: an engine in another process, used one step at a time, for programs without an event loop.
 
-The calls of InProcessClient over a ProcessClient, whose event loop runs in a thread of its own: streams outlive the
-engine as they do there. Used by `LLM(engine_in_process=False)`.
+It has the methods of InProcessClient and uses a ProcessClient, whose event loop runs in a thread of its own, so streams
+outlive the engine. `LLM(engine_in_process=False)` uses it.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class StepClient:
         make: makes the client, in the thread of its event loop.
 
     Raises:
-        ModelLoadError, InvalidRequestError, EngineError: as ProcessClient.start.
+        ModelLoadError, InvalidRequestError, EngineError: as for ProcessClient.start.
     """
 
     def __init__(self, make: Callable[[], ProcessClient], tokenizer: Tokenizer | None) -> None:
@@ -71,7 +71,7 @@ class StepClient:
         return self._client.model_info
 
     def status(self) -> EngineStatus:
-        """Return a snapshot: the process, its restarts, what runs and waits."""
+        """Return a snapshot of the process, its restarts, and the requests that run and wait."""
         return self._run(self._status())
 
     def add_request(
@@ -92,14 +92,14 @@ class StepClient:
         return bool(self._streams)
 
     def step(self, num_steps: int = 1) -> list[RequestOutput]:
-        """Wait until there is an output. Return one for each request that has one; finished ones have finished=True.
+        """Wait for an output. Return one for each request that has one; finished ones have finished=True.
 
-        num_steps: wait so many times, or until nothing is open.
+        num_steps: number of times to wait, unless no request is open any more.
 
-        A request whose computation failed ends with its error; one that its engines died of, too.
+        A request ends with its error if its computation failed, or if engines died because of it.
 
         Raises:
-            EngineDeadError: the engine died too often; all requests have ended.
+            EngineDeadError: the engine died too often. All requests have ended.
         """
         check.check_int("num_steps", num_steps, 1, MAX_STEPS)
         made: list[RequestOutput] = []
@@ -108,15 +108,15 @@ class StepClient:
         return made
 
     def abort(self, request_id: str) -> bool:
-        """End a request without another output. False if it is not open."""
+        """End a request without another output. Return False if it is not open."""
         return not self._closed and self._run(self._abort(request_id))
 
     def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
-        """Compute a prefix and keep it in the cache. Raises as ProcessClient.pin_prefix."""
+        """Compute a prefix and keep it in the cache. Raise the errors of ProcessClient.pin_prefix."""
         return self._run(self._client.pin_prefix(prompt, name))
 
     def unpin_prefix(self, name: str) -> bool:
-        """Let a pinned prefix be evicted. False if there is none of this name."""
+        """Let a pinned prefix be evicted. Return False if no pin has this name."""
         return self._run(self._unpin(name))
 
     def pinned_prefixes(self) -> list[PrefixUse]:
@@ -124,7 +124,7 @@ class StepClient:
         return self._run(self._pinned())
 
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
-        """Return the prefixes that were found in the cache most often, pinned or not."""
+        """Return the prefixes found most often in the cache, pinned or not."""
         return self._run(self._most_used(count))
 
     def shutdown(self) -> None:
@@ -149,7 +149,7 @@ class StepClient:
         return [self._take(stream) for stream in list(self._streams.values()) if stream.next.done()]
 
     def _take(self, stream: _Stream) -> RequestOutput:
-        """Return the output that has arrived, and wait for the next one, unless it was the last."""
+        """Return the output that has arrived, and begin to wait for the next one, unless it was the last."""
         try:
             output = stream.next.result()
         except RequestFailedError as error:
@@ -194,7 +194,7 @@ class StepClient:
     # --- in the caller's thread ------------------------------------------------------------------------------------
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop and wait for its result; Ctrl-C ends the wait, and cancels it."""
+        """Run a coroutine in the event loop and wait for its result. Ctrl-C ends the wait and cancels the coroutine."""
         if self._loop.is_closed():
             work.close()
             raise EngineDeadError("the engine was shut down")

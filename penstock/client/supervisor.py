@@ -1,8 +1,8 @@
-"""EngineSupervisor: starts the engine process, and another one when it dies. Knows no request.
+"""EngineSupervisor: starts the engine process, and another one when it dies. It knows no requests.
 
-The end of the connection is the death of the process, noticed at once; an engine that is silent for too long is killed
-(client/watched.py). The next process, a standby if there is one, has another epoch. Whoever sends it requests is told
-of all this as an EngineListener.
+When the process dies, its connection ends at once; an engine that is silent for too long is killed (client/watched.py).
+The next process, a standby if there is one, has another epoch. The sender of requests is told of all this as an
+EngineListener.
 """
 
 import asyncio
@@ -23,47 +23,47 @@ from penstock.interface.messages import ModelInfo
 
 LOGGER = logging.getLogger("penstock")
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
-MAX_FAILED_STARTS = 3  # in a row, however long each took: the model may not fit
-BACK_OFF_S = 0.2  # times the number of failed starts, before the next one
-STANDBY_CHECK_S = 0.25  # between two looks at whether a standby is needed, and would not be in the way
+MAX_FAILED_STARTS = 3  # in a row, however long each took; the model may not fit
+BACK_OFF_S = 0.2  # seconds before the next start, times the number of failed starts
+STANDBY_CHECK_S = 0.25  # seconds between checks whether a standby is needed and can start without harm
 
 
 class EngineListener(Protocol):
-    """What the supervisor tells the one who sends requests to its engines."""
+    """What the supervisor reports to the sender of requests."""
 
     def engine_ready(self, info: ModelInfo) -> None:
-        """Handle a new engine; what was sent to the one before is lost."""
+        """Handle a new engine; what was sent to the previous one is lost."""
 
     def engine_lost(self) -> bool:
-        """Handle a death, after which a new engine comes. Returns whether a request is to blame, and has been ended."""
+        """Handle a death before a new engine. Return whether a request is to blame, and has been ended."""
 
     def engine_failed(self, error: EngineDeadError) -> None:
         """Handle the end: there will be no engine any more."""
 
     def received(self, frame: frames.Outputs | frames.Rejected) -> None:
-        """Handle what the engine says of its requests."""
+        """Handle the engine's outputs, or the rejection of a request."""
 
     def leaving(self) -> None:
-        """Handle that the engine takes no new requests, and is to be let go when it has none."""
+        """Handle an engine that takes no new requests, and is to be shut down once it has none."""
 
     def recovered(self) -> bool:
-        """Return whether every request that the last death interrupted has gone on."""
+        """Return whether every request that the last death interrupted has continued."""
 
 
 class EngineSupervisor:
     """Keeps an engine process running. The first one is started by the constructor; `run` watches it.
 
     Args:
-        start: the first frame of every engine process, which gets its own epoch.
-        listener: is told of deaths, new engines and their outputs.
+        start: the first frame of every engine process, each with its own epoch.
+        listener: receives deaths, new engines and their outputs.
         standby: whether a second process is kept ready.
-        name: of the process, in the log.
+        name: name of the process in the log.
         launch: makes the connection to an engine; None: to a child process.
 
     Attributes:
-        restarts: processes that took over after the first.
-        model_info: of the last engine that was ready.
-        failure: why there will be no engine any more; None while there is hope.
+        restarts: number of processes that took over after the first.
+        model_info: model description from the last engine that was ready.
+        failure: why there will be no engine any more; None as long as there may be one.
         last_death: why the last engine process ended: its exit code or signal.
         cache_bytes: memory of its cache.
         settled: set once an engine has been ready, or there is a failure.
@@ -87,11 +87,11 @@ class EngineSupervisor:
         self._start_frame = start  # of the process started last
         self._name = name
         self._launch = launch
-        self._is_leaving = False  # the engine at work, by its own word
+        self._is_leaving = False  # the current engine has announced it
         self._listener = listener
         self._deaths = RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)
         self._failed_starts = 0  # in a row
-        self._start_error: PenstockError | None = None  # why the last one that failed could not be built
+        self._start_error: PenstockError | None = None  # why the last failed start could not build its engine
         self._engine = self._start()
         self._running: Running | None = None
         self._standby = Standby(self._start, RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)) if standby else None
@@ -132,13 +132,13 @@ class EngineSupervisor:
             self._hang_up()
 
     def stop(self) -> None:
-        """End the engine process and start no other. A second call does nothing."""
+        """End the engine process and start no others. A second call does nothing."""
         if self.failure is None:
             self._fail(EngineDeadError("the engine was shut down"))
         self._hang_up()
 
     def give_up(self, error: EngineDeadError) -> None:
-        """End the engine process for this reason, and start no other."""
+        """End the engine process for this reason, and start no others."""
         self._fail(error)
         self._hang_up()
 
@@ -159,8 +159,8 @@ class EngineSupervisor:
         return WatchedEngine(self._start_frame, self._take, self._launch)
 
     async def _end_of_engine(self) -> tuple[int, bool]:
-        """Wait until the engine process has ended, and keep a standby meanwhile, whose start must not slow a recovery
-        down. Returns the exit code, and whether the engine was ready."""
+        """Wait until the engine process has ended, and keep a standby meanwhile, whose start must not slow down a
+        recovery. Return the exit code, and whether the engine was ready."""
         running = self._running
         if running is None:
             raise EngineDeadError("no engine process was started")
@@ -184,12 +184,12 @@ class EngineSupervisor:
                 self._listener.leaving()
             case frames.Failed() if self.model_info is None:
                 self._fail(frame.as_error())
-            case frames.Failed():  # it could be built before, so memory may be short for the moment
+            case frames.Failed():  # it could be built before, so memory may only be short for now
                 self._start_error = frame.as_error()
                 LOGGER.error("the engine cannot be built: %s", frame.message)
 
     async def _replace(self, code: int, was_ready: bool) -> None:
-        """Report a death and put another engine process in its place, unless deaths are too many."""
+        """Report a death and start another engine process, unless there were too many deaths."""
         self.last_death = self.child.reason_of(code)
         if self._is_leaving:
             LOGGER.info("%s was let go", self._name)
@@ -210,7 +210,7 @@ class EngineSupervisor:
             self._go_on(deaths)
 
     def _go_on(self, deaths: int) -> None:
-        """Let the standby take over, or a new process."""
+        """Let the standby or a new process take over."""
         before = self._engine
         self.restarts += 1
         reserve = None if self._standby is None else self._standby.hand_over()
@@ -231,15 +231,15 @@ class EngineSupervisor:
         self.failure = error
         if isinstance(error, EngineDeadError):
             self._listener.engine_failed(error)
-        else:  # its text may name files, which is nothing for the readers of streams
-            if self.model_info is not None:  # at the first start, whoever waits for it says why
+        else:  # its text may name files, which readers of streams should not see
+            if self.model_info is not None:  # at the first start, the waiting caller reports the error
                 LOGGER.error("no engine can be started again: %s", error)
             self._listener.engine_failed(EngineDeadError("no engine can be started again; the server's log says why"))
         self.settled.set()
 
 
 def taking_over(first: frames.Start, max_model_len: int, cache_bytes: int) -> frames.Start:
-    """Return the first frame of the engines that will take over: they take what this one takes, however much memory is
+    """Return the first frame for engines that will take over. They use as much memory as this engine, however much is
     free while they start, so that every request that it has accepted fits them."""
     options = {name: value for name, value in first.options.items() if name != "memory"}
     options |= {"max_model_len": max_model_len, "kv_cache_memory_bytes": cache_bytes}

@@ -1,9 +1,11 @@
-"""The text process: a model's tokenizer and chat template, and forms of answers, under limits of time and memory.
+"""The text process: runs a model's tokenizer and chat template, and compiles answer forms, within time and memory
+limits.
 
-Files of a model may hold a regular expression that backtracks for ever, a normalizer that makes gigabytes of a letter,
-or a template that loops. This process loads them and runs them, one call after the other; text_worker.py starts it and
-sends the calls. Before each call it limits its own processor time and memory: beyond the time the kernel ends it with
-SIGPROF; beyond the memory a call fails, or ends it. It holds no state, so the next one takes its place.
+Model files may contain a regular expression that backtracks for ever, a normalizer that turns a letter into gigabytes,
+or a template that loops. This process loads and runs them, one call after another; text_worker.py starts it and sends
+the calls. Before each call it limits its own processor time and memory. Beyond the time, the kernel ends it with
+SIGPROF; beyond the memory, the call fails or the process ends. It holds no state, so another process can take its
+place.
 """
 
 import contextlib
@@ -26,15 +28,15 @@ from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
 
 LOAD_CPU_S = 120.0
 FORM_CPU_S, FORM_MEMORY = 0.4, 2**29  # to compile a form of answers
-PATIENCE = 10.0  # by the clock a form may take so often its time: the machine may be busy
-MAX_REPLY = 2**26  # bytes; no prompt that fits into a context has as many
-LOAD_MEMORY = 2**30  # bytes, and LOAD_MEMORY_PER_BYTE for each byte of the file
+PATIENCE = 10.0  # times its processor time that a form may take by the clock: the machine may be busy
+MAX_REPLY = 2**26  # bytes; no prompt that fits a context needs as many
+LOAD_MEMORY = 2**30  # bytes, plus LOAD_MEMORY_PER_BYTE for each byte of the file
 LOAD_MEMORY_PER_BYTE = 32
 MAX_TOKEN_CHARS = 2**16  # the serving process turns tokens into text itself
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A function of FUNCTIONS to be called; cpu_s and memory, in seconds and bytes, are what it may take."""
+    """A call of one of FUNCTIONS, with its limits: cpu_s in seconds and memory in bytes."""
 
     function: str
     args: list[Any]
@@ -44,13 +46,13 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What a call returned, or the error that it raised; `value` of the first one, once loaded, is files_state()."""
+    """The result of a call, or its error. The first reply, after loading, has files_state() as its `value`."""
 
     value: Any = None
     error: str | None = None
     param: str | None = None
     code: str | None = None
-    from_request: bool = True  # whether the request is wrong; otherwise the model's files are
+    from_request: bool = True  # whether the request is wrong, rather than the model's files
 
 
 TOO_LARGE = Reply(None, "needs more memory than it may take", code="out_of_memory")
@@ -69,18 +71,18 @@ def decode(tokenizer: HFTokenizer, ids: list[int], **options: Any) -> str:
 
 
 def render(tokenizer: HFTokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
-    """Return the conversation as the model's template renders it; it has one."""
+    """Return the conversation as rendered by the model's template."""
     if tokenizer.chat_template is None:
         raise InvalidRequestError("messages: the model has no chat template", param="messages")
     return tokenizer.chat_template.render(messages, **options)
 
 
 def check_form(tokenizer: HFTokenizer, form: dict[str, Any], vocab_size: int, eos_token_ids: list[int]) -> None:
-    """Raise InvalidRequestError for a form of answers that cannot be followed, or not compiled within its limits.
+    """Raise InvalidRequestError for an answer form that cannot be followed, or not compiled within its limits.
 
-    Forms that cannot be are easily made, so a copy of this process compiles it, and this one lives on.
+    Forms that exceed the limits are easily made, so a copy of this process compiles the form, and this one survives.
     """
-    tokenizer.grammars(vocab_size, eos_token_ids).tokenizer()  # which takes longer, once
+    tokenizer.grammars(vocab_size, eos_token_ids).tokenizer()  # this takes longer, but only once
     params = StructuredOutputsParams.of(form)
     reply = _in_a_copy(partial(tokenizer.check_form, params, vocab_size, eos_token_ids), FORM_CPU_S, FORM_MEMORY)
     if reply is None or reply.code == TOO_LARGE.code:
@@ -93,7 +95,7 @@ def check_form(tokenizer: HFTokenizer, form: dict[str, Any], vocab_size: int, eo
 
 
 def _in_a_copy(work: Callable[[], Any], cpu_s: float, memory: int) -> "Reply | None":
-    """Do the work in a fork of this process, within limits. None if it did not end by itself."""
+    """Do the work in a fork of this process, within limits. Return None if the fork gave no reply."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -117,14 +119,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def files_state(folder: Path) -> list[list[Any]]:
-    """Return name, size and time of change of the files that make a tokenizer: another one would give other tokens."""
+    """Return name, size and modification time of the tokenizer files, because changed files would give other tokens."""
     files = sorted(file for pattern in ("*.json", "*.jinja", "*/*.jinja") for file in folder.glob(pattern))
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 @contextlib.contextmanager
 def limited(cpu_s: float, memory: int) -> Iterator[None]:
-    """Limit the processor time of this process, and the memory that it takes beside what it has."""
+    """Limit the processor time of this process, and the memory that it takes in addition to what it has."""
     with contextlib.suppress(OSError, ValueError):  # no /proc: a system without this limit
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -167,7 +169,7 @@ def _encoded(reply: Reply) -> bytes:
 def main(argv: list[str]) -> int:
     """Load the tokenizer of the directory argv[1], then answer calls on the inherited socket of descriptor argv[0]."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, they are for the server, which drains
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, but meant for the server, which drains
     sock, folder = socket.socket(fileno=int(argv[0])), Path(argv[1])
     loaded: list[HFTokenizer] = []
 
@@ -176,7 +178,7 @@ def main(argv: list[str]) -> int:
         return files_state(folder)
 
     sock.sendall(frames.with_header(msgspec.msgpack.encode(_answer(load))))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints each panic; the reply tells of it once
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints each panic, which the reply already reports
     while loaded and (body := frames.receive(sock)) is not None:
         call = unpack_call(body)
         with limited(call.cpu_s, call.memory):

@@ -1,7 +1,7 @@
-"""The serving process's side of the text process: calls with a limit, and a new process after one that passed it.
+"""The server's side of the text process: calls with limits, and a new process after a call that exceeds them.
 
-A call that takes too long or too much ends its process, and so only the request that made it; the next call waits until
-a new process has loaded the same files. The functions block: call them in a thread.
+A call that takes too long or too much memory ends the text process, and thus only its own request. The next call waits
+until a new process has loaded the same files. The functions block: call them in a thread.
 """
 
 import logging
@@ -24,8 +24,8 @@ from penstock.parallel.spawn import spawn
 LOGGER = logging.getLogger("penstock")
 CALL_CPU_S, CPU_S_PER_CHAR = 1.0, 1e-5  # processor time; a million letters take 0.5 to 1.7 s
 CALL_MEMORY, MEMORY_PER_CHAR = 2**29, 2**11  # bytes; a million letters take 700 MB
-PATIENCE, PATIENCE_S = 10.0, 30.0  # by the clock a call may take so often its time, and this: the machine may be busy
-# What runs, and the field of the request that it works on.
+PATIENCE, PATIENCE_S = 10.0, 30.0  # a call may take this many times its time, plus this, by the clock
+# By function: the field of the request that it works on, and what runs.
 SUBJECTS = {
     "encode_all": ("prompt", "the model's tokenizer"),
     "decode": ("tokens", "the model's tokenizer"),
@@ -37,7 +37,7 @@ SUBJECTS = {
 class TextWorker:
     """One text process at a time for the model in `folder`. Thread-safe; calls take turns.
 
-    at_once: whether the first process starts now, or with the first call.
+    at_once: whether the first process starts now, instead of with the first call.
     """
 
     def __init__(self, folder: Path, *, at_once: bool = True) -> None:
@@ -51,7 +51,7 @@ class TextWorker:
         """Wait until the files are loaded.
 
         Raises:
-            ModelLoadError: they cannot be loaded, or take too much time or memory.
+            ModelLoadError: the files cannot be loaded, or take too much time or memory.
         """
         with self._lock:
             self._loaded()
@@ -60,15 +60,15 @@ class TextWorker:
         """Call one of text_process.FUNCTIONS.
 
         Args:
-            num_chars: length of the texts, from which the limits follow.
+            num_chars: length of the texts, which determines the limits.
 
         Raises:
             InvalidRequestError: the function refuses its arguments, or took too long or too much memory.
             RequestFailedError: there is no text process any more.
-            EngineDeadError: this was closed.
+            EngineDeadError: this worker was closed.
         """
         cpu_s = CALL_CPU_S + CPU_S_PER_CHAR * num_chars
-        if function == "check_form":  # which limits itself, once it has loaded what it needs
+        if function == "check_form":  # it limits itself, after loading what it needs
             cpu_s = LOAD_CPU_S
         memory = CALL_MEMORY + MEMORY_PER_CHAR * num_chars
         try:
@@ -91,7 +91,7 @@ class TextWorker:
         return reply.value
 
     def close(self) -> None:
-        """End the process, also in the middle of a call. A second call does nothing."""
+        """End the process, even in the middle of a call. A second `close` does nothing."""
         self._closed = True
         if self._child is not None:
             self._child.end()
@@ -112,7 +112,7 @@ class TextWorker:
     def _loaded(self) -> "_Child":
         if self._closed:
             raise ModelLoadError("the server shuts down")
-        if self._child is not None and self._child.loaded and self._child.ended:  # by the system, for no call's sake
+        if self._child is not None and self._child.loaded and self._child.ended:  # by the system, not by a call
             LOGGER.warning("the process that tokenises has ended; starting another")
             self._child.end()
             self._child = None
@@ -134,7 +134,7 @@ class TextWorker:
 
 
 class _Child:
-    """A text process and our end of its connection; it ends when this end is closed, by us or with our process."""
+    """A text process and our end of its connection. It ends when this end is closed, by us or with our process."""
 
     def __init__(self, folder: Path) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -153,7 +153,7 @@ class _Child:
         return self._process.poll() is not None
 
     def ask(self, call: bytes, cpu_s: float) -> Reply | None:
-        """Send a call and return its reply; None once the process has ended, or is ended here because it is stuck."""
+        """Send a call and return its reply; None if the process has ended, or was stuck and is ended here."""
         with suppress(OSError):
             self._sock.settimeout(PATIENCE_S + PATIENCE * cpu_s)
             self._sock.sendall(frames.with_header(call))
@@ -162,7 +162,7 @@ class _Child:
         return None
 
     def receive(self, cpu_s: float) -> Reply | None:
-        """Wait for a reply; None as for `ask`."""
+        """Wait for a reply; return None as `ask` does."""
         try:
             self._sock.settimeout(PATIENCE_S + PATIENCE * cpu_s)
             body = frames.receive(self._sock)
@@ -174,7 +174,7 @@ class _Child:
         return None
 
     def reason(self, cpu_s: float) -> str:
-        """Return why the process has ended, as what follows the name of what it ran."""
+        """Return why the process has ended, as a phrase to follow the name of what it ran."""
         code = self._process.wait()
         if code == -signal.SIGPROF:
             return f"needs more than {cpu_s:.1f} s"
@@ -189,7 +189,7 @@ class _Child:
         self._kill()
 
     def _kill(self) -> None:
-        """End the process unless it ends by itself just now; what ended it first stays its exit code."""
+        """End the process, unless it is just ending on its own: its exit code then still tells the reason."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.2)
         if self._process.poll() is None:

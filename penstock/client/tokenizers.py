@@ -1,4 +1,4 @@
-"""Find the tokenizer that belongs to a model. Imports no torch."""
+"""Find the tokenizer that belongs to a model, without importing torch."""
 
 from typing import Any
 
@@ -12,16 +12,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def choose_tokenizer(given: Any, model: str | None, *, isolated: bool = False) -> Tokenizer | None:
-    """Return the tokenizer that a user gave, or the model's own; None if there is none, so prompts must be token ids.
+    """Return the tokenizer that a user gave, or the model's own; None without one: prompts must then be ids.
 
     Args:
-        given: an object (ours or of Transformers), a directory, a hub name, "demo", or None for the model's own.
+        given: an object (of Penstock or Transformers), a directory, a hub name, "demo", or None for the model's own.
         model: a directory, a hub name or "demo"; None for a model object, which has no tokenizer.
-        isolated: whether a tokenizer of files works on texts in processes of its own (client/isolation.py); it
-            must be loaded before it is used.
+        isolated: whether a tokenizer from files handles texts in processes of its own (client/isolation.py); it must
+            be loaded before it is used.
 
     Raises:
-        ModelLoadError, InvalidRequestError: it does not exist or cannot be used.
+        ModelLoadError, InvalidRequestError: the tokenizer does not exist or cannot be used.
     """
     if given is not None and not isinstance(given, str):
         return adopt_tokenizer(given)

@@ -1,5 +1,5 @@
-"""WatchedEngine: one engine process from its start to its end: its frames, and whether it makes progress. It is killed
-when it does not. Knows no request and no other process."""
+"""WatchedEngine: one engine process from start to end. It receives the frames of the process, and kills the process
+when it makes no progress. It knows no requests and no other process."""
 
 import asyncio
 import logging
@@ -14,16 +14,16 @@ from penstock.client.liveness import Liveness
 from penstock.errors import EngineError
 
 LOGGER = logging.getLogger("penstock")
-CHECK_S = 0.25  # between two looks at whether the engine makes progress
+CHECK_S = 0.25  # seconds between checks whether the engine makes progress
 
 
 class WatchedEngine:
-    """An engine process, which the constructor starts and `run` watches. Raise OSError if none can be started.
+    """An engine process. The constructor starts it, and raises OSError if it cannot; `run` watches it.
 
     Args:
         start: its first frame.
         take: called with each frame; may be replaced at any time.
-        launch: makes the connection to it; None: to a child process.
+        launch: makes the connection to the engine; None: to a child process.
 
     Attributes:
         ready: its Ready frame, while it is ready.
@@ -42,14 +42,14 @@ class WatchedEngine:
         self._epoch = start.epoch
 
     async def run(self) -> tuple[int, bool]:
-        """Receive frames until the connection ends. Returns the exit code, and whether the engine was ready."""
+        """Receive frames until the connection ends. Return the exit code, and whether the engine was ready."""
         watch = asyncio.create_task(self._kill_if_stuck(), name="watch for a stuck engine")
         try:
             await self.child.connect()
             while (frame := await self.child.receive()) is not None:
-                if frame.epoch == self._epoch:  # else somebody else's
+                if frame.epoch == self._epoch:  # otherwise it belongs to another engine
                     self._note(frame)
-                await asyncio.sleep(0)  # an engine that is ahead must not keep new requests and their refusals waiting
+                await asyncio.sleep(0)  # a fast engine must not keep new requests and refusals waiting
         except (EngineError, msgspec.DecodeError) as error:
             LOGGER.error("invalid frame from the engine process; terminating it: %s", error)
         finally:
@@ -73,7 +73,7 @@ class WatchedEngine:
             if not self.liveness.heard:
                 self.liveness.watch_start(self.child.effort())
             if time.monotonic() - before > 4 * CHECK_S:
-                self.liveness.excuse()  # this process stood still too, so nobody can tell
+                self.liveness.excuse()  # this process stood still too, so it cannot tell
             elif self.liveness.stuck:
                 LOGGER.error("the engine process is stuck (%s); killing it", self.liveness.symptom)
                 self.child.kill()

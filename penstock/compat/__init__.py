@@ -1,4 +1,4 @@
-"""Other projects' calling conventions and quick starts on top of penstock.LLM; nothing of the engine imports them.
+"""Other projects' calling conventions and quick starts on top of penstock.LLM. The engine does not import them.
 
 colossalai        InferenceConfig, InferenceEngine, register_logit_processor
 jetstream         Environment, AttentionKernel, and models written as forward(tokens, input_pos, caches, mask)

@@ -1,4 +1,4 @@
-"""ColossalAI-Inference's quick start, as printed but for `.cuda()`:
+"""ColossalAI-Inference's quick start, unchanged except for `.cuda()`:
 
     from penstock.compat.colossalai import InferenceConfig, InferenceEngine
 
@@ -47,8 +47,8 @@ class InferenceEngine:
 
     Args:
         model_or_path: a Transformers model object, a directory, a hub name, or "demo".
-        tokenizer: a Transformers or Penstock tokenizer, or a directory; None takes the one in the model's directory.
-        inference_config: None takes the defaults, which serve in bfloat16.
+        tokenizer: a Transformers or Penstock tokenizer, or a directory; None: the tokenizer in the model's directory.
+        inference_config: None means the defaults, which serve in bfloat16.
         verbose: print the options that were chosen, and why, to standard error.
 
     Attributes:
@@ -114,7 +114,7 @@ class InferenceEngine:
         try:
             if generation_config is not None:
                 self._generation = fields_of(generation_config)
-                self._params({**self._generation, "max_length": None}, 0)  # what the prompts do not decide
+                self._params({**self._generation, "max_length": None}, 0)  # check what does not depend on the prompts
             if prompts is not None or prompts_token_ids is not None:
                 self.add_request(request_ids, prompts, prompts_token_ids)
         except BaseException:
@@ -139,8 +139,8 @@ class InferenceEngine:
         """Queue requests for `step` or `generate`.
 
         Args:
-            request_ids: one integer per prompt; None numbers them.
-            generation_fields: fields of a GenerationConfig, for these requests.
+            request_ids: one integer per prompt; None assigns numbers.
+            generation_fields: fields of a GenerationConfig, for these requests only.
 
         Raises:
             InvalidRequestError: as in `generate`; none of the requests is added.
@@ -187,7 +187,7 @@ class InferenceEngine:
         ]
 
     def enable_spec_dec(self, *_: Any, **__: Any) -> None:
-        """Raise NotSupportedError: an engine has its draft model from its start on."""
+        """Raise NotSupportedError: an engine takes its draft model at the start only."""
         raise NotSupportedError(
             "enable_spec_dec: use LLM(..., speculative_config={...}), which takes the draft model at the start"
         )
@@ -227,7 +227,7 @@ class InferenceEngine:
 
 
 def _texts(prompts: str | Iterable[str]) -> list[str]:
-    """Return one text or several as a list, none of them empty."""
+    """Return one text or several as a list. None of them may be empty."""
     listed = [prompts] if isinstance(prompts, str) else prompts
     if isinstance(listed, Mapping | bytes) or not isinstance(listed, Iterable):
         raise check.fail("prompts", prompts, "a text, or a list or set of texts")
@@ -239,7 +239,7 @@ def _texts(prompts: str | Iterable[str]) -> list[str]:
 
 
 def _id_lists(given: Any) -> list[list[int]]:
-    """Return one list of ids or several as lists; tensors and arrays become lists."""
+    """Return one list of ids or several as a list of lists. Tensors and arrays become lists."""
     values = _as_list(given)
     rows = [_as_list(item) for item in values] if isinstance(values, list | tuple) else []
     if rows and all(isinstance(item, int) for item in rows):

@@ -1,6 +1,6 @@
-"""ColossalAI's InferenceConfig: its fields, the values that are supported, and why others are not.
+"""ColossalAI's InferenceConfig: its fields, the values that are supported, and why other values are not.
 
-Every field is checked. A field that has no effect here is refused, with the reason, unless it has its default.
+Every field is checked. A field that has no effect here must have its default; other values are refused with a reason.
 """
 
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ from penstock.spec.config_reader import same
 # torch's types are compared as text, so that torch is not imported. float16 is served as bfloat16.
 TYPES = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
 TYPES |= {"torch.float16": "bfloat16", "torch.bfloat16": "bfloat16", "torch.float32": "float32"}
-PROCESSORS = ("repetition_penalty", "no_repeat_ngram_size", "forced_eos_token_id")  # also where nothing is drawn
+PROCESSORS = ("repetition_penalty", "no_repeat_ngram_size", "forced_eos_token_id")  # these apply without sampling, too
 TEMPLATE_FIELD = "{input_text}"
 
 # Fields that must keep their default, and why.
@@ -43,8 +43,8 @@ class InferenceConfig:
         max_batch_size: maximum number of requests that run at once.
         max_input_len, max_output_len: longest prompt and longest answer in tokens; their sum is the context.
         dtype: "fp16" (served as bfloat16), "bf16", "fp32", or torch's types.
-        kv_cache_dtype: None means dtype; or one of Penstock's, such as "int8".
-        prompt_template: a text that contains {input_text}, which the prompt replaces.
+        kv_cache_dtype: one of Penstock's types, such as "int8"; None means dtype.
+        prompt_template: a text that contains {input_text}, which is replaced by the prompt.
         do_sample: False takes the most likely token and ignores top_k, top_p, min_p and temperature.
         ignore_eos: continue after the model's end tokens.
         block_size: tokens per block of the cache.
@@ -133,7 +133,7 @@ class InferenceConfig:
         """
         names = ("top_k", "top_p", "min_p", "temperature", *PROCESSORS)
         given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        SamplingParams(**given)  # checks also what do_sample=False ignores
+        SamplingParams(**given)  # also checks what do_sample=False ignores
         if not self.do_sample:
             given = {"temperature": 0.0} | {name: given[name] for name in PROCESSORS if name in given}
         return given | {"max_tokens": self.max_output_len, "ignore_eos": self.ignore_eos}

@@ -1,4 +1,4 @@
-"""The fields of a GenerationConfig of Transformers that a call gives, as fields of SamplingParams."""
+"""Convert the fields of Transformers' GenerationConfig to fields of SamplingParams."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from penstock.spec.generation_config import read_refused, read_sampling
 
 
 def sampling_of(fields: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
-    """Return fields of a GenerationConfig as SamplingParams spells them.
+    """Return fields of a GenerationConfig as fields of SamplingParams.
 
     Raises:
         InvalidRequestError: a field would change the answer and is not supported.
@@ -48,7 +48,7 @@ def _read(read: ConfigReader, fields: Mapping[str, Any], num_prompt_tokens: int)
 
 
 def fields_of(generation_config: Any) -> dict[str, Any]:
-    """Return the fields of a GenerationConfig of Transformers, or of a mapping."""
+    """Return the fields of Transformers' GenerationConfig, or of a mapping."""
     to_dict = getattr(generation_config, "to_dict", None)
     values = to_dict() if callable(to_dict) else generation_config
     if not isinstance(values, Mapping):

@@ -3,8 +3,8 @@
     python -m penstock.compat.run_interactive --model=gemma --size=7b --batch_size=128 --max_cache_length=2048 \
         --tokenizer_path=/models/gemma --sharding_config=gemma.yaml --checkpoint_path=/models/gemma
 
-Without --checkpoint_path the weights are random, which shows that the code runs; sizes.yaml defines `--model` and
-`--size`. Without --tokenizer_path prompts are token ids.
+Without --checkpoint_path the weights are random, which still shows that the code runs. sizes.yaml defines the values of
+`--model` and `--size`. Without --tokenizer_path prompts are token ids.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PROMPTS = (
     "To sort a list of numbers in Python,",
     "Once upon a time there was a dog that",
 )
-ID_PROMPTS = ([1, 2, 3, 4, 5], [6, 7, 8], [9] * 12, [10, 11])  # without a tokenizer
+ID_PROMPTS = ([1, 2, 3, 4, 5], [6, 7, 8], [9] * 12, [10, 11])  # used without a tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,7 +122,7 @@ def read_size(model: str, size: str) -> dict[str, Any]:
 
 
 def _check_same(config: dict[str, Any], directory: Path, args: argparse.Namespace) -> None:
-    """Raise InvalidRequestError if the checkpoint is not what --model and --size say."""
+    """Raise InvalidRequestError if the checkpoint does not match --model and --size."""
     try:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -5,6 +5,6 @@
     incre_flash   the argument list of Huawei's IncreFlashAttention operator, in plain torch
     rolling       the masks and the rolling buffer of Mistral's reference inference
 
-The engine imports none of it, except that weights/loader.py builds models that are registered with
+The engine imports none of these modules, except that weights/loader.py builds models that are registered with
 convention="jetstream".
 """

@@ -9,10 +9,10 @@ Such a model calls `k, v = cache.update(k, v)` and gets every key and value that
     mixed = view.pack(scores.softmax(dim=-1) @ v)                  # [T, H * D]
 
 `Ops.attend` does all of this at once, and faster. PagedCacheView reads the engine's own cache. The other classes keep
-one layer in plain tensors, for experiments: before each step `begin` takes the positions of the new tokens; then
-`key_positions` holds those of the keys that `update` will return, from which `visible` makes the mask.
+one layer in plain tensors, for experiments: before each step `begin` takes the positions of the new tokens. After that,
+`key_positions` holds the positions of the keys that `update` will return, from which `visible` makes the mask.
 
-Letters: B sequences, n new tokens of the sequence that has most, S keys, T packed tokens, D head dim.
+Letters: B sequences, n new tokens of the sequence that has the most, S keys, T packed tokens, D head dim.
 """
 
 from typing import Protocol
@@ -33,14 +33,14 @@ class CacheInterface(Protocol):
     """The cache of one layer during one step."""
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values (B, Hkv, n, D); return all that they may see, (B, Hkv, S, D) each."""
+        """Store new keys and values (B, Hkv, n, D). Return all that the new tokens may see, (B, Hkv, S, D) each."""
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None = None, num_sink_tokens: int = 0) -> Tensor:
     """Return which query sees which key, [B, 1, n, S] bool, from their positions [B, n] and [B, S].
 
-    Causal; within the window, which counts the token itself, or among the first num_sink_tokens. Keys may come in any
-    order, so a ring need not be unrotated.
+    A query sees no later keys, and only keys in its window, which counts the token itself, or among the first
+    num_sink_tokens. Keys may come in any order, so a ring need not be unrotated.
     """
     return visible_keys(queries[:, None, :, None], keys[:, None, None, :], window, num_sink_tokens)
 
@@ -49,9 +49,9 @@ class PagedCacheView:
     """One layer's paged cache as a CacheInterface, for the sequences of one step.
 
     Attributes:
-        positions: [B, n] int64 of the new tokens, ABSENT in rows that have fewer.
-        key_positions: [B, S] int64 of the keys that `update` returns.
-        mask: [B, 1, n, S] bool, true where a query sees a key. Rows of absent queries see nothing; `pack` drops them.
+        positions: [B, n] int64, positions of the new tokens; ABSENT where a sequence has fewer.
+        key_positions: [B, S] int64, positions of the keys that `update` returns.
+        mask: [B, 1, n, S] bool, true where a query sees a key. Absent queries see nothing; `pack` drops them.
     """
 
     def __init__(self, ops: Ops, cache: KVCache, meta: AttentionMetadata) -> None:
@@ -60,14 +60,14 @@ class PagedCacheView:
         counts = starts.diff()
         computed = (meta.seq_lens.long() - counts)[:, None]
         new = torch.arange(int(counts.max()), device=starts.device)
-        self._is_new = new < counts[:, None]  # [B, n]; its true entries, in order, are the packed tokens
+        self._is_new = new < counts[:, None]  # [B, n]; its true entries correspond to the packed tokens, in order
         self.positions = (computed + new).where(self._is_new, ABSENT)
         self._old_positions = _cached_positions(computed, meta)
         self.key_positions = torch.cat([self._old_positions, self.positions], dim=1)
         self.mask = visible(self.positions, self.key_positions, meta.sliding_window, meta.num_sink_tokens)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Return packed tokens [T, heads, D] as (B, heads, n, D), zeros where a sequence has fewer."""
+        """Return packed tokens [T, heads, D] as (B, heads, n, D), with zeros where a sequence has fewer tokens."""
         rows = x.new_zeros(*self._is_new.shape, *x.shape[1:])
         rows[self._is_new] = x
         return rows.transpose(1, 2)
@@ -77,9 +77,10 @@ class PagedCacheView:
         return self._packed(x).flatten(1)
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens; return all in float32, rounded as the cache rounds them, zeros at absent positions.
+        """Store the new tokens. Return old and new tokens in float32, rounded as the cache rounds them, with zeros at
+        absent positions.
 
-        New tokens that the cache does not keep (a long chunk through a ring) are returned as given.
+        New tokens that the cache does not keep (those of a chunk longer than a ring) are returned as given.
         """
         old_keys, old_values = self._load_old(k.shape[1], k.shape[3])  # before a ring overwrites them
         slots = self._meta.slot_mapping
@@ -107,7 +108,7 @@ class PagedCacheView:
 
 
 def _cached_positions(computed: Tensor, meta: AttentionMetadata) -> Tensor:
-    """Return the cached positions that any new token sees, [B, S - n], of sequences with computed [B, 1] tokens."""
+    """Return the cached positions that any new token sees, [B, S - n]. computed: [B, 1], numbers of cached tokens."""
     if meta.sliding_window is None:
         first = torch.zeros_like(computed)
     else:
@@ -127,11 +128,11 @@ class PlainCache(CacheInterface, Protocol):
     key_positions: Tensor
 
     def begin(self, positions: Tensor) -> None:
-        """Begin a step with new tokens at positions [B, n] int64: ascending, then ABSENT where a sequence has fewer."""
+        """Begin a step with new tokens at positions [B, n] int64, ascending, then ABSENT if a sequence has fewer."""
 
 
 class ContiguousCache(PlainCache):
-    """Tokens in one tensor, each at the index of its position."""
+    """A cache that stores tokens in one tensor, each at the index of its position."""
 
     def __init__(self, batch_size: int, num_kv_heads: int, max_len: int, head_dim: int) -> None:
         self._kept = self.encode(torch.zeros(2, batch_size, max_len, num_kv_heads, head_dim))  # keys, then values
@@ -157,7 +158,7 @@ class ContiguousCache(PlainCache):
         return (x.float(),)
 
     def decode(self, *kept: Tensor) -> Tensor:
-        """Return what `encode` took, in float32."""
+        """Return the values that `encode` stored, in float32."""
         return kept[0]
 
 
@@ -173,9 +174,9 @@ class Int8Cache(ContiguousCache):
 
 
 class RingCache(PlainCache):
-    """The last `size` tokens, the one at position p in row p % size. `size` must not be less than the window.
+    """A cache of the last `size` tokens, the token at position p in row p % size. `size` must be at least the window.
 
-    New tokens see what was there before they overwrite it, so a step may bring more of them than the ring holds. With
+    New tokens see the old ones before they overwrite them, so a step may bring more tokens than the ring holds. With
     `unroll`, rows are returned in the order of their positions, empty rows first; otherwise as they are stored.
     """
 

@@ -4,25 +4,25 @@ One new token of each of B sequences attends to the keys of its own sequence:
 
     softmax((q k + pse) * scale, hidden where the mask is true) v
 
-Every argument is checked; combinations that the operator's document leaves undefined, or that are not built, are
-errors that name the argument. The engine itself uses Ops.attend.
+Every argument is checked. A combination that the operator's document leaves undefined, or that is not built, is an
+error that names the argument. The engine itself uses Ops.attend.
 
 Arguments of `incre_flash_attention`:
     query: [B, N, 1, D] (layout BNSD), [B, 1, N D] (BSH) or [B, 1, N, D] (BSND); the output likewise.
-    key, value: the same with Nkv heads and S slots; a list of one such tensor per sequence, each of its own S; or, with
-        a block_table, blocks in place of sequences and block_size slots.
+    key, value: the same with Nkv heads and S slots; or a list of such tensors, one per sequence, each with its own S;
+        or, with a block_table, blocks instead of sequences, with block_size slots each.
     num_key_value_heads: 0 means num_heads.
     actual_seq_lengths: tokens per sequence, or one number for all; later slots may hold anything. None means S.
-    atten_mask: bool [B, ..., S], true hides. A row that sees nothing is zeros, its lse -inf.
-    pse_shift: [B or 1, N, 1, S], added before scaling as in the document, or after it without pse_before_scale.
-    pre_tokens: tokens before the new one (the last of its sequence) that it sees; None means all.
+    atten_mask: bool [B, ..., S], true hides. A row that sees nothing is zeros, and its lse is -inf.
+    pse_shift: [B or 1, N, 1, S], added before scaling as in the document, or after it if pse_before_scale is false.
+    pre_tokens: how many tokens before the new token (the last of its sequence) it sees; None means all.
     block_table: [B, blocks], with block_size, a multiple of 16 (of 32 for int8). Only the ids of blocks that hold a
         sequence's tokens are read.
     kv_padding_size: free slots after every sequence, which ends at S - kv_padding_size.
     key_antiquant, value_antiquant: scales and offsets of int8 keys and int8 values.
-    quant_scale2, quant_offset2: int8 output round(out * scale + offset); one number or N * D.
-    key_shared_prefix, value_shared_prefix: one sequence of the query's type that precedes every sequence.
-    inner_precise: 0 precise, 1 fast: rows that meet int8 become 3 or 2 int8 rows.
+    quant_scale2, quant_offset2: for an int8 output, round(out * scale + offset); one number or N * D numbers.
+    key_shared_prefix, value_shared_prefix: one sequence, of the query's type, that precedes every sequence.
+    inner_precise: 0 precise, 1 fast: a row that is multiplied with int8 becomes 3 or 2 int8 rows.
     softmax_lse_flag: also return the logarithm of the sum of e^score, [B, N, 1, 1] float32.
 
 Letters: B sequences, N query heads, Nkv kv heads, D head dim, S slots per sequence (paged: blocks * block_size).
@@ -40,8 +40,8 @@ from penstock.kernels.reference import parts
 from penstock.kernels.reference.parts import Part, Scoring
 from penstock.quant import kv
 
-SLICES = {0: 3, 1: 2}  # inner_precise: int8 rows that stand for a row that meets int8
-QUERY_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the first two are the operator's
+SLICES = {0: 3, 1: 2}  # inner_precise -> the number of int8 rows that represent a row multiplied with int8
+QUERY_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the operator has only the first two
 LAYOUTS = ("BNSD", "BSH", "BSND")
 MODES = ("tensor", "channel", "token")
 MAX_BATCH, MAX_GROUP, MAX_HEAD_DIM, MAX_BLOCK_SIZE = 65536, 64, 512, 512
@@ -54,12 +54,12 @@ Prefix = tuple[Tensor, Tensor] | None  # keys and values, [1, S, Nkv, D]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Antiquant:
-    """Scales and offsets of int8 keys or values: an integer x stands for (x + offset) * scale.
+    """Scales and offsets of int8 keys or values: an integer x represents (x + offset) * scale.
 
     Attributes:
         mode: which elements share a scale and an offset.
-        scale, offset: of mode "tensor" one number, "channel" [Nkv, D], "token" [B, S] or [num_blocks, block_size].
-            Offset None is 0.
+        scale, offset: in mode "tensor" one number, "channel" [Nkv, D], "token" [B, S] or [num_blocks, block_size].
+            The offset None means 0.
     """
 
     mode: Literal["tensor", "channel", "token"]
@@ -93,10 +93,10 @@ def incre_flash_attention(
     inner_precise: int = 0,
     softmax_lse_flag: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the output, or (output, lse) with softmax_lse_flag. The module's docstring has the arguments.
+    """Return the output, or (output, lse) with softmax_lse_flag. The module's docstring explains the arguments.
 
     Raises:
-        NotSupportedError: the operator does not have this combination, or it is not built; `param` names the argument.
+        NotSupportedError: the operator does not allow this combination, or it is not built; `param` names the argument.
         InvalidRequestError: an argument is wrong; `param` names it.
     """
     num_kv_heads = num_key_value_heads or num_heads
@@ -122,7 +122,7 @@ def incre_flash_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """The slots of each sequence b: starts[b] .. stops[b] - 1 of `count`, through a block table if there is one."""
+    """The slots of each sequence b: starts[b] .. stops[b] - 1 of `count`, addressed by the block table if any."""
 
     starts: Sequence[int]
     stops: Sequence[int]
@@ -136,7 +136,7 @@ class _Slots:
     def take(self, x: KeyValue, b: int) -> Tensor:
         """Return sequence b's part of x [B, S, ...], of a list of [S, ...], or of blocks [num_blocks, block_size, ...].
 
-        Contiguous, so that torch adds in the same order wherever the tokens were."""
+        The result is contiguous, so that torch adds in the same order wherever the tokens were."""
         here = self.of_sequence(b)
         if self.block_table is None:
             return x[b][here].contiguous()
@@ -147,11 +147,12 @@ class _Slots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    """Keys or values as they are stored: an element x stands for (x + offset) * scale.
+    """Keys or values as they are stored: an element x represents (x + offset) * scale.
 
     Attributes:
-        tokens: as _read_tokens returns them; of one sequence, [1, S, Nkv, D].
-        scale, offset: float32, [Nkv, D]; with by_token as the slots of the cache, of one sequence [S, 1, 1].
+        tokens: as _read_tokens returns them; for one sequence, [1, S, Nkv, D].
+        scale, offset: float32, [Nkv, D]; with by_token, of the shape of the cache's slots, and for one sequence
+            [S, 1, 1].
     """
 
     tokens: KeyValue
@@ -166,7 +167,7 @@ class _Stored:
         return _Stored(slots.take(self.tokens, b)[None], scale, offset, self.by_token)
 
     def scales(self, num_heads: int) -> tuple[Tensor, Tensor]:
-        """Return the scales of tokens, [S or 1, 1, 1], and of query heads, [N or 1, D or 1]; one of the two is 1."""
+        """Return the scales of tokens, [S or 1, 1, 1], and of query heads, [N or 1, D or 1]. One of the two is 1."""
         one = self.scale.new_ones(1, 1, 1)
         if self.by_token:
             return self.scale, one[0]
@@ -176,7 +177,7 @@ class _Stored:
 def _attend(
     q: Tensor, k: _Stored, v: _Stored, slots: _Slots, visible: Tensor, scoring: Scoring, slices: int, prefix: Prefix
 ) -> tuple[Tensor, Tensor]:
-    """Return rows [B, N, D] and lse [B, N] of q [B, N, D]; visible [B, S], a bias [B or 1, N, 1, S]."""
+    """Return rows [B, N, D] and lse [B, N] for q [B, N, D]. visible: [B, S]; scoring.bias: [B or 1, N, 1, S]."""
     q = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     done = []
     for b in range(len(q)):
@@ -187,7 +188,7 @@ def _attend(
         seen = visible[b, None, None, None, here]
         done.append(parts.finish(_part(q[b, None, None], own_k, own_v, seen, replace(scoring, bias=bias), slices)))
     out, lse = (torch.cat(items).squeeze(1) for items in zip(*done, strict=True))
-    if prefix is not None:  # attended to by all rows as one sequence, so it is read once and not B times
+    if prefix is not None:  # all rows attend to it as one sequence, so it is read once and not B times
         keys, values = (x.to(q.dtype) for x in prefix)
         before, before_lse = parts.finish(parts.attend_part(q[None], keys, values, None, Scoring(scoring.scale)))
         out, lse = parts.combine(torch.stack([before[0], out]), torch.stack([before_lse[0], lse]))
@@ -197,8 +198,9 @@ def _attend(
 def _part(q: Tensor, k: _Stored, v: _Stored, visible: Tensor, scoring: Scoring, slices: int) -> Part:
     """Return one sequence's part for q [1, 1, N, D].
 
-    int8 keys and values stay as they are, and the few rows that meet them are rewritten (the document's AntiQuant):
-    scales of channels go into the query, those of tokens into the probabilities, and both are written as int8 slices.
+    int8 keys and values are not dequantised. The few rows multiplied with them are rewritten instead (the document's
+    AntiQuant): scales of channels go into the query or the result, scales of tokens into the scores or the
+    probabilities, and the query and the probabilities become int8 slices.
     """
     keys, values = k.tokens, v.tokens
     assert isinstance(keys, Tensor)
@@ -211,14 +213,14 @@ def _part(q: Tensor, k: _Stored, v: _Stored, visible: Tensor, scoring: Scoring, 
     rows = kv.slices(q.float() * per_head, slices)
     p, greatest = parts.probabilities(parts.scores(rows, (keys.float() + k.offset) * per_token, visible, scoring))
     per_token, per_head = v.scales(q.shape[2])
-    weights = torch.where(visible, p * per_token.flatten(), 0.0)  # hidden tokens may stand for anything
+    weights = torch.where(visible, p * per_token.flatten(), 0.0)  # the scales of hidden tokens may be anything
     offset = v.offset.where(v.offset.isfinite(), 0.0)
     mixed = parts.mix(kv.slices(weights, slices), values.float() + offset, visible) * per_head
     return Part(greatest.transpose(1, 2), p.sum(dim=-1).transpose(1, 2), mixed)
 
 
 def _deliver(out: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Return [B, N, D] in the query's type, or quantised to int8."""
+    """Return the output [B, N, D] in the query's type, or quantised to int8."""
     if scale is None:
         _require(offset is None, "quant_offset2", "requires quant_scale2")
         return out.to(dtype)
@@ -229,7 +231,7 @@ def _deliver(out: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tens
 
 
 def _per_element(name: str, x: Tensor, out: Tensor) -> Tensor:
-    """Return one number, or one per element of a row of out [B, N, D]."""
+    """Return x, which has one number or one per element of a row of out [B, N, D], in a shape that fits out."""
     _require(x.numel() in (1, out[0].numel()), name, f"one number or {out[0].numel()}, not {tuple(x.shape)}")
     return x.to(out.dtype).reshape(1 if x.numel() == 1 else out.shape[1:])
 
@@ -275,7 +277,7 @@ def _read_tokens(name: str, x: KeyValue, form: Form) -> KeyValue:
 
 
 def _tokens(name: str, x: Tensor, form: Form) -> Tensor:
-    """Return one tensor as [B, S, Nkv, D]: a view, so nothing is copied and nothing has to be contiguous."""
+    """Return one tensor as [B, S, Nkv, D], as a view: nothing is copied, and nothing has to be contiguous."""
     layout, *heads = form
     sizes = {"N": heads[0], "D": heads[1], "H": heads[0] * heads[1]}
     right = x.ndim == len(layout) and all(n == sizes.get(axis, n) for axis, n in zip(layout, x.shape, strict=True))
@@ -295,7 +297,7 @@ def _check_types(q: Tensor, keys: KeyValue, values: KeyValue, inner_precise: int
 def _read_slots(
     keys: KeyValue, num_seqs: int, lengths: Lengths, block_table: Tensor | None, block_size: int, padding: int | None
 ) -> _Slots:
-    """Return where each sequence's keys are; keys as _read_tokens returns them."""
+    """Return the slots of each sequence's keys. keys: as _read_tokens returns them."""
     given, listed = lengths is not None, not isinstance(keys, Tensor)
     if block_table is not None:
         _support(padding is None, "kv_padding_size", "not supported with a block_table")
@@ -332,7 +334,7 @@ def _read_slots(
 
 
 def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: Form) -> _Stored:
-    """Return keys or values with their scales and offsets, which are 1 and 0 unless they are int8."""
+    """Return keys or values with their scales and offsets, which are 1 and 0 if the tokens are not int8."""
     channels, is_int8 = form[1:], any(item.dtype == torch.int8 for item in tokens)
     _support((given is not None) == is_int8, name, "required for int8, and only for int8")
     if given is None:
@@ -354,7 +356,7 @@ def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: 
 
 
 def _read_visible(mask: Tensor | None, pre_tokens: int | None, slots: _Slots) -> Tensor:
-    """Return which slots each sequence's new token, its last one, sees: [B, S] bool."""
+    """Return which slots the new token (the last token) of each sequence sees: [B, S] bool."""
     shape = len(slots.stops), slots.count
     first = torch.zeros(shape[0], 1, dtype=torch.int64)
     if pre_tokens is not None:
@@ -380,7 +382,7 @@ def _read_pse(pse: Tensor | None, q: Tensor, count: int) -> Tensor | None:
 def _read_prefix(
     key: Tensor | None, value: Tensor | None, form: Form, dtype: torch.dtype, alone: Mapping[str, object]
 ) -> Prefix:
-    """Return keys and values [1, S, Nkv, D] of the shared prefix; `alone` are the arguments that it excludes."""
+    """Return keys and values [1, S, Nkv, D] of the shared prefix. alone: arguments that are not allowed beside it."""
     if key is None and value is None:
         return None
     if key is None or value is None:

@@ -1,4 +1,4 @@
-"""JetStream's calling convention: models written to it are built and served like the engine's own.
+"""JetStream's calling convention: models that follow it are built and served like the engine's own.
 
     class Model(nn.Module):
         def __init__(self, config: ModelConfig, env: Environment): ...
@@ -6,10 +6,10 @@
 
 tokens, input_pos: [B, S] int64. caches: one per layer, with `update(k, v) -> (k_all, v_all)` in (B, heads, S, D).
 mask: [B, 1, S, keys] float32, added to the scores: 0 where a token sees a key, -inf where it does not. Returns logits
-[B, S, V]. Rows differ in length and position; a shorter one is padded with token 0 at position 0, whose logits are
-dropped.
+[B, S, V]. Rows differ in length and position. A shorter row is padded with token 0 at position 0; the logits of the
+padding are dropped.
 
-Letters: B sequences, S new tokens of the sequence that has most, T packed tokens, D head dim, V vocabulary.
+Letters: B sequences, S new tokens of the sequence that has the most, T packed tokens, D head dim, V vocabulary.
 """
 
 import copy
@@ -34,7 +34,7 @@ from penstock.spec.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The engine as a model's constructor sees it. It is an argument, so two engines in one process share nothing.
+    """What a model's constructor gets from the engine. It is an argument, so two engines in one process share nothing.
 
     Attributes:
         config: the model's hyperparameters.
@@ -58,7 +58,7 @@ class Environment:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The quantisation of weights, or None. Every nn.Linear follows it without further code."""
+        """The quantisation of weights, or None. It is applied to every nn.Linear without further code."""
         return self.make.scheme
 
     @property
@@ -67,7 +67,7 @@ class Environment:
         return self.make.max_positions or self.config.context
 
     def apply_sharding(self, x: Tensor, *, axis: int | None) -> Tensor:
-        """Declare which axis of x is split among devices (None: none) and return x, whole, as there is one device.
+        """Declare which axis of x is split among devices (None: no axis). Return x unchanged: there is one device.
 
         Raises:
             InvalidRequestError: x has no such axis.
@@ -82,7 +82,7 @@ class LayerCache(PagedCacheView):
 
     Attributes:
         layer: index of the layer.
-        additive_mask: [B, 1, S, keys] float32; rows of padding see everything, so that they do not become NaN.
+        additive_mask: [B, 1, S, keys] float32. Rows of padding see everything, so that they do not become NaN.
     """
 
     def __init__(self, ops: Ops, cache: KVCache, meta: AttentionMetadata, layer: int) -> None:
@@ -92,25 +92,25 @@ class LayerCache(PagedCacheView):
         self.additive_mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, float("-inf"))
 
     def at_layer(self, layer: int, cache: KVCache) -> "LayerCache":
-        """Return the same view of another layer's cache, whose tokens see the same keys."""
+        """Return the same view of another layer's cache. The layers' tokens must see the same keys."""
         other = copy.copy(self)
         other.layer, other._cache = layer, cache
         return other
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what PagedCacheView does, in the type of k and v."""
+        """Return what PagedCacheView.update returns, in the type of k and v."""
         keys, values = super().update(k, v)
         return keys.to(k.dtype), values.to(v.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        """Store k and v, and attend with the backend's operator: (B, H, S, D) -> (B, H, S, D), zeros in padding."""
+        """Store k and v, and attend with the backend's operator: (B, H, S, D) -> (B, H, S, D). Padding gives zeros."""
         q, k, v = (self._packed(item).to(self._ops.dtype).contiguous() for item in (q, k, v))
         mixed = self._ops.attend(q, k, v, self._cache, self._meta, params)
         return self.unpack(mixed.view(q.shape))
 
 
 class AttentionKernel:
-    """Attention that also reads and writes the cache, for models with the usual scores.
+    """Attention that also reads and writes the cache, for models whose scores have no bias.
 
     Raises:
         NotSupportedError: the model's scores have a bias (alibi).
@@ -128,8 +128,8 @@ class AttentionKernel:
         """Return softmax(xq xk^T + mask) xv over all cached tokens: xq (B, H, S, D), xk and xv (B, Hkv, S, D) ->
         (B, H, S, D).
 
-        The engine's cache with its own mask (or None) runs the backend's operator; any other cache or mask runs plain
-        torch.
+        With the engine's cache and its own mask (or None), the backend's operator computes; with any other cache or
+        mask, plain torch does.
 
         Raises:
             InvalidRequestError: the cache belongs to another layer.
@@ -151,10 +151,10 @@ class AttentionKernel:
 
 
 class JetStreamModel(nn.Module):
-    """Adapter of a model of this convention to the engine: packed tokens in, packed logits out.
+    """Adapts a model of this convention to the engine: packed tokens in, packed logits out.
 
-    The model has its head inside, so logits take the place of the hidden states that a CausalLM returns, and a step
-    computes them for all of its tokens.
+    The model includes its head, so it returns logits where a CausalLM returns hidden states, and a step computes logits
+    for all of its tokens.
     """
 
     def __init__(self, model: nn.Module, env: Environment) -> None:
@@ -186,9 +186,9 @@ def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory)
     """Build the model without weights. Its nn.Linear become the engine's products, quantised as the table allows.
 
     Raises:
-        NotSupportedError: layers have different windows, and the convention has one mask; or the head is to be split
-            or padded.
-        ModelLoadError: a layer has another shape than the parameter table says.
+        NotSupportedError: layers have different windows, for which one mask does not suffice; or the head is to be
+            split or padded.
+        ModelLoadError: a layer's shape differs from the parameter table.
     """
     if len(set(config.layer_windows)) > 1:
         raise NotSupportedError(
@@ -206,10 +206,11 @@ def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory)
 
 
 class _LayersOnMeta(TorchFunctionMode):
-    """Puts the parameters of torch's layers on the meta device: they take no memory before their weights arrive.
+    """Puts the parameters of torch's layers on the meta device, so that they take no memory before weights are loaded.
 
-    Those layers create parameters by torch.empty(shape, device=device, dtype=dtype), with device None unless their
-    caller names one. A tensor of the model's own that leaves out either keyword, or names a device, keeps its memory.
+    Those layers create parameters with torch.empty(shape, device=device, dtype=dtype), where device is None unless
+    their caller names one. A tensor that the model itself creates without either keyword, or with a device, keeps its
+    memory.
     """
 
     def __torch_function__(

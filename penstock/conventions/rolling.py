@@ -1,8 +1,8 @@
-"""Masks and the rolling buffer of Mistral's reference inference; masks are true where a query sees a key.
+"""Masks and the rolling buffer of Mistral's reference inference. Masks are true where a query sees a key.
 
 Prompts of different lengths are packed into one sequence without padding, and a block-diagonal mask keeps them apart. A
-step has one of three masks, depending on what the rolling caches hold. No kernel reads such a mask (they compare
-positions instead); tests compare the kernels with them.
+step has one of three masks, depending on what the rolling caches hold. No kernel reads these masks, because kernels
+compare positions instead; tests compare the kernels with them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from penstock.kernels.reference.parts import Scoring, attend_part, finish
 
 
 def local_mask(query_len: int, key_len: int, window: int | None = None) -> Tensor:
-    """Return a causal mask [query_len, key_len]: the last query sees the last key; a window counts the token itself."""
+    """Return a causal mask [query_len, key_len]. The last query sees the last key. A window counts the token itself."""
     at, key = torch.arange(key_len - query_len, key_len)[:, None], torch.arange(key_len)
     return (key <= at) if window is None else (key <= at) & (key > at - window)
 
@@ -34,18 +34,18 @@ def first_prefill_mask(query_lens: Sequence[int], cached_lens: Sequence[int], wi
 def later_prefill_mask(query_lens: Sequence[int], cached_lens: Sequence[int], window: int | None) -> Tensor:
     """Return the mask of chunks that follow cached tokens, [T, sum of keys].
 
-    The keys of a sequence are its cached tokens (the last `window` of them) in order, then its new ones, so there are
-    more of them than the cache holds.
+    The keys of a sequence are its cached tokens (the last `window` of them) in order, then its new tokens, so there may
+    be more keys than the cache holds.
     """
     held = [cached if window is None else min(cached, window) for cached in cached_lens]
     return _block_diagonal(local_mask(n, old + n, window) for n, old in zip(query_lens, held, strict=True))
 
 
 def decode_mask(cached_lens: Sequence[int], window: int) -> Tensor:
-    """Return the mask of one new token per sequence, stored already, [B, B * window].
+    """Return the mask of one new token per sequence, which is stored already, [B, B * window].
 
-    The keys are the slots of all rolling caches; those not filled yet are hidden. Where a full cache begins does not
-    matter, because the query sees all of it.
+    The keys are the slots of all rolling caches; slots that are not filled yet are hidden. It does not matter where a
+    full cache begins, because the query sees all of it.
     """
     slots = torch.arange(window)
     return _block_diagonal((slots < min(cached + 1, window))[None] for cached in cached_lens)
@@ -56,7 +56,7 @@ def _block_diagonal(blocks: Iterable[Tensor]) -> Tensor:
 
 
 def unrotate(slots: Tensor, seq_len: int) -> Tensor:
-    """Return what W slots [W, ...] hold after seq_len tokens, oldest first, [min(seq_len, W), ...]."""
+    """Return the contents of W slots [W, ...] after seq_len tokens, oldest first: [min(seq_len, W), ...]."""
     window = len(slots)
     return slots[:seq_len] if seq_len < window else slots.roll(-(seq_len % window), dims=0)
 
@@ -82,7 +82,7 @@ class RollingBuffer:
         return (last - (last - torch.arange(self.window)) % self.window).clamp(min=-1)
 
     def store(self, k: Tensor, v: Tensor) -> None:
-        """Write new tokens [n, Hkv, D]; of more than W, only the last W."""
+        """Write new tokens [n, Hkv, D], or the last W of them if there are more."""
         at = torch.arange(self.seq_len, self.seq_len + len(k))[-self.window :] % self.window
         self.keys[at], self.values[at] = k[-self.window :], v[-self.window :]
         self.seq_len += len(k)
@@ -95,7 +95,8 @@ class RollingBuffer:
         return _attend(q, keys, values, mask, scoring)
 
     def prefill_in_place(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Return the same as `prefill` from the slots as they are stored: the mask follows from positions."""
+        """Return the same as `prefill`, from the slots in the order in which they are stored, with a mask made from
+        positions."""
         new = torch.arange(self.seq_len, self.seq_len + len(q))
         mask = visible_keys(new[:, None], torch.cat([self.positions(), new]), self.window)
         out = _attend(q, torch.cat([self.keys, k]), torch.cat([self.values, v]), mask, scoring)

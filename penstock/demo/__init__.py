@@ -3,5 +3,5 @@
 from pathlib import Path
 
 MODEL_DIR: Path = Path(__file__).parent / "model"
-DRAFT_DIR: Path = Path(__file__).parent / "draft"  # a smaller one, without a tokenizer, that drafts for it
+DRAFT_DIR: Path = Path(__file__).parent / "draft"  # a smaller draft model for it, without a tokenizer
 HELDOUT_FILE: Path = Path(__file__).parent / "heldout.txt"

@@ -1,6 +1,6 @@
-"""Conversations with tools: add(a, b) and weather(city), called singly, together, one after another, or not at all.
+"""Conversations with the tools add(a, b) and weather(city), called singly, together, one after another, or not at all.
 
-A turn holds what the chat template makes of tools, calls and results: JSON between the tags of chats.TOOL_TOKENS.
+A turn holds tools, calls and results as the chat template writes them: JSON between the tags of chats.TOOL_TOKENS.
 """
 
 import json
@@ -14,12 +14,12 @@ from penstock.demo.records import Source
 from penstock.demo.words import PHRASES
 
 Call = tuple[str, dict[str, object]]
-LONGEST = 2100  # characters: fewer than 1,024 tokens
+LONGEST = 2100  # characters of a conversation, which are fewer than 1,024 tokens
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool under the name it has in one conversation, with the names of its arguments."""
+    """A tool with the name and the argument names that it has in one conversation."""
 
     name: str
     arguments: tuple[str, ...]
@@ -32,7 +32,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Weather:
-    """The weather of a city as a tool found it."""
+    """The weather of a city, as a tool reports it."""
 
     city: str
     degrees: int
@@ -44,7 +44,7 @@ class Weather:
 
 
 def tools_text(specs: Sequence[object]) -> str:
-    """Return what the system's turn says of the tools."""
+    """Return the text about the tools for the system turn."""
     return "<tools>\n" + "".join(json.dumps(spec, ensure_ascii=False) + "\n" for spec in specs) + "</tools>"
 
 
@@ -60,7 +60,7 @@ def results_turn(*results: str) -> Turn:
 
 
 def shuffled(rng: Random, content: dict[str, object], share: float = 0.3) -> dict[str, object]:
-    """Return the fields, sometimes in another order: clients write them in any."""
+    """Return the fields, sometimes in another order, because clients write them in any order."""
     names = list(content)
     if rng.random() < share:
         rng.shuffle(names)
@@ -68,7 +68,7 @@ def shuffled(rng: Random, content: dict[str, object], share: float = 0.3) -> dic
 
 
 def tool(rng: Random, kind: str, usual: bool) -> Tool:
-    """Return a tool with one of its descriptions; unless `usual`, under one of its names."""
+    """Return a tool with one of its descriptions, under its usual name or, unless `usual`, under any of its names."""
     form = PHRASES["tools"][kind]
     name: str = form["names"][0] if usual else rng.choice(form["names"])
     arguments: list[str] = form["arguments"][0] if usual else rng.choice(form["arguments"])
@@ -96,7 +96,7 @@ def tool(rng: Random, kind: str, usual: bool) -> Tool:
 
 @dataclass(frozen=True)
 class Scene:
-    """What one conversation draws from, and the two tools under its names."""
+    """The source that one conversation draws from, and its two tools."""
 
     source: Source
     add: Tool
@@ -107,7 +107,7 @@ class Scene:
         return self.source.rng
 
     def total(self, a: int, b: int) -> str:
-        """Return how the tool for sums answers: a number, or JSON with it."""
+        """Return the answer of the tool for sums: a number, or JSON that contains it."""
         c = a + b
         forms = (str(c), str(c), str(c), {"sum": c}, {"result": c}, {"result": c}, {"a": a, "b": b, "sum": c})
         form = self.rng.choice(forms)
@@ -118,7 +118,7 @@ class Scene:
                        self.rng.choice(words.SKIES))  # fmt: skip
 
     def report(self, found: Weather) -> str:
-        """Return how the tool for the weather answers: mostly JSON."""
+        """Return the answer of the weather tool, which is mostly JSON."""
         rng = self.rng
         if rng.random() < 0.15:
             said = f"{found.sky}, {found.degrees} degrees"
@@ -137,7 +137,7 @@ class Scene:
         return [calls_turn(self.add.call(a, b)), results_turn(self.total(a, b))]
 
     def looked_up(self, *found: Weather) -> list[Turn]:
-        """Return the calls that ask for the weather, in one turn, and their results."""
+        """Return one turn with the calls that ask for the weather, and the turn with their results."""
         return [calls_turn(*(self.weather.call(one.city) for one in found)), results_turn(*map(self.report, found))]
 
     def allows(self, a: int, b: int) -> bool:
@@ -145,7 +145,7 @@ class Scene:
 
 
 def sum_exchange(scene: Scene) -> list[Turn]:
-    """Return a sum of two numbers, sometimes in a little story."""
+    """Return an exchange about the sum of two numbers, sometimes told as a short story."""
     a, b = scene.source.pair()
     asked, answer = scene.rng.choice(PHRASES["more" if scene.rng.random() < 0.15 else "addition"])
     name, friend = scene.source.name(), scene.source.name()
@@ -154,20 +154,20 @@ def sum_exchange(scene: Scene) -> list[Turn]:
 
 
 def answer_of(found: Weather) -> str:
-    """Return the sentence that tells the weather."""
+    """Return the sentence that states the weather."""
     sentence: str = PHRASES["weather_answer"].format(city=found.city, w=found.said)
     return sentence
 
 
 def weather_exchange(scene: Scene) -> list[Turn]:
-    """Return a question about the weather of a city."""
+    """Return an exchange about the weather of a city."""
     found = scene.weather_of(scene.source.city())
     asked = scene.rng.choice(PHRASES["weather_asks"]).format(city=found.city)
     return [("user", asked), *scene.looked_up(found), ("assistant", answer_of(found))]
 
 
 def both_exchange(scene: Scene) -> list[Turn]:
-    """Return a sum and the weather in one question: two calls in one turn, in the question's order."""
+    """Return an exchange about a sum and the weather: two calls in one turn, in the order of the question."""
     forms, (a, b), found = PHRASES["both_asks"], scene.source.pair(), scene.weather_of(scene.source.city())
     parts = [
         (scene.rng.choice(forms["sum"]).format(a=a, b=b), scene.add.call(a, b), scene.total(a, b),
@@ -183,7 +183,7 @@ def both_exchange(scene: Scene) -> list[Turn]:
 
 
 def cities_exchange(scene: Scene) -> list[Turn]:
-    """Return a question about two or three cities: as many calls in one turn."""
+    """Return an exchange about the weather of two or three cities, with one call for each in one turn."""
     cities = {scene.source.city(): None for _ in range(scene.rng.choice((2, 2, 3)))}
     found = [scene.weather_of(city) for city in cities]
     asked = scene.rng.choice(PHRASES["cities_asks"]).format(cities=tasks.joined(list(cities)))
@@ -191,7 +191,7 @@ def cities_exchange(scene: Scene) -> list[Turn]:
 
 
 def row_exchange(scene: Scene) -> list[Turn]:
-    """Return three or more numbers to add, one call after another."""
+    """Return an exchange that adds three or more numbers, one call after another."""
     rng, (a, b) = scene.rng, scene.source.pair()
     row, total = [a, b], a + b
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
@@ -211,7 +211,7 @@ def row_exchange(scene: Scene) -> list[Turn]:
 
 
 def degrees_exchange(scene: Scene) -> list[Turn]:
-    """Return a question that needs the weather first, then a sum with what it said."""
+    """Return an exchange that needs the weather first, and then a sum with the degrees found."""
     rng, two = scene.rng, scene.rng.random() < 0.5
     while True:
         found, other = (scene.weather_of(scene.source.city()) for _ in range(2))
@@ -236,7 +236,7 @@ def direct_exchange(scene: Scene) -> list[Turn]:
     return [turn for turn in rng.choice(makers)(rng) if turn[0] != "system"]
 
 
-# exchange: weight, tools that it needs
+# exchange -> (weight, tools that it needs)
 EXCHANGES: dict[Callable[[Scene], list[Turn]], tuple[float, frozenset[str]]] = {
     sum_exchange: (6, frozenset({"add"})),
     weather_exchange: (6, frozenset({"weather"})),
@@ -249,7 +249,7 @@ EXCHANGES: dict[Callable[[Scene], list[Turn]], tuple[float, frozenset[str]]] = {
 
 
 def opened(scene: Scene, given: frozenset[str]) -> list[Turn]:
-    """Return the system's turn with the tools given, in any order, sometimes after a message that changes nothing."""
+    """Return the system turn with the tools given, in any order, sometimes after a message that changes nothing."""
     specs = [tool.spec for kind, tool in (("add", scene.add), ("weather", scene.weather)) if kind in given]
     scene.rng.shuffle(specs)
     said = scene.rng.choice(PHRASES["system"]) + "\n\n" if scene.rng.random() < 0.35 else ""
@@ -257,12 +257,12 @@ def opened(scene: Scene, given: frozenset[str]) -> list[Turn]:
 
 
 def scene_for(source: Source, usual: bool) -> Scene:
-    """Return a scene with both tools; `usual`: under their usual names."""
+    """Return a scene with both tools, under their usual names if `usual`."""
     return Scene(source, tool(source.rng, "add", usual), tool(source.rng, "weather", usual))
 
 
 def conversation(source: Source, usual_share: float = 0.9) -> list[Turn]:
-    """Return a conversation with tools, of one to ten exchanges, which fits the context."""
+    """Return a conversation with tools, of at most ten exchanges, that fits the context."""
     rng = source.rng
     scene = scene_for(source, rng.random() < usual_share)
     given = frozenset(rng.choice((["add", "weather"],) * 8 + (["add"], ["weather"])))

@@ -1,6 +1,6 @@
-"""Write the model card: every number comes from training.json, the files, the corpus or evaluate.evaluate().
+"""Write the model card. Every number comes from training.json, the files, the corpus or evaluate.evaluate().
 
-Samples are the first ones in the fixed order, not chosen.
+The samples are taken by their place in a fixed order, not selected by hand.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from penstock.demo import corpus, stories, sums
 from penstock.demo.export import CONTEXT, SHAPE
 
-SAMPLES = 6  # plain openings that are shown
+SAMPLES = 6  # number of plain openings that are shown
 Trainings = Sequence[Mapping[str, Any]]  # the facts of each training
 TOOLS_TEXT = "Given a tool that adds two numbers, or one that tells the weather of a city, it calls them."
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -43,7 +43,7 @@ def mixture_list(mixture: corpus.Mixture) -> str:
 
 
 def data_text(trainings: Trainings) -> str:
-    """Return what each training drew."""
+    """Return a text about the documents of each training."""
     return "\n\n".join(
         f"Training {number}, seed {facts['seed']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens "
         "with padding.\n\n" + mixture_list(corpus.MIXTURES[number - 1])
@@ -52,7 +52,7 @@ def data_text(trainings: Trainings) -> str:
 
 
 def training_text(trainings: Trainings) -> str:
-    """Return how long each training was."""
+    """Return a text about the length and the options of each training."""
     return "\n".join(
         f"- training {number}: {facts['steps']:,} steps of {facts['tokens_per_step']:,} tokens, peak learning rate "
         f"{facts['lr']}, {'Muon, ' * bool(facts.get('muon'))}{facts['processes']} processes of one thread, "
@@ -62,7 +62,7 @@ def training_text(trainings: Trainings) -> str:
 
 
 def commands(trainings: Trainings) -> str:
-    """Return the commands of the trainings: more than one of each if its schedule was changed on the way."""
+    """Return the commands of the trainings. A training whose schedule was changed on the way has several commands."""
     lines = []
     folders = [*("FIRST", "SECOND")[: len(trainings) - 1], "DIR"]
     for number, facts in enumerate(trainings, 1):
@@ -77,7 +77,7 @@ def commands(trainings: Trainings) -> str:
 
 
 def samples(figures: Mapping[str, Any], mode: str) -> str:
-    """Return the first openings and every third of the other prompts, one block each."""
+    """Return the first openings, and every third prompt from the eleventh on, one block each."""
     texts = figures[mode]["texts"]
     return "\n\n".join(
         f"```text\n{one['prompt']}\n-> {one['text']}{'' if one['ended'] else ' [did not end]'}\n```"

@@ -1,6 +1,6 @@
-"""Conversations: tasks, stories and small talk as turns of (role, content), and how turns are written as text.
+"""Conversations: tasks, stories and small talk as turns of (role, content), and their rendering as text.
 
-render() writes exactly what the model's chat template writes; a test compares the two. corpus.py decides how often each
+render() writes exactly what the model's chat template writes; a test compares the two. corpus.py defines how often each
 kind occurs.
 """
 
@@ -13,10 +13,10 @@ from penstock.demo.words import PHRASES
 Turn = tuple[str, str]
 BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
 SPECIAL_TOKENS = ("<|pad|>", BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>", END)
-# Tags of the tools' convention that Hermes and Qwen share. They are plain text in a turn, one token each.
+# The tool tags that Hermes and Qwen share. They are plain text in a turn, and one token each.
 TOOL_TOKENS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 CHAT_TEMPLATE = (
-    # the tools, one JSON object a line, at the end of the system message
+    # the tools, one JSON object per line, at the end of the system message
     "{{ bos_token }}{% set first = messages[0] %}"
     "{% if tools %}{{ '<|system|>' }}"
     "{% if first['role'] == 'system' and first['content'] %}{{ first['content'] | trim + '\n\n' }}{% endif %}"
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{% set role = message['role'] %}{% set content = (message['content'] or '') | trim %}"
     "{% if role not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('Roles are system, user, assistant and tool.') }}{% endif %}"
-    "{% if role == 'tool' %}"  # the results of one turn's calls share a turn of the user
+    "{% if role == 'tool' %}"  # the results of the calls of one turn share one user turn
     "{% if loop.first or loop.previtem['role'] != 'tool' %}{{ '<|user|>' }}{% else %}{{ '\n' }}{% endif %}"
     "{{ '<tool_response>\n' + content + '\n</tool_response>' }}"
     "{% if loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|end|>' }}{% endif %}"
@@ -60,7 +60,7 @@ def smalltalk_blocks() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
 
 
 def typed(rng: Random, question: str) -> str:
-    """Return the question as typed in a hurry: sometimes in lower case, sometimes without its last mark."""
+    """Return the question as if typed in a hurry: sometimes in lower case, sometimes without its final punctuation."""
     draw = rng.random()
     if draw < 0.08:
         question = question[0].lower() + question[1:]
@@ -113,7 +113,7 @@ def read_story(rng: Random) -> list[Turn]:
 
 def json_task(rng: Random) -> list[Turn]:
     """Return a JSON task, sometimes with a system message that asks for JSON."""
-    question, answer = tasks.json_answer(rng)  # never retyped: the values must be copied as they stand
+    question, answer = tasks.json_answer(rng)  # not passed to typed(), because the values must be copied exactly
     turns: list[Turn] = [("user", question), ("assistant", answer)]
     return [("system", rng.choice(PHRASES["json_system"])), *turns] if rng.random() < 0.2 else turns
 
@@ -126,7 +126,7 @@ def several(rng: Random) -> list[Turn]:
 
 
 def sum_task(rng: Random) -> list[Turn]:
-    """Return one to four sums."""
+    """Return one to four sums with their answers."""
     return [turn for _ in range(rng.choice((1, 1, 2, 4))) for turn in ask(rng, sums.question(rng))]
 
 
@@ -141,7 +141,7 @@ def fact_task(rng: Random) -> list[Turn]:
 
 
 def repeat_task(rng: Random) -> list[Turn]:
-    """Return one to three texts to repeat, word for word."""
+    """Return one to three requests to repeat a text word for word, and the answers."""
     pairs = [tasks.repeat(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
     return [turn for question, answer in pairs for turn in (("user", question), ("assistant", answer))]
 

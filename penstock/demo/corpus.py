@@ -1,7 +1,7 @@
 """The training corpus: an endless, seeded stream of documents, and the held-out text that is kept out of it.
 
-A document is text with the special tokens written out: a plain story is <|bos|>...<|eos|>, a conversation is what
-chats.render() returns. Standard library only.
+A document is text with the special tokens written out. A plain story is <|bos|>...<|eos|>; a conversation is the result
+of chats.render(). Standard library only.
 
     python -m penstock.demo.corpus --seed 0 --documents 5          print some
     python -m penstock.demo.corpus --write-heldout heldout.txt     write the held-out text again
@@ -22,16 +22,16 @@ HELDOUT_MIN_CHARS = 120  # a shorter document could occur in training by chance
 
 
 def plain(make: Callable[[Random], str]) -> Callable[[Random], str]:
-    """Return a function that makes a document of plain text."""
+    """Return a function that makes a plain text document."""
     return lambda rng: chats.BOS + make(rng) + chats.EOS
 
 
 def chat(make: Callable[[Random], list[chats.Turn]]) -> Callable[[Random], str]:
-    """Return a function that makes a document of a conversation."""
+    """Return a function that makes a document from a conversation."""
     return lambda rng: chats.render(chats.with_system(rng, make(rng)))
 
 
-# name: (weight by number of documents, maker)
+# name -> (weight by number of documents, maker)
 Mixture = dict[str, tuple[float, Callable[[Random], str]]]
 MIXTURE: Mixture = {
     "plain stories": (18, plain(lambda rng: stories.tell(rng, once=0.7).text)),
@@ -50,7 +50,7 @@ MIXTURE: Mixture = {
 }
 
 
-# what the second training adds to it
+# the mixture of the second training
 SECOND_MIXTURE: Mixture = MIXTURE | {
     "JSON answers with open names and schemas": (70, chat(lambda rng: records.task(records.Source(rng)))),
     "JSON lists to copy": (60, chat(lambda rng: records.array(records.Source(rng)))),
@@ -59,11 +59,11 @@ SECOND_MIXTURE: Mixture = MIXTURE | {
 
 
 def spelling(rng: Random) -> records.Source:
-    """Return the third training's source: many names are spelled letter by letter, so that none is known by heart."""
+    """Return the third training's source. Many names are spelled letter by letter, so that none is learnt by heart."""
     return records.Source(rng, spelled_share=0.5)
 
 
-# the third training: copying what was never seen, reading, and tools under any name
+# the mixture of the third training: copying of unseen text, reading, and tools under any name
 THIRD_MIXTURE: Mixture = MIXTURE | {
     "questions about a given story": (45, chat(chats.read_story)),
     "lists": (14, chat(chats.list_task)),
@@ -74,7 +74,7 @@ THIRD_MIXTURE: Mixture = MIXTURE | {
         80, lambda rng: chats.render(calls.conversation(spelling(rng), usual_share=0.5))
     ),
 }  # fmt: skip
-MIXTURES = (MIXTURE, SECOND_MIXTURE, THIRD_MIXTURE)  # of the trainings, one after another
+MIXTURES = (MIXTURE, SECOND_MIXTURE, THIRD_MIXTURE)  # of the successive trainings
 
 
 def stream(seed: str, mixture: Mixture = MIXTURE) -> Iterator[str]:
@@ -87,7 +87,7 @@ def stream(seed: str, mixture: Mixture = MIXTURE) -> Iterator[str]:
 
 @cache
 def heldout_documents() -> tuple[str, ...]:
-    """Return the held-out documents, generated again; the shipped file holds the same ones."""
+    """Return the held-out documents, generated anew; the shipped file holds the same documents."""
     chosen: list[str] = []
     for document in stream(HELDOUT_SEED):
         if len(document) >= HELDOUT_MIN_CHARS:
@@ -98,7 +98,7 @@ def heldout_documents() -> tuple[str, ...]:
 
 
 def training_documents(seed: int, mixture: Mixture = MIXTURE) -> Iterator[str]:
-    """Yield the training documents, never one of the held-out ones."""
+    """Yield the training documents, without the held-out ones."""
     kept_out = frozenset(heldout_documents())
     return (document for document in stream(f"training {seed}", mixture) if document not in kept_out)
 

@@ -1,8 +1,9 @@
-"""Evaluate a model on the fixed prompts of prompts.yaml and, if asked, write its card.
+"""Evaluate a model on the fixed prompts of prompts.yaml and, with --card, write its card.
 
     python -m penstock.demo.evaluate MODEL_DIR [--json FILE] [--card]
 
-evaluate() needs only a function from prompts to completions, so it measures any engine; transformers_generate() is one.
+evaluate() needs only a function from prompts to completions, such as transformers_generate(), so it can measure any
+engine.
 """
 
 import argparse
@@ -27,10 +28,10 @@ SAMPLE_SEED = 0
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text for the model, special tokens included (encode it with add_special_tokens=False), and the right answer.
+    """Text for the model, including special tokens (encode it with add_special_tokens=False), and the right answer.
 
     Attributes:
-        expect: a word, a number, a list's kind and length, or JSON; None if no answer is the right one.
+        expect: a word, a number, the kind and length of a list, or JSON; None if there is no single right answer.
     """
 
     kind: str
@@ -47,12 +48,12 @@ class Completion:
 
 
 Pairs = Sequence[tuple[Prompt, Completion]]
-# (texts with special tokens written out, temperature (0 is greedy), max tokens) -> as many completions
+# (texts with special tokens written out, temperature (0 is greedy), max tokens) -> one completion per text
 Generate = Callable[[Sequence[str], float, int], list[Completion]]
 
 
 def user(kind: str, question: str, expect: Any = None, system: str | None = None) -> Prompt:
-    """Return one question in a conversation."""
+    """Return a conversation with one question as a prompt."""
     turns = [("system", system)] if system else []
     return Prompt(kind, chats.render_prompt([*turns, ("user", question)]), expect)
 
@@ -82,7 +83,7 @@ def last_number(text: str) -> int | None:
 
 
 def parsed_json(text: str) -> object:
-    """Return the JSON value that the whole text is, or None."""
+    """Return the JSON value of the whole text, or None if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -110,7 +111,7 @@ def right(prompt: Prompt, text: str) -> bool | None:
 
 
 def share(hits: Sequence[bool]) -> float:
-    """Return the share of True, 0 of nothing."""
+    """Return the share of True values, or 0 for an empty sequence."""
     return sum(hits) / len(hits) if hits else 0.0
 
 
@@ -120,12 +121,12 @@ def answered(generate: Generate, prompts: Sequence[Prompt], temperature: float, 
 
 
 def hits(pairs: Pairs) -> list[bool]:
-    """Return for each prompt whether it was answered rightly."""
+    """Return for each prompt whether it was answered correctly."""
     return [right(prompt, completion.text) is True for prompt, completion in pairs]
 
 
 def scores(pairs: Pairs) -> dict[str, dict[str, int]]:
-    """Count by kind: prompts, prompts that have a right answer, and right answers."""
+    """Count the prompts of each kind, those that have a right answer, and the right answers."""
     result: dict[str, dict[str, int]] = {}
     for prompt, completion in pairs:
         verdict = right(prompt, completion.text)
@@ -137,7 +138,7 @@ def scores(pairs: Pairs) -> dict[str, dict[str, int]]:
 
 
 def sum_shares(pairs: Pairs) -> dict[str, float]:
-    """Return the shares of right sums: of all pairs, of those seen in training, and of those held out."""
+    """Return the shares of correct sums among all pairs, the pairs seen in training, and the held-out pairs."""
     by_pair = dict(zip(sums.ALL_PAIRS, hits(pairs), strict=True))
     return {
         "all": share(list(by_pair.values())),
@@ -147,7 +148,7 @@ def sum_shares(pairs: Pairs) -> dict[str, float]:
 
 
 def fixed_prompts(generate: Generate, temperature: float) -> dict[str, object]:
-    """Run the fifty prompts at one temperature: how many end by themselves, scores by kind, and every text."""
+    """Run the fifty prompts at one temperature. Return how many end by themselves, scores by kind, and every text."""
     pairs = answered(generate, ENDING_PROMPTS, temperature, MAX_TOKENS)
     return {
         "prompts": len(pairs),
@@ -158,7 +159,7 @@ def fixed_prompts(generate: Generate, temperature: float) -> dict[str, object]:
 
 
 def evaluate(generate: Generate) -> dict[str, Any]:
-    """Return all figures of the card that need generation."""
+    """Return all figures of the model card that need generation."""
     json_pairs = answered(generate, JSON_PROMPTS, 0.0, SHORT_MAX_TOKENS)
     return {
         "greedy": fixed_prompts(generate, 0.0),
@@ -176,7 +177,7 @@ def evaluate(generate: Generate) -> dict[str, Any]:
 
 
 def transformers_generate(model_dir: Path, batch_size: int = 64) -> Generate:
-    """Return generation by Transformers, in bfloat16 as stored, with padding on the left."""
+    """Return a function that generates with Transformers, in bfloat16 as stored, with padding on the left."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,7 +1,8 @@
 """Write the demo model as a Hugging Face directory: configuration, generation settings, tokenizer and weights.
 
-The JSON is spelled out here, so it does not change with a library's version. SHAPE alone states the architecture, and
-DRAFT_SHAPE that of the small model which drafts for it: config.json and weights only, for it has the demo's tokenizer.
+The JSON is spelled out here, so it does not change with a library's version. SHAPE alone states the architecture.
+DRAFT_SHAPE states that of the small draft model, which has only a config.json and weights, because it uses the demo
+model's tokenizer.
 """
 
 import json
@@ -45,7 +46,7 @@ TOKENIZER_CONFIG: dict[str, object] = {
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
-    """Return the ids for config.json and generation_config.json. Text ends with <|eos|>, a turn with <|end|>."""
+    """Return the special ids for config.json and generation_config.json. Text ends with <|eos|>, turns with <|end|>."""
     ids = {token: tokenizer.token_to_id(token) for token in chats.SPECIAL_TOKENS}
     return {
         "bos_token_id": ids[chats.BOS],
@@ -83,7 +84,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def write_model(out: Path, tokenizer: Tokenizer, state: Mapping[str, torch.Tensor]) -> None:
-    """Write the directory except the model card."""
+    """Write all files of the directory except the model card."""
     write_weights(out, tokenizer, state, SHAPE)
     write_json(out / "generation_config.json", special_ids(tokenizer))
     write_json(out / "tokenizer_config.json", TOKENIZER_CONFIG)
@@ -91,7 +92,7 @@ def write_model(out: Path, tokenizer: Tokenizer, state: Mapping[str, torch.Tenso
 
 
 def write_weights(out: Path, tokenizer: Tokenizer, state: Mapping[str, torch.Tensor], shape: Mapping[str, int]) -> None:
-    """Write config.json and the weights, which are stored in bfloat16; the tied head is left out."""
+    """Write config.json and the weights in bfloat16, without the tied head."""
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", model_config(tokenizer, shape))
     names = [name for name in state if name != "lm_head.weight"]

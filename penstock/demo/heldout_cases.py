@@ -1,7 +1,7 @@
-"""Held-out cases of tool calls and of JSON answers: names, cities and pairs of numbers that training never states.
+"""Held-out cases of tool calls and JSON answers, with names, cities and pairs of numbers that training never states.
 
-A case is a conversation up to a turn of the assistant, and that turn word for word. The calls before it are the right
-ones, so every turn is judged alone.
+A case is a conversation up to a turn of the assistant, with that turn, word for word, as the right answer. The calls
+before it in the conversation are correct, so every turn is judged alone.
 """
 
 import json
@@ -17,13 +17,13 @@ from penstock.demo.records import Source
 Case = tuple[str, str, str]  # kind, prompt with special tokens, right answer
 Answer = Callable[[Sequence[str], float], Sequence[str]]  # (prompts, temperature) -> answers
 SAMPLED = 0.8
-CONVERSATIONS = 25  # of each exchange
+CONVERSATIONS = 25  # number of conversations per kind of exchange
 JSON_CASES = 100
 EXCHANGES = tuple(exchange for exchange in calls.EXCHANGES if exchange is not calls.direct_exchange)
 
 
 def kind_of(text: str, first: bool) -> str:
-    """Return what a turn of the assistant shows."""
+    """Return the kind of a turn of the assistant."""
     made = text.count("<tool_call>")
     if not made:
         return "answer from the results"
@@ -39,14 +39,14 @@ def cases_of(turns: list[Turn]) -> Iterator[Case]:
 
 
 def conversation(exchange: Callable[[Scene], list[Turn]], seed: str, usual: bool = True) -> list[Turn]:
-    """Return one held-out exchange, with both tools given."""
+    """Return one held-out exchange in which both tools are given."""
     scene = calls.scene_for(Source(Random(seed), held_out=True), usual)
     return calls.opened(scene, frozenset({"add", "weather"})) + exchange(scene)
 
 
 @cache
 def tool_cases() -> tuple[Case, ...]:
-    """Return the cases of tool calls, and those in which a tool under another name has to be called."""
+    """Return the cases of tool calls, and those in which the tool to be called has another name."""
     found: list[Case] = []
     for exchange in EXCHANGES:
         for number in range(CONVERSATIONS):
@@ -61,7 +61,7 @@ def tool_cases() -> tuple[Case, ...]:
 
 @cache
 def direct_prompts() -> tuple[str, ...]:
-    """Return prompts that give tools and need none."""
+    """Return prompts that give tools but need no tool call."""
     turns = [conversation(calls.direct_exchange, f"direct {number}") for number in range(2 * CONVERSATIONS)]
     return tuple(chats.render_prompt(talk[:2]) for talk in turns)
 
@@ -74,7 +74,7 @@ def json_cases() -> tuple[Case, ...]:
 
 
 def schema_of(expected: str) -> dict[str, object]:
-    """Return the JSON Schema that a user sends along with a request: the fields of the right answer and their types."""
+    """Return the JSON Schema that a user would send with a request: the fields of the right answer and their types."""
     fields: dict[str, object] = json.loads(expected)
     properties = {
         name: {"type": "array", "items": {"type": "string"}}
@@ -86,7 +86,7 @@ def schema_of(expected: str) -> dict[str, object]:
 
 
 def right(kind: str, expected: str, text: str) -> bool:
-    """Return whether an answer is right: JSON with the same values, everything else word for word."""
+    """Return whether an answer is right: JSON must have the same values, everything else must match word for word."""
     if kind == "JSON":
         try:
             return bool(json.loads(text) == json.loads(expected))
@@ -96,7 +96,7 @@ def right(kind: str, expected: str, text: str) -> bool:
 
 
 def verdicts(answer: Answer, temperature: float) -> dict[str, list[bool]]:
-    """Return for each kind whether its cases were answered rightly."""
+    """Return for each kind whether each of its cases was answered correctly."""
     cases = tool_cases() + json_cases()
     found: dict[str, list[bool]] = {}
     for (kind, _, expected), text in zip(cases, answer([prompt for _, prompt, _ in cases], temperature), strict=True):

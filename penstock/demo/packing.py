@@ -1,8 +1,9 @@
-"""From documents to training rows: the tokenizer, which tokens count in the loss, and which documents share a row.
+"""Turns documents into training rows: the tokenizer, the tokens that count in the loss, and the documents of a row.
 
-The loss counts plain text after <|bos|> and the assistant's turns with their <|end|>, not the turns of user and system
-and not padding. Documents are never cut: most rows are short and hold a few documents, some are as long as the context
-and hold many, so that all positions are trained. Documents in a row see each other, as in any packed training.
+The loss counts plain text after <|bos|> and the assistant's turns with their <|end|>. It does not count the turns of
+user and system, or padding. Documents are never cut. Most rows are short and hold a few documents; some are as long as
+the context and hold many, so that all positions are trained. The documents of a row attend to each other, as is usual
+in packed training.
 """
 
 import json
@@ -21,16 +22,16 @@ Ids = NDArray[np.int64]
 Batch = tuple[Ids, Ids]
 
 VOCAB_SIZE = 4096
-PAD, BOS, _, SYSTEM, USER, ASSISTANT, _ = range(len(chats.SPECIAL_TOKENS))  # ids of the special tokens, the first ones
-UNUSED_BYTES = range(0xF5, 0xF5 + len(chats.TOOL_TOKENS))  # they would begin characters beyond Unicode's last one
+PAD, BOS, _, SYSTEM, USER, ASSISTANT, _ = range(len(chats.SPECIAL_TOKENS))  # the special tokens have the first ids
+UNUSED_BYTES = range(0xF5, 0xF5 + len(chats.TOOL_TOKENS))  # these bytes never occur in UTF-8
 IGNORE = -100
 CHUNK = 5000
 OPEN_ROWS = 48
-LONG_SHARE = 0.06  # of the documents that would fit into a short row
+LONG_SHARE = 0.06  # share of the documents fitting into a short row that go into a long one
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Return a byte-level BPE of at most `vocab_size` tokens that splits numbers into digits. It adds <|bos|>.
+    """Return a byte-level BPE of at most `vocab_size` tokens that splits numbers into digits and adds <|bos|>.
 
     Raises:
         ValueError: the special tokens are not the first ids.
@@ -46,7 +47,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> T
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    special = re.compile("|".join(map(re.escape, chats.SPECIAL_TOKENS)))  # BPE must not learn pieces of them
+    special = re.compile("|".join(map(re.escape, chats.SPECIAL_TOKENS)))  # BPE must not learn pieces of these
     tokenizer.train_from_iterator((special.sub("\n", document) for document in documents), trainer)
     if [tokenizer.token_to_id(token) for token in chats.SPECIAL_TOKENS] != list(range(len(chats.SPECIAL_TOKENS))):
         raise ValueError("the special tokens are not the first ids")
@@ -58,9 +59,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> T
 
 
 def with_tool_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy in which each of TOOL_TOKENS is one token, with the id of a byte that no text in UTF-8 holds.
+    """Return a copy in which each of TOOL_TOKENS is one token, with the id of a byte that never occurs in UTF-8.
 
-    The number of tokens and the ids of any text without these tags stay as they are.
+    The size of the vocabulary and the ids of any text without these tags do not change.
     """
     content = json.loads(tokenizer.to_str())
     vocab = content["model"]["vocab"]
@@ -68,7 +69,7 @@ def with_tool_tokens(tokenizer: Tokenizer) -> Tokenizer:
         return tokenizer
     flags = {"special": False, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
     for token, byte in zip(chats.TOOL_TOKENS, UNUSED_BYTES, strict=True):
-        vocab[token] = vocab.pop(chr(byte))  # in the byte-level alphabet these bytes are their own characters
+        vocab[token] = vocab.pop(chr(byte))  # the byte-level alphabet maps these bytes to the same code points
         content["added_tokens"].append({"id": vocab[token], "content": token, **flags})
     content["added_tokens"].sort(key=lambda added: added["id"])
     content["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
@@ -76,7 +77,10 @@ def with_tool_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def counted(ids: Ids) -> NDArray[np.bool_]:
-    """Return True for tokens that the model learns to produce, along the last axis: those after BOS or ASSISTANT."""
+    """Return a mask of the tokens that the model learns to produce: those after BOS or ASSISTANT along the last axis.
+
+    The special tokens that begin a document or a turn, and padding, are not counted.
+    """
     marker = np.isin(ids, (BOS, ASSISTANT, SYSTEM, USER))
     places = np.where(marker, np.arange(ids.shape[-1]), 0)
     last = np.take_along_axis(ids, np.maximum.accumulate(places, axis=-1), axis=-1)
@@ -85,7 +89,7 @@ def counted(ids: Ids) -> NDArray[np.bool_]:
 
 
 class Packer:
-    """Collects documents in rows of one length and returns a batch whenever enough rows are full."""
+    """Collects documents in rows of one length, and returns a batch whenever enough rows are full."""
 
     def __init__(self, length: int, per_step: int) -> None:
         self.length, self.batch_rows = length, per_step // length
@@ -93,10 +97,10 @@ class Packer:
         self.full: list[list[int]] = []
 
     def add(self, ids: list[int]) -> Batch | None:
-        """Put a document into the fullest open row with room for it; return a batch if that completes one.
+        """Put a document into the fullest open row with room for it, and return a batch if that completes one.
 
-        A batch is (inputs, labels), padded to the length; labels that do not count are IGNORE. A row holds one token
-        more than the inputs.
+        A batch is (inputs, labels), padded to the row length. Labels that do not count are IGNORE. A row holds one
+        token more than the inputs.
         """
         fitting = [row for row in self.open if len(row) + len(ids) <= self.length + 1]
         if fitting:
@@ -116,7 +120,7 @@ class Packer:
 
 
 class Batches:
-    """Batches of `per_step` tokens, as long as documents last; `documents` counts those read so far."""
+    """Batches of `per_step` tokens, until the documents end. `documents` counts the documents read so far."""
 
     def __init__(self, documents: Iterable[str], tokenizer: Tokenizer, per_step: int, lengths: tuple[int, int]) -> None:
         self.source, self.tokenizer = iter(documents), tokenizer

@@ -1,6 +1,6 @@
 """Stories: a scene (who, where, what) is drawn, a plot is chosen, and its lines are filled in.
 
-A Story is text and the questions that its text can answer. chats.py makes conversations of it.
+A Story is a text and questions that the text answers. chats.py makes conversations of it.
 """
 
 import re
@@ -25,7 +25,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Story:
-    """A finished story, what it may be asked for by (topics, hero, kind), and (question, answer) pairs."""
+    """A finished story, what it may be requested by (hero, kind and topics), and (question, answer) pairs."""
 
     text: str
     hero: str
@@ -35,7 +35,7 @@ class Story:
 
 
 def read_plot(block: str) -> Plot:
-    """Parse one paragraph of plots.txt."""
+    """Return the plot in one paragraph of plots.txt."""
     topics: tuple[str, ...] = ()
     beats, questions = [], []
     for line in block.splitlines():
@@ -67,7 +67,7 @@ def capital(text: str) -> str:
 
 
 def sentence_case(text: str) -> str:
-    """Capitalise the start and what follows each full stop; leave text after a closing quote as it is."""
+    """Capitalise the first letter, and the letter after each full stop; leave text after a closing quote unchanged."""
     return re.sub(r"(?<=[.] )[a-zé]", lambda m: m.group().upper(), capital(text))
 
 
@@ -124,7 +124,7 @@ def props(rng: Random) -> dict[str, str]:
 
 
 def tell(rng: Random, fullness: float | None = None, once: float = 0.6) -> Story:
-    """Return a story. `fullness`: the chance of each extra sentence (None: drawn); `once`: of "Once upon a time"."""
+    """Return a story. `fullness` is the chance of each extra sentence (None: drawn), `once` of "Once upon a time"."""
     full = rng.choice((0.0, 0.3, 0.6, 1.0)) if fullness is None else fullness
     scene = people(rng) | props(rng)
     plot = rng.choice(plots())

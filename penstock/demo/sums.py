@@ -1,7 +1,7 @@
-"""Small sums: wordings of a + b (both 0 to 20) and of a - b, and the pairs that training never sees.
+"""Small sums: wordings of a + b (both from 0 to 20) and of a - b, and the pairs that training never sees.
 
 HELD_OUT has its own seed, so every model has the same held-out pairs. A pair is held out in both orders. Subtractions
-are not held out: they never state a held-out sum.
+are not held out, because they never state a held-out sum.
 """
 
 from random import Random
@@ -17,7 +17,7 @@ SEEN_PAIRS = tuple(pair for pair in ALL_PAIRS if pair not in HELD_OUT)
 
 
 def question(rng: Random) -> tuple[str, str]:
-    """Return one sum as (question, answer): mostly additions, sometimes in a little story."""
+    """Return one sum as (question, answer). Most are additions, and some are told as a short story."""
     story = rng.random() < 0.15
     if rng.random() < 0.8:
         a, b = rng.choice(SEEN_PAIRS)
@@ -33,6 +33,6 @@ def question(rng: Random) -> tuple[str, str]:
 
 
 def sheet(rng: Random) -> str:
-    """Return a page of sums, one per line: many answers in few tokens."""
+    """Return a page of sums, one per line, which gives many answers in few tokens."""
     pairs = [rng.choice(SEEN_PAIRS) for _ in range(rng.randint(8, 24))]
     return "\n".join(f"{a} + {b} = {a + b}." for a, b in pairs)

@@ -1,16 +1,16 @@
-"""Train the demo model: corpus, tokenizer, weights; write a Hugging Face directory with training.json.
+"""Train the demo model's tokenizer and weights, and write a Hugging Face directory with training.json.
 
     python -m penstock.demo.train --seed 0 --steps 4500 --out FIRST
     python -m penstock.demo.train --from FIRST --seed 1 --steps 4000 --lr 1.5e-3 --tokens-per-step 2048 --out SECOND
     python -m penstock.demo.train --from SECOND --muon --float32 --seed 2 --steps 4000 --lr 2e-3 --out DIR
     python -m penstock.demo.train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
 
-The second training goes on from the weights of a first one, with a mixture that has tool calls; its tokenizer has a
-token for each of their tags. The third goes on from there, with names that are spelled letter by letter.
+The second training continues from the weights of the first, with a mixture that includes tool calls. The tokenizer has
+one token for each of their tags. The third continues from the second, with names that are spelled letter by letter.
 
-Trains Transformers' LlamaForCausalLM. Every document is drawn once. Two processes of one thread each share every batch
-and add up their gradients: faster than two threads in one process, which wait for each other on a busy machine. Equal
-seeds, steps and processes give equal weights on equal machines.
+The model is Transformers' LlamaForCausalLM. Every document is drawn once. Two processes of one thread each share every
+batch and average their gradients. This is faster than two threads in one process, which wait for each other on a busy
+machine. Equal seeds, steps and processes give equal weights on equal machines.
 """
 
 import argparse
@@ -40,12 +40,12 @@ BPE_DOCUMENTS = 30_000
 ROW_LENGTHS = (256, export.CONTEXT)
 WARMUP_STEPS, FINAL_LR, BETAS, WEIGHT_DECAY, CLIP = 100, 0.02, (0.9, 0.95), 0.1, 1.0
 SAVE_SECONDS = 180.0
-HAS_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # without the instructions it is several times as slow as float32
+HAS_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # without it, bfloat16 is several times as slow as float32
 REPORT_STEPS = 50
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the rate: linear warm-up, then a cosine down to FINAL_LR of the peak."""
+    """Return the learning rate: a linear warm-up, then a cosine down to FINAL_LR times the peak."""
     if step < WARMUP_STEPS:
         return peak * (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
@@ -53,7 +53,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def batch_loss(model: Any, batch: Batch, bfloat16: bool = HAS_BFLOAT16) -> torch.Tensor:
-    """Return the mean cross-entropy of the tokens that count. The head sees only the positions before them."""
+    """Return the mean cross-entropy of the tokens that count. The head computes only the positions before them."""
     inputs, labels = torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
@@ -63,17 +63,17 @@ def batch_loss(model: Any, batch: Batch, bfloat16: bool = HAS_BFLOAT16) -> torch
 
 
 class Trainer:
-    """One process's model, optimizers and step count: what a checkpoint holds.
+    """The model, optimizers and step count of one process, which are the content of a checkpoint.
 
-    With `muon`, the layers' matrices are trained by torch's Muon at AdamW's rates, all else by AdamW as without it.
+    With `--muon`, torch's Muon trains the layers' matrices at AdamW's rates, and AdamW trains everything else.
     """
 
     def __init__(self, model: Any, args: argparse.Namespace, rank: int) -> None:
         self.model, self.rank = model, rank
         self.steps, self.peak, self.processes = args.steps, args.lr, args.processes
         self.bfloat16 = HAS_BFLOAT16 and not args.float32
-        self.schedule: list[tuple[int, int]] = []  # (--steps, the step it was left at) of earlier commands
-        norms = [p for p in model.parameters() if p.ndim == 1]  # do not decay
+        self.schedule: list[tuple[int, int]] = []  # (--steps, last step) of earlier commands
+        norms = [p for p in model.parameters() if p.ndim == 1]  # without weight decay
         layers = [p for p in model.model.layers.parameters() if p.ndim > 1] if args.muon else []
         matrices = [p for p in model.parameters() if p.ndim > 1 and not any(p is other for other in layers)]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
@@ -87,7 +87,7 @@ class Trainer:
         self.seconds = 0.0
 
     def train_step(self, batch: Batch) -> float:
-        """Take one optimizer step on this process's rows and those of the others; return the loss of its own."""
+        """Take one optimizer step with the rows of all processes, and return the loss of this process's rows."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.steps, self.peak)
@@ -114,7 +114,7 @@ class Trainer:
         path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of the same command, or of one with other --steps."""
+        """Continue from a checkpoint of the same command, or of a command with other --steps."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
@@ -124,7 +124,7 @@ class Trainer:
 
 
 def run(trainer: Trainer, data: Iterable[Batch], until: int, checkpoint: Path) -> None:
-    """Train to the step `until`; the first process reports, and saves every few minutes."""
+    """Train up to the step `until`. The first process prints reports, and saves a checkpoint every SAVE_SECONDS."""
     began, saved, recent = time.monotonic() - trainer.seconds, time.monotonic(), []
     for batch in islice(data, trainer.step, until):
         recent.append(trainer.train_step(batch))
@@ -138,7 +138,7 @@ def run(trainer: Trainer, data: Iterable[Batch], until: int, checkpoint: Path) -
 
 
 def earlier_trainings(directory: Path | None) -> list[dict[str, Any]]:
-    """Return the facts of the trainings that led to a model, the first one first; none if there is no model."""
+    """Return the facts of the trainings that led to a model, oldest first; an empty list if `directory` is None."""
     if directory is None:
         return []
     facts = json.loads((directory / "training.json").read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def earlier_trainings(directory: Path | None) -> list[dict[str, Any]]:
 
 
 def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: str) -> None:
-    """Run one training process; the first one exports the model at the end."""
+    """Run one training process. The first process exports the model at the end."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=args.processes)
     tokenizer = Tokenizer.from_str(tokenizer_text)
@@ -174,7 +174,7 @@ def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: st
 
 
 def heldout_loss(model: Any, tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the mean loss in nats over single held-out documents: of the tokens that count, and of all tokens."""
+    """Return the mean loss in nats on single held-out documents, over the tokens that count and over all tokens."""
     learned, every = [], []
     for document in heldout_documents():
         ids = np.asarray(tokenizer.encode(document, add_special_tokens=False).ids[: export.CONTEXT], dtype=np.int64)
@@ -188,7 +188,7 @@ def heldout_loss(model: Any, tokenizer: Tokenizer) -> dict[str, float]:
 
 
 def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, documents: int) -> None:
-    """Export the model, and training.json for the card. Losses are of the weights as stored."""
+    """Export the model, and training.json for the card. The losses are computed with the weights as stored."""
     if args.draft:
         export.write_weights(args.out, tokenizer, trainer.model.state_dict(), export.DRAFT_SHAPE)
     else:

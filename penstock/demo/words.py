@@ -14,7 +14,7 @@ def read_text(name: str) -> str:
 
 
 def read_lists(name: str) -> dict[str, tuple[str, ...]]:
-    """Return the lists of a file by name; items are separated by " | " or by line ends."""
+    """Return the lists in a file by name. Items are separated by " | " or by line ends."""
     parts = re.split(r"^\[([\w ]+)\]\n", read_text(name), flags=re.M)[1:]
     bodies = (tuple(body.strip().replace("\n", " | ").split(" | ")) for body in parts[1::2])
     return dict(zip(parts[::2], bodies, strict=True))

@@ -1,13 +1,13 @@
-"""BeamSearch: which continuations of which beams go on, and which have ended, as Transformers' generate(num_beams=...)
-chooses them. Knows no request and no step: log-probabilities in, tokens and parents out.
+"""BeamSearch: which continuations of the beams go on and which have ended, by the rules of Transformers'
+generate(num_beams=...). It knows neither requests nor steps: log-probabilities go in, tokens and parents come out.
 
     beams       [ best | ... | worst ]  at most `width`, all of the same length
-    candidates  the most likely continuations of all beams, best first; of these the first `width` may end,
+    candidates  the most likely continuations of all beams, best first; the first `width` of them may end,
                 and the first `width` that do not end go on
-    finished    [ best | ... | worst ]  the best `width` that ended so far, by sum / length ** length_penalty
+    finished    [ best | ... | worst ]  the best `width` that have ended so far, by sum / length ** length_penalty
 
-Sums are rounded to float32 after each addition, as torch's are, so that equal scores are equal there and here. Of equal
-candidates that of the better beam comes first, then the lower token id.
+Sums are rounded to float32 after each addition, as in torch, so that scores that are equal there are equal here.
+Candidates with equal sums are ordered by beam, the better beam first, and then by token id.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Path:
     """The tokens that a beam has generated.
 
     Attributes:
-        parent: index, before the last step, of the beam that it continues.
+        parent: index of the beam that it continues, in the order before the last step.
         total: the sum of its tokens' log-probabilities.
         logprobs: one entry per token, if requested.
     """
@@ -41,7 +41,7 @@ class Path:
 
 @dataclass(slots=True)
 class BeamSearch:
-    """One search. `paths` are the running beams; at first one, which has generated nothing.
+    """One search. `paths` are the running beams. A search begins with one beam, which has generated nothing.
 
     Args:
         max_tokens: length at which every beam ends.
@@ -52,7 +52,7 @@ class BeamSearch:
     max_tokens: int
     end_ids: frozenset[int]
     paths: list[Path] = field(init=False)
-    _finished: list[tuple[float, Hypothesis]] = field(default_factory=list)  # with their scores, best first
+    _finished: list[tuple[float, Hypothesis]] = field(default_factory=list)  # scores and answers, best first
 
     def __post_init__(self) -> None:
         self.paths = [Path(0, [], 0.0, None if self.params.logprobs is None else [])]
@@ -67,9 +67,9 @@ class BeamSearch:
         return [hypothesis for _, hypothesis in self._finished]
 
     def advance(self, scored: Sequence[TokenLogprobs]) -> None:
-        """Continue every beam by a token. There are no beams afterwards if the search is done.
+        """Continue every beam by a token. If the search is done, no beams are left.
 
-        scored: for each beam, any token, then its most likely next ones, best first: SamplingParams.num_candidates.
+        scored: for each beam, an arbitrary token, then its SamplingParams.num_candidates most likely ones, best first.
         """
         width, length = self.params.n, len(self.paths[0].token_ids) + 1
         candidates = self._candidates(scored)
@@ -83,7 +83,7 @@ class BeamSearch:
                 self._finish(path, FinishReason.STOP if ends else FinishReason.LENGTH)
             elif len(paths) < width:
                 paths.append(path)
-        self._finished.sort(key=lambda item: -item[0])  # stable: of equal ones, the earlier
+        self._finished.sort(key=lambda item: -item[0])  # stable: among equals, the earlier one first
         del self._finished[width:]
         self.paths = [] if self._cannot_improve(paths, length) else paths
 
@@ -114,10 +114,10 @@ class BeamSearch:
         return _float32(total / _float32(length**self.params.length_penalty))
 
     def _cannot_improve(self, paths: list[Path], length: int) -> bool:
-        """Return whether the search is done: every beam has ended, or no better answer is to be expected.
+        """Return whether the search is done: every beam has ended, or no better answer is expected.
 
-        What the best beam may come to is guessed from its present length; "never" to stop early takes the length at
-        which it would be best.
+        The score that the best beam may reach is estimated from its present length; with early_stopping "never", from
+        the length at which its score would be best.
         """
         if not paths:
             return True

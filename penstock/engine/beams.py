@@ -1,12 +1,12 @@
-"""Beams: the requests of beam searches. To the scheduler each beam is an ordinary request; only who chooses its tokens
-is another one: the search, as soon as all its beams have been scored.
+"""Beams: the requests of beam searches. To the scheduler, each beam is an ordinary request. Its tokens are chosen by
+the search, as soon as all beams of the search have been scored.
 
-    step     every beam computes its last token, in everybody's batch, and is scored
+    step     every beam computes its last token, in one batch with all other requests, and is scored
     choose   each beam is replaced by its continuations, which share its blocks (Scheduler.fork)
 
-A beam that has been scored waits for the others. Where one of these waits for a row or for blocks, the scored ones give
-theirs up, so that two searches can never wait for each other. What a search finds depends on log-probabilities alone,
-so whichever beams are preempted, and in whichever steps they are computed, its answer has the same bits.
+A scored beam waits for the other beams of its search. If one of them waits for a row or for blocks, the scored beams
+give up theirs, so that two searches can never wait for each other. What a search finds depends on log-probabilities
+alone, so its answer has the same bits whichever beams are preempted, and in whichever steps they are computed.
 """
 
 import copy
@@ -25,7 +25,7 @@ class Beam(Request):
     """One beam.
 
     Attributes:
-        search: that it is of.
+        search: the search that it belongs to.
         scored: its most likely next tokens; None until a step has computed them.
     """
 
@@ -39,7 +39,7 @@ class Beam(Request):
         self.scored: TokenLogprobs | None = None
 
     def continued(self, token_id: int) -> "Beam":
-        """Return a beam with one token more, of which nothing is computed."""
+        """Return a beam with one more token, and with nothing computed."""
         beam = copy.copy(self)
         beam.request_id = self.search.new_id()
         beam.token_ids = [*self.token_ids, token_id]
@@ -50,7 +50,7 @@ class Beam(Request):
 
 
 class Search:
-    """One request's search with its beams, best first."""
+    """The search of one request, and its beams, best first."""
 
     def __init__(self, first: Beam, end_ids: frozenset[int]) -> None:
         self.request_id = first.request_id
@@ -76,11 +76,11 @@ class Search:
         for path, beam in zip(self.search.paths, self.beams, strict=True):
             children[path.parent].append(beam)
         for parent, its_children in sorted(zip(before, children, strict=True), key=lambda pair: len(pair[1])):
-            scheduler.fork(parent, its_children)  # those without any first: their rows and blocks are free then
+            scheduler.fork(parent, its_children)  # childless parents first, to free their rows and blocks
         return self._output(before[0]) if self.search.is_done else None
 
     def _make_way(self, scheduler: Scheduler) -> None:
-        """Free what the scored beams hold, if others are not even running."""
+        """Free the rows and blocks of the scored beams if another beam of the search is not even running."""
         if any(beam.scored is None and beam not in scheduler.running for beam in self.beams):
             for beam in self.beams:
                 if beam.scored is not None:
@@ -102,7 +102,7 @@ class Search:
 
 
 class Searches:
-    """The open searches, and all requests of the engine, their beams among them, by the ids that the scheduler uses."""
+    """The open searches, and all requests of the engine, beams included, by the ids that the scheduler uses."""
 
     def __init__(self, requests: dict[str, Request]) -> None:
         self._requests = requests
@@ -121,7 +121,7 @@ class Searches:
         return self._open[request_id].beams[0]
 
     def forget(self, request: Request) -> list[Request]:
-        """Remove a request, or every beam of its search, and return them. Nothing happens if it is gone."""
+        """Remove a request, or every beam of its search, and return them. A request that is gone is ignored."""
         members = [request]
         if isinstance(request, Beam):
             search = request.search
@@ -132,7 +132,7 @@ class Searches:
         return members
 
     def advance(self, search: Search, scheduler: Scheduler) -> EngineOutput | None:
-        """Let a search choose. Return its output if it has ended; its beams are gone then."""
+        """Let a search choose tokens. Return its output if it has ended; its beams are gone then."""
         before = search.beams
         output = search.advance(scheduler)
         if search.beams is not before:
@@ -148,7 +148,7 @@ class Searches:
 
 
 def check_search(source: EngineRequest, vocab_size: int) -> None:
-    """Raise InvalidRequestError if there are more beams than tokens to begin with, or a search is to be resumed."""
+    """Raise InvalidRequestError for more beams than the vocabulary has tokens, and for a search to be resumed."""
     if source.params.n > vocab_size:
         message = f"n: {source.params.n} beams are more than the {vocab_size} tokens of the vocabulary"
         raise InvalidRequestError(message, param="n")

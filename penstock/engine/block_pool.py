@@ -1,10 +1,10 @@
-"""BlockPool: the blocks of one cache group: which are free, how many requests use the others, what full ones hold.
+"""BlockPool: the blocks of one cache group. It knows which are free, how many users each has, and what full ones hold.
 
     free, unknown     no content; allocated first
     free, cached      used by no request, found by content hash; allocated last, least recently used first
     in use            read by one or more requests, or pinned (ref_count); found by content hash if it is full
 
-Knows block ids and hashes, but no request, no token and no memory.
+It handles block ids and hashes, and knows nothing of requests, tokens and memory.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ NO_PARENT = b""
 def hash_block(parent: bytes, token_ids: Sequence[int], key: bytes = b"") -> bytes:
     """Return the content hash of a full block: 128 keyed bits over its tokens and all tokens before them.
 
-    A chosen prompt could make Python's own hash() collide, which would show one user's cache to another.
+    Python's own hash() is not safe: a crafted prompt could make it collide, and read another user's cache.
     """
     digest = hashlib.blake2b(parent, digest_size=16, key=key)
     digest.update(array("q", token_ids).tobytes())
@@ -36,7 +36,7 @@ def salt_bytes(salt: str | None) -> bytes:
 class BlockPool:
     """Allocates and frees the block ids 0 .. num_blocks - 1.
 
-    evicted: told of each block whose content can no longer be found here; it is still there until it is overwritten.
+    evicted: called for each block whose content can no longer be found here; it stays there until it is overwritten.
     """
 
     def __init__(self, num_blocks: int, evicted: Callable[[int, bytes], None] | None = None) -> None:
@@ -46,7 +46,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # first out comes first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of allocation
 
     @property
     def num_free(self) -> int:
@@ -74,7 +74,7 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Remove a user from each block; one without users is free, and the first given is reused first."""
+        """Remove a user from each block. A block without users is free; of cached ones, the first is reused first."""
         for block_id in block_ids:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
@@ -88,14 +88,14 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def is_shared(self, block_id: int) -> bool:
-        """Return whether more than one request uses the block."""
+        """Return whether the block has more than one user."""
         return self._ref_counts[block_id] > 1
 
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 
     def register(self, block_id: int, block_hash: bytes) -> bool:
-        """Make this full block, which is in use, known by its content. False if an equal one is already."""
+        """Make a full block, which is in use, known by its content. Return False if an equal block already is."""
         if block_hash in self._by_hash:
             return False
         self._forget(block_id)

@@ -1,13 +1,13 @@
-"""The costs of drafts: seconds of steps by their number of tokens, and the budget of time that drafts may lose."""
+"""The costs of drafts: how long steps take, by number of tokens, and a budget for the time that drafts may lose."""
 
 from bisect import bisect_left, bisect_right, insort
 
-DOWN, UP = 0.5, 0.1  # weight of a new time that is below, or above, the usual one: what is slow had to wait for others
-OUTLIER = 1.5  # times the usual: a step that took longer counts as so long, and changes nothing if it is alone
-FIRST_TIMES = 4  # of which the least counts, and not the very first: it records its program (runner/programs.py)
-MAX_LOSS = 0.02  # of the time of all steps, that drafts may lose
-CREDIT_STEPS = 1.0  # most steps' time that is saved up for losses to come
-FULL = 0.8  # of it is enough for a trial
+DOWN, UP = 0.5, 0.1  # weights of a new time below and above the usual one: a slow step was held up
+OUTLIER = 1.5  # times the usual time: a longer step counts as this long, and a single one changes nothing
+FIRST_TIMES = 4  # first steps of a size: the shortest time counts, without the first (it records its program)
+MAX_LOSS = 0.02  # share of the time of all steps that drafts may lose
+CREDIT_STEPS = 1.0  # limit of what is saved up for later losses, in steps without drafts
+FULL = 0.8  # share of that limit that is enough for a trial
 
 
 class StepCosts:
@@ -15,16 +15,16 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._usual: dict[int, float] = {}
-        self._times: dict[int, int] = {}  # that were noted
+        self._times: dict[int, int] = {}  # number of steps noted
         self._doubted: set[int] = set()  # sizes whose last step was an outlier
-        self._sizes: list[int] = []  # of _usual, in order
+        self._sizes: list[int] = []  # keys of _usual, in order
 
     def note(self, num_tokens: int, seconds: float) -> float:
-        """Learn what a step took. Return what it counts as: of an outlier less."""
+        """Learn how long a step took. Return the duration that is counted, capped for outliers."""
         usual, number = self._usual.get(num_tokens), self._times.get(num_tokens, 0)
         self._times[num_tokens] = number + 1
         if usual is None:
-            if number:  # the first one records its program, and says little of the next
+            if number:  # the first step records its program, and says little about the next
                 self._usual[num_tokens] = seconds
                 insort(self._sizes, num_tokens)
             return seconds
@@ -40,14 +40,14 @@ class StepCosts:
         return num_tokens in self._usual
 
     def has_seen(self, num_tokens: int) -> bool:
-        """Return whether there was such a step, be it only the first."""
+        """Return whether there was any step of this size."""
         return num_tokens in self._times
 
     def estimate(self, num_tokens: int) -> float:
-        """Return the seconds of a step: as measured, else on the line through the two nearest sizes that were.
+        """Return the seconds of a step: as measured, or on the line through the two nearest measured sizes.
 
-        Beyond a single one as much as that; so what was never measured looks worth a try. At most those of smaller
-        steps with as many tokens together.
+        Beyond a single measured size, larger steps are taken to cost the same, so that they look worth a try. No
+        estimate exceeds the cost of the same tokens in steps of the next smaller measured size.
         """
         usual, sizes = self._usual, self._sizes
         place = bisect_left(sizes, num_tokens)
@@ -67,7 +67,7 @@ class StepCosts:
         return min(found, usual[below] * num_tokens / below)
 
     def _beyond(self, num_tokens: int) -> float:
-        """Return the seconds of a step with more tokens than any before."""
+        """Return the seconds of a step with more tokens than any measured one."""
         largest = self._sizes[-1]
         if len(self._sizes) == 1:
             return self._usual[largest]
@@ -83,8 +83,8 @@ class StepCosts:
 class Budget:
     """Seconds that drafts may lose: a share of the time of all steps, and what other drafts have saved.
 
-    It begins with nothing and is never more than CREDIT_STEPS steps, so what was saved long ago pays for little. A loss
-    that nobody could foresee makes it negative, and then nothing is tried until time has made up for it.
+    It starts at zero and never exceeds CREDIT_STEPS steps, so what was saved long ago pays for little. An unforeseen
+    loss makes it negative, and then nothing is tried until later steps have made up for it.
     """
 
     def __init__(self) -> None:
@@ -92,12 +92,12 @@ class Budget:
         self._most = 0.0
 
     def earn(self, step_seconds: float) -> None:
-        """Take the share of a step that takes so long without drafts."""
+        """Add the share of a step that takes `step_seconds` without drafts."""
         self._most = CREDIT_STEPS * step_seconds
         self.spend(-MAX_LOSS * step_seconds)
 
     def spend(self, seconds: float) -> None:
-        """Take what was lost; negative: won."""
+        """Subtract a loss; a negative one is a gain."""
         self.seconds = min(self.seconds - seconds, self._most)
 
     @property

@@ -1,13 +1,14 @@
-"""How many drafts a step computes: as many as pay, by what steps have cost and how many drafts were right of late.
+"""How many drafts a step computes: as many as pay, given what steps have cost and how many recent drafts were right.
 
     expected tokens of a request with k drafts   1 + p + p^2 + ... + p^k        p: share of its drafts that were right
-    seconds                                      of a step with all tokens, and of making the drafts
+    seconds                                      to compute all tokens in a step, and to make the drafts
 
-The draft that is likeliest to be accepted comes first, and drafts are added as long as tokens per second rise. What a
-step costs is measured by its number of tokens. Estimates can be wrong, so a budget bounds what all drafts, trials and
-thoughts about them may lose (draft_costs.py): what was never measured is tried when the budget bears it, and nothing is
-done while it is used up. The first step of a size, and the first drafts that are made at all, record programs and the
-like, once: of that the budget bears one step's time. The choice changes no bit of an answer.
+The drafts that are likeliest to be accepted come first, and drafts are added as long as tokens per second rise. The
+cost of a step is measured by its number of tokens. Estimates can be wrong, so a budget bounds the time that drafts,
+trials and the choice itself may lose (draft_costs.py): a number of tokens that was never measured is tried when the
+budget allows it, and nothing is done while the budget is used up. The first step of a size, and the first drafts of
+all, have costs that occur once, such as recording a program; the budget pays at most one step's time for them. The
+choice changes no bit of an answer.
 """
 
 from collections.abc import Mapping
@@ -15,22 +16,22 @@ from dataclasses import dataclass, field
 
 from penstock.engine.draft_costs import Budget, StepCosts
 
-REFRESH_STEPS = 48  # a step without drafts after so many with them, to see what it costs now
-MARGIN = 1.02  # by which drafts must be faster
-TRIAL_DRAFTS = 2  # of all requests together, where nothing is known of steps with drafts
+REFRESH_STEPS = 48  # steps with drafts, after which one without drafts is timed again
+MARGIN = 1.02  # factor by which drafts must be faster
+TRIAL_DRAFTS = 2  # most drafts of all requests together until a step with drafts has been timed
 NUMBERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)  # of drafts in a step
-FIRST_WAIT, MAX_WAIT = 64, 4096  # steps until what did not pay is tried again; doubled each time
-RARE_LOSS = 0.005  # of the time, that trials may lose again that have lost more than a step
-HOPE = 0.6  # share of right drafts that is hoped for then, where only a trial can tell
-WORTH = 1.1  # times as many tokens, that a step must be hoped to give, to be tried again
-FORGETTING = 0.9  # weight of a request's earlier drafts beside its latest
-PRIOR_WEIGHT = 2.0  # of all requests' share of right drafts, as drafts of the one request
+FIRST_WAIT, MAX_WAIT = 64, 4096  # steps until drafts that did not pay are tried again; doubled each time
+RARE_LOSS = 0.005  # share of the time that a trial may lose again after it has lost more than a step
+HOPE = 0.6  # share of right drafts assumed for a repeated trial, where only the trial can tell
+WORTH = 1.1  # a repeated trial must promise this many times the tokens of a step without drafts
+FORGETTING = 0.9  # weight of a request's earlier drafts relative to its latest
+PRIOR_WEIGHT = 2.0  # weight of all requests' share of right drafts, counted in drafts of the one request
 PRIOR_FORGETTING = 0.98
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """The share of drafts that were right, of those whose predecessors were; the latest count most."""
+    """The share of right drafts among those whose predecessors were right; the latest count most."""
 
     right: float = 0.0
     seen: float = 0.0
@@ -42,7 +43,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """So many drafts, and what they give: tokens, and the seconds that the step is thought to take."""
+    """A number of drafts, the tokens that they are expected to give, and the estimated seconds of the step."""
 
     count: int
     tokens: float
@@ -59,8 +60,8 @@ class DraftPolicy:
 
     Attributes:
         pays: whether drafts paid, or were worth a trial, when last asked.
-        base: seconds of a step without drafts, of as many requests as the last one had.
-        hears_of_all: also drafts that were not computed are noted, once it is known whether they were right.
+        base: seconds of a step without drafts, with as many requests as the last step had.
+        hears_of_all: whether drafts that were not computed are noted too, once it is known if they were right.
     """
 
     pays: bool = True
@@ -72,24 +73,24 @@ class DraftPolicy:
     _of_request: dict[str, Acceptance] = field(default_factory=dict)
     _rounds: StepCosts = field(default_factory=StepCosts)
     _thoughts: StepCosts = field(default_factory=StepCosts)
-    _seconds_per_round: float = 0.0  # of making one more draft for every request that wants as many
-    _is_new: bool = False  # drafts were made for the first time just now
+    _seconds_per_round: float = 0.0  # to make one more draft for each request that gets that many
+    _is_new: bool = False  # drafts have just been made for the first time
     _since_refresh: int = 0
-    _steps_to_wait: int = 0  # until the next trial of what did not pay
+    _steps_to_wait: int = 0  # until the next trial of drafts that did not pay
     _wait: int = FIRST_WAIT
 
     @property
     def may_think(self) -> bool:
-        """Return whether there is time to think about drafts at all; at first, to measure a step."""
+        """Return whether there is time to consider drafts at all. At first there is, so that a step is measured."""
         return not self.base or not self.budget.is_used_up
 
     def choose(self, limits: Mapping[str, int], num_requests: int) -> dict[str, int]:
-        """Return how many drafts to compute, at most `limits`, of requests in a step of num_requests; without zeros."""
+        """Return how many drafts of each request a step of num_requests computes: at most `limits`, without zeros."""
         self.pays = bool(limits)
         if not limits or not self.costs.knows(num_requests) or self._since_refresh >= REFRESH_STEPS:
             return {}
         chances = {name: self._chance(name) for name in limits}
-        # By likelihood; of one request a draft never comes before its predecessor.
+        # By likelihood; a draft never comes before the earlier drafts of its request.
         drafts = sorted(
             (-(chances[name] ** place), place, name) for name, limit in limits.items() for place in range(1, limit + 1)
         )
@@ -98,7 +99,7 @@ class DraftPolicy:
         return {} if chosen is None else _counted(drafts[: chosen.count])
 
     def _best(self, drafts: list[tuple[float, int, str]], num_requests: int) -> _Choice | None:
-        """Return what pays best; what is not known, or did not pay, only as a trial."""
+        """Return the choice that pays best. One that was never measured, or did not pay, is made only as a trial."""
         choices = self._choices(drafts, num_requests)
         plain = MARGIN * num_requests / self.costs.estimate(num_requests)
         known = [choice for choice in choices if self.costs.knows(num_requests + choice.count)]
@@ -115,7 +116,7 @@ class DraftPolicy:
         return self._again(best, num_requests)
 
     def _can_afford(self, trial: _Choice, num_requests: int) -> bool:
-        """Return whether the budget bears a trial whose every token costs as much as one of a step without drafts."""
+        """Return whether the budget covers a trial in which each token costs as much as in a step without drafts."""
         loss = self.costs.estimate(num_requests) * (num_requests + trial.count - trial.tokens) / num_requests
         return self.budget.is_full or self.budget.seconds >= loss
 
@@ -133,7 +134,7 @@ class DraftPolicy:
         return found
 
     def _again(self, best: _Choice | None, num_requests: int) -> _Choice | None:
-        """Return what did not pay when it was measured, now and then: the machine, or the text, may be another now."""
+        """Return, now and then, a choice that did not pay when measured: the machine or the text may have changed."""
         if best is None or self._steps_to_wait or not self.budget.is_full:
             return None
         hoped = best.tokens if self.hears_of_all else max(best.tokens, num_requests + HOPE)
@@ -144,7 +145,7 @@ class DraftPolicy:
         return best
 
     def _chance(self, request_id: str) -> float:
-        """Return the chance of a request's next draft: its own share of right ones, with that of all as one more."""
+        """Return the chance of a request's next draft, from its own share of right drafts and that of all requests."""
         own = self._of_request.get(request_id, Acceptance())
         overall = self.overall.right / self.overall.seen
         return (own.right + PRIOR_WEIGHT * overall) / (own.seen + PRIOR_WEIGHT)
@@ -156,13 +157,13 @@ class DraftPolicy:
         self.overall.note(num_drafts, num_accepted, PRIOR_FORGETTING)
 
     def note_proposal(self, rounds: int, seconds: float) -> None:
-        """Learn what drafts cost to make: the time of a proposal of at most `rounds` drafts for a request."""
+        """Learn what drafts cost to make, from the time of a proposal of at most `rounds` drafts per request."""
         self._is_new = not self._rounds.has_seen(1)
         self._rounds.note(1, seconds / rounds)
         self._seconds_per_round = self._rounds.estimate(1)
 
     def note_step(self, num_requests: int, num_tokens: int, seconds: float, num_accepted: int) -> None:
-        """Learn what a step cost in which every request decodes."""
+        """Learn the cost of a step in which every request decoded."""
         is_first = not self.costs.has_seen(num_tokens)
         counted = self.costs.note(num_tokens, seconds)
         self.base = base = self.costs.estimate(num_requests)
@@ -170,21 +171,21 @@ class DraftPolicy:
             loss = counted - base * (num_requests + num_accepted) / num_requests
             self.budget.spend(min(loss, base) if is_first else loss)
             self._since_refresh += 1
-            if loss > base and not is_first:  # nobody foresaw it: again only when it is a small part of the time since
+            if loss > base and not is_first:  # unforeseen: wait until it is a small part of the time since
                 self._steps_to_wait = max(self._steps_to_wait, int(loss / base / RARE_LOSS))
         else:
             self._since_refresh = 0
         self._pass()
 
     def note_overhead(self, seconds: float) -> None:
-        """Take the time that drafts cost beside a step: to make them, to choose, to learn."""
-        if self.hears_of_all:  # always about the same, so that what is longer had to wait for others
+        """Subtract the time that drafts cost outside the step: to make them, to choose, to learn."""
+        if self.hears_of_all:  # always about the same; a longer time means that it was held up
             seconds = self._thoughts.note(1, seconds)
         self.budget.spend(min(seconds, self.base) if self._is_new else seconds)
         self._is_new = False
 
     def note_pause(self) -> None:
-        """Count a step without drafts, as long as the last one without."""
+        """Count a step without drafts, which is taken to last `base` seconds."""
         self._pass()
 
     def _pass(self) -> None:
@@ -196,7 +197,7 @@ class DraftPolicy:
 
 
 class EveryDraft(DraftPolicy):
-    """Computes every draft that there is, whether it pays or not: for proofs."""
+    """Computes every draft, whether it pays or not; used in proofs."""
 
     @property
     def may_think(self) -> bool:

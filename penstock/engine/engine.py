@@ -1,8 +1,9 @@
 """Engine: add, abort, step. The Scheduler plans a step, an Executor computes it, and the engine commits the results.
 
-Token ids only, no text; without torch, so that tests drive it with a scripted executor in milliseconds. State changes
-only with the results of a step, so a failed step can be repeated: each of its requests is computed alone, and one that
-fails alone ends with the error. What broke off half-way in the bookkeeping is dropped, and all is computed anew.
+It handles token ids, not text, and does not import torch, so tests drive it with a scripted executor in milliseconds.
+State changes only with the results of a step, so a failed step can be repeated: each of its requests is computed alone,
+and a request that fails alone ends with the error. If the bookkeeping breaks off half-way, its state is dropped, and
+all requests are computed anew.
 """
 
 from penstock import validation as check
@@ -29,11 +30,11 @@ from penstock.interface.step import (
 )
 from penstock.plugins.logits_processors import check_registered
 
-MAX_FAILED_STEPS = 3  # in a row that blame a request, or could not be planned: then the engine is broken
+MAX_FAILED_STEPS = 3  # in a row that blame a request, or cannot be planned: the engine is then broken
 
 
 class Engine:
-    """One model's requests. `groups` are the cache groups that the executor was built with."""
+    """The requests of one model. `groups` are the cache groups that the executor was built with."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Engine:
         self._num_bytes_received = 0
 
     def speculate(self, speculation: Speculation | None) -> None:
-        """Ask for drafts from now on; None: no more."""
+        """Ask for drafts from now on; with None, stop asking."""
         self.speculation = speculation
         if speculation is not None:
             speculation.fit(self.kv_cache.groups)
@@ -115,7 +116,7 @@ class Engine:
         for request in (prefix, *self._requests.values()):
             if not self._fits(request):
                 self.kv_cache.pins.remove(name)
-                for item, count, salt in known:  # what was hashed without its salt, because of this pin
+                for item, count, salt in known:  # undo hashes that lack the salt because of this pin
                     del item.block_hashes[count:]
                     item.pending_salt = salt
                 what = "there is no room to compute it" if request is prefix else "a request that runs has too little"
@@ -123,7 +124,7 @@ class Engine:
                 raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
 
     def unpin(self, name: str) -> bool:
-        """Let the blocks of a pinned prefix be evicted as any others. False if there is none of this name."""
+        """Let the blocks of a pinned prefix be evicted like any others. Return False if no pin has this name."""
         return self.kv_cache.pins.remove(name)
 
     def _made(self, source: EngineRequest) -> Request:
@@ -156,7 +157,7 @@ class Engine:
         check.check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
 
     def abort(self, request_id: str) -> bool:
-        """End a request without another output. False if it is not open (it may just have finished)."""
+        """End a request without another output. Return False if it is not open (it may just have finished)."""
         if request_id in self._searches:
             self._finish(self._searches.first_beam(request_id))
             return True
@@ -176,7 +177,7 @@ class Engine:
 
         Raises:
             EngineError: MAX_FAILED_STEPS steps in a row failed as a whole.
-            MemoryError: a step found no memory. The requests are as before it: this engine, or another one, may go on.
+            MemoryError: a step found no memory. The requests are as before it, and this or another engine may go on.
             ExecutorLostError: nothing can be computed any more. Another engine may go on.
         """
         outputs, self._early_outputs = self._early_outputs, []
@@ -192,7 +193,7 @@ class Engine:
         plan = step.plan
         try:
             results = self._collected(step)
-        except (MemoryError, ExecutorLostError):  # no request's fault, and what comes next would fail too
+        except (MemoryError, ExecutorLostError):  # no request is to blame, and the next step would fail too
             self._early_outputs = outputs
             self._give_up(plan, live)
             raise
@@ -223,7 +224,7 @@ class Engine:
             flights.add(step, self._requests)
             try:
                 step.handle = self.executor.submit(plan)
-            except Exception as error:  # which belongs to this step, and comes in its turn
+            except Exception as error:  # belongs to this step, and is raised in its turn
                 step.error = error
                 return
 
@@ -236,7 +237,7 @@ class Engine:
         return output.results
 
     def _give_up(self, plan: SchedulerOutput, live: dict[str, Request]) -> None:
-        """Note that nobody knows why a step failed. If nobody wanted its results, nobody has to be blamed."""
+        """Handle a step that failed for an unknown reason. If no request wanted its results, none is suspected."""
         if _is_lost(plan, live):
             self.scheduler.repeat_removals(plan)
         else:
@@ -254,7 +255,7 @@ class Engine:
         self._log.stepped(plan, self._requests, live, self.scheduler, began, ended)
 
     def _drafts(self) -> dict[str, list[int]]:
-        """Return guesses of what running requests have next; none for a request that is computed alone."""
+        """Return guesses of the next tokens of running requests; none while a request is computed alone."""
         if self.speculation is None or self.scheduler.is_trying:
             return {}
         return self.speculation.propose(self.scheduler.ready)
@@ -268,12 +269,12 @@ class Engine:
     def _commit_all(
         self, scheduled: list[ScheduledRequest], live: dict[str, Request], results: dict[str, RequestStepOutput]
     ) -> list[EngineOutput]:
-        """Commit each live request's results; one whose results cannot be committed fails alone."""
+        """Commit each live request's results. A request whose results cannot be committed fails alone."""
         outputs: list[EngineOutput] = []
         is_broken = False
         for item in scheduled:
             request = live.get(item.request_id)
-            if request is None or item.request_id not in self._requests:  # the search of a beam has ended with another
+            if request is None or item.request_id not in self._requests:  # a beam of a search that has ended
                 continue
             start = request.num_output_tokens
             try:
@@ -303,7 +304,7 @@ class Engine:
     def _commit(
         self, request: Request, item: ScheduledRequest, result: RequestStepOutput, start: int
     ) -> EngineOutput | None:
-        """Take what a step has computed of a request with `start` outputs: mostly one more token, and nothing else."""
+        """Commit what a step has computed for a request with `start` outputs: mostly one token, and nothing else."""
         if result.error is not None:
             output = self._ended(request, start, result.error)
             self._finish(request)
@@ -347,7 +348,7 @@ class Engine:
         return output
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[FinishReason | None, int | None]:
-        """Append tokens up to the first that ends the request; return why it ends, if so, and the stop token."""
+        """Append tokens up to the first that ends the request. Return why it ends, if it does, and the stop token."""
         for token_id in token_ids:
             request.token_ids.append(token_id)
             reason, stop_token = request.ending(self.eos_token_ids)
@@ -356,7 +357,7 @@ class Engine:
         return None, None
 
     def _score(self, beam: Beam, result: RequestStepOutput) -> None:
-        """Note what a step has computed of a beam; its search chooses the token."""
+        """Note what a step has computed for a beam; its search chooses the token."""
         self.kv_cache.commit(beam)
         if result.logprobs:
             beam.scored = result.logprobs[0]
@@ -374,7 +375,7 @@ class Engine:
         )  # fmt: skip
 
     def _finish(self, request: Request) -> None:
-        """End a request; of a beam, its whole search."""
+        """End a request, or the whole search of a beam."""
         self._log.forget(request)
         for member in self._searches.forget(request):
             self._forget_drafts(member.request_id)
@@ -420,12 +421,12 @@ class Engine:
 
 
 def _is_lost(plan: SchedulerOutput, live: dict[str, Request]) -> bool:
-    """Return whether none of the requests that a step was for wants its results any more."""
+    """Return whether a step had requests, but none of them wants its results any more."""
     return bool(plan.scheduled) and not live
 
 
 def _num_accepted(scheduled: list[ScheduledRequest], results: dict[str, RequestStepOutput]) -> dict[str, int]:
-    """Return how many drafts were accepted, of each request that had any and did not fail."""
+    """Return how many drafts were accepted for each request that had drafts and did not fail."""
     try:
         return {
             item.request_id: len(item.draft_token_ids) - num_rejected_drafts(item, result)

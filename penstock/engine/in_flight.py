@@ -1,14 +1,15 @@
-"""InFlight: the steps that were submitted and not collected, oldest first, and whose results still count.
+"""InFlight: the steps that were submitted and not yet collected, oldest first, and the requests whose results count.
 
 An executor whose devices hold a few layers each (a pipeline) computes several steps at once. A request is in at most
-one of them, for its next step begins with what this one samples. All that is planned rests on committed state alone,
-and the executor computes in the order of submission; so blocks freed meanwhile may be given to a later step.
+one of them, because its next step begins with what this one samples. Plans rest on committed state alone, and the
+executor computes in the order of submission, so blocks that are freed meanwhile may be given to a later step.
 
     running   [ a b | c d | e f | g h ]     rows spread over `depth` micro-batches
     steps       k     k+1   k+2   ready     k is collected and committed first
 
-A request that is preempted, aborted or reset while in flight loses its results: it is computed again, to the same
-tokens, but not before that step has been collected, so that no results can be taken for another run's.
+A request that is preempted, aborted or reset while in flight loses its results. If it is still open, it is computed
+again, to the same tokens, but not before that step has been collected, so that old results are never taken for new
+ones.
 """
 
 from collections import deque
@@ -25,8 +26,8 @@ class Step:
     """A step that was submitted.
 
     Attributes:
-        handle: of the executor; None if `error`, which submitting it raised.
-        proposal: that its drafts are of.
+        handle: the executor's handle; None if submitting the step raised `error`.
+        proposal: the proposal that its drafts come from.
         began: when it was submitted.
     """
 
@@ -58,25 +59,25 @@ class InFlight:
 
     @property
     def num_streams(self) -> int:
-        """Return how many of the requests compute their last output."""
+        """Return how many of the requests are streams."""
         return sum(request is not None and request.is_stream for request in self._requests.values())
 
     def add(self, step: Step, requests: dict[str, Request]) -> None:
-        """Note a step of these requests, the youngest."""
+        """Add the youngest step. `requests` has its requests, by id."""
         self.steps.append(step)
         self._requests.update({item.request_id: requests[item.request_id] for item in step.plan.scheduled})
 
     def lose(self, request: Request) -> None:
-        """Note that a request, if it is in flight, has lost its blocks, and with them its results."""
+        """Note that a request has lost its blocks and, if it is in flight, its results."""
         if self._requests.get(request.request_id) is request:
             self._requests[request.request_id] = None
 
     def lose_all(self) -> None:
-        """Do so for every request."""
+        """Do the same for every request."""
         self._requests = dict.fromkeys(self._requests)
 
     def land(self) -> tuple[Step, dict[str, Request]]:
-        """Remove the oldest step. Return it, and its requests whose results count."""
+        """Remove the oldest step. Return it, and those of its requests whose results count."""
         step = self.steps.popleft()
         found = {item.request_id: self._requests.pop(item.request_id) for item in step.plan.scheduled}
         return step, {name: request for name, request in found.items() if request is not None}

@@ -7,18 +7,18 @@ Every cache group (layers with the same sliding window) has its own pool and giv
                   before   shared or own, full      filled in this step
                   window
 
-Entries are -1 where nothing is allocated: blocks that the sliding window has passed, which were freed. Full blocks are
-found by content hash (prefix reuse), from the moment when the step that filled them has succeeded. A request's salt is
-part of the hash of its first block, and so of all after it: requests of different salts find nothing of each other.
-Blocks of a public pin come before the salt (pins.py), so that every request may read them.
+An entry is -1 where the sliding window has passed a block, which was then freed. Full blocks are found by content hash
+(prefix reuse) as soon as the step that filled them has succeeded. A request's salt is part of the hash of its first
+block, and so of all later ones: requests with different salts do not find each other's blocks. Blocks of a public pin
+come before the salt (pins.py), so that every request may read them.
 
-A request may be forked: the fork shares all its blocks. Full ones stay shared; the last one, partly filled, until one
-of its users writes to it, which takes a copy of its own unless it is the last user (copy on write).
+A request may be forked: the fork shares all its blocks. Full blocks stay shared. A partly filled last block is shared
+until one of its users writes to it: that user takes a copy, unless it is the only user left (copy on write).
 
-A group may be a ring instead: a request has one block there, from its first step to its end, and overwrites the rows
-that its window has passed. Its content depends on the length of the request, so no prefix can be reused.
+A group may be a ring instead: a request has one block there from its first step to its end, and overwrites the slots
+that its window has passed. The content depends on the length of the request, so no prefix can be reused.
 
-Beyond the pools there may be a store (offload.py), which is asked for what they do not have.
+Beyond the pools there may be a store (offload.py), which is asked for blocks that the pools do not have.
 """
 
 import sys
@@ -34,7 +34,7 @@ from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.step import BlockCopy, BlockStore, CacheGroup
 
-TableUpdates = tuple[list[list[int]], list[int]]  # per group, new entries and how many leading ones were released
+TableUpdates = tuple[list[list[int]], list[int]]  # per group: new entries, and the number of released leading ones
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class BlockTable:
 class Prefix:
     """The cached or stored blocks that a request could reuse.
 
-    in_progress: another request is computing the next one. The choices of one prompt wait then, and compute it once.
+    in_progress: another request is computing the next block. Choices of one prompt then wait, and compute it once.
     """
 
     hashes: list[bytes]  # of every block that could be reused, cached or not
@@ -83,7 +83,7 @@ class KVCacheManager:
         self.pools = self._new_pools()
         self.pins = Pins(self.pools)
         self._tables: dict[str, list[BlockTable]] = {}
-        self._settled: dict[str, int] = {}  # up to so many tokens the executor's tables of a request are what it needs
+        self._settled: dict[str, int] = {}  # request -> tokens up to which the executor's tables suffice
         self.no_updates: TableUpdates = [[] for _ in groups], [0] * len(groups)
         self._in_progress: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
         self._forked: set[str] = set()  # requests that have written nothing since they were forked from another one
@@ -130,9 +130,9 @@ class KVCacheManager:
         return all(peak_blocks(group, num_tokens, chunk) <= group.num_blocks for group in self.groups)
 
     def fits_beside_pins(self, request: Request, chunk: int) -> bool:
-        """Return whether a request could run to its end with nothing else in the cache than the pinned prefixes.
+        """Return whether a request could run to its end with nothing but the pinned prefixes in the cache.
 
-        The blocks that it shares with them count once; with windows it may have to compute them anew.
+        Blocks that it shares with them count once, except with windows, where it may have to compute them anew.
         """
         if not self.pins:
             return self.fits_alone(request.max_total_tokens, chunk)
@@ -149,8 +149,8 @@ class KVCacheManager:
     # --- prefix reuse ----------------------------------------------------------------------------------------------
 
     def looks_up(self, request: Request) -> bool:
-        """Return whether a request looks for its prefix in the cache. What is reported of a whole prompt, its
-        log-probabilities or the mean of its hidden states, needs all of it computed."""
+        """Return whether a request looks for its prefix in the cache. It does not if its whole prompt has to be
+        computed, for the prompt's log-probabilities or the mean of its hidden states."""
         params = request.params
         needs_all = params.prompt_logprobs is not None if params.pooling is None else params.pooling.needs_whole_prompt
         return self.enable_prefix_caching and not needs_all
@@ -164,7 +164,7 @@ class KVCacheManager:
         return request.block_hashes[:count]
 
     def _extend_hashes(self, request: Request, count: int) -> None:
-        """Compute the hashes of the first `count` blocks. The salt goes into the first one that no public pin has."""
+        """Compute the hashes of the first `count` blocks. The salt goes into the first block that no public pin has."""
         hashes, size = request.block_hashes, self.block_size
         for index in range(len(hashes), count):
             parent = hashes[-1] if hashes else NO_PARENT
@@ -176,7 +176,7 @@ class KVCacheManager:
             hashes.append(block_hash)
 
     def _reusable_blocks(self, hashes: list[bytes]) -> int:
-        """Return the largest number of leading blocks of which every group has those that its window still needs."""
+        """Return the largest number of leading blocks for which every group has the blocks that its window needs."""
         whole = [index for index, group in enumerate(self.groups) if group.sliding_window is None]
         limit = len(hashes) if not whole else min(self._leading_blocks(index, hashes) for index in whole)
         windows = [
@@ -191,17 +191,17 @@ class KVCacheManager:
         return 0
 
     def _holds(self, group: int, block_hash: bytes) -> bool:
-        """Return whether the cache or the store has such a block."""
+        """Return whether the cache or the store has a block with this hash."""
         if self.pools[group].lookup(block_hash) is not None:
             return True
         return self.offload is not None and self.offload.store.holds(group, block_hash)
 
     def _leading_blocks(self, group: int, hashes: list[bytes]) -> int:
-        """Return how many blocks there are before the first that is missing."""
+        """Return the number of blocks before the first that is missing."""
         return next((i for i, block_hash in enumerate(hashes) if not self._holds(group, block_hash)), len(hashes))
 
     def _cached_runs(self, group: int, hashes: list[bytes]) -> list[int]:
-        """Return, for each block, how many blocks up to and including it there are without a gap."""
+        """Return, for each block, the length of the run of available blocks that ends with it."""
         runs, run = [], 0
         for block_hash in hashes:
             run = run + 1 if self._holds(group, block_hash) else 0
@@ -213,7 +213,7 @@ class KVCacheManager:
         hashes = self._hashes(request)
         count = self._reusable_blocks(hashes)
         in_progress = count < len(hashes) and hashes[count] in self._in_progress
-        if self.offload is not None and not in_progress:  # another request may be loading one
+        if self.offload is not None and not in_progress:  # another request may be loading a block
             in_progress = any(found in self._in_progress for found in hashes[self._num_cached(hashes, count) : count])
         return Prefix(hashes, count, in_progress)
 
@@ -231,7 +231,7 @@ class KVCacheManager:
     def admit(self, request: Request, prefix: Prefix, max_new_tokens: int) -> int | None:
         """Give a waiting request the prefix just found, and blocks for up to max_new_tokens more tokens.
 
-        Sets num_computed_tokens to the cached length. Returns how many tokens it may compute now; None, with nothing
+        Set num_computed_tokens to the cached length. Return how many tokens it may compute now; None, with nothing
         changed, if too few blocks are free for all its tokens.
         """
         hashes, count = prefix.hashes, prefix.num_blocks
@@ -242,7 +242,7 @@ class KVCacheManager:
             if peak - (len(block_ids) - block_ids.count(NO_BLOCK)) + revived > pool.num_free:
                 return None
         cached = count if self.offload is None else self._num_cached(hashes, count)
-        if not self._fetch(hashes, cached, count):  # the store has forgotten it, so this ends
+        if not self._fetch(hashes, cached, count):  # the store has forgotten that block, so the recursion ends
             return self.admit(request, self.get_computed_blocks(request), max_new_tokens)
         for pool, block_ids in zip(self.pools, shared, strict=True):
             pool.share(block_id for block_id in block_ids if block_id != NO_BLOCK)
@@ -259,7 +259,7 @@ class KVCacheManager:
         return num_new
 
     def _fetch(self, hashes: list[bytes], cached: int, count: int) -> bool:
-        """Have the store read the reusable blocks that are not in the cache. False if one is not there after all."""
+        """Let the store read the reusable blocks that the cache lacks. Return False if one is missing after all."""
         if self.offload is None or cached == count:
             return True
         firsts = [self._first_needed(group, count * self.block_size) for group in self.groups]
@@ -271,7 +271,7 @@ class KVCacheManager:
         )
 
     def _loaded(self, group: int, first: int, block_ids: list[int], hashes: list[bytes]) -> list[int]:
-        """Return a table with new blocks for those that come from the store, which has fetched them."""
+        """Return the table, with new blocks for those that the store has fetched."""
         for index in range(first, len(hashes)):
             if block_ids[index] == NO_BLOCK and self.offload is not None:
                 (block_ids[index],) = self.pools[group].allocate(1)
@@ -279,7 +279,7 @@ class KVCacheManager:
         return block_ids
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Give a waiting request all that another one has computed, which its tokens begin with.
+        """Give a waiting request everything computed by its parent, whose tokens it begins with.
 
         The executor must not know the child yet: its table changes when it writes for the first time.
         """
@@ -301,9 +301,9 @@ class KVCacheManager:
         return [NO_BLOCK] * first + [NO_BLOCK if block_id is None else block_id for block_id in found]
 
     def settled_streams(self, requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
-        """Return the streams whose next token fits blocks that the executor knows, as of most decodes; and the others.
+        """Return the streams whose next token fits blocks that the executor knows (most decodes), and all others.
 
-        The former need nothing of this manager in the next step.
+        The former need nothing from this manager in the next step.
         """
         streams, others, settled = list[Request](), list[Request](), self._settled
         for request in requests:
@@ -312,9 +312,9 @@ class KVCacheManager:
         return streams, others
 
     def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
-        """Free the blocks that the window has passed, then allocate for num_new_tokens after the computed ones.
+        """Free the blocks that the window has passed, then allocate blocks for num_new_tokens after the computed ones.
 
-        A fork takes a copy of the block that it is the first to write to. False, with nothing allocated, if a group
+        A fork takes a copy of a shared block before it writes to it. Return False, with nothing allocated, if a group
         has too few free blocks.
         """
         num_tokens = request.num_computed_tokens + num_new_tokens
@@ -341,13 +341,13 @@ class KVCacheManager:
         return True
 
     def _shared_ends(self, request: Request, tables: list[BlockTable]) -> dict[int, int]:
-        """Return, by group, the entry of a fork's table that it writes next and others use too."""
+        """Return, by group, the index of the table entry that a fork writes next, if the block has other users."""
         shared = {}
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
             index = 0 if self.groups[group].ring else request.num_computed_tokens // self.groups[group].block_size
             if index < len(table.block_ids) and pool.is_shared(table.block_ids[index]):
                 shared[group] = index
-        if not shared:  # nor will it ever be
+        if not shared:  # and it never will be again
             self._forked.discard(request.request_id)
         return shared
 
@@ -404,7 +404,7 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def reset(self) -> None:
-        """Forget every table and all content: the bookkeeping broke off half-way, so nothing of it can be relied on."""
+        """Forget every table and all content, because the bookkeeping broke off half-way and cannot be relied on."""
         self.pools = self._new_pools()
         if self.offload is not None:
             self.offload.forget()
@@ -418,7 +418,7 @@ class KVCacheManager:
     # --- pins ------------------------------------------------------------------------------------------------------
 
     def pin(self, name: str, prefix: Request) -> None:
-        """Hold the full blocks of a prefix from now on, as far as they are in the cache, and the others once computed.
+        """Hold the full blocks of a prefix from now on: cached ones at once, the others when they are computed.
 
         Raises:
             InvalidRequestError: there is no prefix caching, the prefix fills no block, or Pins.add refuses it.
@@ -431,7 +431,7 @@ class KVCacheManager:
             raise InvalidRequestError(message, param="prompt")
         is_public = not prefix.pending_salt
         self._extend_hashes(prefix, count)
-        start = (count - 1) * self.block_size  # a prompt may differ in the last block, where a text was cut
+        start = (count - 1) * self.block_size  # prompts may differ in the last block, where the pinned text was cut
         first_held = [self._first_needed(group, start) for group in self.groups]
         self.pins.add(name, Pin(prefix.block_hashes, first_held, is_public))
 
@@ -461,7 +461,7 @@ class KVCacheManager:
 
 
 def table_length(group: CacheGroup, num_tokens: int) -> int:
-    """Return the entries of a block table that num_tokens need, released ones included; one for a ring."""
+    """Return the number of block table entries for num_tokens, released ones included; one for a ring."""
     return min(1, num_tokens) if group.ring else -(-num_tokens // group.block_size)
 
 

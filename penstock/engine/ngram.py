@@ -1,12 +1,12 @@
-"""NgramProposer: prompt lookup. What followed the last tokens when they came before is guessed to follow again.
+"""NgramProposer: prompt lookup. It guesses that the last tokens are followed by what followed them earlier.
 
     token_ids  ... a b c d e f ............... x a b c        matches of the end: "c", "b c", "a b c"
                          ^ guessed: d e f
 
-The longest match decides, of at most max_ngram tokens: a longer context predicts better. Among matches of one length it
-is the latest, because a text repeats what it just said rather than what it began with; and the search, which goes from
-the end to the start, is over at the first match of full length. A guess that reaches the end of the text goes on with
-itself, so a text that runs in a circle is guessed for as long as wanted.
+The longest match of at most max_ngram tokens decides, because a longer context predicts better. Among matches of one
+length the latest decides, because a text repeats what it has just said rather than its beginning. The search goes from
+the end to the start, and stops at the first match of full length. A guess that reaches the end of the text goes on with
+its own tokens, so a text that repeats in a cycle is guessed for as long as wanted.
 """
 
 from array import array
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 from penstock.interface.drafts import DraftQuery
 
-MAX_CANDIDATES = 64  # matches of the shortest length that are looked at: bounds the time for a token that is everywhere
+MAX_CANDIDATES = 64  # most matches of the shortest length to look at, which bounds the time for frequent tokens
 NONE = -1
 
 
 class _Index:
-    """Where each n-gram of the shortest length ended: the latest place, and from each place the one before.
+    """Where each n-gram of the shortest length ended: the latest place and, for each place, the one before.
 
-    Takes a dictionary entry per distinct n-gram and 4 bytes per token; a token is added in constant time.
+    It takes a dictionary entry per distinct n-gram and 4 bytes per token; a token is added in constant time.
     """
 
     def __init__(self, size: int) -> None:
@@ -65,7 +65,7 @@ class NgramProposer:
         return guess
 
     def _best_match(self, tokens: list[int], previous: "array[int]") -> int:
-        """Return where the longest match of the text's end ended, the latest of equal ones; NONE without any."""
+        """Return where the longest match of the text's end ends, the latest among equals; NONE if nothing matches."""
         last = len(tokens) - 1
         found, length = NONE, self._shortest - 1
         place = previous[last]

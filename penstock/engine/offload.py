@@ -1,10 +1,11 @@
-"""Offload: which blocks the next step saves to the store beyond the cache, and which it loads. No bytes, no tokens.
+"""Offload: which blocks the next step saves to the store beyond the cache, and which it loads. It
+handles block ids and hashes, not contents.
 
     full, or about to be overwritten -> save -> store -> hit of a prefix -> load
 
-A block is saved when its place is given away and, if the store outlives this process, as soon as it is full, so that
-an engine that is killed leaves behind what it has computed. Saves come first in a step: what was planned to be
-overwritten is still there. Loads have been read and checked by then, so a step cannot fail on them.
+A block is saved when its place is given away. If the store outlives this process, it is also saved as soon as it is
+full, so that a killed engine leaves behind what it has computed. Saves come first in a step, while the blocks that the
+step overwrites still have their content. Loads have been read and checked before, so a step cannot fail on them.
 """
 
 from penstock.interface.step import BlockStore, BlockTransfer
@@ -21,7 +22,7 @@ class Offload:
 
     @property
     def has_work(self) -> bool:
-        """Return whether a step is needed that saves, even if it computes nothing."""
+        """Return whether a step is needed to save blocks, even if it computes nothing."""
         return bool(self._saves)
 
     def filled(self, group: int, block_id: int, block_hash: bytes) -> None:
@@ -46,6 +47,6 @@ class Offload:
         return saves, loads
 
     def forget(self) -> None:
-        """Drop what was collected: the bookkeeping that it came from broke off half-way."""
+        """Drop what was collected, because the bookkeeping broke off half-way."""
         self._saves.clear()
         self._loads.clear()

@@ -2,10 +2,10 @@
 
     a step with D tokens of streams and P of prompts takes  base(D) + extra,  and extra stays below max_stall_s
 
-base(D) is measured in steps without prompts, extra in those with some. What is not measured is taken to be long: a
-further token costs as much as one of the cheapest step, with all of that step's time for its prompts, and one that
-attends to more tokens costs more in proportion, beyond a share that does not grow. So the chunk rises to its limit from
-below, in a few steps. Knows no clock: times are given to it.
+base(D) is measured in steps without prompts, extra in steps with prompts. What was not measured is assumed to be slow:
+a further token costs as much as one in the cheapest step, with all of that step's time charged to its prompts, and a
+token that attends to more tokens costs proportionally more, apart from a share that does not grow. So the chunk rises
+to its limit from below, in a few steps. It has no clock: times are given to it.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from penstock.interface.step import ScheduledRequest
 
-SHORT_CONTEXT = 1024  # tokens to attend to that cost at most as much as all the rest of a token
-BASE_WEIGHT = 0.1  # of a new base that is slower than the old one; a faster one replaces it
-FORGET = 1.01  # by which the cost of a token rises with each step, so that a machine that has become slow is noticed
+SHORT_CONTEXT = 1024  # attending to this many tokens costs at most as much as all other work on a token
+BASE_WEIGHT = 0.1  # weight of a new base that is slower than the old one; a faster one replaces it
+FORGET = 1.01  # factor by which the cost of a token rises with each step, to notice that a machine has become slow
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """What a step with prompts took.
+    """The measured time of a step with prompts.
 
     Attributes:
         context: mean number of tokens that its prompt tokens attended to.
@@ -33,7 +33,7 @@ class _Sample:
 
 @dataclass(frozen=True, slots=True)
 class _TokenCost:
-    """The most that a further prompt token costs, if it attends to no more than `context`."""
+    """The most that a further prompt token costs, if it attends to no more than `context` tokens."""
 
     seconds: float = float("inf")
     context: float = 0.0
@@ -41,24 +41,24 @@ class _TokenCost:
 
 @dataclass(slots=True)
 class Allowance:
-    """What is left of a step for prompts.
+    """What a step has left for prompts.
 
     Attributes:
-        tokens: how many, if they attend to no more than `context`.
+        tokens: number of prompt tokens that attend to no more than `context` tokens.
     """
 
     tokens: float
     context: float
 
     def fit(self, num_new: int, start: int) -> int:
-        """Return how many of num_new tokens, of which the first is at position `start`, are allowed."""
+        """Return how many of num_new tokens, the first of them at position `start`, are allowed."""
         if self.tokens < 1.0:
             return 0
         num_new = int(min(num_new, self.tokens))
         return max(1, int(min(num_new, self.tokens / self._weight(num_new, start))))
 
     def take(self, num_new: int, start: int) -> None:
-        """Use it for tokens."""
+        """Subtract num_new tokens, the first of them at position `start`."""
         self.tokens = max(0.0, self.tokens - num_new * self._weight(num_new, start))
 
     def _weight(self, num_new: int, start: int) -> float:
@@ -75,9 +75,9 @@ class Pace:
         self._token = _TokenCost()
 
     def allowance(self, num_stream_tokens: int) -> Allowance:
-        """Return what prompts may have in a step with so many tokens of streams, at least one.
+        """Return what prompts may have in a step with num_stream_tokens: at least one token.
 
-        None at all while no step of as many, or fewer, has been measured without prompts: this one will be.
+        They get nothing until a step with as many stream tokens, or fewer, has been measured without prompts.
         """
         if not self._known_base(num_stream_tokens):
             return Allowance(0.0, 0.0)
@@ -94,11 +94,11 @@ class Pace:
         return Allowance(max(1.0, tokens), min(sample.context, self._token.context))
 
     def _known_base(self, num_stream_tokens: int) -> int:
-        """Return the largest number of tokens, up to this one, of a step that was measured without prompts; or 0."""
+        """Return the largest number of stream tokens, up to this one, measured without prompts; or 0."""
         return max(number for number in self._base_s if number <= num_stream_tokens)
 
     def note(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
-        """Learn from a step that took so long."""
+        """Learn from a step and the time that it took."""
         streams = sum(item.num_new_tokens for item in scheduled if is_stream(item))
         prompts = [item for item in scheduled if not is_stream(item)]
         if not prompts:
@@ -115,5 +115,5 @@ class Pace:
 
 
 def is_stream(item: ScheduledRequest) -> bool:
-    """Return whether a share of a step samples after each of its tokens, as a running stream does."""
+    """Return whether a scheduled request samples after each of its tokens, as a running stream does."""
     return item.num_new_tokens == item.num_samples

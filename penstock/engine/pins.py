@@ -1,17 +1,17 @@
 """Pins: prefixes whose blocks stay in the cache until they are unpinned.
 
-A pin is a list of content hashes, one per full block of its prefix. It holds a block as a request does, by being one
-more of its users, so that the pool never gives it away:
+A pin is a list of content hashes, one per full block of its prefix. It holds a block as a request does, as one more
+user, so that the pool never gives the block away:
 
     group without a window    [ held | held | held | held | held ]
-    group with a window       [  --  |  --  |  --  | held | held ]   what a token behind the prefix attends to
+    group with a window       [  --  |  --  |  --  | held | held ]   what a token after the prefix attends to
 
-Nobody computes for a pin: it takes a block that is found in the cache when the pin is made, or later, when a request
-has computed it. So its blocks may be lost with the whole cache, and the next request that begins with the prefix brings
-them back.
+Nothing is computed for a pin. It takes blocks that are in the cache when it is made, and others later, when a request
+has computed them. If its blocks are lost with the whole cache, the next request that begins with the prefix brings them
+back.
 
-A pin without a salt is public: its blocks are read under every salt (KVCacheManager), since whoever pins them decides
-that everybody may notice them.
+A pin without a salt is public: requests with any salt read its blocks (KVCacheManager), because whoever pins a prefix
+without a salt accepts that everybody may notice it.
 """
 
 from collections import Counter
@@ -29,9 +29,9 @@ class Pin:
     """One pinned prefix.
 
     Attributes:
-        hashes: of its full blocks, in order.
+        hashes: content hashes of its full blocks, in order.
         first_held: per cache group, the index of the first block that it holds there.
-        is_public: it has no salt.
+        is_public: whether it has no salt.
     """
 
     hashes: list[bytes]
@@ -45,8 +45,8 @@ class Pins:
     def __init__(self, pools: list[BlockPool]) -> None:
         self._pools = pools
         self._pins: dict[str, Pin] = {}
-        self._public: Counter[bytes] = Counter()  # hash -> public pins that it belongs to
-        self._wanted: list[Counter[bytes]] = [Counter() for _ in pools]  # per group, hash -> pins that hold it there
+        self._public: Counter[bytes] = Counter()  # hash -> number of public pins that have it
+        self._wanted: list[Counter[bytes]] = [Counter() for _ in pools]  # per group, hash -> number of its pins
         self._held: list[dict[bytes, int]] = [{} for _ in pools]  # per group, hash -> block
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class Pins:
         return block_hash in self._public
 
     def room(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return, per group, how many blocks all pins leave to a request that begins with these, which it shares."""
+        """Return, per group, how many blocks the pins leave to a request with these hashes, shared ones included."""
         shared = (_num_leading(wanted, hashes) for wanted in self._wanted)
         pairs = zip(self._pools, self._wanted, shared, strict=True)
         return [pool.num_blocks - len(wanted) + count for pool, wanted, count in pairs]
@@ -93,7 +93,7 @@ class Pins:
                 return
 
     def remove(self, name: str) -> bool:
-        """End a pin. What it held is as any cached block from now on. False if there is none of this name."""
+        """End a pin; its blocks are now cached like any others. Return False if no pin has this name."""
         pin = self._pins.pop(name, None)
         if pin is None:
             return False
@@ -106,7 +106,7 @@ class Pins:
         return True
 
     def take(self, block_hash: bytes) -> bool:
-        """Hold a block that may have become known, in all groups where it is wanted, or in none. False: in none."""
+        """Hold a block that may have become known. Return whether all groups that want it hold it now."""
         groups = [group for group, wanted in enumerate(self._wanted) if block_hash in wanted]
         missing = [group for group in groups if block_hash not in self._held[group]]
         found = [self._pools[group].lookup(block_hash) for group in missing]
@@ -118,7 +118,7 @@ class Pins:
         return True
 
     def lose_blocks(self, pools: list[BlockPool]) -> None:
-        """Begin again with new pools, which hold nothing: the pins stay, and take their blocks as they are computed."""
+        """Begin again with new, empty pools. The pins stay, and take their blocks as they are computed."""
         self._pools = pools
         self._held = [{} for _ in pools]
 

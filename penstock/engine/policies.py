@@ -1,12 +1,12 @@
 """The policies to choose from, and how requests share the steps of an engine.
 
     fcfs            in order of arrival; all flows are equally urgent
-    priority        by the request's `priority`, lower first; waiting makes more urgent
-    length_classes  by the length of the prompt, in three classes, longest first; waiting makes more urgent
+    priority        by the request's `priority`, lower first; waiting makes a request more urgent
+    length_classes  by the length of the prompt, in three classes, longest first; waiting makes more urgent, too
     fair            by the cost of the tokens that the flow has had
     deadline        by the time at which the answer is due
 
-A further one is a class and a line in POLICIES.
+To add a policy, write a class and add a line to POLICIES.
 """
 
 import time
@@ -18,17 +18,17 @@ from penstock import validation as check
 from penstock.engine.policy import Clock, FirstCome, Place, Policy, Urgency
 from penstock.engine.request import Request
 
-PRIORITY_AGING_S = 10.0  # of waiting that outweigh one level of priority
-CLASS_AGING_S = 2.0  # of waiting that outweigh a class of length, or the rule that decoding goes on
+PRIORITY_AGING_S = 10.0  # seconds of waiting that outweigh one level of priority
+CLASS_AGING_S = 2.0  # seconds of waiting that outweigh a class of length, or the rule that decoding goes on
 NUM_CLASSES = 3
-PREFILL_RATIO = 1.2  # waiting requests for each running one, from which on they are started
-PATIENCE_S = 60.0  # within which an answer without a deadline is due
+PREFILL_RATIO = 1.2  # waiting requests per running request at which they are started
+PATIENCE_S = 60.0  # seconds in which an answer without a deadline is due
 PROMPT_TOKEN_COST, OUTPUT_TOKEN_COST = 1, 2
-MAX_FLOWS_REMEMBERED = 4096  # that have nothing open
+MAX_FLOWS_REMEMBERED = 4096  # flows with nothing open whose counters are kept
 
 
 class ByPriority(Urgency):
-    """The lowest `priority` first. It takes the row of one with a higher number, unless that came much earlier."""
+    """The lowest `priority` first. It takes the row of a higher one, unless that came much earlier."""
 
     def rank(self, request: Request) -> Place:
         return request.arrived_at + PRIORITY_AGING_S * request.priority, request.arrival
@@ -53,9 +53,9 @@ class LengthClasses(Urgency):
         return since + CLASS_AGING_S * (NUM_CLASSES - 1 - longer)
 
     def is_time_to_start(self, waiting: Sequence[Request], num_running: int) -> bool:
-        """Return whether so many wait that a step of prompts pays, or one has waited for long enough.
+        """Return whether enough requests wait for a step of prompts to pay, or one has waited for long enough.
 
-        One that has begun already goes on at once: a search would wait so long for a beam of each of its tokens.
+        A request that has run before goes on at once: a beam search would otherwise wait like this at every token.
         """
         if len(waiting) >= self.prefill_ratio * num_running or any(request.has_run for request in waiting):
             return True
@@ -66,7 +66,7 @@ class LengthClasses(Urgency):
 
 
 class ByDeadline(Urgency):
-    """What is due first comes first."""
+    """The request that is due first comes first."""
 
     def rank(self, request: Request) -> Place:
         return self.urgency(request, request.arrived_at), request.arrival
@@ -78,14 +78,14 @@ class ByDeadline(Urgency):
 class Fair(Urgency):
     """The flow that has had the least comes first: virtual token counters (VTC).
 
-    What a flow is given is added to its counter: prompt tokens when they are first computed, cached ones free, and
-    output tokens, which cost more. A flow that had nothing waiting begins at the lowest counter of those that have, so
-    that nobody saves up turns by being idle.
+    A flow's counter adds up what it is given: prompt tokens when they are first computed (cached ones are free), and
+    output tokens, which cost more. A flow that had nothing waiting begins at the lowest counter of the waiting flows or
+    above, so that no flow saves up turns by being idle.
     """
 
     def __init__(self, clock: Clock = time.monotonic, max_model_len: int = 1) -> None:
         super().__init__(clock, max_model_len)
-        self.counters: OrderedDict[str, int] = OrderedDict()  # those that had something waiting last come last
+        self.counters: OrderedDict[str, int] = OrderedDict()  # in the order in which the flows began to wait
         self._last = 0  # counter of the flow that was the last to have something waiting
 
     def place(self, request: Request) -> Place:
@@ -99,7 +99,7 @@ class Fair(Urgency):
 
     def added(self, request: Request) -> None:
         flow = request.flow
-        if flow not in self._queues and not request.has_run:  # a fork of one that runs is no new turn
+        if flow not in self._queues and not request.has_run:  # a fork of a running request is no new turn
             first = self._next_turn(Counter())
             lowest = self._last if first is None else self.counters[first[-1]]
             self.counters[flow] = max(self.counters.get(flow, 0), lowest)
@@ -120,7 +120,7 @@ class Fair(Urgency):
         self.counters[request.flow] += OUTPUT_TOKEN_COST * num_tokens
 
     def _forget(self) -> None:
-        """Drop a counter of a flow that has nothing open, the oldest first, if more are kept than have to be."""
+        """Drop the oldest counter of a flow with nothing open, if too many are kept."""
         if len(self.counters) > MAX_FLOWS_REMEMBERED + len(self._queues) + len(self.rows):
             idle = (flow for flow in self.counters if flow not in self._queues and not self.rows[flow] and flow)
             self.counters.pop(next(idle, ""), None)
@@ -140,10 +140,10 @@ class Scheduling:
     """How requests share the steps.
 
     Attributes:
-        max_num_seqs: rows: most requests that run at once.
+        max_num_seqs: number of rows: most requests that run at once.
         max_num_batched_tokens: most tokens of a step.
         policy: a name of POLICIES.
-        max_stall_s: longest that streams may wait in a step for the prompts in it; None: any time.
+        max_stall_s: longest time that streams may wait for the prompts in a step; None: no limit.
         prefill_ratio: of LengthClasses; None: PREFILL_RATIO.
         clock: returns seconds.
     """
@@ -156,7 +156,7 @@ class Scheduling:
     clock: Clock = time.monotonic
 
     def make_policy(self, max_model_len: int) -> Policy:
-        """Return a new policy. Raises InvalidRequestError if there is none of that name."""
+        """Return a new policy. Raise InvalidRequestError if its name is unknown."""
         check.check_choice("scheduling_policy", self.policy, tuple(POLICIES))
         policy = POLICIES[self.policy](self.clock, max_model_len)
         if isinstance(policy, LengthClasses) and self.prefill_ratio is not None:

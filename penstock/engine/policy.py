@@ -1,10 +1,10 @@
-"""Policy: which waiting request comes next, and which running one gives way. policies.py has those to choose from.
+"""Policy: which waiting request comes next, and which running one gives way. policies.py has the policies.
 
-A policy orders in two ways. Within a flow, requests come by `place`, which never changes: first come, or first due.
-Among flows, the one whose next request is most urgent comes first; of equally urgent ones that with the fewest rows.
+A policy orders in two ways. Within a flow, requests are ordered by `place`, which never changes: first come, or first
+due. Among flows, the one whose next request is the most urgent comes first; among equals, the one with the fewest rows.
 
-Nothing starves. Places hold the time of arrival, so that of those that come later only finitely many come first; and a
-flow that has no row becomes more urgent than those that have one.
+Nothing starves. Places contain the time of arrival, so only finitely many later requests can overtake an earlier one;
+and a flow without a row becomes more urgent than flows with rows.
 """
 
 import heapq
@@ -17,13 +17,13 @@ from typing import Protocol
 from penstock.engine.request import Request
 
 Place = tuple[float, int]  # the smallest comes first
-_Waiting = tuple[Place, str, Request]  # place, id (beams of a search have one place), request
+_Waiting = tuple[Place, str, Request]  # place, id (the beams of a search share a place), request
 Turn = tuple[float, int, Place, str]  # of a flow: urgency, rows, place of its next request, and the flow
 Clock = Callable[[], float]
 
 
 class Policy(Protocol):
-    """What the Scheduler asks, and what it tells."""
+    """What the Scheduler asks a policy, and what it reports to it."""
 
     def turns(self, waiting: Sequence[Request]) -> Iterator[Request]:
         """Yield waiting requests in the order in which they are tried; each leaves `waiting`, and may be started."""
@@ -38,29 +38,29 @@ class Policy(Protocol):
         """Return the place of a running request: the smallest is computed first, the largest preempted first."""
 
     def added(self, request: Request) -> None:
-        """Note that a request has come, and waits."""
+        """Note that a request has arrived, and waits."""
 
     def started(self, request: Request, num_prompt_tokens: int) -> None:
-        """Note that it runs; `num_prompt_tokens` of its prompt are computed for the first time."""
+        """Note that a request runs; `num_prompt_tokens` of its prompt are computed for the first time."""
 
     def generated(self, request: Request, num_tokens: int) -> None:
-        """Note new output tokens."""
+        """Note new output tokens of a request."""
 
     def preempted(self, request: Request) -> None:
-        """Note that it waits again."""
+        """Note that a request waits again."""
 
     def removed(self, request: Request, *, was_running: bool) -> None:
-        """Note that it has ended."""
+        """Note that a request has ended."""
 
     def reset(self, waiting: Iterable[Request]) -> None:
-        """Note that these, and no others, are open, and that all of them wait."""
+        """Note that exactly these requests are open, and that all of them wait."""
 
 
 class FirstCome:
-    """In order of arrival, those of the flow with the fewest rows first. The other policies are made of it.
+    """In order of arrival, but the flow with the fewest rows first. The other policies build on this one.
 
     Attributes:
-        rows: running requests of each flow that has some; "" is no flow.
+        rows: number of running requests of each flow that has any; "" is not a flow.
     """
 
     def __init__(self, clock: Clock = time.monotonic, max_model_len: int = 1) -> None:
@@ -124,32 +124,33 @@ class FirstCome:
 class Urgency(FirstCome):
     """The flow with the most urgent request first. A subclass says how urgent a request is, and its place in the flow.
 
-    The turns of flows without a row change only by what is noted, so they are kept in a heap; the others are few.
+    The turn of a flow without a row changes only when something is noted, so these turns are kept in a heap. Flows with
+    rows are few.
     """
 
     def __init__(self, clock: Clock = time.monotonic, max_model_len: int = 1) -> None:
         super().__init__(clock, max_model_len)
-        self._queues: dict[str, list[_Waiting]] = {}  # what waits, by flow, in order
-        self._left: dict[str, float] = {}  # when a flow of which something waits had its last row
+        self._queues: dict[str, list[_Waiting]] = {}  # waiting requests, by flow, in order
+        self._left: dict[str, float] = {}  # when a flow with waiting requests gave up its last row
         self._heap: list[Turn] = []  # of flows without a row; some may be out of date
         self._out: set[str] = set()  # flows that the heap lacks until the next call
 
     def place(self, request: Request) -> Place:
-        """Return its place within its flow, which must not change."""
+        """Return a request's place within its flow, which must not change."""
         return self.rank(request)
 
     def urgency(self, request: Request, since: float) -> float:
-        """Return how urgent a request is whose flow has had no row `since` then: the lowest is the most urgent."""
+        """Return the urgency of a request whose flow has had no row since `since`; the lowest is the most urgent."""
         raise NotImplementedError
 
     def outranks(self, waiting: Request, running: Request) -> bool:
-        """Return whether a request takes the row of one that is less urgent, whatever their flows have."""
+        """Return whether a waiting request may take the row of a less urgent one, whatever rows their flows have."""
         return False
 
     # --- whose turn it is ------------------------------------------------------------------------------------------
 
     def turns(self, waiting: Sequence[Request]) -> Iterator[Request]:
-        tried: Counter[str] = Counter()  # requests that were not started, of a flow
+        tried: Counter[str] = Counter()  # by flow, requests that were tried and not started
         while (turn := self._next_turn(tried)) is not None:
             queue, index = self._queues[turn[-1]], tried[turn[-1]]
             request = queue[index][-1]
@@ -157,7 +158,7 @@ class Urgency(FirstCome):
             tried[turn[-1]] += index < len(queue) and queue[index][-1] is request
 
     def _next_turn(self, tried: Counter[str]) -> Turn | None:
-        """Return the first turn, with so many requests of some flows left out."""
+        """Return the first turn, without the first `tried[flow]` requests of each flow."""
         now = self.clock()
         turns = [self._turn(flow, now, tried[flow]) for flow in self.rows.keys() | tried.keys()]
         while self._out:
@@ -190,9 +191,9 @@ class Urgency(FirstCome):
             heapq.heapify(self._heap)
 
     def giver(self, waiting: Sequence[Request], running: Sequence[Request]) -> Request | None:
-        """Return whom the first in turn takes a row from: after that, and without it, it is still the first in turn.
+        """Return the running request that gives its row to the first in turn, and still comes after it when it waits.
 
-        That is a request of the flow with the most rows, if the first one's flow has none, or one that it outranks.
+        It belongs to the flow with the most rows, if the first request's flow has none, or the first outranks it.
         """
         turn = self._next_turn(Counter())
         if turn is None:

@@ -19,17 +19,17 @@ class Request:
     """State of one request. The engine appends tokens; the engine and the KVCacheManager set num_computed_tokens.
 
     Attributes:
-        source_id: under which outputs go to the client; request_id differs from it where a beam search has several.
+        source_id: the id under which outputs go to the client. Beams of a search share it; request_id is their own.
         arrival: order of arrival; the youngest is preempted first.
-        flow: what shares its turns with this request (scheduler.py); "" for none.
-        priority, deadline: see EngineRequest; what they mean is a policy's business (policies.py).
-        arrived_at, waits_since: times on the engine's clock; the latter is later after a preemption.
+        flow: name of the flow that it belongs to (scheduler.py); "" for none.
+        priority, deadline: see EngineRequest; the policy decides what they mean (policies.py).
+        arrived_at, waits_since: times on the engine's clock; a preemption renews waits_since.
         max_output_tokens: number of outputs at which it ends with "length"; 0 where it only pools its prompt.
         block_hashes: content hashes of the leading full blocks of token_ids, as far as computed.
-        pending_salt: what the cache_salt adds to the hash of a block; b"" once it is in one, or if there is none.
+        pending_salt: what the cache_salt adds to the hash of a block; b"" once it was added, or without a salt.
         num_cached_tokens: prompt tokens found in the cache at first admission; None before.
         mirostat_mu: mirostat's state after the last token; None before the first, or without mirostat.
-        num_prompt_logprobs: how many were delivered, so that a recomputed prompt delivers none twice.
+        num_prompt_logprobs: how many have been delivered, so that a recomputed prompt delivers none twice.
     """
 
     def __init__(self, source: EngineRequest, arrival: int, max_model_len: int, now: float = 0.0) -> None:
@@ -57,7 +57,7 @@ class Request:
 
     @property
     def has_run(self) -> bool:
-        """Return whether it was admitted before; one that waits was preempted then."""
+        """Return whether it was admitted before. If it waits now, it was preempted."""
         return self.num_cached_tokens is not None
 
     @property
@@ -75,7 +75,7 @@ class Request:
 
     @property
     def is_stream(self) -> bool:
-        """Return whether a running request lacks its last output only: what it gets is not for a prompt."""
+        """Return whether a running request lacks only its last output, and nothing of its prompt."""
         num_tokens = len(self.token_ids)
         return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
 
@@ -99,7 +99,7 @@ class Request:
         return (FinishReason.LENGTH if count >= self.max_output_tokens else None), None
 
     def new_prompt_logprobs(self, num_computed: int, found: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Return those of `found`, which begins with the token at position num_computed + 1, not delivered yet."""
+        """Return the entries of `found` not delivered yet. Its first entry is for the token at num_computed + 1."""
         fresh = found[max(0, self.num_prompt_logprobs - num_computed) :]
         self.num_prompt_logprobs += len(fresh)
         return fresh

@@ -1,7 +1,7 @@
-"""Scheduler: how many tokens of which requests the next step computes. Token counts and block ids, nothing else.
+"""Scheduler: how many tokens of which requests the next step computes. It handles token counts and block ids only.
 
 One loop serves chunked prefill, prefix hits, decode and resumption: num_computed_tokens of every request catches up
-with num_tokens, and a step gives each some tokens within max_num_batched_tokens:
+with num_tokens. A step gives out at most max_num_batched_tokens tokens, in this order:
 
   1. running requests that lack one token (decodes), so that a long prompt never stalls a stream;
   2. running requests that lack more (chunks of prompts);
@@ -9,20 +9,21 @@ with num_tokens, and a step gives each some tokens within max_num_batched_tokens
   4. waiting requests, as far as rows, tokens and blocks suffice.
 
 An executor may compute several steps at once (in_flight.py). A request that is in one of them is left out of the next,
-and the others are spread over them.
+and the requests are spread over the steps.
 
-The policy (policy.py) says which comes first in each, and who is preempted when blocks run out: its blocks are freed,
-and it waits to be recomputed. What follows is the first one, `fcfs`, which takes the oldest first and preempts the
-youngest. A flow is whatever asks as one: a user's call with all its choices, or all calls of an API key. Flows with
-fewer rows come first, and one that waits without a row takes one from the flow that has the most, so that no call keeps
-others out, and a call alone still has the whole machine. Requests without a flow, as those of a batch, are taken in
-order of arrival. Nothing starves: the oldest request can take every block, a flow keeps its last row, and within a flow
-a waiting request is overtaken only while it waits for a prefix that another request computes.
+The policy (policy.py) says which request comes first in each of these groups, and which one is preempted when blocks
+run out: its blocks are freed, and it waits to be recomputed. The default policy, `fcfs`, takes the oldest request first
+and preempts the youngest. A flow is a group of requests that share their turns: a user's call with all its choices, or
+all calls of an API key. Flows with fewer rows come first, and a flow that waits without a row takes one from the flow
+with the most rows. So no call keeps others out, and a single call still has the whole machine. Requests without a flow,
+such as those of a batch, are taken in order of arrival. Nothing starves: the oldest request can take every block, a
+flow keeps its last row, and within a flow a waiting request is overtaken only while it waits for a prefix that another
+request computes.
 
-Streams wait for the prompts of a step. With `max_stall_s` these are as many as do not take longer (pace.py).
+Streams wait for the prompts of a step. `max_stall_s` limits the prompt tokens to what fits this time (pace.py).
 
-When a step fails, nobody knows which of its requests is to blame. Each of them is then computed alone for one token, so
-that only the one to blame pays for it.
+When a step fails, it is unknown which of its requests is to blame. Each of them is then computed alone for one token,
+so that only the one to blame fails.
 """
 
 from collections import deque
@@ -45,9 +46,9 @@ class _Plan:
     """A step while it is being planned.
 
     Attributes:
-        max_rows: most requests.
-        allowance: of tokens of prompts; None: all of the budget. Known when the streams are planned.
-        waits_for_blocks: of a request that is in flight; what is free until then is not for those that come later.
+        max_rows: most requests in the step.
+        allowance: for prompts; None: all of the budget. It is set once the streams are planned.
+        waits_for_blocks: a request in flight has to free blocks first; later requests get none until then.
     """
 
     budget: int
@@ -55,7 +56,7 @@ class _Plan:
     num_stream_tokens: int = 0
     allowance: Allowance | None = None
     tokens: dict[str, int] = field(default_factory=dict)  # request id -> tokens computed in this step
-    streams: dict[str, ScheduledRequest] = field(default_factory=dict)  # of `tokens`, shares that are ready
+    streams: dict[str, ScheduledRequest] = field(default_factory=dict)  # finished entries of streams in `tokens`
     new: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
     drafts: dict[str, list[int]] = field(default_factory=dict)  # request id -> those of its tokens that are guesses
@@ -73,9 +74,9 @@ class Scheduler:
         waiting: in order of arrival, preempted ones first; taken in the policy's order.
         running: each holds blocks and a row.
         in_flight: the steps that are being computed.
-        num_preempted: of those that wait, how many have run before.
-        num_preemptions, num_prompt_tokens, num_prefix_queries (tokens of prompts that were looked up in the cache),
-            num_cached_tokens: since the start; prompts count once, when admitted.
+        num_preempted: how many of the waiting requests have run before.
+        num_preemptions, num_prompt_tokens, num_prefix_queries (prompt tokens that were looked up in the cache),
+            num_cached_tokens: totals since the start; a prompt counts once, when it is first admitted.
     """
 
     def __init__(self, kv_cache: KVCacheManager, scheduling: Scheduling, max_model_len: int, depth: int = 1) -> None:
@@ -89,10 +90,10 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = self.num_prompt_tokens = self.num_prefix_queries = self.num_cached_tokens = 0
         self.num_preempted = 0
-        self._alone: deque[Request] = deque()  # to be computed alone; the first one is
+        self._alone: deque[Request] = deque()  # to be computed alone; the first one is now
         self._removed: list[str] = []  # since the last step; the executor frees their rows
         self._forked: set[str] = set()  # running, and not known to the executor yet
-        self._short_of_blocks = False  # the last step had none for a waiting request
+        self._short_of_blocks = False  # the last step had no blocks for a waiting request
         self._next_step_id = 0
 
     def add(self, request: Request) -> None:
@@ -100,7 +101,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Drop a request that has ended, running or waiting, or that was dropped before."""
+        """Drop a request, running or waiting. A request that was dropped before is ignored."""
         if request in self.running:
             self.running.remove(request)
             self._free(request)
@@ -118,8 +119,8 @@ class Scheduler:
     def fork(self, parent: Request, children: Sequence[Request]) -> None:
         """Replace a request, whatever its state, by others whose tokens begin with its own.
 
-        If it is running and all its tokens are computed, they share its blocks and run on, as far as there are rows;
-        the others wait at the head of the queue.
+        If it is running and all its tokens are computed, the children share its blocks and run on, as far as there are
+        rows; the rest wait at the head of the queue.
         """
         num_running = 0
         if parent in self.running and parent.num_missing_tokens == 0 and not self._alone:
@@ -150,19 +151,19 @@ class Scheduler:
     def isolate(self, failed: SchedulerOutput) -> None:
         """Compute each request of a failed step alone, until it has a token, fails or ends; the others wait."""
         self._removed = [*failed.removed_request_ids, *self._removed]  # the executor may not have seen them
-        if not self._alone:  # else it was the turn of the first of them, and is again
+        if not self._alone:  # otherwise the first of them was tried, and is again
             ids = {item.request_id for item in failed.scheduled}
             self._alone = deque(sorted((r for r in self.running if r.request_id in ids), key=lambda item: item.arrival))
         self._gather()
 
     def acquit(self, request: Request) -> None:
-        """Note that a request has a token: if it was computed alone, the next one is."""
+        """Note that a request got a token. If it was computed alone, the next one has its turn."""
         if self._alone and self._alone[0] is request:
             self._alone.popleft()
             self._gather()
 
     def _gather(self) -> None:
-        """Preempt everybody, and put the next request to be computed alone at the head of the queue."""
+        """Preempt all requests, and put the next request to be computed alone at the head of the queue."""
         for request in sorted(self.running, key=lambda item: item.arrival, reverse=True):
             self.preempt(request)
         self._put_first()
@@ -189,7 +190,7 @@ class Scheduler:
 
     @property
     def is_short_of_blocks(self) -> bool:
-        """Return whether the last plan had no blocks for a request that waits."""
+        """Return whether the last plan had no blocks for a waiting request."""
         return self._short_of_blocks
 
     @property
@@ -206,7 +207,7 @@ class Scheduler:
         return [request for request in self.running if request.request_id not in self.in_flight]
 
     def schedule(self, drafts: Mapping[str, list[int]] = NO_DRAFTS) -> SchedulerOutput:
-        """Plan the next step. Its blocks are allocated; num_computed_tokens changes only when it has succeeded.
+        """Plan the next step and allocate its blocks. num_computed_tokens changes only when the step has succeeded.
 
         drafts: guesses of the next tokens of running requests that lack one token, by request id. They get tokens and
             blocks that no running request needs, or are dropped.
@@ -233,15 +234,15 @@ class Scheduler:
         self.repeat_removals(plan)
 
     def repeat_removals(self, plan: SchedulerOutput) -> None:
-        """Let the next step remove whom this one may not have removed."""
+        """Let the next step remove the requests that this one may not have removed."""
         running = {request.request_id for request in self.running}
         self._removed[:0] = [name for name in plan.removed_request_ids if name not in running]
 
     def _fair_share(self) -> int:
-        """Return how many rows a step may have, so that all are spread over the steps that can be in flight.
+        """Return how many rows a step may have, so that all rows are spread over the steps that can be in flight.
 
-        Those that are ready are divided among the free places; but none gets more than its part of all rows, so that
-        steps which lose rows are filled up from the others.
+        Ready rows are divided among the free places. No step gets more than its part of all rows, so that steps that
+        lose rows are filled up from the others.
         """
         if self.in_flight.depth == 1:
             return self.max_num_seqs
@@ -251,14 +252,14 @@ class Scheduler:
         return max(1, min(of_all, -(-(len(self.ready) + num_new) // num_free)))
 
     def _make_way(self) -> None:
-        """Preempt whom the policy says, where rows or blocks are short.
+        """Preempt the request that the policy names, if rows or blocks are short.
 
-        One in a step: each flow that arrives costs the others at most a few rows to recompute.
+        At most one per step, so that the others recompute only a few rows for each flow that arrives.
         """
         if self._alone or not self.waiting or not (self._short_of_blocks or len(self.running) == self.max_num_seqs):
             return
         giver = self.policy.giver(self.waiting, self.running)
-        if giver is not None and giver.request_id not in self.in_flight:  # else once its step is done
+        if giver is not None and giver.request_id not in self.in_flight:  # otherwise once its step is done
             self.preempt(giver)
 
     def _add_drafts(self, plan: _Plan, drafts: Mapping[str, list[int]]) -> None:
@@ -275,9 +276,9 @@ class Scheduler:
                 plan.num_stream_tokens += len(ids)
 
     def _schedule_streams(self, plan: _Plan) -> list[Request]:
-        """Plan the next token of each stream that needs no block, in any order, and return the others that are ready.
+        """Plan the next token of each stream that needs no block, in any order, and return the other ready requests.
 
-        Where tokens or rows are short for the streams, all are left to their order.
+        If there are too few tokens or rows for all ready requests, return all of them, to be planned in their order.
         """
         ready = self.ready
         if len(ready) > min(plan.budget, plan.max_rows):
@@ -312,7 +313,7 @@ class Scheduler:
         self._take(plan, request, num_new)
 
     def _fit(self, plan: _Plan, request: Request, num_computed: int) -> int:
-        """Return how many tokens of a request the step still has room for, beginning with this one."""
+        """Return how many tokens of a request the step still has room for, from num_computed on."""
         num_new = min(request.num_tokens - num_computed, plan.budget)
         if self.pace is None or not num_new or request.is_stream:
             return num_new
@@ -347,7 +348,7 @@ class Scheduler:
         self.kv_cache.free(request)
 
     def _schedule_waiting(self, plan: _Plan) -> None:
-        """Start waiting requests in turn; none in a step that had to preempt, for lack of blocks."""
+        """Start waiting requests in turn; none in a step that had to preempt for lack of blocks."""
         self._short_of_blocks = False
         if plan.preempted or plan.waits_for_blocks or not self.waiting or len(self.running) == self.max_num_seqs:
             return
@@ -355,7 +356,7 @@ class Scheduler:
             return
         held_back: list[Request] = []
         max_num_seqs = 1 if self._alone else self.max_num_seqs
-        held_hashes: set[bytes] = set()  # of whole prompts that wait, so that equal ones are not looked up again
+        held_hashes: set[bytes] = set()  # of whole prompts held back, so that equal ones are not looked up
         turns = iter([self._alone[0]]) if self._alone else self.policy.turns(self.waiting)
         while plan.budget and len(self.running) < max_num_seqs and len(held_back) < MAX_HELD_BACK and not plan.is_full:
             request = next(turns, None)
@@ -363,7 +364,7 @@ class Scheduler:
                 break
             self.waiting.remove(request)
             is_known = bool(request.block_hashes) and request.block_hashes[-1] in held_hashes
-            if is_known or request.request_id in self.in_flight:  # of a run that has lost its results
+            if is_known or request.request_id in self.in_flight:  # a run that has lost its results
                 held_back.append(request)
                 continue
             prefix = self.kv_cache.get_computed_blocks(request)

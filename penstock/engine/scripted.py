@@ -1,8 +1,8 @@
-"""ScriptedExecutor: an Executor without a model, for everything above one: tests of the engine, of servers and clients.
+"""ScriptedExecutor: an Executor without a model, for tests of what is above it: the engine, servers and clients.
 
-It is honest about memory: keys and values are stood for by token ids, written to the slots that the block tables
-name, and every step reads a request's whole context back through its table. A block shared, freed or reused wrongly
-therefore shows, as a failed step. The next token is a fixed function of the (visible) context.
+It checks memory like a real one: token ids stand for keys and values, are written to the slots that the block tables
+name, and every step reads a request's whole context back through its table. So a block that is shared, freed or reused
+wrongly makes a step fail. The next token is a fixed function of the (visible) context.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from penstock.interface.step import (
 )
 
 VOCAB_SIZE = 997
-HIDDEN_SIZE = 8  # numbers of a pooled vector
+HIDDEN_SIZE = 8  # length of a pooled vector
 STALE = -7  # what a slot holds before anybody writes it
 
 
@@ -38,8 +38,8 @@ def next_token(
     params: SamplingParams | None = None,
     choice: int = 0,
 ) -> int:
-    """Return the token that follows a context: a hash of what the window can see, of how long the context is and,
-    where it is sampled, of seed and choice. params: None is greedy."""
+    """Return the token that follows a context: a hash of the tokens in the window, the length of the context and, if it
+    is sampled, the seed and the choice. With params None it is greedy."""
     seen = context if window is None else context[-window:]
     noise = () if params is None or params.greedy else (params.seed, choice)
     digest = hashlib.blake2b(repr((len(context), seen, *noise)).encode(), digest_size=4).digest()
@@ -49,9 +49,9 @@ def next_token(
 def likely_tokens(
     context: list[int], count: int, vocab_size: int = VOCAB_SIZE, window: int | None = None
 ) -> TokenLogprobs:
-    """Return what a beam may go on with: tokens that depend on what the window sees, often of equal probability.
+    """Return candidates for a beam: tokens that depend on what the window sees, often with equal probabilities.
 
-    Any token, then the most likely ones, the lower id first on a tie.
+    The first token is arbitrary. The most likely ones follow, the lower id first on a tie.
     """
     random = Random(next_token(context, vocab_size, window=window))
     size = min(40, vocab_size)
@@ -67,25 +67,25 @@ class _Row:
     params: SamplingParams
     choice: int
     tables: list[list[int]]
-    first_computed: int | None = None  # position
+    first_computed: int | None = None  # position of the first token computed
 
 
 @dataclass
 class ScriptedExecutor:
-    """Carries steps out on a cache of token ids.
+    """Carries out steps on a cache of token ids.
 
     Attributes:
         steps: every SchedulerOutput it was given, if `keeps_steps`.
         depth: steps in flight that it allows. They are computed when they are collected.
         fail: called with each step; may raise (a step that fails as a whole) or return request ids to fail alone.
-        stored: blocks that steps have saved; a test's BlockStore says what of it there is.
+        stored: blocks that steps have saved; a test's BlockStore decides which of them it holds.
         max_rows: the most requests that it knew at once.
     """
 
     groups: list[CacheGroup]
     vocab_size: int = VOCAB_SIZE
     keeps_steps: bool = True
-    num_end_tokens: int = 8  # of the model, at most: a search needs more candidates for each
+    num_end_tokens: int = 8  # most end tokens of a model; a search needs more candidates for each
     depth: int = 1
     steps: list[SchedulerOutput] = field(default_factory=list)
     fail: Callable[[SchedulerOutput], set[str]] = lambda step: set()
@@ -173,7 +173,7 @@ class ScriptedExecutor:
         return block_id * group.block_size + position % group.block_size
 
     def _check_context(self, index: int, group: CacheGroup, row: _Row, start: int) -> None:
-        """Every cached position that the first new token can see must hold what was written for it."""
+        """Check that every cached position that the first new token sees holds what was written for it."""
         first = 0 if group.sliding_window is None else max(0, start - group.sliding_window + 1)
         for position in range(first, start):
             found = self.slots[index][self._slot(group, row.tables[index], position)]
@@ -207,7 +207,7 @@ class ScriptedExecutor:
         )
 
     def _pool(self, item: ScheduledRequest, row: _Row, stop: int, window: int) -> RequestStepOutput:
-        """Return numbers that depend on every token of the prompt that the window sees, at its end."""
+        """Return numbers that depend on every prompt token that the window sees at the end of the prompt."""
         _demand(item.num_samples == 0, f"{item.request_id} is pooled, and sampled")
         pooling = row.params.pooling
         if stop < len(row.token_ids) or pooling is None:
@@ -219,7 +219,7 @@ class ScriptedExecutor:
         return RequestStepOutput([], pooled=array("f", [number for vector in vectors for number in vector]).tobytes())
 
     def _score(self, row: _Row, window: int) -> RequestStepOutput:
-        """Return what a beam may go on with; its search chooses the token, and brings it."""
+        """Return candidates for a beam. Its search chooses the token, which comes with a new request."""
         count = max(row.params.num_candidates(self.num_end_tokens), row.params.logprobs or 0)
         scored = likely_tokens(row.token_ids, count, self.vocab_size, window)
         row.token_ids.append(scored.token_ids[0])

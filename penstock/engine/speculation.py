@@ -1,10 +1,10 @@
-"""Speculation: asks a Proposer for drafts of the requests that decode, and counts what became of them.
+"""Speculation: asks a Proposer for drafts for the requests that decode, and counts those that are accepted.
 
     propose   before a step is planned: which drafts it computes (draft_policy.py says how many)
     note      after it: how many were accepted, and what the step cost
 
-Drafts belong to one step. They are in its plan and nowhere else, so a step that fails, a preemption and an engine that
-dies have nothing to undo: a request's tokens grow only by what was sampled.
+Drafts belong to one step. They are in its plan and nowhere else, so nothing has to be undone after a failed step, a
+preemption or the death of an engine: a request's tokens grow only by what was sampled.
 """
 
 import logging
@@ -18,19 +18,19 @@ from penstock.engine.request import Request
 from penstock.interface.drafts import DraftQuery, Proposer
 from penstock.interface.step import CacheGroup, ScheduledRequest
 
-MAX_PAUSE = 15  # steps without a question, where none pays; for asking takes time too,
-CHEAP = 0.002  # unless it is no more than this share of a step
+MAX_PAUSE = 15  # most steps without asking, while no draft pays: asking takes time too
+CHEAP = 0.002  # share of a step up to which asking is cheap enough to go on
 LOGGER = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What was asked before a step.
+    """The question for drafts before a step.
 
     Attributes:
         began: when it was answered.
         spent: seconds that it took.
-        is_measured: whether anybody was asked.
+        is_measured: whether drafts were considered.
     """
 
     began: float
@@ -42,11 +42,11 @@ class Speculation:
     """One engine's drafts.
 
     Attributes:
-        policy: how many drafts pay.
-        num_drafts, num_draft_tokens, num_accepted_tokens: requests that got drafts in a step, their drafts, and those
-            accepted; since the start.
+        policy: decides how many drafts pay.
+        num_drafts, num_draft_tokens, num_accepted_tokens: requests that got drafts in a step, their drafts, and
+            accepted drafts, since the start.
         accepted_per_position: how often the first, second, ... draft was accepted.
-        proposal: the last one.
+        proposal: the last proposal.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Speculation:
         self._most = num_speculative_tokens
         self._clock = clock
         self.proposal = Proposal(0.0, 0.0, is_measured=False)
-        self._ended = 0.0  # when the last step that was measured was noted
-        self._guesses: dict[str, tuple[int, list[int]]] = {}  # not computed: position of the first, and ids
-        self._pause = self._steps_to_pause = 0  # steps without a question, after answers that nothing pays
+        self._ended = 0.0  # when the last measured step was noted
+        self._guesses: dict[str, tuple[int, list[int]]] = {}  # drafts not computed: position of the first, and ids
+        self._pause = self._steps_to_pause = 0  # steps without asking, after no draft paid
 
     def fit(self, groups: Iterable[CacheGroup]) -> None:
-        """Draft no more than the cache groups tolerate."""
+        """Limit the drafts to what the cache groups tolerate."""
         self._most = min([self._most, *(ring_slack(group) for group in groups if group.ring)])
 
     def propose(self, running: Sequence[Request]) -> dict[str, list[int]]:
-        """Return the drafts of the next step by request id. None while prompts are computed, when none would pay."""
+        """Return the next step's drafts by request id. There are none while prompts are computed: none would pay."""
         self.proposal = Proposal(self.proposal.began, self.proposal.spent, is_measured=False)
         if self._proposer is None or not running:
             return {}
@@ -100,8 +100,8 @@ class Speculation:
         limits = {
             name: limit
             for name, request in running.items()
-            if not request.params.mirostat  # its state follows from each draw before, drafts included
-            and not request.params.use_beam_search  # whose tokens are chosen after the step
+            if not request.params.mirostat  # its state follows from all earlier draws, drafts included
+            and not request.params.use_beam_search  # its tokens are chosen after the step
             and (limit := min(self._most, request.max_output_tokens - request.num_output_tokens - 1)) > 0
         }
         proposer = self._proposer
@@ -122,16 +122,16 @@ class Speculation:
         return found
 
     def _settle_guesses(self, running: dict[str, Request]) -> None:
-        """See which guesses that were not computed would have been right: so to know it costs next to nothing."""
+        """Note which guesses that were not computed would have been right, which costs next to nothing."""
         for name in running.keys() & self._guesses.keys():  # the others wait, or are in flight
             start, ids = self._guesses.pop(name)
             if known := running[name].token_ids[start : start + len(ids)]:
                 self.policy.note_drafts(name, len(known), _num_right(ids, known))
 
     def note(self, proposal: Proposal, scheduled: list[ScheduledRequest], accepted: dict[str, int]) -> None:
-        """Learn from a step that succeeded. accepted: how many drafts of each request that had any.
+        """Learn from a step that succeeded. accepted: number of accepted drafts of each request that had drafts.
 
-        Of several steps in flight, each is taken to have begun when the one before it ended.
+        With several steps in flight, each is taken to have begun when the one before it ended.
         """
         if not proposal.is_measured:
             self.policy.note_pause()
@@ -172,7 +172,7 @@ class Speculation:
             self._proposer.forget(request_id)
 
     def shutdown(self) -> None:
-        """Free the proposer. There are no drafts any more."""
+        """Free the proposer. No drafts are made from then on."""
         if self._proposer is not None:
             self._proposer.shutdown()
         self._proposer = None
@@ -181,14 +181,15 @@ class Speculation:
 def ring_slack(group: CacheGroup) -> int:
     """Return how many drafts a ring tolerates.
 
-    A draft at position p takes the row of p - block_size. If no draft is accepted, the next token is at c + 1, where c
-    is the last computed position, and still attends to c + 2 - sliding_window; so p is at most that + block_size - 1.
+    A draft at position p overwrites the slot of position p - block_size. If no draft is accepted, the next token is at
+    c + 1, where c is the last computed position, and still attends to c + 2 - sliding_window. So p may be at most that
+    position + block_size - 1.
     """
     return max(0, group.block_size - (group.sliding_window or group.block_size) + 1)
 
 
 def _num_right(drafts: list[int], token_ids: list[int]) -> int:
-    """Return how many drafts at the beginning are the tokens."""
+    """Return how many leading drafts equal the tokens."""
     pairs = enumerate(zip(drafts, token_ids, strict=False))
     return next((place for place, (draft, token) in pairs if draft != token), min(len(drafts), len(token_ids)))
 

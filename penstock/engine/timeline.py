@@ -1,8 +1,8 @@
-"""Where a request's time in this engine goes, noted when its state changes and not in every step.
+"""StepLog: where a request's time in this engine goes. It is noted when a state changes, not in every step.
 
-A StepLog has running totals over all steps. A request in a long run of steps costs nothing: its interval is the
-difference of two readings of the totals, taken when the run begins and when it ends. What changed, the plan of a step
-says: `new_requests` were started, and who is among `removed_request_ids` and still open was preempted.
+A StepLog has running totals over all steps. A request costs nothing during a long run of steps: its interval is the
+difference of two readings of the totals, taken when the run begins and when it ends. The plan of a step says what has
+changed: `new_requests` were started, and a request in `removed_request_ids` that is still open was preempted.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from penstock.interface.timeline import COMPUTED, Interval, IntervalKind, Timeli
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over the steps so far: see Interval. The waits are of whoever waited meanwhile."""
+    """Sums over the steps so far, as in Interval. The waits are those of any request that waited meanwhile."""
 
     steps: int = 0
     step_s: float = 0.0
@@ -48,9 +48,9 @@ class StepLog:
 
     def __init__(self) -> None:
         self.totals = Totals()
-        self.ended = 0.0  # the last step
+        self.ended = 0.0  # when the last step ended
         self._tracks: dict[str, Track] = {}
-        self._stalled: dict[str, IntervalKind] = {}  # what they go on with
+        self._stalled: dict[str, IntervalKind] = {}  # the state that each one goes on with
 
     def arrived(self, request: Request, now: float, scheduler: Scheduler) -> None:
         """Begin the track of a request that is about to wait."""
@@ -68,7 +68,7 @@ class StepLog:
         began: float,
         ended: float,
     ) -> None:
-        """Note a step that has been computed, and not committed yet.
+        """Note a step that has been computed but not committed yet.
 
         live: the requests of the plan whose results count. began: no earlier than the end of the step before.
         """
@@ -116,7 +116,7 @@ class StepLog:
                 self._turn(request, IntervalKind.STALLED, self.ended)
 
     def committed(self, request: Request, *, has_token: bool, has_ended: bool) -> list[Interval] | None:
-        """Note what the last step has brought a request. Returns the intervals to send, if there are any."""
+        """Note what the last step has computed for a request. Return the intervals to send, if there are any."""
         track = self._tracks[request.source_id]
         if track.state is IntervalKind.DECODE and not track.sent.intervals and not has_ended:  # nearly always
             return None
@@ -127,7 +127,7 @@ class StepLog:
         return self.closed(request)
 
     def has_token(self, request: Request) -> None:
-        """Note that the last step has brought a request its next token: from now on it decodes."""
+        """Note that the last step gave a request its next token: from now on it decodes."""
         if self._tracks[request.source_id].state is not IntervalKind.DECODE:
             self._turn(request, IntervalKind.DECODE, self.ended)
 
@@ -176,5 +176,5 @@ class StepLog:
 
 
 def _alone(request: Request | None) -> Request | None:
-    """Return an open request that is no beam: of a search, the states of its beams differ."""
+    """Return an open request that is not a beam; None otherwise, because the beams of a search differ in state."""
     return request if request is not None and request.request_id == request.source_id else None

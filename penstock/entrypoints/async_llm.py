@@ -1,4 +1,4 @@
-"""AsyncLLM: streams of tokens for asyncio programs, from an engine in a child process. Imports no torch."""
+"""AsyncLLM: streams of tokens for asyncio programs, from an engine in a child process. It imports no torch."""
 
 import asyncio
 from contextlib import aclosing
@@ -32,23 +32,23 @@ class AsyncLLM(ProcessClient):
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.outputs[0].text)
 
-    The engine process starts at once; the first `generate` waits for it. If it dies, a new one starts, and goes on
-    with the open requests where they were. Implements client.engine_client.EngineClient.
+    The engine process starts at once; the first `generate` waits for it. If it dies, a new one starts and continues the
+    open requests where they were. Implements client.engine_client.EngineClient.
 
     Args:
         standby: keep a second process of each engine loaded, which takes over at once. Mapped weights (of a converted
-            or packed model) are shared; others are in memory twice.
-        data_parallel_size: engines, each with the whole model and a process of its own, among which requests are
-            divided (client/replicas.py). threads, memory and kv_cache_memory_bytes are those of each; left out, they
-            share the machine.
-        launcher: how engines elsewhere are reached (ray_app/engines.py); then data_parallel_size is not used.
-        options: of EngineConfig.from_options; of AdmissionLimits (client/admission.py), which bound what may wait, and
-            beyond which a request is refused with EngineOverloadedError; of RecordOptions (client/records.py); and of
-            KVTransferOptions (client/kv_transfer.py), for prefill and decoding on different engines.
+            or packed model) are shared; other weights are in memory twice.
+        data_parallel_size: number of engines, each with the whole model in a process of its own, among which requests
+            are divided (client/replicas.py). threads, memory and kv_cache_memory_bytes are per engine; if left out, the
+            engines share the machine.
+        launcher: starts engines elsewhere (ray_app/engines.py); data_parallel_size is then not used.
+        options: for EngineConfig.from_options; for AdmissionLimits (client/admission.py), which limits the queue and
+            refuses further requests with EngineOverloadedError; for RecordOptions (client/records.py); and for
+            KVTransferOptions (client/kv_transfer.py), which puts prefill and decoding on different engines.
 
     Raises:
         InvalidRequestError: an option is unknown or wrong.
-        NotSupportedError: `model` is an object.
+        NotSupportedError: `model` is a model object.
         ModelLoadError: there is no such model, or its tokenizer is broken.
     """
 
@@ -97,7 +97,7 @@ class AsyncLLM(ProcessClient):
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None
     ) -> BeamSearchOutput:
-        """Return the beam_width best answers to a prompt. Cancelling it ends the search.
+        """Return the beam_width best answers to a prompt. Cancelling the call ends the search.
 
         Raises:
             InvalidRequestError, EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
@@ -108,7 +108,7 @@ class AsyncLLM(ProcessClient):
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
     ) -> PoolingRequestOutput:
-        """Return the pooled hidden states of a prompt as an array. Cancelling it ends the request.
+        """Return the pooled hidden states of a prompt as an array. Cancelling the call ends the request.
 
         Raises:
             InvalidRequestError, EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
@@ -120,7 +120,7 @@ class AsyncLLM(ProcessClient):
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
     ) -> EmbeddingRequestOutput:
-        """Return the embedding of a prompt. Raises as `encode`."""
+        """Return the embedding of a prompt. Raise the errors of `encode`."""
         return embedding_output(await self._only(prompt, embedding_request(pooling_params), request_id))
 
     async def _only(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestOutput:
@@ -137,7 +137,7 @@ class AsyncLLM(ProcessClient):
         return self
 
     async def shutdown(self) -> None:
-        """End the engine and what it has started. A second call only waits for the process."""
+        """End the engine and everything that it has started. A second call only waits for the process."""
         await super().shutdown()
         if isinstance(self._tokenizer, IsolatedTokenizer):
             self._tokenizer.close()

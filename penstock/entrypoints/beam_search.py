@@ -1,4 +1,4 @@
-"""Turns the answer to a request with use_beam_search into what `beam_search` returns."""
+"""Convert the answer to a request with use_beam_search into the result of `beam_search`."""
 
 from penstock import validation as check
 from penstock.errors import RequestFailedError
@@ -9,7 +9,7 @@ from penstock.tokenizer.tokenizer import Tokenizer
 
 
 def search_params(params: BeamSearchParams) -> SamplingParams:
-    """Return the parameters of a search; raise InvalidRequestError if they are none."""
+    """Return the parameters of a search. Raise InvalidRequestError for any other type."""
     if not isinstance(params, BeamSearchParams):
         raise check.fail("params", params, "a BeamSearchParams")
     return params.sampling_params()

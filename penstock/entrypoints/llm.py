@@ -1,4 +1,4 @@
-"""LLM: the offline Python API, on an engine in this process or in one of its own."""
+"""LLM: the offline Python API, with an engine in this process or in a process of its own."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,30 +45,30 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model to call from Python. Threads may share it for `generate` and `chat`, which take turns.
+    """A model to call from Python. Threads may share it: their calls of `generate` and `chat` take turns.
 
         with LLM(model="demo") as llm:
             outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=32))
             print(outputs[0].outputs[0].text)
 
     Args:
-        model: a Hugging Face directory, a hub name, "demo", or a model object of Transformers, whose weights are copied
-            here and not read again.
-        tokenizer: replaces the one in the model's directory: another directory, or an object, ours or of Transformers.
-            A model object has none: without this argument it takes token ids and gives no text.
+        model: a Hugging Face directory, a hub name, "demo", or a Transformers model object, whose weights are copied
+            once and not read again.
+        tokenizer: replaces the tokenizer in the model's directory: another directory, or an object of Penstock or of
+            Transformers. A model object has none: without this argument it takes token ids and gives no text.
         engine_in_process: False computes in a process of its own, which may crash or run out of memory without harm:
-            another one goes on with the next token, as with AsyncLLM. Not for model objects, nor for logits processors
-            that this process has registered: a file in `imports` registers them there.
-        standby: keep a second process loaded, which takes over at once; with engine_in_process=False only.
-        data_parallel_size: engines that share the requests, each in a process of its own (as AsyncLLM has them); more
-            than 1 with engine_in_process=False only.
-        options: of EngineConfig.from_options: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
+            another process goes on with the next token, as with AsyncLLM. Model objects cannot be used then, nor logits
+            processors registered in this process: a file in `imports` registers them there.
+        standby: keep a second process loaded, which takes over at once; only with engine_in_process=False.
+        data_parallel_size: number of engines that share the requests, each in a process of its own, as with AsyncLLM;
+            above 1 only with engine_in_process=False.
+        options: for EngineConfig.from_options: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
             kv_cache_dtype, kv_cache_scales, kv_cache_memory_bytes, enable_prefix_caching, kernels, threads (default:
             all cores, or 1 for a small model), seed, ...
 
     Attributes:
-        client: the lower level: add_request, step, abort. Also found as `engine`.
-        config: the options; with the engine in this process, with every automatic choice made.
+        client: the lower level: add_request, step, abort. `engine` is the same object.
+        config: the options. With the engine in this process, every automatic choice is made in it.
 
     Raises:
         InvalidRequestError: an option is unknown, wrong or does not fit the model.
@@ -119,31 +119,31 @@ class LLM:
 
     @property
     def engine(self) -> InProcessClient | StepClient:
-        """Return the client, under the name that scripts use: llm.engine.add_request, .step and .abort."""
+        """Return the client, by the name that scripts use: llm.engine.add_request, .step and .abort."""
         return self.client
 
     def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
         """Compute a prefix, such as a system prompt, and keep it in the cache until `unpin_prefix`.
 
         Args:
-            prompt: as for `generate`; its whole blocks are pinned. With a `cache_salt`, only for requests of that salt.
-            name: by which it is unpinned; None makes one.
+            prompt: as for `generate`; its whole blocks are pinned; with a `cache_salt` only for requests with that one.
+            name: name for `unpin_prefix`; None makes one.
 
         Raises:
-            InvalidRequestError: prompt or name is wrong, the name is another prefix's, prefix caching is off, pins
-                would take more than half of the cache, or other requests are running.
+            InvalidRequestError: prompt or name is wrong, another prefix has the name, prefix caching is off, pins would
+                take more than half of the cache, or other requests are running.
             RequestFailedError: its computation failed.
         """
         with self._lock:
             return self.client.pin_prefix(prompt, name)
 
     def unpin_prefix(self, name: str) -> bool:
-        """Let a pinned prefix be evicted as any other. False if there is none of this name."""
+        """Let a pinned prefix be evicted like any other. Return False if no pin has this name."""
         with self._lock:
             return self.client.unpin_prefix(name)
 
     def pinned_prefixes(self) -> list[PrefixUse]:
-        """Return the pinned prefixes with their uses, oldest first."""
+        """Return the pinned prefixes and their uses, oldest first."""
         return self.client.pinned_prefixes()
 
     @property
@@ -151,7 +151,7 @@ class LLM:
         """Return the engine in this process, with its model and backend, for measurements.
 
         Raises:
-            NotSupportedError: it is in a process of its own.
+            NotSupportedError: the engine is in a process of its own.
         """
         if self._built is None:
             raise NotSupportedError("engine_in_process: the model is in another process", param="engine_in_process")
@@ -187,7 +187,7 @@ class LLM:
         return [results[index] for index in range(len(listed))]
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """Return the beam_width best answers to each prompt, in the order given, as vLLM's method of this name does.
+        """Return the beam_width best answers to each prompt, in the order given, like vLLM's method of this name.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong.
@@ -205,7 +205,7 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Return the pooled hidden states of each prompt as an array, in the order given.
 
-        pooling_task: "token_embed" gives the hidden state of every token, [T, hidden]; "embed" what pooling_params say.
+        pooling_task: "token_embed" gives the hidden state of every token, [T, hidden]; "embed" follows pooling_params.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong.
@@ -221,7 +221,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt, in the order given. Raises as `encode`."""
+        """Return the embedding of each prompt, in the order given. Raise the errors of `encode`."""
         return [embedding_output(output) for output in self._pool(prompts, pooling_params, embedding_request)[0]]
 
     def score(
@@ -230,10 +230,10 @@ class LLM:
         text_2: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Return how similar texts are: one text to each of several, or each to the one at its place.
+        """Return how similar texts are: one text to each of several, or each text to its counterpart.
 
         Raises:
-            InvalidRequestError: the numbers of texts do not fit, or as `encode`.
+            InvalidRequestError: the numbers of texts do not match, or as for `encode`.
             RequestFailedError: the computation failed.
         """
         first, second = _listed(text_1), _listed(text_2)
@@ -258,7 +258,7 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield (index of the prompt, output) as tokens arrive, as its output_kind says. Leaving early aborts the rest.
+        """Yield (index of the prompt, output) as tokens arrive, by its output_kind. Leaving early aborts the rest.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong, or other requests are running, whose outputs would be
@@ -300,8 +300,9 @@ class LLM:
         Args:
             messages: mappings with a role and a content, which is a string or a list of text parts
                 {"type": "text", "text": "..."}, as over HTTP; tool calls and their results too.
-            tools: functions that the model may call, {"type": "function", "function": {"name": ..., "parameters":
-                ...}}. The output's text has its calls as the model writes them, as in vLLM; `read_answer` reads them.
+            tools: functions that the model may call: {"type": "function", "function": {"name": ..., "parameters":
+                ...}}. The output's text contains the calls as the model writes them, as in vLLM; `read_answer` parses
+                them.
 
         Raises:
             InvalidRequestError: the messages or parameters are wrong, or the model has no chat template.
@@ -314,8 +315,8 @@ class LLM:
     def read_answer(self, text: str) -> dict[str, Any]:
         """Return the text of an answer as the message to append to its conversation, in OpenAI's shape.
 
-        Its `tool_calls` have JSON arguments, and what the model thought is its `reasoning_content`. Where the markup of
-        calls is made of special tokens (Mistral, Llama 3), the text needs skip_special_tokens=False.
+        Its `tool_calls` have JSON arguments, and the model's reasoning is its `reasoning_content`. If the markup of
+        calls consists of special tokens (Mistral, Llama 3), the text needs skip_special_tokens=False.
         """
         template = None if self.client.tokenizer is None else self.client.tokenizer.chat_template
         return assistant_message(text, "" if template is None else template.text)
@@ -324,7 +325,7 @@ class LLM:
         """Yield the answer to a conversation, piece by piece. Leaving early aborts it.
 
         Raises:
-            InvalidRequestError: as `chat`.
+            InvalidRequestError: as for `chat`.
             RequestFailedError: the computation failed.
         """
         delta = replace(params, output_kind=RequestOutputKind.DELTA)
@@ -344,13 +345,13 @@ class LLM:
     ) -> ForwardOutput:
         """Look into the model: one pass over a prompt, or over a prompt with its answer, as token ids.
 
-        It generates nothing, and disturbs no request. With the native kernels its bits are those of the steps that a
-        request with these tokens takes.
+        It generates nothing, and disturbs no request. With the native kernels, its bits are those of the steps of a
+        request with these tokens.
 
         Args:
-            output_hidden_states, output_attentions: as in Transformers, of every layer.
-            skip_lm_head: compute no logits: the hidden states alone, for embeddings for instance.
-            max_bytes: of the results together.
+            output_hidden_states, output_attentions: as in Transformers, for every layer.
+            skip_lm_head: compute no logits, only hidden states, for instance for embeddings.
+            max_bytes: limit for all results together.
 
         Raises:
             InvalidRequestError: the prompt is wrong, or the results would be larger than max_bytes.
@@ -393,7 +394,7 @@ class LLM:
         return {"prompt": chat.text, "prompt_token_ids": chat.token_ids(tokenizer)}
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        """Return one per prompt."""
+        """Return one SamplingParams per prompt."""
         given = self.default_params() if given is None else given
         listed = [given] * count if isinstance(given, SamplingParams) else given
         if not isinstance(listed, list | tuple) or not all(isinstance(item, SamplingParams) for item in listed):
@@ -419,7 +420,7 @@ class LLM:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt, or several, as a list. A list of integers is one prompt."""
+    """Return one or several prompts as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple):
@@ -430,7 +431,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _conversation(messages: Any) -> list[Message]:
-    """Return the messages with each content as one text. Which roles exist is decided by the template."""
+    """Return the messages, each content as one text. The template decides which roles exist."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequestError("messages: give a list of at least one message", param="messages")
     for message in messages:

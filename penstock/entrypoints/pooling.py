@@ -1,4 +1,4 @@
-"""Results of pooling requests as Python programs get them: arrays, embeddings, and scores of pairs."""
+"""Requests and results of pooling for Python programs: arrays, embeddings, and scores of pairs."""
 
 from array import array
 from dataclasses import replace
@@ -28,7 +28,7 @@ def pooling_request(params: Any, pooling_task: str | None = None) -> SamplingPar
     """Return the parameters of a request for vectors.
 
     Raises:
-        InvalidRequestError: params are no PoolingParams, or the task is another one than they name.
+        InvalidRequestError: params are not PoolingParams, or contradict the task.
     """
     params = PoolingParams() if params is None else params
     if not isinstance(params, PoolingParams):
@@ -46,7 +46,7 @@ def embedding_request(params: Any) -> SamplingParams:
     """Return the parameters of a request for one vector.
 
     Raises:
-        InvalidRequestError: params are no PoolingParams, or ask for a vector of each token.
+        InvalidRequestError: params are not PoolingParams, or ask for a vector of each token.
     """
     request = pooling_request(params)
     if request.pooling is not None and request.pooling.pooling_type == "ALL":

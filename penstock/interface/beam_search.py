@@ -15,18 +15,18 @@ from penstock.interface.sampling_params import (
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How to search. Lengths, end tokens and penalties mean what they mean in Transformers' generate(num_beams=...).
+    """How to search. Lengths, end tokens and penalties have the meaning of Transformers' generate(num_beams=...).
 
     Attributes:
         beam_width: number of beams, and of sequences returned.
         max_tokens: most tokens to generate.
-        ignore_eos: the model's own end tokens end no sequence.
-        temperature: 0 or 1: the raw distribution decides.
+        ignore_eos: whether the model's own end tokens do not end a sequence.
+        temperature: 0 or 1; the raw distribution decides in both cases.
         length_penalty: sequences are compared by the sum of their log-probabilities divided by
             (number of generated tokens) ** length_penalty.
         include_stop_str_in_output: whether the text over HTTP shows the end token; sequences always have it.
-        early_stopping: True ends the search with the beam_width-th complete sequence, False where no better one is
-            likely to come, "never" where none can come.
+        early_stopping: True ends the search with the beam_width-th complete sequence, False when no better one is
+            likely, "never" when no better one is possible.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of range; `param` names the field.
@@ -66,10 +66,10 @@ class BeamSearchSequence:
     """One answer that a beam search has found.
 
     Attributes:
-        tokens: the prompt's and the generated ones, an end token included.
+        tokens: the prompt and the generated tokens, an end token included.
         logprobs: one entry per generated token: the token, and the most likely ones.
         cum_logprob: the sum of the generated tokens' raw log-probabilities.
-        text: of all tokens, the prompt's and special ones included; None without a tokenizer.
+        text: the text of all tokens, including the prompt and special tokens; None without a tokenizer.
     """
 
     tokens: list[int]
@@ -81,6 +81,6 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The sequences found for one prompt, best first; as many as the search has beams."""
+    """The sequences found for one prompt, best first; one for each beam of the search."""
 
     sequences: list[BeamSearchSequence]

@@ -1,7 +1,7 @@
-"""Drafts: tokens that a request may well have next, guessed cheaply, so that one step can compute several positions.
+"""Drafts: cheap guesses of the next tokens of a request, so that one step can compute several positions.
 
-A draft is accepted exactly when it is the token that the step samples at its position. So drafts change how many steps
-an answer takes, and no bit of it; and a Proposer may guess as it likes.
+A draft is accepted exactly when it is the token that the step samples at its position. So drafts change the number of
+steps of an answer, but no bit of it, and a Proposer may guess as it likes.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from penstock.errors import InvalidRequestError
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 OPTION = "speculative_config"
 DEFAULT_LOOKUP_MAX = 4
-MAX_DRAFTS, MAX_NGRAM = 32, 64  # of a request in a step; tokens that are looked up
+MAX_DRAFTS, MAX_NGRAM = 32, 64  # drafts of a request in a step; tokens that are looked up
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class DraftQuery:
     """A request that wants drafts.
 
     Attributes:
-        token_ids: prompt and outputs so far, as the engine keeps them: not to be changed. It only grows, as long as the
-            request is not forgotten.
+        token_ids: prompt and outputs so far: the engine's own list, not to be changed. It only grows until the request
+            is forgotten.
         count: most drafts wanted, at least 1.
     """
 
@@ -36,13 +36,13 @@ class Proposer(Protocol):
     """Guesses tokens.
 
     Attributes:
-        is_free: a guess takes next to no time; so the engine asks first, and then decides what to make of it.
+        is_free: whether a guess takes next to no time, so that the engine asks first and then decides what to use.
     """
 
     is_free: bool
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """Return at most `count` tokens for each query, perhaps none. An exception costs the drafts, no request."""
+        """Return at most `count` tokens for each query, perhaps none. An exception affects drafts only, no request."""
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; it may be unknown."""
@@ -56,11 +56,11 @@ class SpeculativeConfig:
     """How drafts are made, in vLLM's names.
 
     Attributes:
-        method: "ngram" looks up the last tokens in the request's own text; "draft_model" asks a smaller model. Without
-            it the model decides: given, it is asked.
-        model: of "draft_model": a directory, a hub name or "demo-draft". It has the vocabulary of the other model.
-        num_speculative_tokens: most drafts of a request in a step. As many are computed as pay.
-        prompt_lookup_max, prompt_lookup_min: of "ngram": most and fewest tokens that are looked up.
+        method: "ngram" looks up the last tokens in the request's own text; "draft_model" asks a smaller model. If it
+            is not given, a `model` implies "draft_model".
+        model: for "draft_model": a directory, a hub name or "demo-draft". Its vocabulary is that of the main model.
+        num_speculative_tokens: most drafts of a request in a step. Only as many as pay are computed.
+        prompt_lookup_max, prompt_lookup_min: for "ngram": most and fewest tokens that are looked up.
 
     Raises:
         InvalidRequestError: a value is out of range, or belongs to the other method.
@@ -112,7 +112,7 @@ class SpeculativeConfig:
             raise InvalidRequestError(message, param=OPTION)
         try:
             return cls(**value)
-        except InvalidRequestError as error:  # to a user it is one option
+        except InvalidRequestError as error:  # to a user, it is one option
             raise InvalidRequestError(str(error), param=OPTION) from None
 
 

@@ -8,17 +8,17 @@ from penstock.errors import InvalidRequestError
 
 ROLES = ("prefill", "decode")
 MAX_URLS = 64
-MAX_BATCH = 64  # blocks in an answer
+MAX_BATCH = 64  # blocks in one answer
 
 
 @dataclass(frozen=True, slots=True)
 class KVTransferOptions:
-    """Whether prompts are computed here for others, or elsewhere for this engine.
+    """Whether this engine computes prompts for other engines, or has its prompts computed elsewhere.
 
     Attributes:
-        kv_role: "prefill" gives its blocks to others, "decode" gets them; None computes all by itself.
+        kv_role: "prefill" gives its blocks to other engines, "decode" gets them; None computes everything itself.
         kv_prefill_urls: servers with the role prefill, for the role decode.
-        kv_prefill_api_key: what they require.
+        kv_prefill_api_key: the API key that these servers require.
     """
 
     kv_role: str | None = None
@@ -26,7 +26,7 @@ class KVTransferOptions:
     kv_prefill_api_key: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError where an option is wrong."""
+        """Raise InvalidRequestError if an option is wrong."""
         if self.kv_role is not None:
             check.check_choice("kv_role", self.kv_role, ROLES)
         urls = check.string_tuple("kv_prefill_urls", self.kv_prefill_urls, max_items=MAX_URLS, max_length=1024)
@@ -41,7 +41,7 @@ class KVTransferOptions:
                 raise check.fail("kv_prefill_urls", url, "the URL of a server, like http://10.0.0.5:8000")
 
     def check_directory(self, kv_offload_dir: str | None) -> None:
-        """Raise InvalidRequestError where the engine has no directory for its blocks."""
+        """Raise InvalidRequestError if a role is set and the engine has no directory for its blocks."""
         if self.kv_role is not None and kv_offload_dir is None:
             message = (
                 "kv_offload_dir: a kv_role needs a directory for blocks, at best in memory, like /dev/shm/penstock"
@@ -55,8 +55,8 @@ class Progress:
 
     Attributes:
         num_blocks: leading blocks of the prompt that can be fetched.
-        done: no more will come.
-        error: why, if not all came.
+        done: whether no more blocks will come.
+        error: the reason if some blocks will not come.
     """
 
     num_blocks: int
@@ -69,9 +69,9 @@ class RemotePrefillStatus:
     """What was handed over since the start.
 
     Attributes:
-        num_prompts: for which a server was asked.
-        num_failures: times that a server could not be asked, or broke off.
-        num_blocks, num_bytes: fetched; those that were in a directory shared with the server are not.
+        num_prompts: prompts for which a server was asked.
+        num_failures: times that a server could not be reached, or broke off.
+        num_blocks, num_bytes: what was fetched, without blocks in a directory shared with the server.
     """
 
     num_prompts: int = 0

@@ -1,6 +1,6 @@
-"""LogitsParams: the part of SamplingParams that Transformers' logits processors and llama.cpp's samplers have.
+"""LogitsParams: the sampling options of Transformers' logits processors and llama.cpp's samplers.
 
-Names, meanings and defaults are theirs, and every default is "off". docs/sampling.md has the order in which they apply.
+Names, meanings and defaults are theirs, and every default is "off". docs/sampling.md gives the order of application.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,48 +11,48 @@ from penstock import validation as check
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_COUNT = 2**31 - 1
-MAX_LISTED_IDS = 1024  # ids of a list of suppressed tokens, or sequences of a list
-MAX_SEQUENCE = 1024  # ids of one sequence
+MAX_LISTED_IDS = 1024  # ids in a list of suppressed tokens, or sequences in a list of sequences
+MAX_SEQUENCE = 1024  # ids in one sequence
 MAX_NGRAM = 64
 MAX_BREAKERS = 16
 MAX_BREAKER_LENGTH = 40  # characters
-MAX_BREAKER_IDS = 2**17  # sequences of ids that stand for the breakers of a request
+MAX_BREAKER_IDS = 2**17  # id sequences that stand for the breakers of a request
 DRY_BREAKERS = ("\n", ":", '"', "*")
 Bias = tuple[tuple[tuple[int, ...], float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsParams:
-    """Parameters of logits processors and samplers. "End tokens" are the model's, and stop_token_ids.
+    """Parameters of logits processors and samplers. "End tokens" are those of the model and stop_token_ids.
 
     Attributes:
         no_repeat_ngram_size: no sequence of this many tokens occurs twice in prompt and output.
         suppress_tokens: never chosen.    begin_suppress_tokens: not chosen as the first token.
-        bad_words_ids: sequences of ids that are never completed. An end token by itself is left out.
+        bad_words_ids: sequences of ids that are never completed. A sequence that is one end token is ignored.
         sequence_bias: numbers added to the logit of the token that completes a sequence: [[[ids], number], ...], or a
             mapping of tuples of ids to numbers.
         forced_bos_token_id: the second token of a text whose prompt is one token.
-        forced_eos_token_id: the last of max_tokens; of several ids one is chosen.
+        forced_eos_token_id: the last of max_tokens tokens; of several ids, one is chosen.
         min_length: no end token before prompt and output have this many tokens.
         min_new_tokens: no end token before this many outputs.
         exponential_decay_length_penalty: (start, factor): after `start` outputs, end tokens become more likely:
-            |logit| * (factor ** tokens since then - 1) is added.
-        typical_p: keeps the tokens whose surprise is nearest to the entropy, up to this probability.
+            |logit| * (factor ** (tokens since then) - 1) is added to their logits.
+        typical_p: keeps the tokens whose surprise is nearest to the entropy, up to this total probability.
         epsilon_cutoff: drops tokens less likely than this.
         eta_cutoff: drops tokens less likely than min(this, sqrt(this) * exp(-entropy)).
-        top_h: keeps the most likely tokens, up to this share of the entropy of the 100 most likely.
-        xtc_probability: how often the tokens at least as likely as xtc_threshold are dropped, but the least likely one
-            of them.
-        xtc_threshold: above 0.5 it is off, for two tokens cannot both be that likely.
+        top_h: keeps the most likely tokens, up to this share of the entropy of the 100 most likely tokens.
+        xtc_probability: how often all tokens at least as likely as xtc_threshold are dropped, except the least likely
+            one of them.
+        xtc_threshold: above 0.5 XTC is off, because two tokens cannot both be that likely.
         dry_multiplier: subtracts dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a token that
             would make a repetition of n tokens one longer. 0 is off.
-        dry_penalty_last_n: how many tokens back repetitions are looked for; -1: all.
-        dry_sequence_breakers: texts that no repetition goes across. The client sets dry_sequence_breaker_ids from them.
-        mirostat: 1 or 2 keep the surprise of the tokens, in bits, near mirostat_tau, on what the other options leave.
-            Its state `mu` follows the tokens one by one, so a draft cannot be verified with it.
-        mirostat_eta: how fast mu follows.
+        dry_penalty_last_n: number of last tokens in which repetitions are looked for; -1: all.
+        dry_sequence_breakers: texts that a repetition never crosses. The client derives dry_sequence_breaker_ids.
+        mirostat: 1 or 2 keep the surprise of the tokens, in bits, near mirostat_tau, after the other options. Its
+            state `mu` changes with every token, so drafts cannot be verified with it.
+        mirostat_eta: how fast mu changes.
 
-    Temperature 0 is greedy: of these only those apply that change logits, as with do_sample=False in Transformers.
+    Temperature 0 is greedy: only the options that change logits apply, as with do_sample=False in Transformers.
     """
 
     no_repeat_ngram_size: int = 0
@@ -82,7 +82,7 @@ class LogitsParams:
     mirostat_eta: float = 0.1
 
     def check_logits_params(self) -> None:
-        """Make tuples of lists. Raise InvalidRequestError, which names the field, if a value is not allowed."""
+        """Turn lists into tuples. Raise InvalidRequestError, which names the field, if a value is not allowed."""
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             self._set(name, _ids(name, getattr(self, name), MAX_LISTED_IDS))
         forced = self.forced_eos_token_id
@@ -110,7 +110,7 @@ class LogitsParams:
         object.__setattr__(self, name, value)
 
     def listed_ids(self) -> dict[str, list[int]]:
-        """Return the token ids that were given, by field, to be compared with the vocabulary."""
+        """Return the given token ids, by field, to be checked against the vocabulary."""
         bias: Any = self.sequence_bias
         bos = self.forced_bos_token_id
         forced: Any = self.forced_eos_token_id
@@ -158,7 +158,7 @@ def _sequence(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _sequence_bias(value: Any) -> Bias:
-    """Return ids and number of every sequence; of a sequence that is given twice, the last."""
+    """Return the ids and the number of every sequence. For a sequence given twice, the last number counts."""
     name = "sequence_bias"
     items = list(value.items()) if isinstance(value, Mapping) else check.list_of(name, value, max_items=MAX_LISTED_IDS)
     found: dict[tuple[int, ...], float] = {}

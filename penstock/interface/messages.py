@@ -1,6 +1,6 @@
 """Messages between an engine and its client: token ids in, token ids out, no text.
 
-The values cross the process boundary as they are (client/frames.py encodes them), so they hold plain types only.
+The values cross the process boundary unchanged (client/frames.py encodes them), so they hold plain types only.
 """
 
 from dataclasses import dataclass, field
@@ -18,20 +18,20 @@ class EngineRequest:
     """One choice of one user's request.
 
     Attributes:
-        request_id: unique among the open ones.
+        request_id: unique among the open requests.
         prompt_token_ids: at least one.
-        params: with the seed settled. n is not used, since every choice is an EngineRequest of its own, except with
-            use_beam_search: then one request searches with n beams, and answers with n hypotheses.
+        params: with the seed settled. n is not used, because every choice is an EngineRequest of its own, except with
+            use_beam_search, where one request searches with n beams and answers with n hypotheses.
         choice: index among the choices of the prompt.
-        output_token_ids: tokens generated before, by an engine that died for instance. They count as outputs: in
-            penalties, lengths, noise positions and usage the request continues as if never interrupted.
+        output_token_ids: tokens generated before, for instance by an engine that died. They count as outputs: in
+            penalties, lengths, noise positions and usage, the request continues as if never interrupted.
         mirostat_mu: mirostat's state after output_token_ids, as EngineOutput had it; None without mirostat or outputs.
-        flow: requests of one flow share its turns; among flows the engine is fair. "": none, in order of arrival.
-        cache_salt: the request finds the cached prefixes of requests with the same salt; None is a salt like another.
-        priority: lower comes first, with the policy that is called so.
+        flow: requests of one flow share its turns, and the engine is fair to all flows. "": no flow; order of arrival.
+        cache_salt: the request finds cached prefixes of requests with the same salt only; None counts as a salt.
+        priority: lower comes first, with the policy "priority".
         deadline: when the answer is due, in seconds of time.monotonic(), which all processes of a machine share; None:
-            at no certain time.
-        arrived_at: when the client got it, on the same clock; None: when the engine does.
+            no deadline.
+        arrived_at: when the client received the request, on the same clock; None: when the engine receives it.
     """
 
     request_id: str
@@ -67,20 +67,20 @@ class EngineOutput:
     """The result of one step for one request.
 
     Attributes:
-        start_index: position of new_token_ids[0] among the request's outputs, resumed ones counted.
-        new_token_ids: may be empty (prompt logprobs alone, an error, an end without a token).
+        start_index: position of new_token_ids[0] among the request's outputs, resumed ones included.
+        new_token_ids: may be empty (only prompt log-probabilities, an error, an end without a token).
         logprobs: one entry per new id, if requested.
         prompt_logprobs: of the prompt tokens from prompt_logprobs_start on, if requested; in order, over several steps.
         finish_reason: set in the last output of the request.
         stop_reason: the stop token that ended it, if it was one of stop_token_ids.
         num_cached_tokens: prompt tokens found in the cache when the request was first admitted.
         error: the reason of a finish with "error".
-        mirostat_mu: mirostat's state after the last of new_token_ids: resumption needs it, for it does not follow from
-            the tokens alone. None without mirostat.
-        num_accepted_tokens, num_rejected_tokens: drafts that this step has computed for the request.
-        hypotheses: what a beam search has found, best first; in its only output, which has no new_token_ids.
-        pooled: what a request with params.pooling has asked for (RequestStepOutput.pooled), in its only output.
-        intervals: of the request's timeline, those that have ended since its last output; None if there are none.
+        mirostat_mu: mirostat's state after the last of new_token_ids. Resumption needs it, because the tokens alone do
+            not determine it. None without mirostat.
+        num_accepted_tokens, num_rejected_tokens: drafts that this step computed for the request.
+        hypotheses: the answers of a beam search, best first, in its only output, which has no new_token_ids.
+        pooled: the result of a request with params.pooling (RequestStepOutput.pooled), in its only output.
+        intervals: the intervals of the request's timeline that ended since its last output; None without any.
     """
 
     request_id: str
@@ -111,26 +111,26 @@ class EngineStats:
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0  # free blocks whose content can be reused
     kv_blocks_pinned: int = 0
-    num_prefilling: int = 0  # of those that run: more than their last token is still to be computed
-    num_preempted: int = 0  # of those that wait: they have run before
+    num_prefilling: int = 0  # running requests with more than their last token to compute
+    num_preempted: int = 0  # waiting requests that have run before
     num_slots: int = 0  # requests that can run at once
     num_steps_total: int = 0
     num_prompt_tokens_total: int = 0
-    num_prefix_queries_total: int = 0  # tokens of the prompts that were looked up in the cache
+    num_prefix_queries_total: int = 0  # prompt tokens that were looked up in the cache
     num_cached_tokens_total: int = 0
     num_generated_tokens_total: int = 0
     num_preemptions_total: int = 0
     num_failed_steps_total: int = 0
-    num_bytes_received_total: int = 0  # by the first process of each part of the model, from the others that compute it
-    num_invalid_frames_total: int = 0  # received and dropped
+    num_bytes_received_total: int = 0  # by the first process of each model part, from the other processes
+    num_invalid_frames_total: int = 0  # frames received and dropped
     num_drafts_total: int = 0  # times that a request had drafts in a step
     num_draft_tokens_total: int = 0
     num_accepted_tokens_total: int = 0
     num_saved_blocks_total: int = 0  # in the store beyond the cache
     num_loaded_blocks_total: int = 0
     num_unreadable_blocks_total: int = 0  # files that were damaged, or could not be read
-    num_unsaved_blocks_total: int = 0  # for want of room, time or a disk that works
-    num_accepted_tokens_per_pos_total: list[int] = field(default_factory=list)  # of first, second, ... drafts
+    num_unsaved_blocks_total: int = 0  # for lack of room, time or a working disk
+    num_accepted_tokens_per_pos_total: list[int] = field(default_factory=list)  # first, second, ... drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ class BlockDirectory:
     Attributes:
         root, name: the files are in root/name. Engines with the same name compute the same bits and lay out their
             blocks alike, wherever they run.
-        max_bytes: that all files below root may take.
-        block_bytes: of a block, by cache group.
+        max_bytes: limit for all files below root.
+        block_bytes: bytes of a block, by cache group.
     """
 
     root: str
@@ -159,13 +159,13 @@ class ModelInfo:
         default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
         choices_made: option -> the automatic choice and its reason, for the start-up message.
         max_num_seqs: requests that run at once.
-        block_size: tokens per block of the cache: prefixes are reused and pinned in whole blocks.
+        block_size: tokens per block of the cache. Prefixes are reused and pinned in whole blocks.
         scheduling_policy: which request comes next (engine/policies.py).
-        certificate: what `penstock check` has proved (models/certificate.py), and `same_weights`, whether it was with
-            these weights; None if nothing was proved.
-        memory: planned bytes by what they are for (planner/ledger.py); empty where torch computes.
+        certificate: what `penstock check` has proved (models/certificate.py), with `same_weights`: whether it was
+            proved with these weights; None if nothing was proved.
+        memory: planned bytes by purpose (planner/ledger.py); empty where torch computes.
         pooler: how the model's hidden states become embeddings.
-        has_lm_head: it can generate; without, it gives embeddings only.
+        has_lm_head: whether the model can generate; without a head it gives embeddings only.
         block_directory: None without kv_offload_dir.
     """
 

@@ -8,7 +8,7 @@ from penstock.interface.timeline import RequestMetrics, Timeline
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended. Equal to, and printed as, the plain string."""
+    """Why a choice ended. Equal to the plain string, and printed like it."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the end of the context
@@ -30,8 +30,8 @@ class PrefixUse:
     """How often requests have found a prefix in the cache.
 
     Attributes:
-        name: of its pin; None if it is not pinned.
-        tokens_saved: that were found and not computed again; a hit on a pin counts what follows it too.
+        name: name of its pin; None if it is not pinned.
+        tokens_saved: tokens found and not computed again; a hit on a pin also counts cached tokens after it.
         last_used: time.time() of the last hit; None before the first.
     """
 
@@ -64,17 +64,17 @@ class CompletionOutput:
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time
 class RequestOutput:
-    """A request's state after a step: everything so far or what is new, as SamplingParams.output_kind says.
+    """A request's state after a step: everything so far or only what is new, by SamplingParams.output_kind.
 
     Attributes:
-        prompt_logprobs: one entry per prompt token; the first is None, since no token precedes it.
+        prompt_logprobs: one entry per prompt token; the first is None, because no token precedes it.
         num_cached_tokens: prompt tokens whose keys and values were found in the cache.
-        seed: the seed that was used, given or assigned: sending it again repeats the answer.
+        seed: the seed that was used, given or assigned. Sending it again repeats the answer.
         error: what went wrong, if a choice finished with "error".
-        num_accepted_tokens, num_rejected_tokens: drafts computed for it so far (speculative decoding): those that are
-            in the answer, and those that were not to be.
+        num_accepted_tokens, num_rejected_tokens: drafts computed for it so far (speculative decoding): those in
+            the answer, and the others.
         pooled: the result of a request with SamplingParams.pooling (RequestStepOutput.pooled).
-        timelines: where the time of each choice went so far; they grow while the request is open.
+        timelines: where the time of each choice has gone so far; they grow while the request is open.
     """
 
     request_id: str
@@ -93,5 +93,5 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """Return the request's times; None where nothing is known of them."""
+        """Return the request's times; None if they are unknown."""
         return RequestMetrics.of(self.timelines)

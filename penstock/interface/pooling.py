@@ -1,8 +1,8 @@
-"""Pooling: a prompt becomes vectors instead of tokens. PoolingParams says which, PoolerConfig what a model is made for.
+"""Pooling: vectors for a prompt instead of tokens. PoolingParams says which, PoolerConfig what a model is made for.
 
     prompt of T tokens -> final hidden states [T, hidden] -> pooled [hidden], cut to `dimensions`, divided by its length
 
-What a request leaves open (None) the client settles by the model's PoolerConfig. Plain values, in vLLM's spelling.
+Values that a request leaves open (None) are settled by the client from the model's PoolerConfig. Names are vLLM's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +14,11 @@ from typing import Any
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
 
-# LAST and CLS: the hidden state of the last or the first token; MEAN: of all, averaged; ALL: of each, [T, hidden].
+# LAST, CLS: hidden state of the last or the first token; MEAN: average over all tokens; ALL: every token, [T, hidden].
 POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
 TRUNCATION_SIDES = ("right", "left")
 MAX_DIMENSIONS = 2**20
-MAX_POOLED_BYTES = 2**26  # of the hidden states of one request
+MAX_POOLED_BYTES = 2**26  # limit for the hidden states of one request
 FLOAT_BYTES = 4
 
 
@@ -29,8 +29,8 @@ class PoolingParams:
     Attributes:
         pooling_type: one of POOLING_TYPES.
         normalize: divide each vector by its length.
-        dimensions: keep so many leading numbers, of a model that is made for it.
-        truncate_prompt_tokens: a longer prompt is cut to so many tokens; -1: to what the context holds. None: refused.
+        dimensions: keep this many leading numbers; only for models that are made for it.
+        truncate_prompt_tokens: a longer prompt is cut to this many tokens; -1: to the context; None: it is refused.
         truncation_side: "right" keeps its first tokens, "left" its last ones.
 
     Raises:
@@ -56,7 +56,7 @@ class PoolingParams:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Return whether other tokens than the last one count, so that no cached prefix may be skipped."""
+        """Return whether other tokens than the last one count, so that no cached prefix may be reused."""
         return self.pooling_type != "LAST"
 
     def truncated(self, token_ids: Sequence[int], max_model_len: int) -> list[int]:
@@ -69,13 +69,13 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolerConfig:
-    """How a model's hidden states become an embedding where a request says nothing.
+    """How a model's hidden states become an embedding, unless a request says otherwise.
 
     Attributes:
-        hidden_size: numbers of a hidden state; 0: not known.
-        is_matryoshka: trained so that leading numbers of an embedding are an embedding: any `dimensions` may be asked
-            for.
-        matryoshka_dimensions: the only ones that may be asked for; (): none, or any with is_matryoshka.
+        hidden_size: length of a hidden state; 0: not known.
+        is_matryoshka: whether leading numbers of an embedding are an embedding too, so that any `dimensions` may be
+            requested.
+        matryoshka_dimensions: the only dimensions that may be requested; (): none, or any with is_matryoshka.
         unsupported: why this model's embeddings cannot be computed: its files ask for more than is built.
     """
 
@@ -87,7 +87,7 @@ class PoolerConfig:
     unsupported: str | None = None
 
     def with_options(self, given: Mapping[str, Any] | None) -> "PoolerConfig":
-        """Return the config with what the engine option pooler_config says, which a model's files do not refuse then.
+        """Return the config with the engine option pooler_config applied. A pooling_type in it overrides `unsupported`.
 
         Raises:
             InvalidRequestError: it has an unknown key or a wrong value.
@@ -110,7 +110,7 @@ class PoolerConfig:
         """Return the parameters of a request with nothing left open.
 
         Raises:
-            InvalidRequestError: the model is not made for these dimensions, or there would be too many numbers.
+            InvalidRequestError: the model is not made for these dimensions, or the result would be too large.
             NotSupportedError: the model's files say that its embeddings need more than is built.
         """
         kind = params.pooling_type or self.pooling_type
@@ -143,7 +143,7 @@ class PoolerConfig:
 
 
 def cosine(first: Iterable[float], second: Iterable[float]) -> float:
-    """Return the cosine of two vectors of length 1: an exact sum, rounded once, so that no order of adding shows."""
+    """Return the cosine of two unit vectors: an exact sum, rounded once, so that the order of terms does not matter."""
     return max(-1.0, min(1.0, fsum(map(mul, first, second))))
 
 
@@ -175,7 +175,7 @@ class ScoringOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput:
-    """The result of a pooling request. prompt_token_ids: those that were computed, after a truncation."""
+    """The result of a pooling request. prompt_token_ids: the computed tokens, after any truncation."""
 
     request_id: str
     outputs: PoolingOutput
@@ -186,7 +186,7 @@ class PoolingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """The embedding of a text. prompt_token_ids: those that were computed, after a truncation."""
+    """The embedding of a text. prompt_token_ids: the computed tokens, after any truncation."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -197,7 +197,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """The score of a pair. prompt_token_ids: of both texts, the second after the first."""
+    """The score of a pair. prompt_token_ids: the tokens of both texts, the second after the first."""
 
     request_id: str
     outputs: ScoringOutput

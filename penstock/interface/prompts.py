@@ -1,4 +1,4 @@
-"""Prompts as users write them down: a file of JSON or of plain text, read without a model."""
+"""Prompts in files of JSON or plain text, read without a model."""
 
 import json
 import sys
@@ -22,10 +22,10 @@ def read_prompts(name: str | Path) -> list[Written]:
     """Return the prompts of a file; "-" is standard input.
 
     Three forms are read: JSON lines, one JSON array, and plain text with one prompt per line. A prompt in JSON is a
-    string, or an object with `prompt` or `prompt_token_ids`. Blank lines are no prompts.
+    string, or an object with `prompt` or `prompt_token_ids`. Blank lines are skipped.
 
     Raises:
-        InvalidRequestError: the file cannot be read, or holds what is not a prompt; the message names the place.
+        InvalidRequestError: the file cannot be read, or contains something else; the message names the place.
     """
     if not isinstance(name, str | Path):
         raise fail("prompts", name, "the name of a file")
@@ -38,7 +38,7 @@ def read_prompts(name: str | Path) -> list[Written]:
 
 
 def read_text(name: str | Path) -> str:
-    """Return the text of a file, "-" being standard input, without a byte order mark.
+    """Return the text of a file without a byte order mark; "-" is standard input.
 
     Raises:
         InvalidRequestError: it cannot be read, or is not UTF-8.
@@ -53,7 +53,7 @@ def read_text(name: str | Path) -> str:
 
 
 def check_text(text: str) -> None:
-    """Raise InvalidRequestError for a prompt without a character."""
+    """Raise InvalidRequestError for an empty prompt."""
     if not text:
         raise fail("prompt", text, "a text of at least one character")
 

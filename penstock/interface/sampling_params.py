@@ -1,7 +1,7 @@
 """SamplingParams: how the tokens of one request are chosen, with vLLM's names, meanings and defaults.
 
-A frozen value, checked when it is made: lists become tuples, and no field is accepted and ignored. `check_vocabulary`
-checks what depends on the model.
+It is frozen, and checked when it is made: lists become tuples, and no field is accepted and ignored.
+`check_vocabulary` checks what depends on the model.
 """
 
 import copy
@@ -28,17 +28,17 @@ MAX_BIASED_TOKENS = 1024
 MAX_PROCESSORS = 16
 MAX_ARGUMENT_DEPTH = 8  # lists and mappings in an argument of a logits processor
 MAX_TOKENS = 2**31 - 1
-MIN_TEMPERATURE = 1e-5  # below it division by the temperature overflows float32; 0 means greedy
+MIN_TEMPERATURE = 1e-5  # below it, division by the temperature overflows float32; 0 means greedy
 FLOATS = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p", "length_penalty",
 )  # fmt: skip
-WITH_BEAM_SEARCH = (  # fields that may be set beside use_beam_search; the others choose or change tokens
+WITH_BEAM_SEARCH = (  # fields that may be set with use_beam_search; all others choose or change tokens
     "n", "temperature", "seed", "ignore_eos", "max_tokens", "logprobs", "detokenize", "skip_special_tokens",
     "structured_outputs",
     "spaces_between_special_tokens", "include_stop_str_in_output", "use_beam_search", "length_penalty",
     "early_stopping", "output_kind", "dry_sequence_breakers",  # the last does nothing without dry_multiplier
 )  # fmt: skip
-WITH_POOLING = {"pooling", "seed", "output_kind", "dry_sequence_breakers"}  # fields that may be set beside it
+WITH_POOLING = {"pooling", "seed", "output_kind", "dry_sequence_breakers"}  # fields that may be set with pooling
 POOLING_FIELDS = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
 
 
@@ -58,18 +58,18 @@ class SamplingParams(LogitsParams):
         n: number of independent choices generated from the prompt.
         presence_penalty: subtracted once from the logit of every token that was generated before.
         frequency_penalty: subtracted from a token's logit as many times as it was generated before.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or output.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
         temperature: divides the logits; 0 is greedy.
         top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum.
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: keeps tokens at least this likely relative to the most likely one.
-        seed: 64-bit; None derives one from the engine's seed and the arrival number. RequestOutput.seed has it.
-        stop: strings that end the text; not part of it unless include_stop_str_in_output.
+        seed: 64-bit; None derives one from the engine's seed and the arrival number. RequestOutput.seed reports it.
+        stop: strings that end the text; they are not part of it unless include_stop_str_in_output.
         stop_token_ids: tokens that end the text besides the model's own end tokens.
-        ignore_eos: the model's own end tokens do not end the text.
+        ignore_eos: whether the model's own end tokens do not end the text.
         max_tokens: most tokens to generate; None goes to the end of the context.
         min_tokens: end tokens and stop_token_ids cannot be chosen before this many.
-        logprobs: report the log-probability of each generated token and of this many most likely ones, in the raw
+        logprobs: report the log-probabilities of each generated token and of this many most likely tokens, in the raw
             distribution: before penalties, bias and temperature.
         prompt_logprobs: the same for the tokens of the prompt, which then reuses no cached prefix.
         detokenize: False leaves the text empty (and allows no stop strings).
@@ -77,16 +77,16 @@ class SamplingParams(LogitsParams):
         bad_words: words that are never completed. The client sets bad_words_token_ids from them.
         logits_processors: names of functions that a user has registered (plugins/logits_processors.py), or a mapping of
             names to their arguments, in the order in which they run.
-        structured_outputs: the form that the answer must have. Only what it allows is chosen, and the answer ends when
-            it is complete, also with ignore_eos or before min_tokens.
+        structured_outputs: the form that the answer must have. Only tokens that it allows are chosen, and the answer
+            ends when it is complete, even with ignore_eos or before min_tokens.
         use_beam_search: search for the n most likely answers with n beams, as Transformers' generate(num_beams=n) does;
-            they come at the end, best first. The raw distribution decides, so what changes it is not allowed.
-        length_penalty: of a beam search: answers are compared by the sum of their log-probabilities divided by
+            they come at the end, best first. The raw distribution decides, so fields that change it are not allowed.
+        length_penalty: for a beam search: answers are compared by the sum of their log-probabilities divided by
             (number of tokens) ** length_penalty.
-        early_stopping: of a beam search: True ends it with the n-th complete answer, False where no better one is
-            likely to come, "never" where none can come.
+        early_stopping: for a beam search: True ends it with the n-th complete answer, False when no better answer is
+            likely, "never" when no better answer is possible.
         output_kind: what each streamed RequestOutput carries.
-        pooling: the request is computed for its hidden states, and generates nothing (`for_pooling`).
+        pooling: compute the hidden states of the prompt, and generate nothing (`for_pooling`).
 
     LogitsParams has the options of Transformers' logits processors and of llama.cpp's samplers.
 
@@ -146,7 +146,7 @@ class SamplingParams(LogitsParams):
             raise InvalidRequestError("stop: stop strings need detokenize=True", param="stop")
 
     def _normalise(self) -> None:
-        """Make tuples of lists and an enum of output_kind, so that equal parameters are equal values."""
+        """Turn lists into tuples and output_kind into an enum, so that equal parameters are equal values."""
         limits = {"max_items": MAX_STOP_STRINGS, "max_length": MAX_STRING_LENGTH}
         self._set("stop", check.string_tuple("stop", self.stop, **limits))
         self._set("bad_words", check.string_tuple("bad_words", self.bad_words, **limits))
@@ -231,7 +231,7 @@ class SamplingParams(LogitsParams):
                 raise check.fail(field.name, value, allowed)
 
     def num_candidates(self, num_end_tokens: int) -> int:
-        """Return how many continuations of each beam a search needs: n go on even if n others, or more, end it."""
+        """Return how many continuations of each beam a search needs, so that n go on even if end tokens end others."""
         goes_on = self.ignore_eos and self.structured_outputs is None
         return max(2, 1 + (0 if goes_on else num_end_tokens)) * self.n
 
@@ -267,7 +267,7 @@ class SamplingParams(LogitsParams):
 
 
 def _processors(value: Any) -> dict[str, Any] | None:
-    """Return name -> argument (None without one); None without processors. Raise InvalidRequestError if malformed."""
+    """Return name -> argument or None; None without processors. Raise InvalidRequestError if malformed."""
     named = value if isinstance(value, Mapping) else None
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         named = dict.fromkeys(value)

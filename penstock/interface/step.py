@@ -16,11 +16,11 @@ class CacheGroup:
 
     Attributes:
         layers: indices of the decoder layers in this group.
-        sliding_window: a token attends to itself and the sliding_window - 1 tokens before it; None: to all before it.
+        sliding_window: a token attends to itself and the sliding_window - 1 tokens before it; None: to all before.
         num_blocks: blocks in each layer of the group.
         block_size: tokens per block, a multiple of 16.
-        ring: a request has one block in each layer, whose rows are overwritten: the token at position p is in row
-            p % block_size; block_size is at least sliding_window. No block is released and no prefix is reused.
+        ring: whether a request has one block in each layer, whose slots are overwritten: the token at position p is in
+            slot p % block_size; block_size is at least sliding_window. No block is released, no prefix is reused.
     """
 
     layers: tuple[int, ...]
@@ -32,10 +32,10 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that is new to the executor, or was preempted and removed, as a whole.
+    """A whole request that is new to the executor, or was preempted and removed.
 
     Attributes:
-        token_ids: the prompt, then the outputs so far (some after a preemption or a resumption).
+        token_ids: the prompt, then the outputs so far (after a preemption or a resumption).
         params: with the seed settled.
         choice: index among the `n` choices of one prompt; part of the noise counter.
         block_tables: one list of block ids per cache group; -1 where nothing is allocated.
@@ -58,18 +58,18 @@ class ScheduledRequest:
         token_ids:   [ computed: keys and values are cached | computed in this step | later ]
                      0                    num_computed_tokens        + num_new_tokens
 
-    With drafts, which stand after all of token_ids, the step computes [ last token | drafts ] and samples after each.
+    With drafts, which follow all of token_ids, the step computes [ last token | drafts ] and samples after each.
 
     Attributes:
         new_block_ids: per cache group, ids appended to the block table since the request's last step
             (none in the step that also has the request's NewRequest).
-        num_released_blocks: per cache group, how many leading entries of the table are -1 by now (blocks that the
+        num_released_blocks: per cache group, how many leading entries of the table are now -1 (blocks that the
             sliding window has passed).
-        num_samples: tokens to sample, after the last num_samples computed ones: 1 at the end of token_ids, 0 in the
-            middle of the prompt and with params.pooling; 1 + the number of drafts.
+        num_samples: number of tokens to sample, after the last num_samples computed tokens: 1 + the number of drafts at
+            the end of token_ids, 0 in the middle of the prompt and with params.pooling.
         draft_token_ids: guesses of the next tokens (interface/drafts.py); num_new_tokens counts them too. Each position
-            is sampled as if the drafts before it were outputs. The result has every draft that was sampled at its own
-            position, up to the first that was not, and the token sampled after them.
+            is sampled as if the drafts before it were outputs. The result has the leading drafts that were sampled at
+            their own positions, and the token sampled after them.
     """
 
     request_id: str
@@ -83,7 +83,7 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """The content of a block, in every layer of a cache group, to be copied to another block."""
+    """A block whose content, in every layer of a cache group, is to be copied to another block."""
 
     group: int  # index of the cache group
     source: int
@@ -92,7 +92,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """The content of a block, in every layer of a cache group, to be saved to the store or loaded from it."""
+    """A block whose content, in every layer of a cache group, is to be saved to the store or loaded from it."""
 
     group: int  # index of the cache group
     block_id: int
@@ -100,22 +100,22 @@ class BlockTransfer:
 
 
 class BlockStore(Protocol):
-    """What an executor keeps of full blocks beyond its cache, as far as planning needs to know it.
+    """An executor's store of full blocks beyond its cache, as far as planning needs to know it.
 
     Attributes:
-        survives: it outlives this process, so that a block is worth saving as soon as it is full.
+        survives: whether it outlives this process, so that a block is worth saving as soon as it is full.
     """
 
     survives: bool
 
     def holds(self, group: int, block_hash: bytes) -> bool:
-        """Return whether there is such a block, as far as can be told without reading it."""
+        """Return whether the store has a block, as far as can be told without reading it."""
 
     def fetch(self, group: int, block_hash: bytes) -> bool:
-        """Read and check a block, and keep it for the step that loads it. False: there is none, so it is computed."""
+        """Read and check a block, and keep it for the step that loads it. Return False if there is none."""
 
     def counters(self) -> dict[str, Any]:
-        """Return its fields of EngineStats."""
+        """Return the store's fields of EngineStats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +123,14 @@ class SchedulerOutput:
     """One step: how many tokens of which requests to compute.
 
     Attributes:
-        new_requests: to be added before the step; each is scheduled in this very step.
-        scheduled: in the order in which their tokens are packed.
-        removed_request_ids: finished, aborted or preempted since the last step; their rows are free. To be removed
-            before new_requests are added, so an id may be in both (preempted and admitted again).
-        checksum_logits: results carry a checksum of the logits that were sampled from.
-        block_copies: to be made before anything is computed, in this order: a block may be a target, and later a
+        new_requests: requests to add before the step; each is scheduled in this very step.
+        scheduled: requests in the order in which their tokens are packed.
+        removed_request_ids: requests finished, aborted or preempted since the last step; their rows are free. They are
+            removed before new_requests are added, so an id may be in both (preempted and admitted again).
+        checksum_logits: whether results carry a checksum of the logits that were sampled from.
+        block_copies: copies to make before anything is computed, in this order: a block may be a target, and later a
             source or a target again.
-        block_saves, block_loads: to be made before the copies, all saves before all loads.
+        block_saves, block_loads: transfers to make before the copies, all saves before all loads.
     """
 
     step_id: int  # counts up from 0
@@ -153,7 +153,7 @@ class TokenLogprobs:
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int  # the token's own; 1 is the most likely
+    rank: int  # of the token itself; 1 is the most likely
 
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time
@@ -161,17 +161,17 @@ class RequestStepOutput:
     """The results of a step for one request.
 
     Attributes:
-        new_token_ids: sampled ids, several where drafts were accepted. Empty in the middle of a prompt.
-        logprobs: one entry per new id, if requested; None if there are none in this step. Of a beam
-            (params.use_beam_search) they are requested, with SamplingParams.num_candidates most likely tokens.
-        prompt_logprobs: of the prompt tokens from num_computed_tokens + 1 on (the token after each computed position,
-            if it belongs to the prompt), if requested; None if there are none in this step.
+        new_token_ids: sampled ids, several if drafts were accepted; empty in the middle of a prompt.
+        logprobs: one entry per new id, if requested; None if there are none in this step. A beam
+            (params.use_beam_search) always has them, with SamplingParams.num_candidates most likely tokens.
+        prompt_logprobs: those of the prompt tokens from num_computed_tokens + 1 on (the token after each computed
+            position, if it belongs to the prompt), if requested; None if there are none in this step.
         error: why this request alone could not be computed; it has no new ids then.
-        checksum: of the logits that were sampled from, after every draft, if the step asked for it and something was
-            sampled.
+        checksum: checksum of the logits that were sampled from, after every draft, if the step asked for it and
+            something was sampled.
         mirostat_mu: mirostat's state after the last new id; None without mirostat.
-        pooled: what params.pooling asks for, in the step that computes the end of the prompt: float32 numbers in little
-            endian, [hidden] or [T, hidden]. There are no new ids then.
+        pooled: the result for params.pooling, in the step that computes the end of the prompt: little-endian float32
+            numbers, [hidden] or [T, hidden]. There are no new ids then.
     """
 
     new_token_ids: list[int]
@@ -184,16 +184,16 @@ class RequestStepOutput:
 
 
 def num_rejected_drafts(item: ScheduledRequest, result: RequestStepOutput) -> int:
-    """Return how many of a request's drafts were computed in vain, whose keys and values are to be written anew."""
+    """Return how many of a request's drafts were rejected, so that their keys and values are written again."""
     return max(0, len(item.draft_token_ids) + 1 - len(result.new_token_ids)) if item.draft_token_ids else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The results of one step, keyed by request id: one for every scheduled request.
+    """The results of one step by request id, one for every scheduled request.
 
     Attributes:
-        bytes_received: from other processes, by the first one of each part of the model, to compute it.
+        bytes_received: bytes that the first process of each model part received from other processes to compute it.
     """
 
     step_id: int
@@ -205,8 +205,8 @@ class Executor(Protocol):
     """Computes steps, in the order submitted.
 
     Attributes:
-        depth: most steps that may be submitted and not collected. No request is in two of them. More than one where
-            parts of several steps are computed at once.
+        depth: most steps that may be submitted and not collected. No request is in two of them. It is above 1 if parts
+            of several steps are computed at once.
     """
 
     depth: int
@@ -214,13 +214,13 @@ class Executor(Protocol):
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         """Start a step and return a handle for `collect`, perhaps before the step is done.
 
-        removed_request_ids are removed even if the step fails; a step that was submitted before may still have them.
+        removed_request_ids are removed even if the step fails. Steps submitted earlier may still contain them.
         """
 
     def collect(self, handle: Any) -> StepOutput:
         """Wait for the step and return its results.
 
-        Raises what the step raised. Later steps are still computed; the requests of the failed one must be removed.
+        Raise what the step raised. Later steps are still computed; the requests of a failed step must be removed.
         ExecutorLostError: no step can be computed any more.
         """
 

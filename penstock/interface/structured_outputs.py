@@ -1,6 +1,6 @@
-"""StructuredOutputsParams: the form that an answer must have, in vLLM's names. A plain value, no grammar library.
+"""StructuredOutputsParams: the form that an answer must have, with vLLM's names. It needs no grammar library.
 
-The form is text from here on: tokenizer/grammars.py says which tokens it allows.
+The form is kept as text; tokenizer/grammars.py says which tokens it allows.
 """
 
 import json
@@ -12,30 +12,30 @@ from penstock import validation as check
 from penstock.errors import InvalidRequestError
 
 FIELD = "structured_outputs"
-WHITESPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: a model may like it so much that it never goes on
+WHITESPACE = r"[ \n\r\t]{1,40}"  # between JSON tokens; limited, because a model may repeat whitespace for ever
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_FORM_CHARS = 2**19  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 2**15
 MAX_PATTERN_CHARS = 1024
-MAX_NESTING = 128  # objects and lists of a schema: the library reads it recursively
+MAX_NESTING = 128  # objects and lists of a schema, which the library reads recursively
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the whole answer must be: one of the first five is given.
+    """The form of the whole answer. Exactly one of the first five attributes is given.
 
     Attributes:
-        json: a JSON value that this JSON schema allows; a mapping, or its text, which is what is kept.
+        json: a JSON value that this JSON schema allows; given as a mapping or as text, and kept as text.
         regex: a text that this regular expression matches as a whole.
         choice: one of these texts.
         grammar: a text of this context-free grammar, in Lark's notation as llguidance reads it.
-        json_object: True: any JSON object.
+        json_object: True for any JSON object.
         disable_any_whitespace: no spaces or line breaks between the tokens of JSON.
-        whitespace_pattern: the regular expression of what may stand between the tokens of JSON.
+        whitespace_pattern: regular expression for what may stand between the tokens of JSON.
 
     Raises:
         InvalidRequestError: not exactly one form is given, or it has the wrong type or size; `param` is
-            "structured_outputs". Whether the form can be followed is found out when it is compiled.
+            "structured_outputs". Whether the form can be followed is checked when it is compiled.
     """
 
     json: str | dict[str, Any] | None = None
@@ -91,7 +91,7 @@ class StructuredOutputsParams:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return what tells forms apart; equal ones allow the same texts."""
+        """Return a key: forms with equal keys allow the same texts."""
         whitespace = (self.disable_any_whitespace, self.whitespace_pattern)
         return (self.json, self.regex, self.choice, self.grammar, self.json_object, *whitespace)
 
@@ -129,7 +129,7 @@ def _choices(value: Any) -> tuple[str, ...] | None:
 
 
 def _schema_text(value: Any) -> str | None:
-    """Return the text of a schema: a mapping, or its JSON. Key order is kept: it is the order of an answer's keys."""
+    """Return the text of a schema, given as a mapping or as JSON. Key order is kept: answers follow it."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -155,7 +155,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _is_deeper(value: Any, limit: int) -> bool:
-    """Return whether objects and lists are nested more than `limit` deep. Without recursion, level by level."""
+    """Return whether objects and lists are nested more than `limit` deep, level by level, without recursion."""
     level: list[Any] = [value]
     for _ in range(limit + 1):
         level = [item for node in level if isinstance(node, dict | list) for item in _items(node)]

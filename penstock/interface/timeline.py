@@ -1,17 +1,17 @@
-"""Timeline: where the wall time of a request went, as intervals that follow one another without a gap.
+"""Timeline: where the wall time of a request went, in intervals that follow one another without a gap.
 
     preparing | queued | prefill | decode | preempted | queued | recompute | decode | delivery
     ^ start                                                                          ^ end
 
-At every moment a request is in one state, and an interval is the time that it spent in one. So the durations sum to the
-wall time by construction. All times are of time.monotonic(), which the processes of a machine share.
+At every moment a request is in one state, and an interval is the time that it spends in a state. So the durations sum
+to the wall time by construction. All times are from time.monotonic(), which the processes of a machine share.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-MAX_INTERVALS = 64  # of one timeline; beyond it the shortest ones become part of their neighbours
+MAX_INTERVALS = 64  # in one timeline; beyond it, the shortest intervals are merged into their neighbours
 
 
 class IntervalKind(StrEnum):
@@ -19,14 +19,14 @@ class IntervalKind(StrEnum):
 
     PREPARING = "preparing"  # its body was read and checked, its text became tokens
     QUEUED = "queued"  # it had no row in the batch yet
-    PREFILL = "prefill"  # its prompt was computed, up to its first token
-    DECODE = "decode"  # it got tokens
+    PREFILL = "prefill"  # its prompt was being computed, up to its first token
+    DECODE = "decode"  # it was generating tokens
     STALLED = "stalled"  # it had a row, but the steps had no room for it
     PREEMPTED = "preempted"  # it had to give up its row or blocks, or a step had failed
-    RECOMPUTE = "recompute"  # what it had lost was computed again, up to its next token
-    RECOVERY = "recovery"  # the engine had died, and no other one had the request yet
+    RECOMPUTE = "recompute"  # what it had lost was being computed again, up to its next token
+    RECOVERY = "recovery"  # the engine had died, and no other engine had the request yet
     PAUSED = "paused"  # its reader had left too much unread
-    OTHERS = "others"  # this choice had ended, others of the call had not
+    OTHERS = "others"  # this choice had ended, other choices of the call had not
     DELIVERY = "delivery"  # its last token was on the way to the reader
 
 
@@ -35,14 +35,14 @@ class Interval:
     """Time spent in one state.
 
     Attributes:
-        steps: of the engine, in which the request had a part.
-        step_s: what these took; the rest of the duration lies between the steps.
-        sequences: summed over these steps, of all requests in them.
-        computed_tokens: of a prefill or recompute: tokens whose keys and values were computed.
-        generated_tokens: that the request got.
-        waiting_before, running_before: of a queued interval: requests that were there when it came.
-        no_row_s, no_blocks_s: of a wait: how long every row was taken, and how long there were too few free blocks.
-        merged: shorter intervals that are part of this one, because there were more than MAX_INTERVALS.
+        steps: engine steps in which the request took part.
+        step_s: duration of these steps; the rest of the interval lies between them.
+        sequences: number of sequences in these steps, summed up.
+        computed_tokens: for prefill or recompute: tokens whose keys and values were computed.
+        generated_tokens: tokens that the request got.
+        waiting_before, running_before: for a queued interval: requests that were there when this one arrived.
+        no_row_s, no_blocks_s: for a wait: how long all rows were taken, and how long too few blocks were free.
+        merged: number of shorter intervals merged into this one, because there were more than MAX_INTERVALS.
     """
 
     kind: IntervalKind
@@ -64,7 +64,7 @@ class Interval:
         return self.end - self.start
 
     def absorb(self, later: "Interval") -> None:
-        """Add the interval that follows."""
+        """Add the following interval."""
         self.end = later.end
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(later, name))
@@ -79,10 +79,10 @@ UNTIL_NOW = (IntervalKind.DELIVERY, IntervalKind.PAUSED)
 
 @dataclass(slots=True)
 class Timeline:
-    """The intervals of one choice, up to `end`; since then it is in `state`.
+    """The intervals of one choice up to `end`; since then the choice is in `state`.
 
     Attributes:
-        state: what the time counts as that no interval explains yet.
+        state: the state that counts for time that no interval covers yet.
     """
 
     start: float
@@ -99,8 +99,8 @@ class Timeline:
         return sum(interval.generated_tokens for interval in self.intervals)
 
     def add(self, interval: Interval) -> None:
-        """Add what is known of a later time; what lies between counts as `state`. Nothing overlaps and nothing is lost:
-        where the interval begins before `end`, it is cut."""
+        """Add a later interval; the time in between counts as `state`. Nothing overlaps and nothing is lost: an
+        interval that begins before `end` is cut."""
         self.advance(interval.start)
         if interval.end > self.end or interval.steps:
             self._append(replace(interval, start=self.end, end=max(interval.end, self.end)))
@@ -111,7 +111,7 @@ class Timeline:
             self.add(interval)
 
     def turn(self, state: IntervalKind, at: float, num_tokens: int | None = None) -> None:
-        """Change the state at a time. num_tokens: that the request has got so far, where some came unexplained."""
+        """Change the state at a time. num_tokens: tokens of the request so far, if no interval accounts for some."""
         generated = 0 if num_tokens is None else max(0, num_tokens - self.num_generated)
         self.advance(at, generated if self.state is IntervalKind.DECODE else 0)
         self.state = state
@@ -122,7 +122,7 @@ class Timeline:
             self._append(Interval(self.state, self.end, at, generated_tokens=generated))
 
     def until(self, at: float) -> "Timeline":
-        """Return a copy that ends at a time which is not before `end`."""
+        """Return a copy that ends at `at`, which must not be before `end`."""
         copied = Timeline(self.start, self.state, [replace(interval) for interval in self.intervals])
         copied.end = self.end
         copied.advance(at)
@@ -138,7 +138,7 @@ class Timeline:
             self._merge_shortest()
 
     def _merge_shortest(self) -> None:
-        """Make the shortest interval, but the first and the last, part of the one before it."""
+        """Merge the shortest interval, except the first and the last, into the one before it."""
         inner = range(1, len(self.intervals) - 1)
         index = min(inner, key=lambda at: self.intervals[at].duration)
         before = self.intervals[index - 1]
@@ -148,16 +148,16 @@ class Timeline:
             before.absorb(self.intervals.pop(index))
 
     def seconds(self, kind: IntervalKind) -> float:
-        """Return how long the request was in a state, in all."""
+        """Return how long the request was in a state in total."""
         return sum(interval.duration for interval in self.intervals if interval.kind is kind)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """The times of a request, in seconds of time.monotonic(), in vLLM's spelling; None where it has not happened.
+    """The times of a request, in seconds of time.monotonic(), with vLLM's names; None for what has not happened.
 
     Attributes:
-        time_in_queue: until it was scheduled first, in seconds.
+        time_in_queue: seconds until it was first scheduled.
     """
 
     arrival_time: float
@@ -168,7 +168,7 @@ class RequestMetrics:
 
     @classmethod
     def of(cls, timelines: Sequence[Timeline]) -> "RequestMetrics | None":
-        """Return the times of a call with these choices; None where nothing is known."""
+        """Return the times of a call with these choices; None without timelines."""
         if not timelines:
             return None
         computed = [item for line in timelines for item in line.intervals if item.kind in COMPUTED]

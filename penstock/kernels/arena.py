@@ -1,9 +1,9 @@
 """Arena: the buffers that a forward pass writes its results to, kept from step to step.
 
-Each kind of result has a slot, shared by all decoder layers: one layer's result is consumed before the next layer
-writes. A slot grows when a step has more rows than any before, so in the long run a step allocates nothing. Few rows
-are always at the same address, so that a recorded program stays valid. A model's result is in a slot too, and is
-overwritten by the next call of the model.
+Each kind of result has a slot, which all decoder layers share: one layer's result is consumed before the next layer
+writes its own. A slot grows when a step has more rows than any step before, so in the long run a step allocates
+nothing. Results of few rows are always at the same address, so that a recorded program stays valid. A model's result is
+in a slot, too, and is overwritten when the model runs again.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from penstock.kernels.tensors import Dtype, Tensor
 FEW_ROWS = 64  # the most rows that are always at the same address
 LOGITS_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
 
-Allocate = Callable[[tuple[int, ...], str], Tensor]  # shape and name of a type -> memory, as Ops.empty
+Allocate = Callable[[tuple[int, ...], str], Tensor]  # shape and name of a type -> memory, like Ops.empty
 
 
 class Slot:
@@ -40,7 +40,7 @@ class Slot:
         return int(self._few.nbytes) // FEW_ROWS
 
     def __call__(self, rows: int) -> Tensor:
-        """Return the first `rows` rows. Tensors returned before share the memory, unless it has grown since."""
+        """Return the first `rows` rows. Tensors returned earlier share the memory unless the slot has grown since."""
         if rows != self._rows:
             if rows > self._many.shape[0]:
                 self._many = self._allocate((rows, *self.columns), self._name)
@@ -61,10 +61,10 @@ class Arena:
         self._slots: dict[str, Slot] = {}
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: str) -> Slot:
-        """Return the slot of that name, for results of the type that `dtype` names.
+        """Return the slot with this name, for results of the type that `dtype` names.
 
         Raises:
-            ValueError: it exists with other columns or another dtype.
+            ValueError: the slot exists with other columns or another dtype.
         """
         slot = self._slots.get(name)
         if slot is None:

@@ -15,12 +15,12 @@ def load_ops(
     threads: int = 1,
     cores: Sequence[Sequence[int]] = (),
 ) -> Ops:
-    """Make the backend of that name for models of type `dtype`.
+    """Make the backend with this name for models of type `dtype`.
 
     Args:
         dtype: a np.dtype or a torch.dtype; results are of the same kind. The reference backend computes with torch.
-        threads: of the native kernels.
-        cores: the CPUs of each of these threads (kernels/cpu/cores.py), nothing to leave them free.
+        threads: number of threads of the native kernels.
+        cores: the CPUs of each of these threads (kernels/cpu/cores.py); empty: threads are not bound to CPUs.
 
     Raises:
         NotSupportedError: the backend is not built yet.

@@ -1,6 +1,6 @@
-"""The arguments of attention: where the sequences of a step stand, and how one layer makes queries, keys and scores.
+"""The arguments of attention: the state of a step's sequences, and how one layer makes queries, keys and scores.
 
-Letters as in kernels/ops.py: T tokens, B sequences, H query heads, Hkv key/value heads, D head dim.
+Letters are as in kernels/ops.py: T tokens, B sequences, H query heads, Hkv key/value heads, D head dim.
 """
 
 from collections.abc import Callable
@@ -39,11 +39,11 @@ class AttentionMetadata:
         slot_mapping: [T] int64, block id * block_size + offset: where each new token's key and value are stored.
             A negative slot stores nothing, because no later token will see it.
         block_size: tokens per block.
-        sliding_window: a token sees itself and the sliding_window - 1 before it, so 1 or more; None sees all.
-        num_sink_tokens: the first tokens of a sequence, which stay visible (and allocated) before a window.
+        sliding_window: a token sees itself and the sliding_window - 1 tokens before it; 1 or more; None: it sees all.
+        num_sink_tokens: how many first tokens of a sequence stay visible (and allocated) before a window.
         plan: which core computes what (kernels/attention/plan.py); None: not planned yet.
 
-    A ring is a block table that repeats one block: its rows are used again, and slot_mapping stores only tokens that
+    A ring is a block table that repeats one block. Its slots are used again, and slot_mapping stores only tokens that
     no later token of the step overwrites.
 
     Raises:
@@ -70,13 +70,13 @@ class AttentionMetadata:
         return replace(self, **{name: convert(getattr(self, name)) for name in tensors})
 
     def check_blocks(self, num_blocks: int) -> None:
-        """Check that each cached position which a new token sees is in one of a cache's blocks.
+        """Check that every cached position that a new token sees is in a block of a cache with num_blocks blocks.
 
         Raises:
-            ValueError: a position has no block (-1), or one that the cache does not have.
+            ValueError: a position has no block (-1), or a block that the cache does not have.
         """
         table = as_array(self.block_table)
-        wrong = table.astype(np.uint32) >= num_blocks  # a negative id is a great number, too
+        wrong = table.astype(np.uint32) >= num_blocks  # a negative id becomes a large one
         if not np.count_nonzero(wrong):
             return
         starts, lengths = as_array(self.query_start_loc), as_array(self.seq_lens)
@@ -96,17 +96,17 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
-    """How scores are made in one layer.
+    """How one layer makes scores.
 
-    In this order: s = q . k; s += bias if bias_before_scale; s *= scale; s = softcap * tanh(s / softcap); s += bias
-    otherwise. Then hidden positions become -inf.
+    The order is: s = q . k; if bias_before_scale, s += bias; s *= scale; s = softcap * tanh(s / softcap); if not
+    bias_before_scale, s += bias. Then hidden positions become -inf.
 
     Attributes:
         scale: usually 1 / sqrt(D).
-        softcap: a soft limit to the size of scores (Gemma 2); None: none.
+        softcap: a soft limit on the size of scores (Gemma 2); None: no limit.
         alibi_slopes: [H] float32; the bias is slope * (key position - query position). None: no bias.
         bias_before_scale: add the bias before scaling (Falcon, and `pse` of IncreFlashAttention), not after (BLOOM).
-        sink_logits: [H] float32, learned logits that take part in every softmax and bring no value. None: none.
+        sink_logits: [H] float32, learned logits that take part in every softmax and have no value. None: no sinks.
     """
 
     scale: float
@@ -123,11 +123,11 @@ class RotaryParams:
     Attributes:
         heads: how the columns of the product are split.
         cos_sin: [max positions, rotary dim] float32, computed in float64: the cosines, then the sines, of the angles by
-            which the halves of a head are rotated against each other. None rotates nothing.
+            which the halves of a head are rotated against each other. None: no rotation.
         q_norm, k_norm: float32 weights of an RMS norm before the rotation; None: no norm. A weight [D] norms each head
-            by itself; one of all heads' elements ([H D] for q, [Hkv D] for k) norms them together, which is the same
-            where there is one head.
-        eps: of the norms.
+            by itself; a weight [H D] for q, or [Hkv D] for k, norms all heads together. With one head, both are the
+            same.
+        eps: the eps of both norms.
     """
 
     heads: Heads
@@ -153,7 +153,7 @@ class CacheSpec:
 
     Attributes:
         dtype: float32, bfloat16 or int8.
-        slices: int8 only: the int8 rows that represent a query row and a row of probabilities, 2 (closer than a
+        slices: int8 only: how many int8 rows represent a query row, or a row of probabilities: 2 (closer than a
             bfloat16 query) or 3 (close to float32).
         scales: int8 only: scales per channel; None: per token (quant/kv.py).
     """
@@ -180,10 +180,10 @@ def check_block_ids(num_blocks: int, *block_ids: int) -> None:
 
 
 def own(value: object, kind: type[Kind]) -> Kind:
-    """Return a packed weight or a cache as the type that a backend makes.
+    """Return a packed weight or a cache, checked to be of the type that a backend makes.
 
     Raises:
-        TypeError: another backend made it.
+        TypeError: another backend made the value.
     """
     if not isinstance(value, kind):
         raise TypeError(f"made by another backend: {type(value).__name__}")

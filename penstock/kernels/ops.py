@@ -1,28 +1,28 @@
 """The arithmetic of an engine: one method per operation, with shapes, types and rounding points.
 
-A backend (reference or cpu) implements `Ops`; layers get one as an argument and call nothing else. Only the
+A backend (reference or cpu) implements `Ops`. Layers receive a backend as an argument and call nothing else. Only the
 backend knows how a packed weight or a cache block is laid out. Attention's arguments are in kernels/metadata.py. The
 backends' methods have no docstrings of their own: this file is their specification.
 
 Letters: T tokens of a step, B sequences, H query heads, Hkv key/value heads, D head dim, V vocabulary; M, N, K rows,
 columns and depth of a product.
 
-Rounding points. `dtype` is the model's type (bfloat16 or float32); in float32 there are none.
+Rounding points. `dtype` is the model's type (bfloat16 or float32). If it is float32, nothing is rounded.
   - The residual stream is float32. So are scores, softmax sums, router and vocabulary logits.
   - The operands of a product are `dtype`: norms read float32 and write `dtype`; rotary reads the float32 product and
     writes q, k, v in `dtype`; the gated activation reads float32 and writes `dtype`; attention writes `dtype`.
-  - Every product accumulates in float32 and returns float32, its bias added before anything is rounded.
+  - Every product accumulates in float32 and returns float32; its bias is added before anything is rounded.
 So each value is rounded exactly once, when it becomes an operand of the next product.
 
 Row independence (batch invariance). In the `cpu` backend a row of any result is a function of that row's
 own inputs only. The `reference` backend is plain torch: it guarantees a tolerance, not identical bits.
 
-`out=`, where given, is a buffer of exactly the result's shape and type that is filled and returned; without it the
-result is a new tensor. No other argument is written to, unless its docstring line says so. Layers pass `out=`:
-LayerFactory gives each its slot in an arena (kernels/arena.py), so model files handle no buffers.
+`out=`, if given, is a buffer of exactly the result's shape and type, which is filled and returned; without it the
+result is a new tensor. No other argument is written to, unless the method's docstring says so. Layers pass `out=`:
+LayerFactory gives each layer its slot in an arena (kernels/arena.py), so model files handle no buffers.
 
 Quantised weights. `scheme` (quant/scheme.py) says how a weight is stored and what it is multiplied with. quant/int8.py
-and quant/int4.py specify the stored values, native/products/products.h the arithmetic.
+and quant/int4.py specify the stored values, and native/products/products.h specifies the arithmetic.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +34,8 @@ from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import Array, Dtype, Tensor
 from penstock.quant.scheme import Scheme
 
-NUMERICS_VERSION = 3  # incremented whenever a constant or an order of sums changes a bit of any answer
-REDUCTION_LEAVES = 8  # fixed pieces of K in products that tensor parallelism splits along K
+NUMERICS_VERSION = 3  # incremented whenever a new constant or order of sums changes a bit of any answer
+REDUCTION_LEAVES = 8  # number of fixed pieces of K in products that tensor parallelism splits along K
 
 
 class RowSource(Protocol):
@@ -67,8 +67,9 @@ class Packing:
     """How a weight [N, K] is packed.
 
     Attributes:
-        leaf_ends: K is reduced in pieces that end there (the last at K), each by itself, and the pieces are added as a
-            fixed binary tree, so that tensor parallelism over K gives the same bits; empty: K is one piece.
+        leaf_ends: the ends of the leaves, the last of which is K. Each leaf of K is reduced by itself, and the leaves'
+            sums are added as a fixed binary tree, so that tensor parallelism over K gives the same bits. Empty: K is
+            one leaf.
         scheme: how the weight is quantised; None keeps the model's type.
         gated: the weight is for `gated_linear` only.
     """
@@ -103,23 +104,23 @@ class Ops(Protocol):
     device: Any  # "cpu", or a torch.device
 
     def tensor(self, array: Array) -> Tensor:
-        """Return an array on the host as a tensor of this backend; on the CPU they share memory."""
+        """Return an array on the host as a tensor of this backend; on the CPU, both share memory."""
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Return uninitialised memory for results; dtype: the type's name, "float32" for instance."""
+        """Return uninitialised memory for results. dtype: the name of the type, for example "float32"."""
 
     def pack_linear(
         self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
     ) -> PackedLinear:
-        """Pack a weight [N, K] (and bias [N]) of any float type, rounded to `dtype` first."""
+        """Pack a weight [N, K] (and bias [N]) of any float type, which is first rounded to `dtype`."""
 
     def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
-        """Return the bytes that pack_linear keeps of a weight of that shape, padding and scales included."""
+        """Return the bytes that pack_linear keeps for a weight of this shape, padding and scales included."""
 
     def restore_linear(
         self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
     ) -> PackedLinear:
-        """Rebuild what pack_linear made of a weight of that shape. Keeps the tensors of `state`.
+        """Rebuild the weight that pack_linear made, from its shape and its state. The tensors of `state` are kept.
 
         Raises:
             NotSupportedError: the backend has no packed form.
@@ -129,9 +130,9 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
         """Multiply x [M, K] dtype by a weight and add its bias: x @ weight.T + bias, [M, N] float32.
 
-        Also for q, k and v as one product, and for the LM head.
+        It also computes q, k and v as one product, and the LM head.
 
-        `out` may be some columns of a wider buffer (each row contiguous): the pieces of an LM head share one.
+        `out` may be some columns of a wider buffer (each row contiguous): the pieces of an LM head share a buffer.
         """
 
     def activated_linear(
@@ -140,7 +141,7 @@ class Ops(Protocol):
         """Compute activation(x @ weight.T + bias) of x [M, K] dtype: [M, N] dtype. `activation` as in gated_linear."""
 
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
-        """Compute activation(gate) * up of x [M, K] dtype: [M, N] dtype. Its weight [2N, K]: gate rows, then up rows.
+        """Compute activation(gate) * up of x [M, K] dtype: [M, N] dtype. The weight [2N, K] is gate rows, then up rows.
 
         `activation`: "silu", "gelu" (exact) or "gelu_tanh". Equal to linear followed by the element-wise product.
         """
@@ -151,7 +152,7 @@ class Ops(Protocol):
     def packed_embedding(
         self, ids: Tensor, weight: PackedLinear, *, scale: float = 1.0, out: Tensor | None = None
     ) -> Tensor:
-        """Look up rows of a packed weight, not quantised and not gated, as `embedding` does: with the same bits."""
+        """Look up rows of a packed weight, neither quantised nor gated, with the same bits as `embedding`."""
 
     def experts(
         self,
@@ -164,7 +165,7 @@ class Ops(Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Apply to each row its own experts: sum of weight * down(activation(gate) * up), in ascending expert id.
+        """Apply each row's own experts: the sum of weight * down(activation(gate) * up), in ascending expert id.
 
         x [M, hidden] dtype; gate_up, down: one gated and one plain weight per expert; ids [M, k] int64, distinct in
         each row; weights [M, k] float32 -> [M, hidden] float32.
@@ -175,7 +176,8 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Choose experts from router logits [M, experts] float32: ids [M, k] int64, weights [M, k] float32, best first.
 
-        Softmax over all experts, the k most likely (lowest id on a tie); renormalize divides them by their sum.
+        Takes the softmax over all experts and the k most likely ones (the lowest id on a tie); renormalize divides
+        their weights by the weights' sum.
         """
 
     def rms_norm(
@@ -183,7 +185,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Compute x / sqrt(mean(x^2) + eps) * weight of x [T, hidden] float32, weight [hidden] float32, in `dtype`.
 
-        dtype: None is the model's, for an operand of a product; float32 for a branch that is normed before it is added.
+        dtype: None is the model's type, for an operand of a product; float32 is for a branch normed before it is added.
         """
 
     def add_rms_norm(
@@ -199,7 +201,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Compute the layer norm of x [T, hidden] float32 in dtype; weight and bias are [hidden] float32.
 
-        (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias: the mean first, then the deviations from it.
+        It is (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias: the mean is computed first, then the
+        deviations from it.
         """
 
     def add_layer_norm(
@@ -219,16 +222,16 @@ class Ops(Protocol):
     def rotary_qkv(
         self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the product of q, k and v, RMS-norm q and k where weights are given, rotate q and k.
+        """Split the product of q, k and v, RMS-norm q and k if norm weights are given, and rotate q and k.
 
-        qkv [T, (H + 2 Hkv) D] float32; positions [T] int64 -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, D] in dtype.
+        qkv [T, (H + 2 Hkv) D] float32, positions [T] int64 -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, D] in dtype.
         """
 
     def new_kv_cache(self, spec: CacheSpec) -> KVCache:
         """Allocate an empty cache for one layer.
 
         Raises:
-            NotSupportedError: the backend has no such cache; `param` names the field.
+            NotSupportedError: the backend does not support this cache; `param` names the field.
             ValueError: the scales are not [Hkv, D].
         """
 
@@ -242,25 +245,25 @@ class Ops(Protocol):
         """Copy the keys and values of a whole block, scales per token included, to another block.
 
         Raises:
-            ValueError: the cache has no such block.
+            ValueError: the cache does not have one of the blocks.
         """
 
     def block_bytes(self, cache: KVCache, block_id: int) -> Array:
-        """Return the memory of a block, [block bytes], as it lies in the cache: to be saved, or written again.
+        """Return the cache's own memory of a block, [block bytes], so that it can be saved or overwritten.
 
         Raises:
-            ValueError: the cache has no such block.
+            ValueError: the cache does not have this block.
             NotSupportedError: the backend does not lay a block out in one piece.
         """
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
-        """Move metadata from the host to the device, with a plan for all layers that have such heads and such a cache.
+        """Move metadata from the host to the device, with a plan for all layers with these heads and this cache type.
 
         Reserves the memory that the plan needs, so that `attend` allocates nothing. A backend that needs no plan makes
         none.
 
         Raises:
-            ValueError: a new token would see a cached position that has no block, or one that the cache does not have.
+            ValueError: a new token would see a cached position that has no block, or whose block the cache lacks.
         """
 
     def attend(
@@ -275,22 +278,22 @@ class Ops(Protocol):
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """Let each sequence's new tokens attend to its cached and its new tokens, and store the new ones.
+        """Let each sequence's new tokens attend to its cached and its new tokens, and store the new tokens.
 
-        q [T, H, D], k_new and v_new [T, Hkv, D] in dtype -> [T, H * D] dtype. Causal, within meta.sliding_window. A row
-        that sees nothing is zeros. lse: a buffer [T, H] float32 for the logarithm of each row's sum of e^score, sink
-        logits included; -inf for a row that sees nothing.
+        q [T, H, D], k_new and v_new [T, Hkv, D] in dtype -> [T, H * D] dtype. Attention is causal and limited to
+        meta.sliding_window. A row that sees nothing is zeros. lse: a buffer [T, H] float32 for the logarithm of each
+        row's sum of e^score, sink logits included; -inf for a row that sees nothing.
 
         New keys and values are rounded to the cache's type before they are attended to, so it makes no difference
         whether a token is read from the cache or from the step. Queries and probabilities are rounded to the cache's
         type as well; for an int8 cache they are written as slices. Metadata without a plan is planned first.
 
         Raises:
-            ValueError: as `plan`.
+            ValueError: as in `plan`.
         """
 
     def finite_rows(self, logits: Tensor) -> Tensor:
-        """Return [M] bool for logits [M, V] float32: whether a row has no NaN, no +inf, and a value above -inf."""
+        """Return [M] bool for logits [M, V] float32: whether each row has no NaN, no +inf, and a value above -inf."""
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Compute the log-probabilities [M, V] float32 of logits [M, V] float32."""
@@ -298,28 +301,28 @@ class Ops(Protocol):
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """Choose one id per row of logits [M, V] float32: [M] int64; sampling.NO_TOKEN where no id may be chosen.
 
-        kernels/sampling.py has the steps and their order.
+        kernels/sampling.py describes the steps and their order.
         """
 
 
 @runtime_checkable
 class SplittingOps(Ops, Protocol):
-    """A backend that can compute a rank's part of a product whose K is split over ranks."""
+    """A backend that can compute a rank's part of a product that is split over ranks along K."""
 
     def pack_part(
         self, weight: RowSource, magnitudes: Array | None, packing: Packing
     ) -> tuple[PackedLinear, Array | None]:
-        """Pack the part [N, K / ranks] of a weight that begins and ends between leaves. Return it and its scales [N].
+        """Pack a part [N, K / ranks] of a weight, cut between leaves. Return the part and its scales [N].
 
-        `linear` then gives the part of the sum, to be added as the leaves' tree demands, and the sum is to be
-        multiplied by the scales. magnitudes: [N] float32, the largest absolute value of each row of the whole weight,
-        which an int8 weight needs. Scales are None for other weights.
+        `linear` then gives the part's share of the sum. The caller adds the shares as the leaves' tree demands, and
+        multiplies the sum by the scales. magnitudes: [N] float32, the largest absolute value of each row of the whole
+        weight, which an int8 weight needs. Scales are None for other weights.
         """
 
     def run_host(self, work: Callable[[], None]) -> None:
-        """Run Python between two operations of a forward pass, on memory that stays where it is.
+        """Run a Python function between two operations of a forward pass, on memory that does not move.
 
-        A program (RecordingOps) runs it again at the same place.
+        A program (RecordingOps) runs the function again at the same point.
         """
 
 
@@ -329,7 +332,8 @@ class Program(Protocol):
     def run(self, attention: Sequence[AttentionMetadata]) -> Tensor:
         """Run with this step's metadata for each cache group.
 
-        Reads and writes the tensors of the recorded pass, whatever they hold by now, and returns the same one.
+        Reads and writes the tensors of the recorded pass, with their current contents, and returns the tensor that the
+        recorded pass returned.
 
         Raises:
             ValueError: a token id or a position is outside of its table.
@@ -343,7 +347,7 @@ class RecordingOps(Ops, Protocol):
     def record(
         self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
     ) -> tuple[Tensor, Program | None]:
-        """Run a forward pass with this metadata -> its result and its program.
+        """Run a forward pass with this metadata, and return its result and its program.
 
         The program is None if the pass did anything besides calling operations of this backend.
         """

@@ -1,6 +1,6 @@
-"""SamplingTensors: the sampling parameters of the rows of one step, as arrays a kernel can read.
+"""SamplingTensors: the sampling parameters of one step's rows, as arrays that a kernel can read.
 
-The order in which a backend applies them is fixed and is vLLM's:
+A backend applies them in this fixed order, which is also vLLM's:
 
     log-probabilities are taken first, from the raw logits
     mask           ids that may not be chosen (min_tokens, bad words)         -> -inf
@@ -8,14 +8,14 @@ The order in which a backend applies them is fixed and is vLLM's:
     penalties      repetition, then frequency, then presence
     greedy rows    highest logit, lowest id on a tie
     other rows     / temperature, min_p, top_k, top_p, then the Gumbel-max trick with counter-based noise
-    A row with every id at -inf after the penalties has nothing to choose: its result is NO_TOKEN.
+    If every id of a row is at -inf after the penalties, no id can be chosen, and the row's result is NO_TOKEN.
 
 Noise: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with
 key = the two 32-bit words of the seed (low word first) and counter = (choice index, output position,
 vocabulary index // 4, 0); the four words of a block serve four neighbouring vocabulary entries. A word w becomes the
 uniform u = ((w >> 9) + 0.5) * 2^-23, which is never 0 or 1 and exact in float32, and the noise -log(-log(u)).
-So noise is a function of (seed, choice, position, token) alone. The counter's last word is 0 for tokens; draws that are
-not of a token have another one, a stream of their own (`uniform_at`).
+So noise is a function of (seed, choice, position, token) alone. The counter's last word is 0 when a token is drawn; any
+other draw uses another last word, and so has a stream of its own (`uniform_at`).
 """
 
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ class SamplingTensors:
         masked: [P, 2] int64 pairs (row, id) that may not be chosen.
         bias: pairs [P, 2] int64 and their values [P] float32.
         repetition: penalty [M] float32, and the distinct pairs (row, id) seen in prompt or output, [P, 2] int64.
-        counts: frequency and presence penalty [M] float32 each, and the distinct pairs (row, id) generated so far
-            [P, 2] int64 with how often [P] float32.
+        counts: frequency and presence penalty [M] float32 each, the distinct pairs (row, id) generated so far
+            [P, 2] int64, and how often each was generated [P] float32.
     """
 
     temperature: Tensor
@@ -57,7 +57,7 @@ class SamplingTensors:
 
 
 def uniform_at(noise_key: tuple[int, int, int], stream: int) -> float:
-    """Return the uniform above 0 and below 1 of a stream at (seed, choice, output position): one per output."""
+    """Return the stream's uniform number, between 0 and 1 and never either, for (seed, choice, output position)."""
     seed, choice, position = noise_key
     c0, c1, c2, c3 = choice & MASK, position & MASK, 0, stream
     k0, k1 = seed & MASK, (seed >> 32) & MASK

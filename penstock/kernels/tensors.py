@@ -1,8 +1,8 @@
 """Tensors of two kinds: numpy's arrays (ml_dtypes adds bfloat16) and torch's tensors.
 
-A backend works with one kind, that of the dtype it was made with. The native kernels need only an address, a shape and
-a type, so they serve the bundled families with arrays, and no process that does imports torch, which takes seconds and
-200 MB. Torch's tensors are for the reference backend and for models of a user's own.
+A backend works with one kind, given by the dtype it was made with. The native kernels need only an address, a shape and
+a type, so they serve the bundled families with arrays. A process that serves one of them does not import torch, which
+takes seconds and 200 MB. Torch's tensors are for the reference backend and for models of a user's own.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ INT8, INT16, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int16), np.dtype(np.i
 UINT8, BOOL, FLOAT64 = np.dtype(np.uint8), np.dtype(np.bool_), np.dtype(np.float64)
 NAMES = {str(dtype): dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64, UINT8, BOOL, FLOAT64)}
 
-ALIGNMENT = 64  # bytes, of the memory that `empty` returns
-OWN_PAGES = 2**18  # bytes from which memory gets pages of its own; far fewer than a huge page has
+ALIGNMENT = 64  # bytes, for the memory that `empty` returns
+OWN_PAGES = 2**18  # bytes; arrays at least this large get pages of their own; far smaller than a huge page
 
 _array_types: dict[Dtype, ArrayType] = {dtype: dtype for dtype in NAMES.values()}
 
 
 def array_type(dtype: Dtype) -> ArrayType:
-    """Return the same type as a np.dtype. Raise KeyError if there is none."""
+    """Return the np.dtype of the same type. Raise KeyError if numpy has no such type."""
     found = _array_types.get(dtype)
     if found is None:
         found = _array_types[dtype] = NAMES[str(dtype).removeprefix("torch.")]
@@ -40,21 +40,21 @@ def array_type(dtype: Dtype) -> ArrayType:
 
 
 def is_torch(dtype: Dtype) -> bool:
-    """Return whether tensors of a dtype are torch's."""
+    """Return whether tensors of this dtype are torch's."""
     return not isinstance(dtype, np.dtype)
 
 
 def dtype_of(name: str, kind: Dtype) -> Dtype:
-    """Return the type of that name ("bfloat16"), of the same kind as the dtype `kind`."""
+    """Return the type with this name ("bfloat16"), of the same kind as the dtype `kind`."""
     return getattr(sys.modules["torch"], name) if is_torch(kind) else NAMES[name]
 
 
 def empty(shape: tuple[int, ...], dtype: Dtype) -> Tensor:
-    """Return uninitialised aligned memory, of the dtype's kind.
+    """Return uninitialised aligned memory as a tensor of the dtype's kind.
 
-    A large array gets pages of its own, huge ones where the system has them: products read weights page after page. And
-    on the heap, large arrays leave holes when they are freed: small ones settle there, and the next large one no longer
-    fits. Raise MemoryError where there is none left.
+    A large array gets pages of its own, huge pages where the system has them, because products read weights page after
+    page. On the heap, a freed large array would also leave a hole: small arrays fill it, and the next large array no
+    longer fits. Raise MemoryError if no memory is left.
     """
     if is_torch(dtype):
         return as_torch(empty(shape, array_type(dtype)))
@@ -78,7 +78,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def as_array(tensor: Tensor) -> Array:
-    """Return a tensor of either kind as an array, which shares the memory of a tensor on the CPU."""
+    """Return a tensor of either kind as an array. It shares the tensor's memory if that is on the CPU."""
     if isinstance(tensor, np.ndarray):
         return tensor
     tensor = tensor.detach().cpu()

@@ -14,8 +14,8 @@ from penstock.spec.model_config import ModelConfig
 class Attention(Module):
     """One product for q, k and v, optional norms of q and k, rotary, attention, and the product that joins the heads.
 
-    The sliding window, where there is one, comes with the context's metadata for this layer. The norms are over each
-    head or over all heads of a token, depending on the size of their weights in the parameter table.
+    The sliding window, if any, comes with the context's metadata for this layer. The norms are over each head or over
+    all heads of a token, depending on the size of their weights in the parameter table.
     """
 
     def __init__(
@@ -28,7 +28,8 @@ class Attention(Module):
         unit_offset: bool = False,
         scale: float | None = None,
     ) -> None:
-        """rotary: None rotates nothing. unit_offset: as RMSNorm, for q and k. scale: of scores; None: the config's."""
+        """rotary: None means no rotation. unit_offset: as in RMSNorm, for the norms of q and k. scale: the factor of
+        the scores; None: the config's."""
         self.ops = make.ops
         self.layer = layer
         self.rotary = rotary
@@ -51,7 +52,7 @@ class Attention(Module):
 
     @property
     def rotary_params(self) -> RotaryParams:
-        """The heads, rotary table and norms of this layer; read it after the weights are loaded."""
+        """The heads, rotary table and norms of this layer. Read it after the weights are loaded."""
         return RotaryParams(
             self.heads,
             None if self.rotary is None else self.rotary.cos_sin,
@@ -73,8 +74,8 @@ class Attention(Module):
 def alibi_slopes(num_heads: int) -> Array:
     """Return the slope by which each head's scores fall with the distance, [H] float32.
 
-    Press et al., "Train Short, Test Long", 2022: 2^(-8 i / n) for i = 1 .. n, n the greatest power of two up to
-    num_heads; the other heads take every second slope of a model with 2n heads.
+    Press et al., "Train Short, Test Long", 2022: 2^(-8 i / n) for i = 1 .. n, where n is the greatest power of two up
+    to num_heads. The other heads take every second slope of a model with 2n heads.
     """
     whole = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / whole) for i in range(1, whole + 1)]

@@ -1,6 +1,6 @@
 """CausalLM, the interface of a model, and ForwardContext, all that a forward pass needs besides token ids and weights.
 
-The context is passed down as an argument. There is no global one, so several engines can run in one process.
+The context is passed down as an argument. There is no global context, so several engines can run in one process.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ForwardContext:
 
 
 class CausalLM(Protocol):
-    """A decoder and its head, which is called by itself, so that logits are computed only where they are needed.
+    """A decoder and its head. The head is called separately, so that logits are computed only where they are needed.
 
     Its class is called with (ModelConfig, LayerFactory).
     """

@@ -10,8 +10,8 @@ from penstock.layers.module import Module
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
-# (config, factory, layer index, rotary) -> a module that maps (x, h, ctx) to (x, h): the residual stream and the branch
-# that has not been added to it yet, [T, hidden] float32 each
+# (config, factory, layer index, rotary) -> a module that maps (x, h, ctx) to (x, h). x is the residual stream, h the
+# branch that has not been added to it yet, [T, hidden] float32 each.
 MakeBlock = Callable[[ModelConfig, LayerFactory, int, Rotary | None], Any]
 
 
@@ -51,9 +51,9 @@ class RMSNormLM(DecoderLM):
 
 
 class RMSNormDecoder(Module):
-    """Embedding, blocks and a final RMSNorm, under the names that Llama's checkpoints have.
+    """Embedding, blocks and a final RMSNorm, under the names of Llama's checkpoints.
 
-    A layer with a window uses the rotary tables of `local_rope`, where the config has one.
+    A layer with a window uses the rotary table of `local_rope`, if the config has one.
     """
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, block: MakeBlock, *, unit_offset: bool = False) -> None:

@@ -1,8 +1,8 @@
 """LayerFactory: makes the layers of a model, by name.
 
 A model file calls `make.linear("o_proj")` and gets a layer with the shape, bias, reduction and quantisation that the
-family's parameter table has for it, and a buffer for its results. Only the factory handles quantisation, and the split
-of a model over ranks. It is an argument, so that two models cannot share one by accident.
+family's parameter table states, and a buffer for its results. Only the factory handles quantisation and the split of a
+model over ranks. It is passed as an argument, so that two models cannot share a factory by accident.
 """
 
 import re
@@ -42,12 +42,12 @@ class LayerFactory:
     """Makes layers whose names begin with `prefix`.
 
     Attributes:
-        parameters: every parameter of the model by full name, from ParamTable.parameters.
+        parameters: every parameter of the model by full name, from ParamTable.parameters; with `split`, the rank's own.
         arena: buffers for the layers' results. Layers whose names differ only in a number share a slot.
         scheme: how quantisable weights are quantised; None keeps the model's type.
         head: how the columns of the LM head are arranged.
         max_positions: length of rotary tables; None: the model's context.
-        split: which part of the model this rank has; `parameters` are the rank's own. None: all of it.
+        split: which part of the model this rank has; None: all of it.
     """
 
     ops: Ops
@@ -139,7 +139,7 @@ class LayerFactory:
         return Heads(own.num_attention_heads, own.num_key_value_heads, own.head_dim)
 
     def own_heads(self, values: Array, cfg: ModelConfig) -> Array:
-        """Return the entries of this rank's query heads among values [H] of all."""
+        """Return the entries for this rank's query heads from values [H] of all heads."""
         if self.split is None:
             return values
         first, last = self.split.share.attention.bounds(cfg.num_key_value_heads)
@@ -147,14 +147,15 @@ class LayerFactory:
         return values[first * group : last * group]
 
     def num_experts(self, cfg: ModelConfig) -> int:
-        """Return how many experts of a layer this rank has."""
+        """Return how many experts of each layer this rank has."""
         if self.split is None:
             return cfg.num_experts
         first, last = self.split.share.experts.even_bounds(cfg.num_experts)
         return last - first
 
     def mixture(self, cfg: ModelConfig, down: Sequence[Linear]) -> SplitMixture | None:
-        """Return what applies experts that ranks share; None if none do. down: the last product of each of ours."""
+        """Return what applies experts that are split over ranks; None if they are not. down: the last product of each
+        of this rank's experts."""
         if self.split is None or self.split.share.degrees.mixture == 1:
             return None
         return SplitMixture(self.ops, self.split, cfg.num_experts, down)
@@ -164,7 +165,7 @@ class LayerFactory:
         return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops)
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: str | None = None) -> Slot:
-        """Return the buffer for results of that name. dtype: the name of their type; None: the model's."""
+        """Return the buffer for results of a name. dtype: the name of their type; None: the model's type."""
         shared = re.sub(r"\.\d+\.", ".*.", self.prefix + name)
         return self.arena.slot(shared, columns, dtype or str(array_type(self.ops.dtype)))
 
@@ -174,7 +175,7 @@ class LayerFactory:
         return LinearSpec(weight.shape, f"{self.prefix}{name}.bias" in self.parameters, packing)
 
     def _wired(self, name: str, plain: Callable[..., Made], wired: Callable[..., Made]) -> Callable[..., Made]:
-        """Return what makes a product: `wired` where its columns are not those that come or go."""
+        """Return what makes a product: `wired` if its columns are not those that come in or go out, else `plain`."""
         cut = self._cut(name)
         if self.split is None or cut is None or cut.wiring == DIRECT:
             return plain

@@ -20,7 +20,7 @@ class HeadLayout:
     """How a head's columns are arranged. It changes no logit.
 
     Attributes:
-        pieces: number of products computed one by one, each with its share of the columns.
+        pieces: the number of products, computed one after the other, each with its share of the columns.
         pad_to: columns are padded to a multiple of this; the logits of the padding are -inf. Falcon's 65024 columns
             stay as they are with 512 and become 65536, as in Falcon-40B's decode backend, with 1024.
     """
@@ -33,7 +33,7 @@ class HeadLayout:
         return self.pieces == self.pad_to == 1
 
     def width(self, vocab_size: int) -> int:
-        """Return the number of columns with the padding."""
+        """Return the number of columns including the padding."""
         return -(-vocab_size // self.pad_to) * self.pad_to
 
     def cuts(self, vocab_size: int) -> list[tuple[int, int]]:
@@ -47,7 +47,7 @@ PLAIN_HEAD = HeadLayout()
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """The rows begin .. end-1 of a source, as a RowSource. Rows beyond the source's last one are zeros."""
+    """The rows begin .. end-1 of a source, as a RowSource. Rows beyond the source's end are zeros."""
 
     source: RowSource
     begin: int
@@ -74,7 +74,7 @@ class HeadPieces:
         self._plain = plain
 
     def state(self) -> dict[str, Tensor]:
-        """Return the packed memory of a head that is whole.
+        """Return the packed memory of a head that is in one piece and not padded.
 
         Raises:
             NotSupportedError: the head is in pieces or padded.
@@ -87,7 +87,7 @@ class HeadPieces:
 class LMHead(Linear):
     """hidden [M, hidden] dtype -> logits [M, V'] float32, where V' is V, or more with padding.
 
-    The embedding that a head is tied to reads its rows from the head (weights/loader.py) where `holds_rows`.
+    If `holds_rows`, the embedding that the head is tied to reads its rows from the head (weights/loader.py).
     """
 
     packed: HeadPieces
@@ -101,7 +101,7 @@ class LMHead(Linear):
         softcap: float | None = None,
         layout: HeadLayout = PLAIN_HEAD,
     ) -> None:
-        """out: a buffer with V' columns. softcap: a soft limit to the size of logits."""
+        """out: a buffer with V' columns. softcap: a soft limit of the logits' absolute values."""
         super().__init__(ops, spec, out)
         self.softcap = softcap
         self.layout = layout
@@ -128,12 +128,12 @@ class LMHead(Linear):
         )
 
     def _padded_bias(self, bias: Array | None) -> Array | None:
-        """Pad bias [V] to [V'] with -inf. Zero weights and that bias make a logit of -inf."""
+        """Pad bias [V] to [V'] with -inf. Together with zero weights, that gives logits of -inf."""
         padding = self.width - self.vocab_size
         if not padding:
             return bias
         if bias is None:
-            bias = np.full(self.vocab_size, -0.0, FLOAT32)  # adding -0 changes no bit of any number, 0 would of -0
+            bias = np.full(self.vocab_size, -0.0, FLOAT32)  # adding -0 changes no number; adding 0 would change -0
         return np.concatenate([bias, np.full(padding, NEVER, bias.dtype)])
 
     @property
@@ -159,7 +159,7 @@ class LMHead(Linear):
         return logits
 
     def _cap(self, logits: Tensor, cap: float) -> None:
-        """Cap all logits but the padding, whose -inf would become -cap. With padding it goes row by row, because an
+        """Cap all logits but the padding, whose -inf would become -cap. With padding, cap row by row, because the
         operation takes contiguous tensors only."""
         if self.width == self.vocab_size:
             self.ops.softcap(logits, cap)

@@ -1,9 +1,12 @@
-"""Feed-forward branches: plain, down(activation(up(y))), gated, down(activation(gate(y)) * up(y)), and sparse, where a
-router chooses a few of many gated branches for each token (Shazeer et al., "Outrageously Large Neural Networks", 2017):
+"""Feed-forward branches: plain, gated and sparse.
 
-    p = softmax(y router^T);   out = sum over the k largest p_e of p_e * down_e(activation(gate_e(y)) * up_e(y))
+    plain    out = down(activation(up(y)))
+    gated    out = down(activation(gate(y)) * up(y))
+    sparse   p = softmax(y router^T);   out = sum over the k largest p_e of p_e * gated_e(y)
 
-Only the chosen experts are computed. Renormalised weights sum to 1, which equals a softmax over the chosen logits.
+In a sparse branch, a router chooses a few of many gated branches, the experts, for each token (Shazeer et al.,
+"Outrageously Large Neural Networks", 2017). Only these are computed. Renormalised weights sum to 1, which equals a
+softmax over the chosen logits.
 """
 
 from penstock.kernels.ops import PackedLinear
@@ -38,8 +41,8 @@ class GatedMLP(Module):
 
 
 class MoE(Module):
-    """A router and its experts. Experts are packed one by one, so that loader, quantiser and planner need no code for
-    them."""
+    """A router and its experts. Experts are packed one by one, so that loader, quantiser and planner need no special
+    code for them."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
         self.ops = make.ops
@@ -68,7 +71,8 @@ class MoE(Module):
         return self.ops.experts(y, gate_up, down, ids, weights, self.activation, out=out)
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
-        """Return the gated and the plain weights of all experts, collected in the first pass, when all are packed."""
+        """Return the packed weights of all experts, gated and down. They are collected in the first pass, when all are
+        packed."""
         if self._packed is None:
             self._packed = tuple(item.packed for item in self._gate_up), tuple(item.packed for item in self._down)
         return self._packed

@@ -1,4 +1,5 @@
-"""Module: a node in the tree of a model's layers. It has what the loader and `check` need of torch.nn.Module, no torch.
+"""Module: a node in the tree of a model's layers. It offers what the loader and `check` need of torch.nn.Module,
+without torch.
 
 A model may mix both kinds: a torch.nn.Module may have our modules as attributes, and the other way round.
 """
@@ -12,8 +13,8 @@ __all__ = ["Module", "Tensor", "get_submodule", "is_torch_module", "named_module
 
 
 class Module:
-    """A part of a model. Its children are its attributes that are modules, or lists of modules; a name that begins with
-    an underscore makes no child."""
+    """A part of a model. Its children are those of its attributes that are modules or lists of modules, except for
+    attributes whose name begins with an underscore."""
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
@@ -24,9 +25,9 @@ class Module:
 
 
 def named_modules(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a module of either kind, by the name `prefix`, and every one below it; each once, parents first."""
+    """Yield a module of either kind, under the name `prefix`, and all modules below it: each once, parents first."""
     seen: set[int] = set()
-    waiting = [(prefix, module)]  # no recursion: models have thousands of modules, and are walked many times
+    waiting = [(prefix, module)]  # not recursive: models have thousands of modules, and are walked many times
     while waiting:
         name, found = waiting.pop()
         if id(found) in seen:
@@ -38,8 +39,8 @@ def named_modules(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def children(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the modules, of either kind, directly below a module, by name."""
-    yield from vars(module).get("_modules", {}).items()  # those of torch's own kind below a torch.nn.Module
+    """Yield (name, module) for the modules of either kind directly below a module."""
+    yield from vars(module).get("_modules", {}).items()  # torch's modules below a torch.nn.Module
     for name, value in vars(module).items():
         if name.startswith("_"):
             continue
@@ -60,7 +61,7 @@ def is_torch_module(value: object) -> bool:
 
 
 def get_submodule(module: Any, name: str) -> Any:
-    """Return the module of that full name below a module of either kind. Raise AttributeError if there is none."""
+    """Return the module with the full name `name` below a module. Raise AttributeError if there is none."""
     for found, child in named_modules(module):
         if found == name:
             return child

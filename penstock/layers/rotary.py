@@ -10,15 +10,15 @@ from penstock.kernels.tensors import FLOAT32, FLOAT64, Array, empty
 from penstock.spec.rope_config import RopeConfig
 
 SAMPLED_POSITIONS = np.arange(0, 2**17, 509, dtype=FLOAT64)
-BLOCK = 4096  # positions at once, so that the float64 values of a long context are never all in memory
+BLOCK = 4096  # positions computed at once, so that the float64 values of a long context are never all in memory
 
 
 class Rotary:
     """Cosines and sines of every position.
 
     Attributes:
-        cos_sin: [positions, D] float32: D/2 cosines, then D/2 sines, where D elements of a head are rotated. Computed
-            in float64, position by position.
+        cos_sin: [positions, D] float32: D/2 cosines, then D/2 sines, where D is the number of rotated elements of a
+            head. Computed in float64.
 
     An entry depends on its position alone, so that a sequence gives the same bits however long it becomes:
       - "dynamic" scaling uses, at position p, the frequencies of a context of p + 1 tokens. Transformers does the same
@@ -38,9 +38,9 @@ class Rotary:
 
 
 def rotary_fingerprint(rope: RopeConfig, head_dim: int, num_positions: int) -> str:
-    """Return a hash of some entries as this machine computes them, at the same positions whatever num_positions is.
+    """Return a hash of some entries as this machine computes them, at the same positions for every num_positions.
 
-    Cosines, sines and powers come from the C library and from numpy, which may round them otherwise elsewhere.
+    Cosines, sines and powers come from the C library and from numpy, whose rounding may differ between machines.
     """
     is_long = num_positions > rope.original_max_position_embeddings
     rows = _rows(rope, rope.rotary_dim(head_dim), SAMPLED_POSITIONS, is_long=is_long).astype(FLOAT32)
@@ -54,7 +54,8 @@ def _rows(rope: RopeConfig, dim: int, positions: Array, *, is_long: bool) -> Arr
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int, positions: Array, *, is_long: bool) -> Array:
-    """Return theta^(-2i / D) for i < D/2, scaled, at positions [n, 1]: [n, D/2] float64, or [D/2] if all are equal.
+    """Return theta^(-2i / D) for i < D/2, scaled, at positions [n, 1]: [n, D/2] float64, or [D/2] if positions do not
+    matter.
 
     dim: D. is_long: use the long set of "longrope".
     """
@@ -65,21 +66,21 @@ def inverse_frequencies(rope: RopeConfig, dim: int, positions: Array, *, is_long
     if rope.rope_type == "longrope":
         factors = rope.long_factor if is_long else rope.short_factor
         return np.asarray(frequencies / np.array(factors, dtype=FLOAT64))
-    kept = _kept(rope, frequencies, dim)  # 1: as it was; 0: divided by the factor
+    kept = _kept(rope, frequencies, dim)  # 1: unchanged; 0: divided by the factor
     return np.asarray(kept * frequencies + (1 - kept) * frequencies / rope.factor)
 
 
 def _dynamic_theta(rope: RopeConfig, dim: int, positions: Array) -> Array:
-    """Return the base at each position, [n, 1], which divides the slowest frequency by the growth of the context."""
+    """Return the base at each position, [n, 1]. It divides the slowest frequency by the growth of the context."""
     context = rope.original_max_position_embeddings
     length = np.maximum(positions + 1, context)
     growth = rope.factor * length / context - (rope.factor - 1)
-    return np.asarray(rope.theta * growth ** (dim / max(dim - 2, 1)))  # a single frequency is 1, whatever the base
+    return np.asarray(rope.theta * growth ** (dim / max(dim - 2, 1)))  # a single frequency is 1 for any base
 
 
 def _kept(rope: RopeConfig, frequencies: Array, dim: int) -> Array:
-    """Return how much of each frequency is kept: all of one that turns often within the original context, nothing of
-    one that hardly turns. Llama 3 interpolates in the number of turns, YaRN in the index."""
+    """Return how much of each frequency is kept: 1 if it makes many turns within the original context, 0 if it makes
+    few. In between, Llama 3 interpolates over the number of turns, YaRN over the index."""
     if rope.rope_type == "default":
         return np.ones_like(frequencies)
     if rope.rope_type == "linear":
@@ -89,7 +90,7 @@ def _kept(rope: RopeConfig, frequencies: Array, dim: int) -> Array:
         turns = context * frequencies / (2 * math.pi)
         kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         return np.clip(kept, 0.0, 1.0)
-    low, high = (  # the indices at which a frequency makes that many turns
+    low, high = (  # the indices at which a frequency makes beta_fast and beta_slow turns
         dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
         for turns in (rope.beta_fast, rope.beta_slow)
     )

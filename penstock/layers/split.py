@@ -1,11 +1,12 @@
-"""Layers of a model that several ranks share: they compute a part, and meet where the other ranks' parts are needed.
+"""Layers of a model that several ranks share. Each rank computes a part, and gathers the other ranks' parts if needed.
 
     K is split       part of a sum -> sum over ranks, in the order of one process -> scales, bias
     rows of a table  rows that this rank has -> each row from the rank that has it
     the LM head      some columns of the logits -> all columns
     experts          results of this rank's experts -> each row's experts, added in ascending id
 
-Everything else is computed by every rank alike. Model files do not know of this: LayerFactory makes these layers.
+Everything else is computed by every rank in the same way. Model files do not know of this: LayerFactory makes these
+layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,8 @@ from penstock.layers.wires import Ranks, Wires
 from penstock.spec.cuts import Cut, Wiring
 from penstock.spec.shares import Share
 
-SUMMED_ROWS = 16  # rows of a sum over ranks that are finished at once
-MAGNITUDE_ROWS = 4096  # rows of a weight that are read at once to find their largest values
+SUMMED_ROWS = 16  # how many rows of a sum over ranks are added at once
+MAGNITUDE_ROWS = 4096  # how many rows of a weight are read at once to find their largest values
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Split:
     """What LayerFactory needs to make a rank's part of a model.
 
     Attributes:
-        cuts: of every parameter that the rank has any of, by the name in the rank's model.
+        cuts: the cut of every parameter of which the rank has a part, by its name in the rank's model.
     """
 
     share: Share
@@ -42,7 +43,7 @@ class Split:
 
 
 def tree_sum(parts: Sequence[Array], out: Array) -> Array:
-    """Add parts, whose number is a power of two, as a binary tree: the upper levels of that of a weight's leaves."""
+    """Add a power of two of parts as a binary tree: the upper levels of the tree over a weight's leaves."""
     if len(parts) == 2:
         return np.add(parts[0], parts[1], out=out)
     half = len(parts) // 2
@@ -54,14 +55,14 @@ class SummedLinear(Linear):
     """x [M, K / degree] dtype -> x @ weight.T + bias [M, N] float32, where each rank has some leaves of K.
 
     Attributes:
-        scales: [N] float32, of the columns of an int8 weight, to multiply the sum with; None for other weights.
+        scales: [N] float32, the column scales of an int8 weight, which multiply the sum; None for other weights.
     """
 
     scales: Array | None
     bias: Array | None
 
     def __init__(self, ops: Ops, spec: LinearSpec, out: Slot, part: Slot, split: Split, cut: Cut) -> None:
-        """out: for the result. part: for this rank's part of the sum."""
+        """out: the buffer for the result. part: the buffer for this rank's part of the sum."""
         super().__init__(ops, spec, part)
         self.sum = out
         self.ranks = split.ranks
@@ -101,7 +102,7 @@ class SummedLinear(Linear):
         return total
 
     def _add(self, part: Array, total: Array) -> None:
-        """Add the parts of all ranks, a few rows at a time: they stay in the caches until they are finished."""
+        """Add the parts of all ranks, a few rows at a time, so that the rows stay in the processor's caches."""
         parts = self.ranks.gather(part, self.degree)
         for start in range(0, len(total), SUMMED_ROWS):
             rows = slice(start, start + SUMMED_ROWS)
@@ -170,7 +171,8 @@ class SplitHead(LMHead):
         *,
         softcap: float | None,
     ) -> None:
-        """out: for this rank's logits, and for those of all. columns: where each rank's begin, and the end."""
+        """out: buffers for this rank's logits and for all logits. columns: where each rank's columns begin, and where
+        the last rank's end."""
         super().__init__(ops, spec, out[0], softcap=softcap)
         self.all = out[1]
         self.ranks = split.ranks
@@ -188,7 +190,7 @@ class SplitHead(LMHead):
 
 
 class SplitMixture:
-    """Applies experts that are distributed over ranks, whole or in parts: Ops.experts with the same bits."""
+    """Applies experts that are distributed over ranks, whole or in parts, with the bits of Ops.experts."""
 
     def __init__(self, ops: Ops, split: Split, num_experts: int, down: Sequence[Any]) -> None:
         """down: the last product of each expert of this rank."""
@@ -220,14 +222,14 @@ class SplitMixture:
         return _mixed(results.reshape(*ids.shape, -1), ids, weights, out)
 
     def _all_scales(self) -> Array | None:
-        """Return the column scales of all experts, [experts, hidden], once for all calls; None if there are none."""
+        """Return the column scales of all experts, [experts, hidden], gathered once; None if there are no scales."""
         if not self._has_scales:
             self._scales = self._gather_scales([getattr(item, "scales", None) for item in self.down])
             self._has_scales = True
         return self._scales
 
     def _gather_scales(self, own: Sequence[Array | None]) -> Array | None:
-        """Gather the column scales of all experts from their ranks. A whole expert's are in its product already."""
+        """Gather the column scales of all experts from their ranks. The product of a whole expert applies its own."""
         scales = [item for item in own if item is not None]
         if not scales:
             return None
@@ -239,7 +241,7 @@ class SplitMixture:
 
 
 def _mixed(results: Array, ids: Array, weights: Array, out: Array) -> Array:
-    """Add weight * result of results [T, k, hidden] in ascending id, starting from zero."""
+    """Add weight * result over the k experts of results [T, k, hidden], in ascending id, starting from zero."""
     order, rows = np.argsort(ids, axis=1), np.arange(len(ids))
     out[:] = 0
     for place in order.T:

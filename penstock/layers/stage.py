@@ -1,12 +1,12 @@
-"""Stage: a part of a model's layers, on one rank of a pipeline. The model file is the one for a single device.
+"""Stage: a part of a model's layers, on one rank of a pipeline. The model file is the same as for a single device.
 
     first       embedding, layers 0 .. a       -> x, h
     middle      x, h -> layers a .. b          -> x, h
     last        x, h -> layers b .. n, final norm, LM head
 
-A decoder (decoder.py) is an embedding, a list of blocks that map (x, h) to (x, h), and a final norm that adds both;
-x is the residual stream and h the branch that has not been added yet, [T, hidden] float32 each. So a stage is the whole
-model whose other parts are replaced by modules that have no parameters, take no memory and hand on what they are given.
+A decoder (decoder.py) is an embedding, a list of blocks that map (x, h) to (x, h), and a final norm that adds both. x
+is the residual stream and h the branch that has not been added yet, [T, hidden] float32 each. So a stage is the whole
+model, with the other stages' parts replaced by modules that have no parameters and only pass on x and h.
 """
 
 from itertools import pairwise
@@ -22,11 +22,11 @@ from penstock.layers.factory import LayerFactory
 from penstock.layers.module import Module, children
 from penstock.layers.weights import Embedding, WeightLayer
 
-Handed = tuple[Tensor, Tensor | None]  # x and h; h is None in families that leave no branch to add
+Handed = tuple[Tensor, Tensor | None]  # x and h; h is None in families whose blocks add their branches themselves
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each stage, in order. Where they do not divide, the first stages have one more."""
+    """Return the layers of each stage, in order. If they do not divide evenly, the first stages have one more."""
     size, rest = divmod(num_layers, num_stages)
     cuts = [index * size + min(index, rest) for index in range(num_stages + 1)]
     return [range(start, stop) for start, stop in pairwise(cuts)]
@@ -36,7 +36,7 @@ class Stage:
     """Some of a model's layers.
 
     Attributes:
-        layers: their indices.
+        layers: the indices of the stage's layers.
     """
 
     def __init__(self, layers: range, num_layers: int) -> None:
@@ -47,7 +47,8 @@ class Stage:
         self._received: _Received | None = None
 
     def cut(self, model: Any, make: LayerFactory) -> None:
-        """Drop what other stages have, in place. The model has no weights yet, so that only this part is loaded.
+        """Remove the other stages' parts from the model, in place. Its weights are not loaded yet, so only this stage's
+        will be.
 
         Raises:
             NotSupportedError: the model is not made of penstock.layers.decoder.
@@ -72,7 +73,7 @@ class Stage:
             blocks[self.layers.stop :] = [_Passed()] * (self._num_layers - self.layers.stop)
 
     def receive(self, x: Array, h: Array | None) -> None:
-        """Take what the stage before has computed; the next call of the model goes on with it."""
+        """Take what the stage before has computed. The next call of the model continues from it."""
         if self._received is not None:
             self._received.take(x, h)
 
@@ -82,21 +83,22 @@ def _is_norm(layer: object) -> bool:
 
 
 class _Nothing(Module):
-    """In place of an embedding or a head."""
+    """Replaces an embedding or a head."""
 
     def forward(self, *_: Any) -> None:
         return None
 
 
 class _Passed(Module):
-    """In place of a block."""
+    """Replaces a block: passes on x and h."""
 
     def forward(self, x: Tensor, h: Tensor | None, ctx: Any) -> Handed:
         return x, h
 
 
 class _Received(Module):
-    """In place of the block before the first: what another stage has computed, in buffers of this one's."""
+    """Replaces the block before this stage's first one: returns what the stage before has computed, copied into buffers
+    of this stage."""
 
     def __init__(self, make: LayerFactory) -> None:
         self._make = make
@@ -121,7 +123,7 @@ class _Received(Module):
 
 
 class _HandedOn(Module):
-    """In place of the final norm: the model's result is what the next stage goes on with."""
+    """Replaces the final norm: makes x and h for the next stage the model's result."""
 
     def add(self, x: Tensor, h: Tensor | None) -> tuple[None, Handed]:
         return None, (x, h)

@@ -7,8 +7,8 @@ from penstock.layers.weights import Linear
 
 
 class SwappedLinear(Linear, nn.Module):
-    """Computes as nn.Linear does: x [..., K] dtype -> [..., N] dtype, a new tensor. Also a module of torch's, so that
-    it can take the place of one."""
+    """Computes as nn.Linear does: x [..., K] dtype -> [..., N] dtype, a new tensor. It is also a torch.nn.Module, so
+    that it can replace one."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows: Tensor = super().forward(x.reshape(-1, x.shape[-1]))
@@ -18,7 +18,7 @@ class SwappedLinear(Linear, nn.Module):
 def swap_linears(model: nn.Module, make: LayerFactory) -> None:
     """Replace every nn.Linear in a model by a product that is quantised as the parameter table allows.
 
-    Call it at the end of the model's __init__, with the factory that this was given.
+    Call it at the end of the model's __init__, with the factory passed to that.
 
     Raises:
         ModelLoadError: a weight is not in the table.

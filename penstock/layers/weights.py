@@ -1,7 +1,7 @@
 """The layers that own parameters: products, norms and token embedding.
 
-A layer declares the names and shapes of its parameters, as its parameter table has them. It need not keep the values:
-a product passes them to the backend, which packs them. Every layer writes its result to the buffer `out`
+A layer declares the names and shapes of its parameters as in the parameter table. It need not keep the values: a
+product passes them to the backend, which packs them. Every layer writes its result to the buffer `out`
 (kernels/arena.py).
 """
 
@@ -31,23 +31,24 @@ class WeightLayer(Module):
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        """Load the values of all declared parameters, by name, of any float type. Call it once, before any forward."""
+        """Load the values of all declared parameters, by name. They may have any float type. Call it once, before any
+        forward."""
         raise NotImplementedError
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that `load` keeps; known before it."""
+        """The bytes that `load` will keep. They are known before loading."""
         return sum(FLOAT32.itemsize * math.prod(shape) for shape in self.shapes.values())
 
     def state(self) -> dict[str, Tensor]:
-        """Return what `load` made of the values: all tensors that computing needs, by name."""
+        """Return what `load` made from the values: all tensors that `forward` needs, by name."""
         return {name: getattr(self, name) for name in self.shapes}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` of the same layer returned, instead of calling `load`, and keep these tensors.
+        """Take what `state` of the same layer returned, instead of calling `load`. These tensors are kept.
 
         Raises:
-            ValueError: the state is another layer's.
+            ValueError: the state belongs to another layer.
             NotSupportedError: the backend has no packed form of weights.
         """
         if self.shapes != {name: tuple(value.shape) for name, value in state.items()}:
@@ -130,7 +131,7 @@ class GatedLinear(ActivatedLinear):
 
 
 class Norm(WeightLayer):
-    """Base of the norms: alone, or together with the addition that comes before them."""
+    """Base of the norms. They compute the norm alone, or together with the addition before it."""
 
     weight: Tensor
 
@@ -140,7 +141,7 @@ class Norm(WeightLayer):
         self.shapes = {"weight": shape}
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        """Round values to the model's type, as Transformers does, and keep them in float32."""
+        """Round the values to the model's type, as Transformers does, and keep them in float32."""
         for name, value in values.items():
             setattr(self, name, self.ops.tensor(self._value(name, rounded(whole(value), self.ops.dtype))))
 
@@ -187,16 +188,16 @@ class LayerNorm(Norm):
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps, out=self.out(x.shape[0]))
 
     def add(self, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add h to x and norm the sum, as RMSNorm.add does."""
+        """Add h to x in place, and return x and its norm, as RMSNorm.add does."""
         if h is None:
             return x, self(x)
         return self.ops.add_layer_norm(x, h, self.weight, self.bias, self.eps, out=self.out(x.shape[0]))
 
 
 class Embedding(WeightLayer):
-    """ids [T] int64 -> scale * weight[ids], [T, hidden] float32. Also for learned positions.
+    """ids [T] int64 -> scale * weight[ids], [T, hidden] float32. It serves for learned positions, too.
 
-    It reads rows from a table of its own, or from the packed weight of a tied LM head.
+    It reads rows from its own table, or from the packed weight of a tied LM head.
     """
 
     weight: Tensor
@@ -211,16 +212,16 @@ class Embedding(WeightLayer):
         self.weight = self.ops.tensor(rounded(whole(values["weight"]), self.ops.dtype))
 
     def share(self, head: PackedLinear) -> None:
-        """Read rows from the packed weight of the head, which has the same values, instead of loading a table."""
+        """Read rows from the packed weight of the LM head, which has the same values, instead of loading a table."""
         self._shared = head
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of a table of its own."""
+        """The bytes of its own table."""
         return int(self.ops.dtype.itemsize) * math.prod(self.shapes["weight"])
 
     def table(self) -> Tensor:
-        """Return all rows: [N, hidden] dtype, or float32 out of a shared head."""
+        """Return all rows: [N, hidden] dtype, or float32 if they are read from a shared head."""
         if self._shared is None:
             return self.weight
         ids = self.ops.tensor(np.arange(self.shapes["weight"][0]))

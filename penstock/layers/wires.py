@@ -1,5 +1,5 @@
-"""Wires: products whose input or result is not what the product itself takes or gives, because a sharding map splits
-the weights of a branch otherwise than the features in between (spec/cuts.py)."""
+"""Wires: convert the input and the result of a product, where a sharding map splits a branch's weights differently from
+the features between them (spec/cuts.py)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,12 +13,13 @@ from penstock.spec.cuts import Wiring
 
 
 class Ranks(Protocol):
-    """How a rank meets the others. All ranks of a block call the same method at the same place."""
+    """How a rank exchanges arrays with the others. All ranks of a block make the same calls in the same order."""
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
-        """Return what each rank of this rank's block of `degree` gave, in the order of ranks; not to be written to.
+        """Return the `x` of each rank in this rank's block of `degree` ranks, in the order of ranks.
 
-        The arrays are valid until the next call. shapes: of each, where they differ from x.
+        The arrays must not be written to, and are valid until the next call. shapes: each rank's shape, if they differ
+        from that of x.
 
         Raises:
             ExecutorLostError: a rank of the group ended, or does not answer.
@@ -26,20 +27,20 @@ class Ranks(Protocol):
 
 
 class Wires:
-    """Does with the input and the result of a product what its wiring says (spec/cuts.py)."""
+    """Gathers or selects columns of a product's input and result, as its wiring says (spec/cuts.py)."""
 
     def __init__(self, wiring: Wiring, ranks: Ranks) -> None:
         self.wiring = wiring
         self.ranks = ranks
 
     def input(self, x: Tensor) -> Tensor:
-        """Return the columns that the product multiplies, of x [M, K or a part of it] dtype."""
+        """Return the columns that the product multiplies, from x [M, K or a part of it] dtype."""
         if self.wiring.gathers_input:
             return self._gathered(x, self.wiring.gathers_input)
         return _taken(x, self.wiring.takes_input)
 
     def result(self, y: Tensor) -> Tensor:
-        """Return the columns that come after the product, of its result y."""
+        """Return the columns that the next layer takes, from the product's result y."""
         if self.wiring.gathers_result:
             return self._gathered(y, self.wiring.gathers_result)
         return _taken(y, self.wiring.takes_result)
@@ -55,7 +56,7 @@ def _taken(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
 
 
 class _Wired(Linear):
-    """A product between wires."""
+    """A product whose input and result pass through Wires."""
 
     def __init__(self, *args: Any, wires: Wires) -> None:
         super().__init__(*args)
@@ -66,12 +67,12 @@ class _Wired(Linear):
 
 
 class WiredLinear(_Wired):
-    """A Linear between wires."""
+    """A Linear whose input and result pass through Wires."""
 
 
 class WiredActivatedLinear(_Wired, ActivatedLinear):
-    """An ActivatedLinear between wires."""
+    """An ActivatedLinear whose input and result pass through Wires."""
 
 
 class WiredGatedLinear(_Wired, GatedLinear):
-    """A GatedLinear between wires."""
+    """A GatedLinear whose input and result pass through Wires."""

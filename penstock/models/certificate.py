@@ -1,9 +1,9 @@
 """Certificate: the result of a passed `penstock check`, kept where the engine finds it. No torch.
 
 It is a file in the user's cache directory, named by a hash of everything that the proof depends on: the parameter
-table, the code that computes the model, the numerics version and config.json. If any of them changes, it is no longer
-found, so it cannot be stale. It records which weights, kernels and types were checked. A check of random weights has a
-file of its own, which is used if there is none for real weights.
+table, the code that computes the model, the numerics version and config.json. If any of these changes, the file is no
+longer found, so it cannot be stale. It records which weights, kernels and types were checked. A check of random weights
+has a separate file, which is used if there is no file for real weights.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from typing import Any
 
 from penstock.models.registry import find_architecture
 
-RANDOM_TINY = "random tiny"  # in place of a fingerprint: the weights of a small model made for the check
-# Code that every model depends on, from the package's root; find_basis adds an architecture's own. The families'
-# config.py import from each other, so all of them count.
+RANDOM_TINY = "random tiny"  # replaces the fingerprint if the weights are those of a small model made for the check
+# Code that every model depends on, relative to the package's root. find_basis adds the architecture's own code. The
+# families' config.py import from each other, so all of them are listed.
 SHARED_CODE = ("layers/*.py", "models/*/config.py", "models/config_json.py", "spec/*.py")
 
 
@@ -29,10 +29,10 @@ class Basis:
 
     Attributes:
         table: hash of the family's parameter table.
-        code: hash of the model's module, the one that reads its config.json, and SHARED_CODE.
+        code: hash of the model's module, of the module that reads its config.json, and of SHARED_CODE.
         numerics: kernels.ops.NUMERICS_VERSION.
         config: hash of config.json.
-        id: hash of these, the name of the certificate's file.
+        id: hash of the attributes above; the name of the certificate's file.
     """
 
     table: str
@@ -50,10 +50,10 @@ class Certificate(Basis):
     """One passed check.
 
     Attributes:
-        weights: their fingerprint (weights/safetensors.py), or RANDOM_TINY.
+        weights: the fingerprint of the weights (weights/safetensors.py), or RANDOM_TINY.
         kernels: "reference", or "cpu" and the level.
         dtypes: the types that were checked.
-        proofs: name -> the largest error, 0.0 if all bits were equal.
+        proofs: the largest error by name of the proof; 0.0 if all bits were equal.
     """
 
     architecture: str
@@ -102,7 +102,7 @@ def remove_certificate(certificate_id: str, weights: str) -> None:
 
 
 def read_certificate(basis: Basis) -> dict[str, Any] | None:
-    """Return the certificate for a basis, preferably of real weights; None if there is none that is intact."""
+    """Return the certificate for a basis, preferably of real weights; None if no intact one exists."""
     files = (certificate_file(basis.id, weights) for weights in ("", RANDOM_TINY))
     return next((found for file in files if (found := _read_file(file, basis)) is not None), None)
 

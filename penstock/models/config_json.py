@@ -1,9 +1,9 @@
 """Read a model's config.json, strictly, into a ModelConfig. No torch.
 
-A required key that is missing, a wrong type, a contradiction, or an unknown key that may change the mathematics is a
-ModelLoadError that names it. Both spellings of Transformers are read: the older (`rope_theta`, `rope_scaling`,
-`torch_dtype`) and that of Transformers 5 (`rope_parameters`, `dtype`). The keys of an architecture are read by its
-family (models/<family>/config.py).
+A missing key, a wrong type, a contradiction, or an unknown key that may change the mathematics raises a ModelLoadError
+that names the key. Both spellings of Transformers are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`)
+and that of Transformers 5 (`rope_parameters`, `dtype`). The keys of an architecture are read by its family
+(models/<family>/config.py).
 """
 
 from dataclasses import fields
@@ -38,7 +38,7 @@ HARMLESS_KEYS = """
 """  # the second paragraph: generation settings that old files repeat; Transformers 5 drops them too
 HARMLESS = frozenset(HARMLESS_KEYS.split())
 
-# Keys that would change what is computed, each with the one value that does not.
+# Keys that would change what is computed, each with the only value that does not.
 NEUTRAL: dict[str, Any] = {
     "is_encoder_decoder": False,
     "is_decoder": False,
@@ -56,7 +56,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     """Read the ModelConfig of a model directory from its config.json and, if it exists, generation_config.json.
 
     Raises:
-        ModelLoadError: as parse_model_config; the message begins with the directory.
+        ModelLoadError: as in parse_model_config; the message begins with the directory.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -138,7 +138,7 @@ def _read_name(read: ConfigReader) -> str:
 def _refuse_unsupported(read: ConfigReader, name: str) -> None:
     """Refuse models of another kind, code from the checkpoint, and formats that are not supported.
 
-    The kind comes first: files of such models often ask for code too, and removing that key would not help.
+    The kind is checked first: files of such models often ask for code too, and removing that key would not help.
     """
     kind = why_unsupported(str(read.raw("model_type")))
     if name not in {*ARCHITECTURES, *HEADLESS} and (kind or why_unsupported(name)):
@@ -155,7 +155,8 @@ def _refuse_unsupported(read: ConfigReader, name: str) -> None:
 
 
 def _read_ids(key: str, vocab_size: int, *files: ConfigReader) -> tuple[int, ...]:
-    """Return the token ids of a key, one or a list, each once; the first file that has any decides."""
+    """Return the token ids of a key, whose value is an id or a list, without repetitions. The first file with any ids
+    decides."""
     result: tuple[int, ...] = ()
     for read in files:
         value = read.raw(key)

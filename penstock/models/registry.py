@@ -1,6 +1,6 @@
 """Registry: the family that reads and computes each architecture. No torch: built-in classes are imported on first use.
 
-`register_model` adds an architecture, or another version of one, from a user's own file.
+`register_model` adds an architecture, or a version of an architecture, from a user's own file.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from penstock.validation import check_choice, fail
 
 CONVENTIONS = ("penstock", "jetstream")
 DEFAULT_VERSION = "default"
-MAX_NAME = 80  # characters of a name that an error repeats
+MAX_NAME = 80  # the most characters of a name that an error message repeats
 
 ReadConfig = Callable[[ConfigReader], dict[str, Any]]  # config.json -> fields of ModelConfig
 ModelClass = TypeVar("ModelClass", bound=type)
@@ -38,7 +38,7 @@ class ModelVersion:
     """One implementation of an architecture.
 
     Attributes:
-        source: the class, or the dotted name below penstock.models of a built-in one.
+        source: the class, or for a built-in class its dotted name below penstock.models.
         table_file: the YAML file of its parameters.
         convention: how the class is called, one of CONVENTIONS.
     """
@@ -49,12 +49,12 @@ class ModelVersion:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether the class computes with torch's tensors: a user's own, or one of another convention."""
+        """Whether the class computes with torch's tensors: it is a user's own, or has another convention."""
         return isinstance(self.source, type) or self.convention != CONVENTIONS[0]
 
     @property
     def model_class(self) -> type:
-        """The class; a built-in one is imported on first use."""
+        """The class. A built-in class is imported on first use."""
         if isinstance(self.source, type):
             return self.source
         module, name = f"penstock.models.{self.source}".rsplit(".", 1)
@@ -71,9 +71,9 @@ class Architecture:
 
     Attributes:
         model_type: the value that config.json must have; None allows any.
-        read_config: returns ModelConfig's numbers; a field that it does not return keeps its default.
+        read_config: returns fields of ModelConfig; a field that it does not return keeps its default.
         versions: the classes that compute it, by the value of the engine option `model_impl`.
-        has_lm_head: checkpoints have a head; without, the model gives hidden states only.
+        has_lm_head: whether checkpoints have an LM head; without it, the model gives hidden states only.
     """
 
     model_type: str | None
@@ -85,7 +85,7 @@ class Architecture:
 def _built_in(
     model_type: str, read_config: ReadConfig, source: str, table: str = "", *, plain: str | None = None
 ) -> Architecture:
-    """Describe a built-in architecture; its table is the one beside its class unless another is named."""
+    """Describe a built-in architecture. Unless `table` names another, its table is the one beside its class."""
     here = Path(__file__).parent
     versions = {DEFAULT_VERSION: ModelVersion(source, here / (table or f"{source.split('.')[0]}/table.yaml"))}
     if plain is not None:
@@ -115,17 +115,17 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _without_head(name: str) -> str:
-    """Return how Transformers calls an architecture without its head."""
+    """Return Transformers' name for an architecture without its head."""
     return "Gemma3TextModel" if name == "Gemma3ForCausalLM" else re.sub("(ForCausalLM|LMHeadModel)$", "Model", name)
 
 
-HEADLESS = {_without_head(name): name for name in ARCHITECTURES}  # without a head -> with one
+HEADLESS = {_without_head(name): name for name in ARCHITECTURES}  # name without a head -> name with a head
 
 
 def _headless(architecture: Architecture) -> Architecture:
-    """Return an architecture whose checkpoints have no LM head, as those of embedding models.
+    """Return an architecture for checkpoints without an LM head, such as those of embedding models.
 
-    The head is tied to the embedding: so it needs no tensor, and nobody asks for its logits.
+    The head is tied to the embedding, so it needs no tensor. Its logits are never asked for.
     """
     read = architecture.read_config
 
@@ -136,10 +136,10 @@ def _headless(architecture: Architecture) -> Architecture:
 
 
 def find_architecture(name: str) -> Architecture:
-    """Return a registered architecture by name, or one without its head.
+    """Return a registered architecture by its name, with or without the head.
 
     Raises:
-        ModelLoadError: it is not registered; the message gives the reason if the name tells it, and the nearest name.
+        ModelLoadError: it is not registered. The message gives the nearest name, and the reason if the name shows it.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -149,7 +149,8 @@ def find_architecture(name: str) -> Architecture:
 
 
 def unsupported(name: str, kind: str | None = None) -> ModelLoadError:
-    """Return the error for an architecture that is not registered; `kind` of model, if more than the name tells it."""
+    """Return the error for an architecture that is not registered. kind: the kind of model, if more than the name shows
+    it."""
     kind = kind or why_unsupported(name)
     because = f" ({kind}; {SUPPORTED})" if kind else ""
     hint = "" if kind else "; docs/adding_a_model.md explains how to add a decoder, --import FILE loads it"
@@ -160,11 +161,11 @@ def unsupported(name: str, kind: str | None = None) -> ModelLoadError:
 
 
 def find_model(architecture: str, version: str = "auto") -> ModelVersion:
-    """Return the implementation of an architecture; version "auto" is the default one.
+    """Return an implementation of an architecture. The version "auto" is the default one.
 
     Raises:
         ModelLoadError: the architecture is not registered.
-        InvalidRequestError: it has no such version; the message lists its versions.
+        InvalidRequestError: the architecture has no such version; the message lists its versions.
     """
     versions = find_architecture(architecture).versions
     wanted = DEFAULT_VERSION if version == "auto" else version
@@ -183,15 +184,16 @@ def register_model(
     """Register the decorated class as the implementation of these architectures.
 
     Args:
-        table: the YAML file of its parameters, beside the file of the class.
+        table: the YAML file of its parameters, in the directory of the class's file.
         config: for a new architecture, the function that reads its config.json, or the name of an architecture whose
-            function serves.
-        version: name of this implementation if there are several; the engine option `model_impl` chooses.
+            function can be used.
+        version: name of this implementation if there are several; the engine option `model_impl` chooses among them.
         convention: "penstock", forward(input_ids [T], ctx) and compute_logits as in layers/context.py; or
             "jetstream", forward(tokens [B, S], input_pos [B, S], caches, mask) as in conventions/jetstream.py.
 
     Raises:
-        InvalidRequestError: another class is registered for one of them in that version, or an argument is not allowed.
+        InvalidRequestError: another class is registered for one of these architectures in that version, or an argument
+            is not allowed.
     """
     check_choice("convention", convention, CONVENTIONS)
     if version == "auto" or not version.isidentifier():
@@ -216,7 +218,7 @@ def register_model(
 
 
 def _same_class(known: type | str, other: type) -> bool:
-    """Return whether two classes are the same one, its file imported twice. A built-in class equals no other."""
+    """Return whether two classes are the same class of a file that was imported twice. False for a built-in class."""
     if isinstance(known, str):
         return False
     return known.__qualname__ == other.__qualname__ and inspect.getfile(known) == inspect.getfile(other)

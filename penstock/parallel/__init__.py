@@ -1,1 +1,1 @@
-"""Several processes of one host that compute one model. The engine knows them as an Executor, and nothing more."""
+"""Several processes that compute one model. The engine sees them only as an Executor."""

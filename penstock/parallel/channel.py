@@ -1,10 +1,10 @@
-"""What crosses between the processes of one engine, over inherited sockets: typed msgpack and arrays.
+"""The messages between the processes of one pipeline, over inherited sockets: typed msgpack and arrays.
 
     engine -> every rank     what it computes (assembly/pipeline.py), then a StepOrder for each step
-    rank -> the next rank    Handed: the residual stream and the branch of a step, as they lie in memory
-    rank -> engine           Ready or CannotStart; for each step a Span, of the last stage Done or StepFailed
+    rank -> the next rank    the residual stream and the branch of a step, as they lie in memory
+    rank -> engine           Ready or CannotStart; for each step a Span, and from the last stage Done or StepFailed
 
-Each message is preceded by its length. The end of a socket is the end of the process behind it.
+Each message is preceded by its length. A socket is closed when the process at its other end ends.
 """
 
 import socket
@@ -20,9 +20,9 @@ from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.tensors import Array, as_array
 
 T = TypeVar("T")
-BUFFER_BYTES = 4 * 2**20  # of a link, so that a stage seldom waits for the next one to read
+BUFFER_BYTES = 4 * 2**20  # socket buffer of a link, so that a stage seldom waits for the next one to read
 _LENGTH = struct.Struct("<Q")
-_HANDED = struct.Struct("<BQII")  # what follows, bytes received for the step so far, rows, columns
+_HANDED = struct.Struct("<BQII")  # kind of the contents, bytes received for the step so far, rows, columns
 _NOTHING, _STREAM, _BOTH, _FAILED = range(4)
 
 
@@ -31,7 +31,7 @@ class StepOrder:
     """A step for every rank.
 
     Attributes:
-        outputs: tokens that the steps collected since the last order have brought, by request id.
+        outputs: new tokens of the steps collected since the last order, by request id.
     """
 
     plan: SchedulerOutput
@@ -39,13 +39,13 @@ class StepOrder:
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The rank has its layers: bytes of its key/value caches."""
+    """The rank has its layers. cache_bytes: the size of its key/value caches."""
 
     cache_bytes: int
 
 
 class CannotStart(msgspec.Struct, tag=True, frozen=True):
-    """param: the option that is to blame, if one is."""
+    """The rank cannot start. param: the option at fault, if any."""
 
     message: str
     param: str | None = None
@@ -115,7 +115,7 @@ class Channel:
 
 
 class StageFailedError(Exception):
-    """A stage before could not compute this step."""
+    """An earlier stage could not compute this step."""
 
     def __init__(self, failure: StepFailed) -> None:
         super().__init__(failure.message)
@@ -123,9 +123,9 @@ class StageFailedError(Exception):
 
 
 def send_handed(channel: Channel, handed: Any, received: int) -> None:
-    """Hand x and h on, [T, hidden] float32 each; h may be None, and so may both.
+    """Send x and h, [T, hidden] float32 each, to the next stage. h may be None; handed is None for neither.
 
-    received: bytes that this stage, and those before it, have got from others to compute the step.
+    received: bytes that this stage and the earlier ones have received from other ranks for the step.
     """
     if handed is None:
         channel.send(_HANDED.pack(_NOTHING, received, 0, 0))
@@ -138,15 +138,15 @@ def send_handed(channel: Channel, handed: Any, received: int) -> None:
 
 
 def send_failure(channel: Channel, failure: StepFailed) -> None:
-    """Hand on that a step has failed."""
+    """Tell the next stage that a step has failed."""
     channel.send(_HANDED.pack(_FAILED, 0, 0, 0), encode(failure))
 
 
 def receive_handed(channel: Channel) -> tuple[tuple[Array, Array | None] | None, int]:
-    """Wait for what the stage before hands on. Return it with the bytes received for the step, these included.
+    """Wait for what the previous stage sends. Return it, and the bytes received for the step, including this message.
 
     Raises:
-        StageFailedError: it could not compute the step.
+        StageFailedError: an earlier stage could not compute the step.
     """
     data = channel.receive()
     kind, received, rows, columns = _HANDED.unpack_from(data)

@@ -1,8 +1,8 @@
 """Connections between processes of one service on several machines: a Door listens, `dial` connects.
 
-    the caller says at once:  the door's token (32 random bytes), then what the connection is for (4 bytes)
+    the caller sends at once:  the door's token (32 random bytes), then a label that names the connection (4 bytes)
 
-Who has the token, knows it from Ray. Whoever says something else, or nothing, is shut out.
+Callers get the token through Ray. A connection that sends something else, or nothing, is closed.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ import secrets
 import socket
 
 TOKEN_BYTES, LABEL_BYTES = 32, 4
-HELLO_S = 5.0  # for a connection to say its token
+HELLO_S = 5.0  # time limit for a connection to send its token
 DIAL_S = 10.0
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 
 
 def tune(sock: socket.socket) -> None:
-    """Send frames at once, and notice within about 20 seconds that the other machine is gone without a word."""
+    """Make a socket send frames at once, and notice within about 20 seconds that the other machine has vanished."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
@@ -25,7 +25,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def dial(address: tuple[str, int], hello: bytes) -> socket.socket:
-    """Return a connection to a door. Raise OSError if there is none. hello: token and label."""
+    """Return a connection to a door. Raise OSError if it cannot be made. hello: token and label."""
     sock = socket.create_connection((address[0], address[1]), DIAL_S)
     try:
         tune(sock)
@@ -38,10 +38,10 @@ def dial(address: tuple[str, int], hello: bytes) -> socket.socket:
 
 
 class Door:
-    """A listening socket that lets in connections which know the token, each label once."""
+    """A listening socket that accepts connections with the token, one for each label."""
 
     def __init__(self, token: bytes, host: str) -> None:
-        """host: the address of this machine that the others reach."""
+        """host: the address of this machine that other machines can reach."""
         self._token = token
         self._socket = socket.create_server((host, 0))
         self._socket.setblocking(False)
@@ -61,7 +61,7 @@ class Door:
         self.close()
 
     def close(self) -> None:
-        """Let nobody in any more, and close the connections that nobody has taken."""
+        """Stop listening, and close the connections that nobody has taken."""
         for task in (*self._asking, *filter(None, [self._accepting])):
             task.cancel()
         self._socket.close()
@@ -72,7 +72,7 @@ class Door:
         self._let_in.clear()
 
     async def take(self, *labels: bytes) -> list[socket.socket]:
-        """Wait for the connections with these labels; they are the caller's then, non-blocking, once all have come."""
+        """Wait until all connections with these labels have come. Return them, non-blocking; the caller owns them."""
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="connections to a door")
         waited = [self._expect(label) for label in labels]
@@ -92,7 +92,7 @@ class Door:
             task.add_done_callback(self._asking.discard)
 
     async def _ask(self, connection: socket.socket) -> None:
-        """Let a connection in if it has the token; close it otherwise."""
+        """Accept a connection if it sends the token; close it otherwise."""
         connection.setblocking(False)
         hello = b""
         try:
@@ -112,7 +112,7 @@ class Door:
 
 
 async def read_exactly(sock: socket.socket, count: int) -> bytes:
-    """Return so many bytes. Raise EOFError at the end of the connection."""
+    """Return `count` bytes. Raise EOFError at the end of the connection."""
     data = b""
     while len(data) < count:
         part = await asyncio.get_running_loop().sock_recv(sock, count - len(data))

@@ -1,10 +1,10 @@
-"""ParallelExecutor: the engine's way to ranks that share a model. The engine does not notice that they exist.
+"""ParallelExecutor: connects the engine to ranks that share a model, without the engine knowing about them.
 
     leader:  plan -> every rank -> its own part of the step, and all sampling -> results to the engine
-    ranks:   plan -> its own part of the step; the results of the step before came with the plan
+    ranks:   plan -> its own part of the step; the results of the previous step came with the plan
 
-A rank that ends, hangs or fails is one event for the group: what was under way is lost, all ranks end, and the error
-goes to the engine's owner. Where that is a process with a supervisor, a new group takes over every stream.
+If a rank ends, hangs or fails, the whole group is lost: the steps in progress fail, all ranks end, and the error goes
+to the engine's owner. If the engine has a supervisor, a new group takes over every stream.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ NewTokens = dict[str, list[int]]  # by request id
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step for the ranks that do not sample, with the tokens that the step before it gave."""
+    """A step for the ranks that do not sample, with the tokens sampled in the previous step."""
 
     plan: SchedulerOutput
     sampled: NewTokens
@@ -33,7 +33,7 @@ class Runner(Protocol):
 
 
 class Follower(Runner, Protocol):
-    """Computes the part of a rank that does not sample."""
+    """Computes the part of a rank that does not sample tokens."""
 
     def note_outputs(self, outputs: NewTokens) -> None:
         """Note what the leader sampled in the last step."""
@@ -43,7 +43,7 @@ class Ranks(Protocol):
     """The other ranks: a group.Group.
 
     Attributes:
-        bytes_received: what they have given the leader so far.
+        bytes_received: bytes that the leader has received from them so far.
     """
 
     @property
@@ -57,7 +57,7 @@ class Ranks(Protocol):
 
 
 class ParallelExecutor:
-    """A `step.Executor` with one runner in each of several processes; this process has the leader's."""
+    """A `step.Executor` with one runner in each of several processes; the leader's runner is in this process."""
 
     depth = 1
 
@@ -68,7 +68,7 @@ class ParallelExecutor:
         self._sampled: NewTokens = {}
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """Start a step in the other ranks; the leader's part runs in `collect`."""
+        """Start a step in the other ranks. The leader's part runs in `collect`."""
         if self._runner is None:
             raise EngineError("the executor was shut down")
         self.group.send(Step(scheduler_output, self._sampled))
@@ -80,8 +80,8 @@ class ParallelExecutor:
         """Run the leader's part of a step and return the results.
 
         Raises:
-            EngineError: another step comes first, or the executor was shut down.
-            ExecutorLostError: a rank ended, hangs or failed. Nothing can be computed any more.
+            EngineError: another step must be collected first, or the executor was shut down.
+            ExecutorLostError: a rank ended, hangs or failed. No more steps can be computed.
         """
         if self._runner is None or not self._submitted or self._submitted[0] is not handle:
             raise EngineError("steps are collected once each, in the order in which they were submitted")
@@ -97,14 +97,14 @@ class ParallelExecutor:
         return replace(output, bytes_received=self.group.bytes_received - before)
 
     def shutdown(self) -> None:
-        """End the ranks and free the model. A second call does nothing."""
+        """End the ranks and release the model. A second call does nothing."""
         self._submitted.clear()
         self._runner = None
         self.group.close()
 
 
 def follow(runner: Follower, leader: Connection) -> None:
-    """Compute this rank's part of every step, until the leader is gone.
+    """Compute this rank's part of every step until the leader is gone.
 
     Raises:
         ExecutorLostError: another rank is gone.

@@ -1,8 +1,8 @@
-"""Group: the rank processes of one engine. Rank 0, the leader, is the process of the engine and starts the others.
+"""Group: the rank processes of one engine. Rank 0, the leader, is the engine's own process and starts the others.
 
-Each rank has a socket to every other (links.py), and a connection to the leader. The first thing that comes over it
-says what to build; from then on, steps (executor.py). A rank whose leader is gone ends: the connection is closed, and
-the system kills it even where it hangs (child_main.py).
+Each rank has a socket to every other rank (links.py), and a connection to the leader. The first message over this
+connection says what to build; all later ones are steps (executor.py). A rank ends when its leader is gone: its
+connection is closed, and the system kills it even if it hangs (child_main.py).
 """
 
 import pickle
@@ -23,7 +23,7 @@ END_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a rank says once it is ready: the memory of its caches, and how much of the files it has read."""
+    """A rank's message that it is ready: the bytes of its caches, and how many bytes of the files it has read."""
 
     cache_bytes: int
     bytes_read: int
@@ -31,27 +31,27 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class CannotBuild:
-    """Why a rank cannot be built."""
+    """A rank's message that says why it cannot be built."""
 
     message: str
     param: str | None = None
 
 
 class Group:
-    """The ranks of an engine, seen by the leader.
+    """The ranks of an engine, as the leader sees them.
 
     Attributes:
-        links: the leader's end.
-        built: what the other ranks said when they were ready.
+        links: the leader's end of the links.
+        built: the messages of the other ranks that they are ready.
     """
 
     def __init__(self, size: int, place_bytes: int, module: str, plan: Any, launcher: Launcher) -> None:
-        """Start the other ranks: `module.main` in processes of their own, which get `plan` as the first message.
+        """Start the other ranks, which run `module.main` in their own processes and get `plan` as the first message.
 
-        launcher: starts them, and is closed with the group.
+        launcher: starts the processes, and is closed with the group.
 
         Raises:
-            EngineError: they cannot be started.
+            EngineError: the processes cannot be started.
         """
         meeting = Meeting(size, place_bytes, launcher)
         self.links = meeting.join(0)
@@ -80,16 +80,21 @@ class Group:
 
     @property
     def bytes_received(self) -> int:
-        """What the other ranks have given the leader so far."""
+        """The bytes that the leader has received from the other ranks so far."""
         return self.links.bytes_received
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the ranks after the leader."""
+        """The process ids of the other ranks."""
         return [process.pid for process in self._processes]
 
     def wait_until_built(self) -> None:
-        """Wait for every rank to be ready. Raise what a rank says that it cannot be built for, or EngineError."""
+        """Wait until every rank is ready.
+
+        Raises:
+            InvalidRequestError, ModelLoadError: a rank cannot be built.
+            EngineError: a rank has ended.
+        """
         for rank, connection in enumerate(self._connections, start=1):
             try:
                 answer = connection.recv()
@@ -111,14 +116,14 @@ class Group:
                 raise self.lost(ExecutorLostError("", rank=rank)) from error
 
     def lost(self, error: Exception) -> ExecutorLostError:
-        """End every rank, because of an error after which they would not be at the same place. Return what to raise."""
+        """End every rank, because after an error they would not be at the same step. Return the exception to raise."""
         rank = getattr(error, "rank", None)
         what = self._fate(rank) if rank else f"rank 0: {error}"
         self.close()
         return ExecutorLostError(f"{what}; the ranks of this engine are replaced together", rank=rank)
 
     def _fate(self, rank: int) -> str:
-        """Say what became of a rank."""
+        """Return a text that says what happened to a rank."""
         process = self._processes[rank - 1]
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(timeout=1.0)
@@ -127,7 +132,7 @@ class Group:
         return f"rank {rank} (process {process.pid}) does not answer"
 
     def close(self) -> None:
-        """End every other rank at once, and wait until they have ended. A second call does nothing."""
+        """Kill all other ranks at once, and wait until they have ended. A second call does nothing."""
         self.links.close()
         for connection in self._connections:
             connection.close()
@@ -140,12 +145,12 @@ class Group:
 
 
 def bytes_read() -> int:
-    """Return the bytes that this process has read from files so far; 0 where the system does not tell."""
+    """Return the bytes that this process has read from files so far, or 0 if the system does not report them."""
     with suppress(OSError), open("/proc/self/io") as counters:
         return next(int(line.split()[1]) for line in counters if line.startswith("rchar:"))
     return 0
 
 
 def inherit(words: list[str]) -> tuple[Links | WireLinks, Connection]:
-    """Return a rank's links, and its connection to the leader, from the words that it was started with."""
+    """Return a rank's links and its connection to the leader, from the words that it was started with."""
     return inherit_links(words[1:]), Connection(int(words[0]))

@@ -1,8 +1,8 @@
-"""Where the processes of ranks run, and how they are connected: a Launcher. HostLauncher starts them on this machine,
-ray_launcher.py on those of a Ray cluster.
+"""Launcher: starts and connects the processes of ranks. HostLauncher starts them on this machine, ray_launcher.py on
+the machines of a Ray cluster.
 
-    ours, theirs = launcher.connect(HERE, 1)                an end for each; that of this process is a socket
-    launcher.start(1, "penstock.assembly.ranks", [theirs])  its command line; an end becomes a descriptor's number
+    ours, theirs = launcher.connect(HERE, 1)                one end for each process; this process's end is a socket
+    launcher.start(1, "penstock.assembly.ranks", [theirs])  the process's words; an end becomes a descriptor's number
 """
 
 import socket
@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from penstock.parallel.spawn import spawn
 
-HERE = 0  # the number of this process; others count from 1
-STDERR = 2  # output of a rank joins our messages; stdout belongs to the user
+HERE = 0  # the number of this process; the others are numbered from 1
+STDERR = 2  # a rank's output goes to stderr, because stdout belongs to the user
 
 
 class Process(Protocol):
@@ -22,7 +22,7 @@ class Process(Protocol):
     def pid(self) -> int: ...
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code. Raise subprocess.TimeoutExpired if it has not ended by then, or cannot be asked."""
+        """Return the exit code. Raise TimeoutExpired if the process does not end in time, or cannot be reached."""
 
     def kill(self) -> None: ...
 
@@ -31,25 +31,25 @@ class Launcher(Protocol):
     """Starts the processes of ranks.
 
     Attributes:
-        shares_memory: the processes have memory in common.
+        shares_memory: whether the processes can share memory.
     """
 
     shares_memory: bool
 
     def connect(self, one: int, other: int) -> tuple[Any, Any]:
-        """Return both ends of a new connection between two processes, the lower number first."""
+        """Return both ends of a new connection between two processes; the lower number comes first."""
 
     def start(self, number: int, module: str, words: Sequence[Any]) -> Process | None:
-        """Run `module.main(words)` in a process; ends become descriptors there. Raise OSError if it cannot be started.
+        """Run `module.main(words)` in a process, where connection ends among the words become descriptors.
 
-        None: it is no process, but a thread of this one.
+        Return None if it runs in a thread of this process. Raise OSError if it cannot be started.
         """
 
     def free_memory_bytes(self, measure: Callable[[], int]) -> int:
-        """Return the memory that all processes together can take. measure: finds the free memory of a machine."""
+        """Return the memory that all processes together can take. measure: returns a machine's free memory."""
 
     def close(self) -> None:
-        """Give back what was reserved for the processes, and end those that still run."""
+        """Release what was reserved for the processes, and end those that still run."""
 
 
 class HostLauncher:
@@ -62,7 +62,7 @@ class HostLauncher:
         return socket.socketpair()
 
     def start(self, number: int, module: str, words: Sequence[Any]) -> Process | None:
-        """Run a module in a process that inherits its ends."""
+        """Run a module in a process that inherits its connection ends."""
         inherited = [word.fileno() for word in words if not isinstance(word, str)]
         plain = [word if isinstance(word, str) else str(word.fileno()) for word in words]
         return spawn(module, plain, inherited=inherited, stdout=STDERR)
@@ -72,4 +72,4 @@ class HostLauncher:
         return measure()
 
     def close(self) -> None:
-        """Do nothing: nothing was reserved."""
+        """Do nothing, because nothing was reserved."""

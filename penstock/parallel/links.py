@@ -1,13 +1,13 @@
-"""Links: how the ranks of a model on one host meet. What they give each other lies in memory that they share; a byte
-over a socket says that it is there.
+"""Links: how the ranks of a model on one host exchange arrays, which is called a meeting. The arrays lie in shared
+memory; a byte over a socket says that one is ready.
 
     rank r:  writes its array to its own place -> a byte to each other rank of the block -> a byte from each of them
              -> reads their arrays where they lie
 
-Each rank has two places, used in turn: when it writes to one again, every rank has said in between that it is done
-with it. A socket ends with its process, so the death of a rank reaches all others at their next meeting. The memory has
-no name in the system, and is gone with its processes. Ranks on several machines have none in common: their arrays cross
-the sockets (wire.py).
+Each rank has two places for each degree and uses them in turn. Before it writes to a place again, the byte of the
+meeting in between has told it that every rank is done with that place. A socket is closed when its process ends, so the
+death of a rank reaches all others at their next meeting. The memory has no name in the system, and disappears with its
+processes. Ranks on several machines cannot share memory, so they send their arrays over the sockets (wire.py).
 """
 
 import io
@@ -29,22 +29,22 @@ from penstock.parallel.launch import HERE, HostLauncher, Launcher
 from penstock.parallel.wire import WireLinks
 from penstock.spec.shares import DEGREES
 
-SPIN_S = 5e-4  # ranks compute equal parts and come at nearly the same time; to sleep and to be woken takes longer
-TIMEOUT_S = 60  # a rank that is alive answers within the time of one product
+SPIN_S = 5e-4  # ranks compute equal parts and arrive at nearly the same time; sleeping and waking takes longer
+TIMEOUT_S = 60  # a live rank answers within the time of one product
 PAGE = 4096
 NO_MEMORY = "none"
 
 
 class Links:
-    """One rank's end: it meets the ranks of its block of neighbours.
+    """One rank's end, which meets the ranks of its block of neighbours.
 
     Attributes:
-        bytes_received: what other ranks gave this one so far.
-        meetings: how often it met them.
+        bytes_received: bytes that this rank has received from other ranks so far.
+        meetings: number of meetings so far.
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int, place_bytes: int) -> None:
-        """peers: a socket to each other rank. memory: the shared memory's descriptor. place_bytes: of each place."""
+        """peers: a socket to each other rank. memory: the shared memory's descriptor. place_bytes: size of a place."""
         self.rank = rank
         self._peers = peers
         self._place = place_bytes
@@ -81,7 +81,7 @@ class Links:
         return found
 
     def close(self) -> None:
-        """Leave the group: the others' next meeting with this rank fails. A second call does nothing."""
+        """Leave the group, so that the other ranks' next meeting with this one fails. A second call does nothing."""
         for sock in self._peers.values():
             sock.close()
 
@@ -108,23 +108,23 @@ class Links:
             raise ExecutorLostError(f"rank {rank} is at another place of the model than rank {self.rank}", rank=rank)
 
     def _poll(self, rank: int) -> bytes:
-        """Ask for a byte again and again for SPIN_S. b"": it has not come, or the rank has ended."""
+        """Poll for a byte for SPIN_S. Return b"" if it has not come, or the rank has ended."""
         ended_at = time.perf_counter() + SPIN_S
         while time.perf_counter() < ended_at:
             try:
                 return self._peers[rank].recv(1, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                os.sched_yield()  # to a rank that shares this core
+                os.sched_yield()  # lets a rank that shares this core run
         return b""
 
 
 class Meeting:
-    """What the ranks of one model, or of one stage, meet over, before each of them has its own end of it.
+    """The sockets and memory over which the ranks of a model or stage meet, until each rank has taken its end.
 
     Args:
-        size: how many ranks.
-        place_bytes: the most that one gives the others at once.
-        first: the number of rank 0's process; the others' follow.
+        size: number of ranks.
+        place_bytes: the most bytes that one rank gives the others at once.
+        first: the number of rank 0's process; the numbers of the other ranks follow.
 
     Raises:
         OSError: the system has no more memory or sockets.
@@ -138,23 +138,23 @@ class Meeting:
         for one, other in itertools.combinations(range(size), 2):
             self._ends[one][other], self._ends[other][one] = launcher.connect(first + one, first + other)
         if launcher.shares_memory:
-            self._memory = io.FileIO(os.memfd_create("penstock-ranks"), "r+")  # a page is provided when written to
+            self._memory = io.FileIO(os.memfd_create("penstock-ranks"), "r+")  # a page is allocated when written to
             self._memory.truncate(size * len(DEGREES) * 2 * self._place_bytes)
 
     def join(self, rank: int) -> Links | WireLinks:
-        """Return the end of a rank that is in this process."""
+        """Return the end of a rank in this process."""
         peers, self._ends[rank] = self._ends[rank], {}
         if self._memory is None:
             return WireLinks(rank, peers)
         return Links(rank, peers, self._memory.fileno(), self._place_bytes)
 
     def words(self, rank: int) -> list[Any]:
-        """Return what the process of a rank is started with; `inherit` takes it there."""
+        """Return the words that a rank's process is started with; there, `inherit` reads them."""
         ends = [word for peer, end in self._ends[rank].items() for word in (str(peer), end)]
         return [str(rank), self._memory or NO_MEMORY, str(self._place_bytes), *ends]
 
     def close(self) -> None:
-        """Close what the ranks have inherited by now."""
+        """Close this process's copies of what the ranks have inherited."""
         if self._memory is not None:
             self._memory.close()
         for end in itertools.chain.from_iterable(item.values() for item in self._ends):
@@ -162,7 +162,7 @@ class Meeting:
 
 
 def inherit(words: Sequence[str]) -> Links | WireLinks:
-    """Return the end of the rank that this process is, from the words that it was started with."""
+    """Return the end of this process's rank, from the words that the process was started with."""
     rank, memory, place_bytes = int(words[0]), words[1], int(words[2])
     peers = {int(peer): socket.socket(fileno=int(file)) for peer, file in zip(words[3::2], words[4::2], strict=True)}
     if memory == NO_MEMORY:
@@ -173,5 +173,5 @@ def inherit(words: Sequence[str]) -> Links | WireLinks:
 
 
 def rounded_to_pages(num_bytes: int) -> int:
-    """Return a multiple of the page size of at least so many bytes."""
+    """Return a number of bytes, rounded up to a multiple of the page size."""
     return -(-num_bytes // PAGE) * PAGE

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests and proofs of the arithmetic: many splits in the time of one start."""
+"""Ranks as threads of one process, for tests and proofs of the arithmetic: they try many splits in one process."""
 
 import queue
 import threading
@@ -23,14 +23,14 @@ class LocalRanks:
         self._group = group
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
-        """Return what each rank of this rank's block gave."""
+        """Return the arrays that the ranks of this rank's block gave."""
         first = self.rank // degree * degree
         given, barrier = self._group.given[degree], self._group.barriers[degree, first]
         given[self.rank] = np.array(x)
         try:
             barrier.wait(TIMEOUT_S)
             found = [given[rank] for rank in range(first, first + degree)]
-            barrier.wait(TIMEOUT_S)  # nobody gives again before all have taken
+            barrier.wait(TIMEOUT_S)  # no rank gives again before all have taken
         except threading.BrokenBarrierError as error:
             raise ExecutorLostError("a rank has ended") from error
         if shapes is not None and [item.shape for item in found] != list(shapes):
@@ -40,7 +40,7 @@ class LocalRanks:
 
 
 class LocalGroup:
-    """What ParallelExecutor needs of a Group, with a thread for each rank after the leader."""
+    """Stands for a Group in ParallelExecutor, with a thread for each rank except the leader."""
 
     def __init__(self, size: int) -> None:
         self.given: dict[int, dict[int, Array]] = {degree: {} for degree in DEGREES}
@@ -53,11 +53,11 @@ class LocalGroup:
 
     @property
     def bytes_received(self) -> int:
-        """What the other ranks have given the leader so far."""
+        """The bytes that the leader has received from the other ranks so far."""
         return self.ranks[0].bytes_received
 
     def follow(self, runner: Follower) -> None:
-        """Compute every step of one rank in the calling thread, until the group is closed."""
+        """Compute every step of one rank in the calling thread until the group is closed."""
         inbox: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._inboxes.append(inbox)
         self._following.release()
@@ -66,7 +66,7 @@ class LocalGroup:
             runner.execute(step.plan)
 
     def wait_until_whole(self) -> None:
-        """Wait until every rank follows. Raise ExecutorLostError if one does not come."""
+        """Wait until every rank follows. Raise ExecutorLostError if one does not start in time."""
         for _ in self.ranks[1:]:
             if not self._following.acquire(timeout=TIMEOUT_S):
                 raise ExecutorLostError("a rank has ended")
@@ -77,7 +77,7 @@ class LocalGroup:
             inbox.put(message)
 
     def lost(self, error: Exception) -> ExecutorLostError:
-        """End every rank because of an error. Return what to raise."""
+        """End every rank because of an error. Return the exception to raise."""
         self.close()
         for barrier in self.barriers.values():
             barrier.abort()

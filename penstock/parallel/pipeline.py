@@ -1,16 +1,16 @@
-"""PipelineExecutor: layers in groups, the stages, and as many steps in flight as there are stages. A stage is one
-process, or several ranks that share its layers.
+"""PipelineExecutor: the layers are divided into stages, and as many steps are in flight as there are stages. A stage is
+one process, or several ranks that share its layers.
 
     engine --- order of step k ---> every rank of every stage
                stage 0 --- x, h ---> stage 1 --- x, h ---> ... stage P-1 --- results of step k ---> engine
 
-Ranks of a stage compute the same x and h, so each hands them to the rank of its number in the next stage; they meet
-over links of their own (links.py). The last stage's rank 0 alone samples.
+All ranks of a stage compute the same x and h, and each sends them to the rank with its number in the next stage. The
+ranks of a stage meet over their own links (links.py). Only rank 0 of the last stage samples.
 
-Every rank has the whole block tables and the tokens of every request; each has keys and values, and weights, of its own
-part only. Orders are sent without waiting, so while stage 1 computes step k, stage 0 computes step k + 1.
+Every rank has the whole block tables and the tokens of every request, but weights, keys and values of only its own
+part. Orders are sent without waiting, so while stage 1 computes step k, stage 0 computes step k + 1.
 
-A rank that ends, ends its engine: whoever waits for a step gets ExecutorLostError, and the other ranks end with it.
+If one rank ends, the others end too, and whoever waits for a step gets ExecutorLostError.
 """
 
 import socket
@@ -41,18 +41,18 @@ from penstock.parallel.launch import HERE, Launcher, Process
 from penstock.parallel.links import Meeting
 
 RANK_MODULE = "penstock.assembly.rank"
-NO_END = "-1"  # of a link that the first or the last stage does not have
+NO_END = "-1"  # stands for the link that the first or the last stage does not have
 EXIT_WAIT_S = 5.0
-MAX_SPANS = 100_000  # the oldest are forgotten
+MAX_SPANS = 100_000  # older ones are forgotten
 
 
 class PipelineExecutor:
     """A `step.Executor` over the processes of one pipeline.
 
     Attributes:
-        depth: as many steps as there are stages.
-        ready: what each rank has loaded, stage by stage.
-        spans: what the stages did last, step by step.
+        depth: number of steps in flight, which is the number of stages.
+        ready: the Ready message of each rank, stage by stage.
+        spans: the latest steps on each stage, with their times.
     """
 
     def __init__(self, begins: Sequence[Sequence[bytes]], place_bytes: int, launcher: Launcher) -> None:
@@ -60,12 +60,12 @@ class PipelineExecutor:
 
         Args:
             begins: the first message to each rank of each stage.
-            place_bytes: the most that a rank gives the others of its stage at once.
-            launcher: starts them, and is closed at the end.
+            place_bytes: the most bytes that a rank gives the other ranks of its stage at once.
+            launcher: starts the ranks, and is closed at the end.
 
         Raises:
             ModelLoadError, InvalidRequestError: a rank cannot load its part.
-            ExecutorLostError: a rank ended before that.
+            ExecutorLostError: a rank ended before it was ready.
         """
         self.depth = len(begins)
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
@@ -89,13 +89,13 @@ class PipelineExecutor:
 
     @property
     def cache_bytes(self) -> int:
-        """Return the bytes of all ranks' caches."""
+        """The bytes of all ranks' caches."""
         return sum(item.cache_bytes for item in self.ready)
 
     def _start(self, num_stages: int, size: int, place_bytes: int) -> None:
         """Start `size` ranks for each stage."""
         none: list[Any] = [NO_END] * size
-        befores = none  # where each rank of the stage hears from the one before
+        befores = none  # each rank's end of the link from the previous stage
         for stage in range(num_stages):
             first, afters, next_befores = 1 + stage * size, none, none
             if stage < num_stages - 1:
@@ -123,7 +123,7 @@ class PipelineExecutor:
             theirs.close()
 
     def _wait_ready(self) -> list[Ready]:
-        """Wait for all ranks. One that cannot load its part ends the others of its stage, which then say nothing."""
+        """Wait for all ranks. If one cannot load its part, the others of its stage end without a message."""
         ready: list[Ready] = []
         lost: ExecutorLostError | None = None
         for channel in self._channels:
@@ -142,7 +142,7 @@ class PipelineExecutor:
         return ready
 
     def _read(self, channel: Channel) -> None:
-        """Read what a rank says until it ends; then nobody has to wait for it."""
+        """Read a rank's messages until it ends, then wake whoever waits for a step."""
         with suppress(ExecutorLostError):
             while True:
                 message = decode_from_rank(channel.receive())
@@ -188,9 +188,9 @@ class PipelineExecutor:
         """End the ranks. A second call does nothing."""
         for channel in self._channels:
             with suppress(OSError):
-                channel.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
+                channel.sock.shutdown(socket.SHUT_RDWR)  # wakes the reading thread
             channel.close()
-        deadline = time.monotonic() + EXIT_WAIT_S  # for all of them together
+        deadline = time.monotonic() + EXIT_WAIT_S  # shared by all processes
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

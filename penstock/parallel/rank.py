@@ -1,7 +1,7 @@
-"""What a rank of a pipeline does: it computes its layers of every step, in order, until its engine hangs up.
+"""The loop of a pipeline's rank: it computes its layers of every step, in order, until its engine disconnects.
 
-A step that a stage of one rank cannot compute costs that step only. Ranks that share a stage are no longer at the same
-place of the model then, so they end, and their engine with them.
+If a stage of one rank cannot compute a step, only that step is lost. Ranks that share a stage would no longer be at the
+same place of the model after such a failure, so they end, and their engine ends with them.
 """
 
 import sys
@@ -39,18 +39,18 @@ class StagePart(Protocol):
 
 
 class Peers(Protocol):
-    """How a rank meets the others of its stage.
+    """Counts what a rank receives from the other ranks of its stage.
 
     Attributes:
-        bytes_received: what they have given it so far.
+        bytes_received: bytes that the rank has received from them so far.
     """
 
     bytes_received: int
 
 
 class Rank:
-    """A stage, or a rank's part of it, and its connections: to the engine, from the stage before and to the next; None
-    at the ends."""
+    """A stage, or a rank's part of it, with its connections to the engine and to the previous and the next stage. A
+    connection to a stage that does not exist is None."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Rank:
         rank: int = 0,
         peers: Peers | None = None,
     ) -> None:
-        """rank: in its stage. peers: the others of it; None: it has all of the stage."""
+        """rank: number in its stage. peers: the other ranks of the stage; None: this rank computes the whole stage."""
         self._index = stage
         self._rank = rank
         self._peers = peers
@@ -97,7 +97,7 @@ class Rank:
                 self._runner.skip(order.plan, order.outputs)
         except ExecutorLostError:
             raise
-        except Exception as error:  # which belongs to this step; the next ones go on
+        except Exception as error:  # only this step is lost; later steps go on
             if self._peers is not None:
                 print(f"penstock: rank {self._rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 raise ExecutorLostError("the ranks of a stage are not at the same place any more") from error

@@ -1,4 +1,4 @@
-"""Finds the Ray cluster that RAY_ADDRESS or this machine's Ray names, or says at once that there is none."""
+"""Find the Ray cluster named by RAY_ADDRESS or by this machine's Ray, or fail at once if there is none."""
 
 import os
 import socket
@@ -9,21 +9,21 @@ from ray._private.services import get_ray_address_from_environment
 
 from penstock.errors import InvalidRequestError
 
-ANSWER_S = 5.0  # for the cluster's first machine
+ANSWER_S = 5.0  # time limit for the cluster's head node to answer
 
 
 def join_cluster(option: str) -> None:
-    """Connect this process to the cluster, unless it is connected.
+    """Connect this process to the cluster, unless it is already connected.
 
-    option: that needs it, for the message.
+    option: the option that needs the cluster, for the error message.
 
     Raises:
-        InvalidRequestError: there is none, or it does not answer.
+        InvalidRequestError: there is no cluster, or it does not answer.
     """
     if ray.is_initialized():
         return
     try:
-        address = get_ray_address_from_environment("auto", None)  # as ray.init finds it, which then tries for minutes
+        address = get_ray_address_from_environment("auto", None)  # as in ray.init, which then retries for minutes
         problem = _problem(address)
         if problem is None:
             ray.init(address=address, logging_level="warning")
@@ -35,7 +35,7 @@ def join_cluster(option: str) -> None:
 
 
 def _problem(address: str) -> str | None:
-    """Return why a cluster cannot be reached; None if it answers, or Ray has to find out."""
+    """Return why a cluster cannot be reached, or None if it answers or only Ray can find out."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdecimal():
         return f"RAY_ADDRESS={address} is no address like 10.0.0.1:6379"

@@ -1,12 +1,13 @@
-"""RayLauncher: ranks on the machines of a Ray cluster. Ray decides where they run, and knows when a machine is lost.
+"""RayLauncher: ranks on the machines of a Ray cluster. Ray decides where they run, and notices when a machine is lost.
 
     engine process (HERE)                                     a Place: an actor for each rank, with its share of cores
       places = a placement group with a bundle for each rank
       connect: dials the place's door  ---------------------->  keeps the connection for the rank
       start(module, words)             --- through Ray ------>  spawns the rank's process, which inherits them
 
-From then on the ranks speak with each other and with the engine over TCP; nothing of a step passes through Ray. A rank
-dies with its place, a place with the engine that asked for it. All use the engine's instruction level, or cannot start.
+From then on the ranks communicate with each other and with the engine over TCP; no part of a step passes through Ray. A
+rank dies with its place, and a place with the engine that asked for it. A rank that cannot use the engine's instruction
+level does not start.
 """
 
 import asyncio
@@ -33,27 +34,27 @@ from penstock.parallel.effort import Effort, count_elsewhere
 from penstock.parallel.launch import HERE, STDERR
 from penstock.parallel.spawn import children, spawn
 
-PLACE_S = 60.0  # for Ray to find places, which may have to be freed first; and for each answer of one
-LOOK_S = 1.0  # between two looks at what ranks elsewhere have done
+PLACE_S = 60.0  # time limit for Ray to find places, which may first have to be freed, and for each answer of a place
+LOOK_S = 1.0  # between two readings of the remote ranks' processor time
 LEVEL = "PENSTOCK_CPU_LEVEL"
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """An end of a connection between processes on two machines: one dials, the other is dialled (address None)."""
+    """One end of a connection between processes on two machines; the end without an address waits to be dialled."""
 
     label: bytes
     address: tuple[str, int] | None = None
 
     def close(self) -> None:
-        """Do nothing: it has not been connected here."""
+        """Do nothing, because the connection is not made in this process."""
 
 
 class Place:
     """The actor that starts one rank.
 
     Args:
-        token: that opens the doors of the engine's places.
+        token: opens the doors of the engine's places.
         level: the instruction level of the engine, if it has one.
     """
 
@@ -65,11 +66,11 @@ class Place:
             os.environ[LEVEL] = level
 
     async def address(self) -> tuple[str, int]:
-        """Return where the door is."""
+        """Return the address of the door."""
         return self._door.address
 
     async def measure(self, measure: Callable[[], int]) -> tuple[str, int]:
-        """Return the id of the node, and what `measure` finds there."""
+        """Return the id of the node and the result of `measure` there."""
         return ray.get_runtime_context().get_node_id(), measure()
 
     async def start(self, module: str, words: list[str | Wire]) -> int:
@@ -98,7 +99,7 @@ class Place:
         return await asyncio.to_thread(self._process.wait)
 
     async def cpu_s(self) -> float:
-        """Return the seconds of processor time that the rank has taken."""
+        """Return the seconds of processor time that the rank has used."""
         return Effort.of(children()).cpu_s
 
 
@@ -117,14 +118,14 @@ class RemoteProcess:
         return 0
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code. Raise TimeoutExpired if there is none in time, or the machine cannot be asked."""
+        """Return the exit code. Raise TimeoutExpired if the process does not end in time, or cannot be reached."""
         try:
             return int(ray.get(self._place.wait.remote(), timeout=timeout))
         except RayError as error:
             raise subprocess.TimeoutExpired("rank", timeout) from error
 
     def kill(self) -> None:
-        """End the process, with its place."""
+        """Kill the process and its place."""
         with suppress(RayError, ValueError):
             ray.kill(self._place)
 
@@ -134,12 +135,12 @@ class RayLauncher:
 
     Args:
         num_here: 1 if a rank runs in this process, with a share of this machine's cores, otherwise 0.
-        num_elsewhere: ranks that Ray finds places for.
+        num_elsewhere: number of ranks that Ray finds places for.
         cpus: cores of each rank.
-        level: the instruction level of all.
+        level: the instruction level of all ranks.
 
     Raises:
-        EngineError: there is no room for them, or the cluster does not answer.
+        EngineError: there is no room for the ranks, or the cluster does not answer.
     """
 
     shares_memory = False
@@ -148,7 +149,7 @@ class RayLauncher:
         self._num_here = num_here
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._num_wires = 0
-        self._cpu_s: float | None = None  # not known until all have places
+        self._cpu_s: float | None = None  # not known until all ranks have places
         self._is_closed = threading.Event()
         self._places: list[Any] = []
         count_elsewhere(self.effort_s)
@@ -172,12 +173,12 @@ class RayLauncher:
         threading.Thread(target=self._watch, name="effort of ranks", daemon=True).start()
 
     def _ask(self, method: str, *args: Any, timeout: float = PLACE_S) -> list[Any]:
-        """Return what a method of each place says. Raise RayError if one does not answer."""
+        """Return the result of a method of each place. Raise RayError if a place does not answer."""
         found: list[Any] = ray.get([getattr(place, method).remote(*args) for place in self._places], timeout=timeout)
         return found
 
     def free_memory_bytes(self, measure: Callable[[], int]) -> int:
-        """Return what all ranks together can take, of the machine with the least for each of its ranks.
+        """Return the memory that all ranks together can take, given the machine with the least memory per rank.
 
         Raises:
             EngineError: a place does not answer.
@@ -201,20 +202,20 @@ class RayLauncher:
         return Wire(label, address), Wire(label)
 
     def start(self, number: int, module: str, words: Sequence[Any]) -> RemoteProcess:
-        """Run a module in the place of this number."""
+        """Run a module in the place with this number."""
         return RemoteProcess(self._places[number - 1], module, list(words))
 
     def effort_s(self) -> float:
-        """Return processor time of the ranks; while places are waited for, the time of that."""
+        """Return the processor time of the ranks or, while Ray looks for places, a clock that counts as progress."""
         return time.monotonic() if self._cpu_s is None else self._cpu_s
 
     def _watch(self) -> None:
         while not self._is_closed.wait(LOOK_S):
-            with suppress(RayError):  # one that is lost takes no more time
+            with suppress(RayError):  # a lost rank uses no more time
                 self._cpu_s = sum(self._ask("cpu_s", timeout=LOOK_S))
 
     def close(self) -> None:
-        """End the places with all that runs in them. A second call does nothing."""
+        """End the places and everything that runs in them. A second call does nothing."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
@@ -225,7 +226,7 @@ class RayLauncher:
 
 
 def _no_room(bundles: list[dict[str, float]], error: RayError) -> str:
-    """Say what could not be had."""
+    """Return the error text for places that the cluster could not provide."""
     cores = bundles[0]["CPU"]
     nodes = [node for node in ray.nodes() if node["Alive"]]
     found = ", ".join(f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g}" for node in nodes)

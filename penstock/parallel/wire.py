@@ -1,8 +1,8 @@
-"""WireLinks: how the ranks of a model on several machines meet. Each sends its array to the others of its block, and
-receives theirs at the same time, so that no two wait for each other to read.
+"""WireLinks: how the ranks of a model on several machines meet. Each rank sends its array to the others of its block
+and receives theirs at the same time, so no two ranks wait for each other to read.
 
-The death of a rank ends its connections, and so reaches all others at their next meeting; a machine that is gone
-without a word ends them after seconds (door.tune).
+The death of a rank closes its connections, so it reaches all others at their next meeting. The connections to a machine
+that vanishes are closed after some seconds (door.tune).
 """
 
 import select
@@ -20,11 +20,11 @@ TIMEOUT_S = 60  # as on one machine (links.py)
 
 
 class WireLinks:
-    """One rank's end: it meets the ranks of its block of neighbours.
+    """One rank's end, which meets the ranks of its block of neighbours.
 
     Attributes:
-        bytes_received: what other ranks gave this one so far.
-        meetings: how often it met them.
+        bytes_received: bytes that this rank has received from other ranks so far.
+        meetings: number of meetings so far.
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
@@ -44,7 +44,7 @@ class WireLinks:
         found = [np.empty(x.shape if shapes is None else shapes[index], x.dtype) for index in range(degree)]
         found[self.rank - first] = x
         turn = self._turns[degree] = (self._turns[degree] + 1) % 256
-        word = bytes([degree, turn])  # says at which meeting a rank is
+        word = bytes([degree, turn])  # tells which meeting a rank is at
         data = np.concatenate([np.frombuffer(word, UINT8), x.reshape(-1).view(UINT8)])
         heard = {first + i: np.empty(len(word) + item.nbytes, UINT8) for i, item in enumerate(found)}
         del heard[self.rank]
@@ -60,7 +60,7 @@ class WireLinks:
         return found
 
     def _exchange(self, data: memoryview, into: dict[int, memoryview]) -> None:
-        """Send `data` to some ranks, and receive from each of them as much as its buffer holds."""
+        """Send `data` to the ranks of `into`, and fill each rank's buffer there with what it sends."""
         poll, deadline = select.poll(), time.monotonic() + TIMEOUT_S
         unsent, ranks = dict.fromkeys(into, data), {self._peers[rank].fileno(): rank for rank in into}
         for descriptor in ranks:
@@ -90,13 +90,13 @@ class WireLinks:
                     del ranks[descriptor]
 
     def close(self) -> None:
-        """Leave the group: the others' next meeting with this rank fails. A second call does nothing."""
+        """Leave the group, so that the other ranks' next meeting with this one fails. A second call does nothing."""
         for sock in self._peers.values():
             sock.close()
 
 
 def _received(sock: socket.socket, buffer: memoryview) -> int:
-    """Return how many bytes came. Raise OSError at the end of the connection."""
+    """Receive into a buffer. Return the number of bytes. Raise OSError at the end of the connection."""
     count = sock.recv_into(buffer)
     if not count:
         raise ConnectionResetError

@@ -1,13 +1,13 @@
-"""What a step takes on some hardware: bytes and operations over rates. Pure arithmetic, no torch.
+"""The time of a step on some hardware: bytes and operations divided by rates. Pure arithmetic, no torch.
 
     read         weights once per step, and the cached keys and values of every sequence
     multiply     two operations per row and weight, times the int8 slices of a row; four per pair of a token and a key.
-                 Where the hardware's rates by rows are known, products of few rows take what they say
-    exchange     where ranks share a model: the parts that each gets of the others, and the latency of each meeting
-    host         what a step and each of its sequences take beside products
+                 If the hardware has rates by number of rows, they give the time of products of few rows
+    exchange     if ranks share a model: the parts that each receives from the others, and the latency of each meeting
+    host         the time of a step and of each of its sequences outside products
 
-Reading and multiplying go on at once, so the longer one counts; exchanges and the host wait for them. Whichever of the
-four is longest is the binding limit.
+Reading and multiplying overlap, so the longer one counts; exchanges and the host add to it. The longest of the four is
+the binding limit.
 """
 
 from collections.abc import Mapping
@@ -17,35 +17,35 @@ from penstock.planner.machines import Hardware
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import Degrees
 
-MOSTLY = 0.8  # reading that takes this much of the time to multiply is what multiplication waits for
-FLOAT_BYTES = 4  # of an element of a sum that ranks exchange, and of a logit
+MOSTLY = 0.8  # if reading takes at least this share of the multiply time, compute is not reported as the limit
+FLOAT_BYTES = 4  # bytes of a logit, and of an element of a sum that ranks exchange
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Weights that products read: their elements, bytes and operations per row, by type."""
+    """The bytes of the weights that products read, and their operations per row, by type."""
 
     num_bytes: Mapping[str, int] = field(default_factory=dict)
     operations: Mapping[str, int] = field(default_factory=dict)
 
     def plus(self, other: "Products") -> "Products":
-        """Return both together."""
+        """Return the sum of both."""
         return Products(_added(self.num_bytes, other.num_bytes), _added(self.operations, other.operations))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """What one device computes of a model, by how often a step does it.
+    """The work that one device does for a model, grouped by how often a step does it.
 
     Attributes:
         layers: products that every row of a step goes through.
-        head: products that only rows go through whose logits are wanted.
-        experts: of all experts together; a row goes through `chosen` of `num_experts`.
+        head: products for only the rows whose logits are wanted.
+        experts: products of all experts together; a row goes through `chosen` of `num_experts`.
         token_bytes: cached bytes of a token in one layer.
-        cache_type: of the cache.
-        pair_operations: of a token and one that it attends to, in one layer.
-        windows: layers and window of each cache group.
-        meetings: sums over ranks in a pass, each of `meeting_width` float32 a row.
+        cache_type: type of the cached values.
+        pair_operations: operations for a token and one token that it attends to, in one layer.
+        windows: number of layers and window of each cache group.
+        meetings: sums over ranks in a pass, each with `meeting_width` float32 values per row.
     """
 
     layers: Products
@@ -65,7 +65,7 @@ class ModelWork:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: `rows` new tokens of each of `sequences`, which have `cached` tokens before."""
+    """One step: each of `sequences` sequences has `cached` tokens and gets `rows` new ones."""
 
     sequences: int
     rows: int
@@ -74,15 +74,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """What a step's time depends on.
+    """The amounts that a step's time depends on.
 
     Attributes:
-        sequences: that have any new token.
-        rows: new tokens of all of them.
+        sequences: sequences with at least one new token.
+        rows: new tokens of all sequences.
         sampled: rows whose logits are wanted.
-        tokens: cached ones that are read, once for each layer.
-        pairs: of a stream's new token and one that it attends to, once for each layer.
-        prompt_pairs: of prompts.
+        tokens: cached tokens that are read, counted once per layer.
+        pairs: pairs of a stream's new token and a token that it attends to, counted once per layer.
+        prompt_pairs: such pairs of prompts.
     """
 
     sequences: float
@@ -95,7 +95,7 @@ class Amounts:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step by what takes them."""
+    """The seconds of a step, by cause."""
 
     read: float
     multiply: float
@@ -119,7 +119,7 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
     def plus(self, other: "StepTime") -> "StepTime":
-        """Return two steps, one after the other, each with its own longer part."""
+        """Return the sum of two steps, part by part."""
         return StepTime(
             self.read + other.read,
             self.multiply + other.multiply,
@@ -129,7 +129,7 @@ class StepTime:
 
 
 def step_time(work: ModelWork, hardware: Hardware, step: Step) -> StepTime:
-    """Return what a step takes, as `time_of`."""
+    """Return the time of a step; see `time_of`."""
     tokens, pairs = _attended(work, step)
     of_streams = (pairs, 0.0) if step.rows == 1 else (0.0, pairs)
     amounts = Amounts(step.sequences, step.sequences * step.rows, step.sequences, tokens, *of_streams)
@@ -137,7 +137,7 @@ def step_time(work: ModelWork, hardware: Hardware, step: Step) -> StepTime:
 
 
 def time_of(work: ModelWork, hardware: Hardware, step: Amounts) -> StepTime:
-    """Return what a step takes.
+    """Return the time of a step with these amounts.
 
     Raises:
         InvalidRequestError: the hardware has no rate for a type of the model.
@@ -164,14 +164,14 @@ def time_of(work: ModelWork, hardware: Hardware, step: Amounts) -> StepTime:
 
 
 def decode_time(work: ModelWork, hardware: Hardware, batch: int, context: int) -> StepTime:
-    """Return a step that gives each of `batch` streams, of `context` tokens each, one more."""
+    """Return the time of a step that gives one token to each of `batch` streams with `context` tokens."""
     return step_time(work, hardware, Step(batch, 1, max(0, context - 1)))
 
 
 def prefill_time(
     work: ModelWork, hardware: Hardware, batch: int, prompt_len: int, max_num_batched_tokens: int
 ) -> tuple[StepTime, float]:
-    """Return the steps that compute `batch` prompts, one prompt after the other, and the seconds of all of them."""
+    """Return the summed parts of the steps that compute `batch` prompts in chunks, and the seconds of these steps."""
     total, seconds, done = StepTime(0.0, 0.0, 0.0, 0.0), 0.0, 0
     while done < prompt_len:
         rows = min(max_num_batched_tokens, prompt_len - done)
@@ -184,7 +184,7 @@ def prefill_time(
 
 
 def twice_the_bandwidth(hardware: Hardware) -> Hardware:
-    """Return hardware whose memory is read in half the time."""
+    """Return the hardware with twice the memory bandwidth."""
     return replace(hardware, read_bytes_per_s={kind: 2 * rate for kind, rate in hardware.read_bytes_per_s.items()})
 
 
@@ -193,24 +193,24 @@ def _portions(count: int, at_once: int) -> list[int]:
 
 
 def _experts_read(work: ModelWork, rows: float) -> float:
-    """Return the expected part of the experts that some row chooses, if each row chooses evenly."""
+    """Return the expected share of experts that at least one row chooses, if rows choose evenly."""
     return float(1.0 - (1.0 - work.chosen / work.num_experts) ** rows)
 
 
 def _attended(work: ModelWork, step: Step) -> tuple[float, float]:
-    """Return cached tokens that are read, and pairs of a token and a key, in all layers and sequences."""
+    """Return the cached tokens that are read, and the pairs of a token and a key, in all layers and sequences."""
     tokens = pairs = 0.0
     for layers, window in work.windows:
         limit = step.cached + step.rows if window is None else window
         tokens += layers * step.sequences * min(step.cached, limit)
-        short = max(0, min(step.rows, limit - step.cached))  # rows that see everything before them
+        short = max(0, min(step.rows, limit - step.cached))  # rows that see all earlier tokens
         seen = short * step.cached + short * (short + 1) / 2 + (step.rows - short) * limit
         pairs += layers * step.sequences * seen
     return tokens, pairs
 
 
 def _exchange(work: ModelWork, hardware: Hardware, rows: float, sampled: float) -> float:
-    """Return the seconds in which each rank gets what the others have computed, one meeting after the other."""
+    """Return the seconds in which each rank receives the other ranks' results, one meeting after the other."""
     size = work.degrees.size
     if size == 1 or not hardware.link_bytes_per_s:
         return 0.0
@@ -225,8 +225,8 @@ def model_work(
     """Return the work of one of `degrees.size` devices that share a model.
 
     Args:
-        products: of "layers", "head" and "experts" on this device.
-        cache: bytes of a token in a layer, type, and int8 slices of a query (0: none), on this device.
+        products: the products of "layers", "head" and "experts" on this device.
+        cache: on this device, bytes of a token in a layer, type, and int8 slices of a query (0: none).
     """
     token_bytes, cache_type, slices = cache
     heads = model.num_attention_heads // degrees.attention

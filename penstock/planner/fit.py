@@ -1,7 +1,7 @@
-"""Does a model fit these devices, in how many parts, and what would make it fit: the ledger of each device. No torch.
+"""Whether a model fits some devices, in how many parts, and what would make it fit: a ledger per device. No torch.
 
 The model is split as engines split it: attention, feed-forward and vocabulary into the same number of parts
-(spec/shares.py). The first number of parts that fits is the smallest.
+(spec/shares.py). The smallest number of parts that fits is chosen.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import DEGREES, Degrees, Share
 
-CONTEXT_UNIT = 64  # the largest context is found to a multiple of this
+CONTEXT_UNIT = 64  # the largest context is rounded down to a multiple of this
 UNLIMITED = 2**62
 MIB = 2**20
 
@@ -33,15 +33,15 @@ Sizes = Callable[[Scheme | None, Share | None], ModelSizes]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a device offers.
+    """The memory that devices offer.
 
     Attributes:
-        num_bytes: that an engine may take on one device, its runtime included.
-        runtime_bytes: what a process has before it loads.
-        free_bytes: what is free on this machine, of which an engine takes a share for its cache; None: the devices are
-            other ones, and an engine may take all of num_bytes.
-        count: devices.
-        shared: the ranks of a model are processes of one machine, and num_bytes is of all of them together.
+        num_bytes: memory that an engine may take on one device, including its runtime.
+        runtime_bytes: memory of a process before it loads a model.
+        free_bytes: free memory of this machine, a share of which an engine takes for its cache; None: the plan is for
+            other devices, and an engine may take all of num_bytes.
+        count: number of devices.
+        shared: whether the ranks of a model are processes of one machine; num_bytes is then for all of them together.
     """
 
     num_bytes: int
@@ -66,12 +66,12 @@ class DevicePlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """What is neither weights nor cache nor runtime."""
+        """The bytes of everything except weights, cache and runtime."""
         return self.total_bytes - sum(self.entries.get(name, 0) for name in ("weights", "cache", "runtime"))
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room for it."""
+        """Whether the device has room for all entries."""
         return self.total_bytes <= self.budget_bytes
 
     def as_json(self) -> dict[str, int | str]:
@@ -89,12 +89,13 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a model lies on the devices. Where it does not fit, the devices show what it would take at least.
+    """How a model lies on the devices. If it does not fit, the devices show the least that it would take.
 
     Attributes:
-        config: resolved; its max_model_len may be what there is room for.
-        smallest_change: to an option, that makes it fit; None where it fits, or where no single change is enough.
-        groups: of the cache, as an engine has them; none where it does not fit.
+        config: the resolved config; its max_model_len may be reduced to what there is room for.
+        smallest_change: the change of one option that makes the model fit; None if it fits, or no single change is
+            enough.
+        groups: the cache groups that an engine would have; () if the model does not fit.
     """
 
     config: EngineConfig
@@ -107,7 +108,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """What fits under one precision: the longest context of one row, and rows of max_model_len with all their cache."""
+    """What fits at one precision: the longest context of a single row, and how many rows of max_model_len."""
 
     precision: str
     kv_cache_dtype: str
@@ -121,9 +122,9 @@ class Fitter:
     """Plans one model on devices of one kind.
 
     Args:
-        resolve: returns the config for a number of ranks, resolved.
-        together: as spec.shares.divisible_heads.
-        num_elements: of all weights, or fewer.
+        resolve: returns the resolved config for a number of ranks.
+        together: as in spec.shares.divisible_heads.
+        num_elements: number of elements in all weights, or a lower bound.
     """
 
     model: ModelConfig
@@ -134,7 +135,7 @@ class Fitter:
     num_elements: int = 0
 
     def fit(self) -> Fit:
-        """Return the plan with the smallest number of parts that fits, or that with the most where none does."""
+        """Return the plan with the fewest parts that fits; if none fits, the plan with the most parts."""
         asked = self.resolve(0)
         given = asked.parallel.num_ranks
         if given > 1:
@@ -147,22 +148,22 @@ class Fitter:
         return self._split(asked if most == 1 else self.resolve(most))
 
     def _weights_fit(self, config: EngineConfig) -> bool:
-        """Return whether a device has room for its weights: without, nothing else has to be planned."""
+        """Return whether a device has room for its weights. If not, nothing else has to be planned."""
         scheme, ranks = config.numerics.scheme, max(1, config.parallel.num_ranks)
         bits = scheme.weight_bits if scheme is not None else 8 * ELEMENT_BYTES[config.numerics.dtype]
         if self.num_elements * bits // 8 // ranks + self.budget.runtime_bytes > self.budget.num_bytes:
-            return False  # no layer has to be looked at
+            return False  # clear without counting layers
         degrees = config.parallel.degrees(self.model, together=self.together)
         weights = self.ledger(Share(0, degrees)).sizes(config.numerics.scheme).weights
         return weights + self.budget.runtime_bytes <= self.budget.num_bytes
 
     def token_bytes(self, fit: Fit) -> int:
-        """Return what a token takes in the cache of the first device, in all layers."""
+        """Return the bytes of a token in the first device's cache, in all layers."""
         model = self.ledger(Share(0, fit.degrees)).model
         return model.num_hidden_layers * cached_token_bytes(fit.config, model)
 
     def largest(self, config: EngineConfig, degrees: Degrees) -> list[Largest]:
-        """Return what fits under each precision, on the first device."""
+        """Return what fits on the first device at each precision."""
         found = []
         own = config.numerics.quantization or config.numerics.dtype
         for name in dict.fromkeys((own, "int8", "int4")):
@@ -185,24 +186,24 @@ class Fitter:
         return Largest(name, config.cache.kv_cache_dtype, low * CONTEXT_UNIT, max(0, rest // one), weights)
 
     def ledger(self, share: Share) -> Ledger:
-        """Return the ledger of the part that a rank has."""
+        """Return the ledger of a rank's part."""
         part = None if share.degrees.size == 1 else share
         model = self.model if part is None else part.config(self.model)
         free = UNLIMITED if self.budget.free_bytes is None else self.budget.free_bytes
         return Ledger(model, lambda scheme: self.sizes(scheme, part), self.budget.runtime_bytes, free)
 
     def _split(self, config: EngineConfig) -> Fit:
-        """Return the plan of a config with its number of ranks."""
+        """Return the plan of a config, with the number of ranks that it gives."""
         degrees = config.parallel.degrees(self.model, together=self.together)
         if self.budget.free_bytes is None:
             config = replace(config, cache=replace(config.cache, memory=self.budget.num_bytes))
         ledgers = [self.ledger(Share(rank, degrees)) for rank in range(degrees.size)]
         whole = self.ledger(Share(0, Degrees()))
         try:
-            if self.budget.shared or degrees.size == 1:  # an engine of several processes plans for all of them at once
+            if self.budget.shared or degrees.size == 1:  # one engine plans for all its processes at once
                 config, plan = whole.fit(config)
                 plans = [plan.cache]
-            elif config.cache.kv_cache_memory_bytes is not None:  # of all parts together
+            elif config.cache.kv_cache_memory_bytes is not None:  # for all parts together
                 plans = [plan_kv_cache(config, self.model, UNLIMITED)]
             else:
                 for ledger in ledgers:
@@ -227,7 +228,7 @@ class Fitter:
         )
 
     def _refused(self, config: EngineConfig, degrees: Degrees, ledgers: list[Ledger]) -> Fit:
-        """Return what a config would take at least, with the change that makes it fit the device that lacks most."""
+        """Return the least that a config would take, with a change that makes it fit the device that lacks most."""
         devices = self._of_ranks(config, ledgers, [smallest_cache_bytes(config, ledger.model) for ledger in ledgers])
         worst = max(range(len(devices)), key=lambda rank: devices[rank].total_bytes)
         return Fit(config, degrees, devices, fits=False, smallest_change=self._change(config, ledgers, devices, worst))
@@ -235,10 +236,10 @@ class Fitter:
     def _change(
         self, config: EngineConfig, ledgers: list[Ledger], devices: tuple[DevicePlan, ...], worst: int
     ) -> str | None:
-        """Return the change that costs a user least and makes a config fit; None if no single one does."""
+        """Return the change that makes a config fit at the least cost to the user, or None if no single change does."""
         device, whole = devices[worst], smallest_cache_bytes(config, self.model)
         if config.cache.kv_cache_memory_bytes is not None or (self.budget.free_bytes is not None and device.fits):
-            # What is given is too little or too much, or it is more than the share that a cache may take unasked.
+            # The given size is too small or too large, or the cache needs more than its default share.
             return f"kv_cache_memory_bytes = {whole}" if device.fits else None
         limited = replace(config, cache=replace(config.cache, memory=device.budget_bytes))
         if (change := ledgers[worst].smallest_change(limited)) is not None:
@@ -248,7 +249,7 @@ class Fitter:
 
 
 def _fewest(plans: list[CachePlan]) -> list[CacheGroup]:
-    """Return the groups of a cache that all ranks have room for: with the fewest blocks that one of them has."""
+    """Return the cache groups that all ranks have room for: each with the fewest blocks that any rank planned."""
     return [
         replace(group, num_blocks=min(plan.groups[index].num_blocks for plan in plans))
         for index, group in enumerate(plans[0].groups)
@@ -256,7 +257,7 @@ def _fewest(plans: list[CachePlan]) -> list[CacheGroup]:
 
 
 def quantised(config: EngineConfig, name: str, cache: str | None = None) -> EngineConfig:
-    """Return a resolved config with another quantization (a plain type: none) and type of the cache."""
+    """Return a resolved config with another quantization (a plain type for none) and another cache type."""
     numerics = config.numerics
     if name in ("bfloat16", "float32"):
         numerics = replace(numerics, quantization=None, quantization_group_size=None)

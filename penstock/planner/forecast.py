@@ -1,7 +1,7 @@
-"""How fast a planned model will be on some hardware, and what would change it. No torch.
+"""How fast a planned model will be on some hardware, and what would change that. No torch.
 
-Times are bytes and operations over rates (planner/costs.py). Published rates are peaks, so times from them are the
-least that is possible; rates that `penstock bench machine` measured are those of this engine's own products.
+Times are bytes and operations divided by rates (planner/costs.py). Published rates are peaks, so times from them are
+lower bounds; `penstock bench machine` measures the rates of this engine's own products.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The rows that times are predicted for."""
+    """The batch sizes, prompt lengths and contexts for which times are predicted."""
 
     batches: Sequence[int]
     prompt_lens: Sequence[int]
@@ -35,10 +35,10 @@ class Prediction:
     """The time of one phase.
 
     Attributes:
-        seconds: until every prompt has its first token, or of a step that gives every stream one more.
-        tokens_per_s: of the prompts, or of all streams together.
-        bound: the limit that takes most of it.
-        parts: seconds of each part (planner/costs.py); those to read and to multiply overlap.
+        seconds: time until every prompt has its first token, or of a step that gives every stream one token.
+        tokens_per_s: prompt tokens, or tokens of all streams together, per second.
+        bound: the binding limit.
+        parts: seconds of each part (planner/costs.py); reading and multiplying overlap.
         prompt_len: 0 for decode.
     """
 
@@ -61,10 +61,10 @@ class Forecaster:
     hardware: Hardware
 
     def predict(self, fit: Fit, load: Load) -> list[Prediction]:
-        """Return the times of every row of a load that the context has room for.
+        """Return the times for every combination of batch size and length in a load.
 
         Raises:
-            InvalidRequestError: a batch or a length is beyond what the config serves.
+            InvalidRequestError: a batch size or a length is more than the config serves.
         """
         config, hardware = fit.config, self.hardware
         length, most = config.scheduler.max_model_len or 0, config.scheduler.max_num_seqs
@@ -92,14 +92,14 @@ class Forecaster:
         return found
 
     def what_if(self, fit: Fit, load: Load) -> dict[str, list[Prediction]]:
-        """Return the decoding steps of a load under each change that is not made yet."""
+        """Return the decode times of a load after each change that the config does not already have."""
         decoding = replace(load, prompt_lens=())
         found = {name: self.predict(replace(fit, config=config), decoding) for name, config in _changes(fit.config)}
         faster = replace(self, hardware=costs.twice_the_bandwidth(self.hardware))
         return found | {"twice the bandwidth": faster.predict(fit, decoding)}
 
     def work(self, fit: Fit) -> ModelWork:
-        """Return what the first device computes in a step."""
+        """Return the work of the first device in a step."""
         config, share = fit.config, Share(0, fit.degrees)
         own = self.model if fit.degrees.size == 1 else share.config(self.model)
         sizes = self.sizes(config.numerics.scheme, None if fit.degrees.size == 1 else share)

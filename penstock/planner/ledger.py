@@ -1,14 +1,14 @@
-"""The memory ledger: what an engine takes, by what it is for, before anything is allocated. No torch.
+"""The memory ledger: the memory that an engine takes, by purpose, before anything is allocated. No torch.
 
-    runtime       the interpreter and its libraries: what the process has before it loads, and what it comes to need
+    runtime       the interpreter and its libraries: memory of the process before it loads, and its later growth
     weights       packed, or mapped from a file
     positions     rotary tables of max_model_len positions
-    cache         every block (planner/memory.py)
+    cache         all blocks (planner/memory.py)
     results       the buffers of the layers' results, for max_num_batched_tokens tokens
-    operands      what the native kernels copy: a product's operands, a step's new keys and values, a core's scratch
-    logits        of all rows that are sampled or scored at once, with their log-probabilities
+    operands      copies by the native kernels: a product's operands, a step's new keys and values, a core's scratch
+    logits        logits and log-probabilities of all rows that are sampled or scored at once
     requests      token ids of max_num_seqs requests
-    drafts        a draft model with its cache, or the index that prompts are looked up in
+    drafts        a draft model with its cache, or the index for prompt lookup
 
 `penstock prove --only memory` fills a real engine to the brim and compares its peak with the ledger.
 """
@@ -30,25 +30,25 @@ from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 
 RUNTIME_GROWTH = 3 * 2**20  # recorded programs, threads' stacks, Python's own objects; measured
-TOKEN_OBJECT_BYTES = 64  # of a token in the lists of the scheduler and of the runner's rows; measured
+TOKEN_OBJECT_BYTES = 64  # bytes of a token in the lists of the scheduler and of the runner's rows; measured
 PASS_BYTES = 16 * 2**20  # operands that a native product lays out at once (ProductKernel::pass_bytes)
 ROTARY_BYTES = 4  # per element of a table
-LOGIT_BYTES = 10  # a logit, its log-probability, and what comparing and ranking them takes; measured
+LOGIT_BYTES = 10  # a logit, its log-probability, and the memory for comparing and ranking them; measured
 ROUND_LENGTH = 64  # a max_model_len that is chosen to fit is a multiple of this
-SMALL = 2**19  # entries below it are not shown
+SMALL = 2**19  # smaller entries are not shown
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model, or a rank's part of it, takes apart from its cache, as weights/sizes.py counts it.
+    """The memory of a model, or of a rank's part of it, without its cache, as weights/sizes.py counts it.
 
     Attributes:
-        weights: bytes of all parameters as they are kept.
-        row_bytes: results of one token of a step, without logits.
-        vocab_columns: of a row of logits.
+        weights: bytes of all parameters in the form in which they are kept.
+        row_bytes: bytes of one token's results in a step, without logits.
+        vocab_columns: columns of a row of logits.
         deepest: elements of the longest row that a product reads.
-        kinds: the bytes of `weights` by type, with scales, biases and padding apart.
-        products: "layers", "head" and "experts".
+        kinds: the bytes of `weights` by type, with scales, biases and padding listed separately.
+        products: the products of "layers", "head" and "experts".
     """
 
     weights: int
@@ -61,14 +61,14 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The ledger of an engine: bytes by what they are for. The cache is one of them."""
+    """The ledger of an engine: bytes by purpose, the cache included."""
 
     entries: dict[str, int]
     cache: CachePlan
 
     @property
     def total(self) -> int:
-        """Return the bytes of all entries."""
+        """The bytes of all entries."""
         return sum(self.entries.values())
 
     def __str__(self) -> str:
@@ -81,10 +81,10 @@ class Ledger:
     """Plans the memory of one model on one machine, for any config.
 
     Args:
-        sizes: of the model under a quantization.
-        runtime_bytes: what the process has before it loads.
-        free_bytes: what it can still allocate.
-        draft_bytes: what speculation takes.
+        sizes: returns the sizes of the model under a quantization.
+        runtime_bytes: memory of the process before it loads the model.
+        free_bytes: memory that the process can still allocate.
+        draft_bytes: memory that speculation takes.
     """
 
     model: ModelConfig
@@ -97,7 +97,7 @@ class Ledger:
         """Return the ledger of a resolved config.
 
         Raises:
-            InvalidRequestError: the cache cannot hold one sequence of max_model_len in what is left for it.
+            InvalidRequestError: the memory left for the cache cannot hold one sequence of max_model_len.
         """
         entries = self.entries(config)
         if config.cache.memory is None:
@@ -108,12 +108,13 @@ class Ledger:
         return MemoryPlan(entries | {"cache": cache.num_bytes}, cache)
 
     def fit(self, config: EngineConfig) -> tuple[EngineConfig, MemoryPlan]:
-        """Return the ledger of a resolved config, and the config that it is for.
+        """Return the config that the ledger is for, and the ledger.
 
-        Where `memory` is given and max_model_len was left open, the longest one that fits is chosen.
+        If `memory` is given and max_model_len was left open, the longest one that fits is chosen.
 
         Raises:
-            InvalidRequestError: it does not fit; with `memory`, the message names the smallest change that does.
+            InvalidRequestError: the config does not fit; with `memory`, the message names the smallest change that
+                would make it fit.
         """
         try:
             return config, self.plan(config)
@@ -128,7 +129,7 @@ class Ledger:
         raise self._refusal(config)
 
     def entries(self, config: EngineConfig) -> dict[str, int]:
-        """Return all entries but the cache. Every count is for the largest step that the config allows."""
+        """Return all entries except the cache, for the largest step that the config allows."""
         scheduler, sizes, model = config.scheduler, self.sizes(config.numerics.scheme), self.model
         length, tokens, seqs = (
             scheduler.max_model_len or 0,
@@ -149,29 +150,29 @@ class Ledger:
         }
 
     def bytes_beside_cache(self, config: EngineConfig) -> int:
-        """Return what a model takes in a process that runs already, without its cache."""
+        """Return the memory that a model takes in a process that already runs, without its cache."""
         return sum(self.entries(config).values()) - self.runtime_bytes - RUNTIME_GROWTH
 
     def needed_bytes(self, config: EngineConfig) -> int:
-        """Return what an engine takes at least: with a cache for one sequence of max_model_len."""
+        """Return the least memory that an engine takes: with a cache for one sequence of max_model_len."""
         return sum(self.entries(config).values()) + smallest_cache_bytes(config, self.model)
 
     def smallest_change(self, config: EngineConfig) -> str | None:
-        """Return the change to a config that makes it fit and costs a user least; None if none of them is enough."""
+        """Return the change that makes a config fit at the least cost to the user, or None if none is enough."""
         return next((text for text, changed in self._changes(config) if self._fits(changed)), None)
 
     def _operands(self, config: EngineConfig, tokens: int, deepest: int) -> int:
-        """Return the bytes that products copy their operands to: int8 slices of quantised ones, and of others what some
-        levels widen to float32; all experts do so at once."""
+        """Return the bytes of the operands that products copy: int8 slices for quantised weights, otherwise the values
+        that some levels widen to float32. All experts copy theirs at once."""
         model, scheme = self.model, config.numerics.scheme
         element = scheme.slices if scheme is not None and scheme.slices else ELEMENT_BYTES["float32"]
         pairs = tokens * model.num_experts_per_tok
         return max(min(tokens * deepest * element, PASS_BYTES), pairs * max(model.hidden_size, _inner(model)) * element)
 
     def _workspace(self, config: EngineConfig, tokens: int, seqs: int, length: int) -> int:
-        """Return what operations share, one after the other: experts, and attention with each core's scratch memory.
+        """Return the memory that operations use in turn: experts, and attention with each core's scratch memory.
 
-        Attention takes most over one long prompt, or while all rows decode.
+        Attention needs most for one long prompt, or when all rows decode.
         """
         model, block_size, cores = self.model, config.cache.block_size or 1, config.numerics.threads or 1
         inner = _inner(model) * ELEMENT_BYTES[config.numerics.dtype]
@@ -193,7 +194,7 @@ class Ledger:
         return most
 
     def _shorter(self, config: EngineConfig) -> EngineConfig | None:
-        """Return the config with the longest max_model_len that fits, a multiple of ROUND_LENGTH; None if none does."""
+        """Return the config with the longest max_model_len that fits, a multiple of ROUND_LENGTH, or None."""
         low, high = 0, (config.scheduler.max_model_len or 0) // ROUND_LENGTH
         while low < high:
             middle = (low + high + 1) // 2
@@ -210,7 +211,7 @@ class Ledger:
         return True
 
     def _refusal(self, config: EngineConfig) -> InvalidRequestError:
-        """Return the error for a config that does not fit `memory`, with the smallest change that does."""
+        """Return the error for a config that does not fit `memory`; it names the smallest change that would help."""
         entries, needed = self.entries(config), self.needed_bytes(config)
         parts = ", ".join(f"{name} {mib(size)}" for name, size in entries.items() if size >= SMALL)
         cache = mib(needed - sum(entries.values()))
@@ -223,7 +224,7 @@ class Ledger:
         return InvalidRequestError(message + advice, param="memory")
 
     def _changes(self, config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
-        """Yield changes that need less, those that cost a user least first."""
+        """Yield changes that need less memory, in order of increasing cost to the user."""
         tokens = config.scheduler.max_num_batched_tokens or 0
         for fewer in (size for size in (1024, 512, 256, 128) if size < tokens):
             yield f"max_num_batched_tokens = {fewer}", _with(config, max_num_batched_tokens=fewer)
@@ -240,7 +241,7 @@ class Ledger:
 
 
 def _inner(model: ModelConfig) -> int:
-    """Return the width of an expert, 0 without experts."""
+    """Return the width of an expert, or 0 for a model without experts."""
     return (model.moe_intermediate_size or model.intermediate_size) if model.num_experts else 0
 
 

@@ -1,7 +1,8 @@
-"""Hardware: what a device can hold and how fast it reads, multiplies and sends, from a YAML file. No torch.
+"""Hardware: how much a device holds and how fast it reads, multiplies and sends, from a YAML file. No torch.
 
-docs/planning.md has the fields. Files of this package are found by name; `this` is what `penstock bench machine`
-measured here. Sizes and rates are plain numbers in bytes, operations (a multiply-add is two) and seconds.
+docs/planning.md has the fields. Files of this package are found by name; the name `this` stands for the measurements by
+`penstock bench machine` here. Sizes and rates are plain numbers in bytes, operations (a multiply-add is two) and
+seconds.
 """
 
 import os
@@ -18,13 +19,13 @@ from penstock.planner.yaml_file import MOST_BYTES, load, names_in, number, recor
 FOLDER = Path(__file__).parent / "hardware"
 THIS = "this"
 TYPES = ("float32", "bfloat16", "int8", "int4", "int4-a16")
-MULTIPLIES_IN = {"int4": "int8", "int4-a16": "bfloat16"}  # where a file has no rate of their own
-MOST = 1e18  # of a rate: bytes or operations per second
+MULTIPLIES_IN = {"int4": "int8", "int4-a16": "bfloat16"}  # the type whose rate is used if a file has none for the key
+MOST = 1e18  # largest rate, in bytes or operations per second
 MOST_DEVICES = 2**16
-MANY_ROWS = 256  # of products from which on operations_per_s is measured; fewer multiply less
+MANY_ROWS = 256  # from this number of rows on, a product reaches operations_per_s
 MOST_ROWS = MANY_ROWS - 1
 LONGEST_S = 1e6
-ALL_OTHERS = "other"  # the rate of types that have none of their own
+ALL_OTHERS = "other"  # the rate of all types not listed
 
 RATES = (
     "read_bytes_per_s", "operations_per_s", "attend_prompt_operations_per_s", "attend_streams_operations_per_s",
@@ -35,13 +36,13 @@ Rates = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class OnChip:
-    """The units of an accelerator's core that an attention operator is scheduled on (planner/operator.py).
+    """The units of an accelerator's core on which an attention operator is scheduled (planner/operator.py).
 
     Attributes:
-        cores: groups of one matrix unit and its vector units.
-        buffer_bytes: of a vector unit's unified buffer.
+        cores: number of groups of one matrix unit and its vector units.
+        buffer_bytes: size of a vector unit's unified buffer.
         matrix_flops, vector_flops: operations per second of one unit.
-        vectors_per_matrix: vector units beside a matrix unit.
+        vectors_per_matrix: number of vector units for each matrix unit.
     """
 
     cores: int
@@ -57,17 +58,18 @@ class Hardware:
 
     Attributes:
         source: where the figures come from.
-        memory_bytes: of one device.
-        read_bytes_per_s: of memory, by the type of what is read; `other` is that of all further types.
-        operations_per_s: by the type that multiplies. Empty: no times are predicted.
-        rows_bytes_per_s: of weights of a type, through a product of so many rows: between one row, which is bound by
-            reading, and many, which multiply. {}: a product takes as long as the longer of both.
-        attend_prompt_operations_per_s, attend_streams_operations_per_s: of attention, by the type of the cache. {}: it
-            is as fast as products.
-        link_bytes_per_s, link_latency_s: between two devices, in one direction. 0 bytes: nothing is known.
-        step_s, sequence_s: what a step takes beside its products, and each sequence of it.
+        memory_bytes: memory of one device.
+        read_bytes_per_s: rate of reading memory, by the type of the values; `other` is for all types not listed.
+        operations_per_s: rate of products, by the type that is multiplied. Empty: no times are predicted.
+        rows_bytes_per_s: rate of reading weights in a product, by type and number of rows. It covers products between
+            one row, which is bound by reading, and many rows, which are bound by multiplying. {}: a product takes the
+            longer of the two times.
+        attend_prompt_operations_per_s, attend_streams_operations_per_s: rates of attention, by the type of the cache.
+            {}: attention is as fast as products.
+        link_bytes_per_s, link_latency_s: rate and latency between two devices, in one direction. 0 bytes: unknown.
+        step_s, sequence_s: time outside products, for a step and for each of its sequences.
         sram_bytes: on-chip memory that a placement may use.
-        spread: p10 and p90 of what was measured, by figure.
+        spread: p10 and p90 of each measured figure.
     """
 
     name: str
@@ -100,7 +102,7 @@ class Hardware:
         return bool(self.read_bytes_per_s) and bool(self.operations_per_s)
 
     def reading(self, kind: str) -> float:
-        """Return the bytes per second of reading weights or a cache of a type."""
+        """Return the bytes per second at which weights or a cache of a type are read."""
         rates = self.read_bytes_per_s
         return rates.get(kind) or rates.get(ALL_OTHERS) or max(rates.values())
 
@@ -108,7 +110,7 @@ class Hardware:
         """Return the operations per second of products with weights of a type.
 
         Raises:
-            InvalidRequestError: the file has none for it.
+            InvalidRequestError: the file has no rate for the type.
         """
         rates = self.operations_per_s
         found = rates.get(kind) or rates.get(MULTIPLIES_IN.get(kind, kind)) or rates.get(ALL_OTHERS)
@@ -118,9 +120,9 @@ class Hardware:
         return found
 
     def product_seconds(self, kind: str, num_bytes: float, operations: float, rows: float) -> float:
-        """Return the seconds in which weights of a type multiply some rows.
+        """Return the seconds in which weights of a type multiply some rows, interpolated between measured row counts.
 
-        operations: of all rows. Between numbers of rows that were measured, seconds are interpolated.
+        operations: the operations for all rows.
         """
         many = operations / self.multiplying(kind)
         measured = self.rows_bytes_per_s.get(kind)
@@ -133,7 +135,7 @@ class Hardware:
 
 
 def cache_directory() -> Path:
-    """Return where measurements of this machine are kept."""
+    """Return the directory that keeps measurements of this machine."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "penstock"
 
@@ -144,15 +146,15 @@ def this_file() -> Path:
 
 
 def names() -> list[str]:
-    """Return the names of the files of this package."""
+    """Return the names of the hardware files of this package."""
     return names_in(FOLDER)
 
 
 def load_hardware(text: str) -> Hardware:
-    """Return the hardware of a name or of a YAML file.
+    """Return the hardware with a name or from a YAML file.
 
     Raises:
-        InvalidRequestError: there is none, or a field of it is unknown, missing or out of range.
+        InvalidRequestError: there is no such file, or one of its fields is unknown, missing or out of range.
     """
     path = this_file() if text == THIS else FOLDER / f"{text}.yaml" if text in names() else Path(text)
     advice = "measure it with `penstock bench machine`" if text == THIS else f"names are this, {', '.join(names())}"
@@ -160,7 +162,7 @@ def load_hardware(text: str) -> Hardware:
 
 
 def read_hardware(found: Any) -> Hardware:
-    """Return the hardware of a mapping. Raise InvalidRequestError if it is none."""
+    """Return the hardware that a mapping describes. Raise InvalidRequestError if it is invalid."""
     values = record(found, Hardware, "the file")
     for name in RATES:
         rates = values.get(name, {})
@@ -174,7 +176,7 @@ def read_hardware(found: Any) -> Hardware:
     for name in ("link_latency_s", "step_s", "sequence_s"):
         if name in values:
             values[name] = number(name, values[name], 0.0, LONGEST_S)
-    if values.get("link_bytes_per_s"):  # 0: nothing is known
+    if values.get("link_bytes_per_s"):  # 0: unknown
         values["link_bytes_per_s"] = number("link_bytes_per_s", values["link_bytes_per_s"], 1.0, MOST)
     if values.get("on_chip") is not None:
         values["on_chip"] = _on_chip(values["on_chip"])

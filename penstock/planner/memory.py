@@ -2,8 +2,9 @@
 
     bytes per block = layers of its group x block_size x cache_token_bytes (kernels/attention/layout.py)
 
-Without an explicit size the cache gets what max_num_seqs sequences of max_model_len need, at most MAX_SHARE of the free
-memory, or what `memory` leaves (planner/ledger.py). A cache that cannot hold one sequence of max_model_len is refused.
+Without an explicit size, the cache gets what max_num_seqs sequences of max_model_len need, but at most MAX_SHARE of the
+free memory or, with the option `memory`, what the other entries leave (planner/ledger.py). A cache that cannot hold one
+sequence of max_model_len is refused.
 """
 
 import os
@@ -18,13 +19,13 @@ from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import GRANULE, cache_token_bytes
 from penstock.spec.model_config import ModelConfig
 
-ENGINE_RUNTIME = 57 * 2**20  # what an engine's process has before it loads, without torch; measured
-MAX_SHARE = 0.4  # of the free memory, unless kv_cache_memory_bytes is given
+ENGINE_RUNTIME = 57 * 2**20  # memory of an engine's process before it loads, without torch; measured
+MAX_SHARE = 0.4  # largest share of the free memory, unless kv_cache_memory_bytes is given
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The cache groups with their numbers of blocks, their bytes together, and the reason for this size."""
+    """The cache groups with their numbers of blocks, the bytes of all groups, and the reason for this size."""
 
     groups: list[CacheGroup]
     num_bytes: int
@@ -36,11 +37,11 @@ class _GroupNeed:
     group: CacheGroup  # without blocks
     block_bytes: int
     minimum: int  # blocks for one sequence of max_model_len
-    wanted: int  # blocks for max_num_seqs of them
+    wanted: int  # blocks for max_num_seqs such sequences
 
 
 def free_memory_bytes() -> int:
-    """Return the bytes that this process can still allocate: the machine's, or its control group's if that is less."""
+    """Return the bytes that this process can still allocate, limited by the machine and by its control group."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, _cgroup_free_bytes())
@@ -65,9 +66,9 @@ def plan_kv_cache(
     """Return the blocks of every cache group of a resolved config.
 
     Args:
-        free_bytes: what the cache and everything after it may take.
-        share: of free_bytes for the cache, unless kv_cache_memory_bytes is given; None: free_bytes is its own, set by
-            the option `memory`.
+        free_bytes: memory for the cache and everything allocated after it.
+        share: the cache's share of free_bytes, unless kv_cache_memory_bytes is given; None: the cache may take all of
+            free_bytes, because the option `memory` is set.
 
     Raises:
         InvalidRequestError: kv_cache_memory_bytes, or the share of the free memory, cannot hold one sequence of
@@ -100,10 +101,10 @@ def smallest_cache_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def plan_given_cache(config: EngineConfig, model: ModelConfig, free_bytes: int, groups: list[CacheGroup]) -> CachePlan:
-    """Return the plan of a cache whose groups are given with their blocks.
+    """Return the plan of a cache with given groups and numbers of blocks.
 
     Raises:
-        InvalidRequestError: they are not the groups of this model, or exceed the free memory.
+        InvalidRequestError: the groups are not those of this model, or exceed the free memory.
     """
     needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
     shapes = [replace(group, num_blocks=0) for group in groups]
@@ -116,7 +117,7 @@ def plan_given_cache(config: EngineConfig, model: ModelConfig, free_bytes: int, 
 
 
 def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
-    """Return what the cache group of these layers needs.
+    """Return the needs of the cache group of these layers.
 
     If one block holds the longest request, each request has one block, and a shorter window makes it a ring.
     """
@@ -129,7 +130,7 @@ def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], win
     if length <= block_size and ring_size < block_size:
         group = CacheGroup(layers, window, 0, ring_size, ring=True)
     minimum = peak_blocks(group, length, chunk)
-    # With a window, all sequences together hold at most one step's new tokens beyond what each holds at rest.
+    # With a window, all sequences together hold at most one step's new tokens more than they hold between steps.
     new = 0 if window is None else -(-chunk // group.block_size)
     most = scheduler.max_num_seqs * table_length(group, length)
     wanted = max(minimum, min(most, scheduler.max_num_seqs * peak_blocks(group, length, 1) + new))
@@ -137,7 +138,7 @@ def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], win
 
 
 def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the bytes per token and layer, as the backend of a resolved config stores them."""
+    """Return the bytes per token and layer in the cache of a resolved config's backend."""
     return cache_token_bytes(
         model.num_key_value_heads,
         model.head_dim,
@@ -148,8 +149,8 @@ def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _share_out(needs: list[_GroupNeed], rest: int, *, fill: bool) -> list[int]:
-    """Return the blocks of each group: its minimum, and a part of the remaining bytes in proportion to what it wants
-    beyond it. `fill` uses all bytes, even beyond what is wanted."""
+    """Return the blocks of each group: its minimum, plus a part of the remaining bytes in proportion to the further
+    blocks that it wants. `fill` uses all bytes, even more than are wanted."""
     parts = [need.wanted - need.minimum for need in needs]
     if not any(parts):
         parts = [need.minimum if fill else 0 for need in needs]
@@ -170,17 +171,17 @@ def _reason(config: EngineConfig, num_bytes: int, wanted: int, source: str) -> s
 
 
 def resident_bytes(*, peak: bool = False) -> int:
-    """Return the physical memory of this process, mapped files included, or the most that it ever had."""
+    """Return the physical memory of this process, including mapped files, or its peak."""
     name = "VmHWM:" if peak else "VmRSS:"
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def mib(num_bytes: int) -> str:
-    """Return bytes as text."""
+    """Return bytes as text in MiB."""
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def size_text(num_bytes: int) -> str:
-    """Return bytes as MiB, or as GiB from 10 GiB on."""
+    """Return bytes as text in MiB, or in GiB from 10 GiB on."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else mib(num_bytes)

@@ -7,7 +7,7 @@ One core has a matrix unit and vector units. The keys of a sequence go through i
     mm2   result = scores x values   matrix unit, or vector units     G x S x D multiply-adds
     vec2  rescale, add               vector units                     G x D elements
 
-Tiles are as long as the blocks allow; what the vector units take at once is at most a block. No torch.
+Tiles are as long as the blocks allow; the vector units take at most one block at once. No torch.
 """
 
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ UNIFIED_BUFFER = {  # bytes of each block, as the operator's document lists them
     "bmm1PageAttentionDataBuff": 64,
     "bmm2PageAttentionDataBuff": 64,
 }
-TILE_UNIT = 128  # tiles are a multiple of so many keys
+TILE_UNIT = 128  # the number of keys in a tile is a multiple of this
 MAX_TILE = 8192
 FLOAT_BYTES = 4
 SOFTMAX_OPERATIONS = 8  # per score: scale, mask, maximum, difference, exponential, sum, two roundings
 UPDATE_OPERATIONS = 2  # per element of a result: rescale, add
-MODES = {"C1_V2": (1, 2), "all-vector": (0, 2), "C1_V1": (1, 1)}  # matrix and vector units that work
+MODES = {"C1_V2": (1, 2), "all-vector": (0, 2), "C1_V1": (1, 1)}  # number of matrix and of vector units in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Tiles:
     """How a group of query rows is cut.
 
     Attributes:
-        keys: of a tile, SInner.
-        rows: query rows that the vector units take at once; the group is taken in `portions` of them.
+        keys: number of keys in a tile (SInner).
+        rows: query rows that the vector units take at once; they take the group in `portions` turns.
     """
 
     keys: int
@@ -61,7 +61,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The times of one sequence's head through one core."""
+    """The times in which one core computes one head of a sequence."""
 
     mode: str
     tiles: int
@@ -74,7 +74,7 @@ def check_buffers(buffer_bytes: int) -> int:
     """Return the bytes of all blocks of the unified buffer.
 
     Raises:
-        InvalidRequestError: the buffer is smaller; the message names the block that is the first one not to fit.
+        InvalidRequestError: the buffer is smaller; the message names the first block that does not fit.
     """
     used = 0
     for name, size in UNIFIED_BUFFER.items():
@@ -86,10 +86,10 @@ def check_buffers(buffer_bytes: int) -> int:
 
 
 def tiles(group: int, head_dim: int, block_bytes: int = UNIFIED_BUFFER["tmpBuff1"]) -> Tiles:
-    """Return the tiles of a group of query rows: their float32 scores, and results, stay within a block.
+    """Return the tiles of a group of query rows whose float32 scores and results stay within a block.
 
     Raises:
-        InvalidRequestError: not even one row of the shortest tile, or of a result, fits.
+        InvalidRequestError: a block cannot hold one row of the shortest tile, or one row of the result.
     """
     check.check_int("group", group, 1, 2**20)
     check.check_int("head_dim", head_dim, 1, 2**20)
@@ -103,10 +103,10 @@ def tiles(group: int, head_dim: int, block_bytes: int = UNIFIED_BUFFER["tmpBuff1
 
 
 def schedule(chip: OnChip, group: int, head_dim: int, context: int, mode: str) -> Schedule:
-    """Return when one core has gone through the keys of one head, tile by tile.
+    """Return the time in which one core goes through the keys of one head, tile by tile.
 
-    The matrix unit's work on the next tile goes on beside the vector units' on this one; so after the first tile only
-    the longer of both counts. Without a matrix unit the vector units do everything, one after the other.
+    The matrix unit works on the next tile while the vector units work on this one, so after the first tile only the
+    longer of the two times counts. Without a matrix unit, the vector units do both parts one after the other.
     """
     check.check_choice("mode", mode, tuple(MODES))
     matrix_units, vectors = MODES[mode]

@@ -1,4 +1,4 @@
-"""A page for a picture and its tables: one file, legible in light and dark, without scripts and network."""
+"""A page with a picture and its tables: one file, legible in light and dark mode, without scripts or network access."""
 
 import html
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def page(title: str, about: str, body: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of a label and cells as HTML."""
+    """Return rows, each a label followed by cells, as an HTML table."""
     lines = (
         f"<tr><th>{html.escape(label)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>\n"
         for label, *cells in rows

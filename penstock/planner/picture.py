@@ -1,10 +1,10 @@
-"""The picture of a plan: one SVG, or one page with its tables. Both are legible in light and dark, and need no network.
+"""The picture of a plan: one SVG, or a page with its tables, legible in light and dark mode without network access.
 
-    memory by device     what each device holds, beside its budget
-    placement            which chips compute what in each epoch, and what their memory then holds
-    a step in time       reading beside multiplying, then exchange and host: each bar is one whole step
+    memory by device     what each device holds, compared with its budget
+    placement            what each chip computes in each epoch, and the most that its memory holds
+    a step in time       reading and multiplying in parallel, then exchange and host: each bar is one whole step
 
-It draws the JSON of `penstock plan` and knows nothing else.
+Everything is drawn from the JSON of `penstock plan`.
 """
 
 import html
@@ -16,7 +16,7 @@ from typing import Any
 from penstock.planner.memory import size_text
 from penstock.planner.page import page, table
 
-WIDTH, LEFT, RIGHT = 980, 150, 230  # of the drawing, and of what is written at both sides of a bar
+WIDTH, LEFT, RIGHT = 980, 150, 230  # widths of the drawing, and of the text on both sides of a bar
 ROOM = WIDTH - LEFT - RIGHT
 ROW = 24
 HELD = ("weights", "cache", "workspace", "runtime")
@@ -61,7 +61,7 @@ def about(result: dict[str, Any]) -> str:
 
 
 def picture(result: dict[str, Any]) -> str:
-    """Return the picture of a plan as SVG that stands for itself."""
+    """Return the picture of a plan as a self-contained SVG."""
     sheet = _Sheet()
     _draw_memory(sheet, result["devices"])
     if "placement" in result:
@@ -75,7 +75,7 @@ def picture(result: dict[str, Any]) -> str:
 
 @dataclass(slots=True)
 class _Sheet:
-    """Shapes, from the top down to y."""
+    """A drawing that grows downwards; `y` is its lower end."""
 
     shapes: list[str] = field(default_factory=list)
     y: int = 10
@@ -84,7 +84,7 @@ class _Sheet:
         self.shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{html.escape(text)}</text>')
 
     def bar(self, x: float, y: float, width: float, height: float, kind: str, title: str = "") -> None:
-        """Draw a rectangle; `title` is shown under a pointer."""
+        """Draw a rectangle; `title` is shown when the pointer is over it."""
         inner = f"<title>{html.escape(title)}</title>" if title else ""
         place = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.0):.2f}" height="{height:.2f}"'
         self.shapes.append(f'<rect {place} class="{kind}">{inner}</rect>')
@@ -93,12 +93,12 @@ class _Sheet:
         self.shapes.append(f'<path d="M{x:.2f} {y:.2f}v{down:.2f}" class="{kind}"/>')
 
     def grid(self, x: float, y: float, width: float, places: Sequence[float]) -> None:
-        """Draw lines across, one at each place below y."""
+        """Draw horizontal lines, one at each of `places` below y."""
         strokes = "".join(f"M{x:.1f} {y + place:.1f}h{width:.1f}" for place in places)
         self.shapes.append(f'<path d="{strokes}" class="thin"/>')
 
     def heading(self, text: str, legend: Sequence[str]) -> None:
-        """Begin a panel, with the meaning of its colours."""
+        """Begin a panel with its title and the legend of its colours."""
         self.text(10, self.y + 20, text, "head")
         x = LEFT + 80.0
         for name, kind in zip(legend, "abcd", strict=False):
@@ -128,7 +128,7 @@ def _draw_memory(sheet: _Sheet, devices: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_placement(sheet: _Sheet, found: dict[str, Any]) -> None:
-    """Draw a column for each chip and a row for each epoch, and what the chips' memory holds at most."""
+    """Draw a column for each chip and a row for each epoch, and the most that each chip's memory holds."""
     chips, areas = len(found["sram_bytes_by_chip"]), found["areas"]
     epochs = max(item["last_epoch"] for item in areas) + 1
     column, row = ROOM / chips, min(10.0, 330 / epochs)
@@ -174,7 +174,7 @@ def _draw_chips(sheet: _Sheet, name: str, sizes: Sequence[int], budget: int) -> 
 
 
 def _draw_steps(sheet: _Sheet, predictions: Sequence[dict[str, Any]]) -> None:
-    """Draw what a step, or the steps of a prompt, take: each bar is as wide as its own time."""
+    """Draw the times of a step, or of the steps of a prompt. Each bar has its own scale."""
     if not predictions:
         return
     sheet.heading("A step in time", ("read", "multiply", "exchange", "host"))
@@ -197,7 +197,7 @@ def _draw_steps(sheet: _Sheet, predictions: Sequence[dict[str, Any]]) -> None:
 
 
 def _runs(chips: Sequence[int]) -> list[list[int]]:
-    """Return chips in runs of neighbours."""
+    """Return the chips grouped into runs of consecutive numbers."""
     counted = enumerate(sorted(chips))
     return [[chip for _, chip in run] for _, run in groupby(counted, key=lambda pair: pair[1] - pair[0])]
 

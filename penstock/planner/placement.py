@@ -1,8 +1,9 @@
-"""Placement: which chips compute which part of a model, in epochs, and whether each chip's memory holds it. No torch.
+"""Placement: which chips compute which part of a model, in epochs, and whether their memory suffices. No torch.
 
-An epoch is a layer (Tenstorrent's Falcon-40B: 60 layers, 60 epochs, one after the other), and the head, if it is on the
-device, is the last one. In an epoch a chip's SRAM holds its part of that layer's cache, and of the weights all
-(`resident`) or the buffer that they are streamed through (`streamed`, from the chip's DRAM, which holds all epochs').
+Each layer is an epoch (Tenstorrent's Falcon-40B: 60 layers in 60 consecutive epochs); the head, if it is on the device,
+is the last epoch. In an epoch, a chip's SRAM holds its part of the layer's cache and either its part of the weights
+(`resident`) or a buffer that they pass through (`streamed`, from the chip's DRAM, which holds the weights of all
+epochs).
 """
 
 import fnmatch
@@ -25,11 +26,11 @@ class Placement:
     """Where the operations of a model lie; docs/planning.md has the fields of the file.
 
     Attributes:
-        chips_of: chips of "attention", "mlp" and "lm_head". Without the last one the head is a NOP: hidden states
-            come back to the host.
-        head_pad: tokens that are added to the vocabulary.
-        checkpoint_bytes: of all weights, where they are not to be counted.
-        overrides: pattern of an operation's name ("layers.3.mlp") -> its chips; the last one that matches counts.
+        chips_of: the chips of "attention", "mlp" and "lm_head". Without "lm_head" the head is a NOP: hidden states are
+            returned to the host.
+        head_pad: number of tokens added to the vocabulary.
+        checkpoint_bytes: bytes of all weights; None: they are counted.
+        overrides: pattern of an operation's name ("layers.3.mlp") -> its chips; the last match counts.
     """
 
     rows: int
@@ -56,7 +57,7 @@ class Placement:
 
 
 def operation_of(parameter: str) -> str | None:
-    """Return the operation that a parameter belongs to by its name; None: the embedding's or the final norm's."""
+    """Return the operation to which a parameter belongs, by its name; None for the embedding and the final norm."""
     if parameter.startswith("lm_head."):
         return "lm_head"
     found = LAYER.search(parameter)
@@ -66,7 +67,7 @@ def operation_of(parameter: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A part of an epoch: bytes of all its chips together."""
+    """A part of an epoch. Its bytes are those of all its chips together."""
 
     name: str
     chips: tuple[int, ...]
@@ -84,7 +85,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """The epochs of a placement, with what they take; `problems` says why it cannot be."""
+    """The epochs of a placement, with the memory that they take; `problems` says why it is not possible."""
 
     placement: Placement
     epochs: tuple[tuple[Operation, ...], ...]
@@ -126,13 +127,13 @@ class PlacementPlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """The weights that pass through SRAM while each row gets one token."""
+        """The bytes of weights that pass through SRAM while each row gets one token."""
         if self.placement.weights == RESIDENT:
             return 0
         return sum(operation.weight_bytes for epoch in self.epochs for operation in epoch)
 
     def areas(self) -> list[dict[str, Any]]:
-        """Return which chips compute each operation, with the epochs after one another in which they do."""
+        """Return which chips compute each operation, with the runs of consecutive epochs in which they do so."""
         found: list[dict[str, Any]] = []
         latest: dict[str, dict[str, Any]] = {}
         for index, epoch in enumerate(self.epochs):
@@ -147,7 +148,7 @@ class PlacementPlan:
         return found
 
     def sram(self) -> dict[int, int]:
-        """Return the most that each chip's SRAM holds in one epoch."""
+        """Return the most bytes that each chip's SRAM holds in one epoch."""
         peak = dict.fromkeys(range(self.placement.chips), 0)
         for epoch in self.epochs:
             for chip, size in _sram_of(self.placement, epoch).items():
@@ -155,7 +156,7 @@ class PlacementPlan:
         return peak
 
     def dram(self) -> dict[int, int]:
-        """Return what each chip's DRAM holds: the weights of its epochs."""
+        """Return the bytes in each chip's DRAM: the weights of its epochs."""
         held = dict.fromkeys(range(self.placement.chips), 0)
         for epoch in self.epochs:
             for operation in epoch:
@@ -167,7 +168,7 @@ class PlacementPlan:
 def plan_placement(model: ModelConfig, weights: Mapping[str, int], placement: Placement) -> PlacementPlan:
     """Return the epochs of a model.
 
-    weights: bytes of one layer's attention, of its mlp, and of the padded head: see `operation_bytes`.
+    weights: bytes of one layer's attention, of its mlp, and of the padded head (see `operation_bytes`).
     """
     element = ELEMENT_BYTES[placement.cache_type]
     key = placement.rows * placement.context * model.num_key_value_heads * model.head_dim * element
@@ -191,7 +192,7 @@ def plan_placement(model: ModelConfig, weights: Mapping[str, int], placement: Pl
 def _problems(
     placement: Placement, epochs: Sequence[tuple[Operation, ...]], known: tuple[tuple[Operation, ...], ...]
 ) -> Iterator[str]:
-    """Yield why a placement cannot be: the first problem of each kind, by the names of operation and chip."""
+    """Yield why a placement is not possible: the first problem of each kind, with the operation and the chip."""
     for operation in (operation for epoch in epochs for operation in epoch):
         if not operation.chips:
             yield f"{operation.name} is on no chip"
@@ -237,7 +238,7 @@ def _by_chip(sizes: Mapping[int, int]) -> list[int]:
 
 
 def _sram_of(placement: Placement, epoch: Sequence[Operation]) -> dict[int, int]:
-    """Return what each chip's SRAM holds in an epoch."""
+    """Return the bytes in each chip's SRAM in an epoch."""
     held: Counter[int] = Counter()
     for operation in epoch:
         weights = operation.weight_bytes_per_chip
@@ -251,7 +252,7 @@ def _sram_of(placement: Placement, epoch: Sequence[Operation]) -> dict[int, int]
 def operation_bytes(model: ModelConfig, shapes: Mapping[str, tuple[tuple[int, ...], ...]], pad: int) -> dict[str, int]:
     """Return the bytes of a layer's attention and mlp in bfloat16, and of the head with `pad` more tokens.
 
-    shapes: of the parameters of layer 0, and of the head, by operation.
+    shapes: the shapes of the parameters of layer 0, by operation.
     """
     found = {name: WEIGHT_BYTES * sum(_size(shape) for shape in shapes[name]) for name in ("attention", "mlp")}
     return found | {"lm_head": WEIGHT_BYTES * (model.vocab_size + pad) * model.hidden_size}

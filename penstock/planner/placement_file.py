@@ -30,10 +30,10 @@ MAY_LACK = ("stream_buffer", "checkpoint_bytes")
 
 
 def load_placement(text: str) -> Placement:
-    """Return the placement of a name or of a YAML file.
+    """Return the placement with a name or from a YAML file.
 
     Raises:
-        InvalidRequestError: there is none, or a field of it is unknown, missing or out of range.
+        InvalidRequestError: there is no such file, or one of its fields is unknown, missing or out of range.
     """
     known = names_in(FOLDER)
     path = FOLDER / f"{text}.yaml" if text in known else Path(text)
@@ -41,7 +41,7 @@ def load_placement(text: str) -> Placement:
 
 
 def read_placement(found: Any) -> Placement:
-    """Return the placement of a mapping. Raise InvalidRequestError if it is none."""
+    """Return the placement that a mapping describes. Raise InvalidRequestError if it is invalid."""
     if not isinstance(found, Mapping):
         raise InvalidRequestError("the file must be a mapping")
     values = dict(found)
@@ -84,7 +84,7 @@ def _is_override(found: Any) -> bool:
 
 
 def _chips(name: str, found: Any) -> tuple[int, ...]:
-    """Return the numbers in a text like 0-15 or 3,5-7."""
+    """Return the chip numbers in a text such as 0-15 or 3,5-7."""
     numbers: set[int] = set()
     for word in str(found).split(","):
         match = RANGE.fullmatch(word.strip())

@@ -1,4 +1,4 @@
-"""The whole answer of `penstock plan`: does it fit, how fast is it, what would change it. No torch."""
+"""The complete answer of `penstock plan`: whether a model fits, how fast it is, what would change that. No torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import Share
 
-PROMPT_LENS, CONTEXT = (128, 1024), 1024  # that times are predicted for where nothing is asked for
+PROMPT_LENS, CONTEXT = (128, 1024), 1024  # used for predictions if the user names no lengths
 
 
 class Source(Protocol):
@@ -23,29 +23,29 @@ class Source(Protocol):
 
     @property
     def model(self) -> ModelConfig:
-        """Return its numbers."""
+        """The config values of the model."""
 
     @property
     def together(self) -> bool:
-        """Return what spec.shares.divisible_heads wants to know."""
+        """The argument `together` of spec.shares.divisible_heads."""
 
     @property
     def num_elements(self) -> int:
-        """Return how many weights it has, each counted once."""
+        """The number of weights; tied weights count once."""
 
     def resolved(self, num_ranks: int = 0) -> EngineConfig:
-        """Return the config for a number of ranks; 0: as it was asked for."""
+        """Return the resolved config for a number of ranks; 0: the number in the config."""
 
     def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
-        """Return its sizes, or those of a rank's part."""
+        """Return the sizes of the model, or of a rank's part of it."""
 
     def layer_shapes(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
-        """Return the shapes of the parameters of the first layer's "attention" and "mlp"."""
+        """Return the shapes of the first layer's parameters for "attention" and "mlp"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of a model. Empty rows of the load are the default ones."""
+    """What is asked about a model. Empty fields of the load get defaults."""
 
     budget: Budget
     hardware: Hardware | None
@@ -91,7 +91,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
 
 
 def fitter_of(source: Source, budget: Budget) -> Fitter:
-    """Return what plans a model on devices."""
+    """Return the Fitter of a model for a memory budget."""
     return Fitter(source.model, source.sizes, source.resolved, budget, source.together, source.num_elements)
 
 
@@ -108,7 +108,7 @@ def operator_figures(chip: OnChip, model: ModelConfig, context: int) -> dict[str
 
 
 def _filled(load: Load, fit: Fit) -> Load:
-    """Return a load with rows where none were asked for, that the config serves."""
+    """Return a load whose empty fields are filled with defaults that the config serves."""
     most, length = fit.config.scheduler.max_num_seqs, fit.config.scheduler.max_model_len or 1
     return Load(
         load.batches or _distinct([1, most]),

@@ -1,4 +1,4 @@
-"""Read hardware and placements from YAML files, by name or path: every field is known, and every number has a bound."""
+"""Read hardware and placements from YAML files, by name or path. Unknown fields are refused; numbers have bounds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
@@ -14,19 +14,20 @@ Found = TypeVar("Found")
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names of the files of a folder of this package."""
+    """Return the names of the YAML files in a folder of this package."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def load(option: str, text: str, path: Path, read: Callable[[Any], Found], advice: str) -> Found:
-    """Return what `read` makes of a YAML file, which a user named by `text` under an option.
+    """Return the result of `read` for a YAML file. text: what the user gave for the option, for error messages.
 
     Raises:
-        InvalidRequestError: there is none (and the advice follows), it is no YAML, or `read` refuses it.
+        InvalidRequestError: there is no such file (the message ends with the advice), it is not YAML, or `read`
+            refuses it.
     """
     try:
         path.stat()
-    except (OSError, ValueError):  # a name may be too long, or hold a zero byte
+    except (OSError, ValueError):  # a name may be too long, or contain a NUL
         raise InvalidRequestError(f"{option}: there is no {check.shown(text)}; {advice}", param=option) from None
     try:
         return read(read_yaml(read_text(path), str(path)))
@@ -38,7 +39,7 @@ def load(option: str, text: str, path: Path, read: Callable[[Any], Found], advic
 
 
 def record(found: Any, kind: type, where: str) -> dict[str, Any]:
-    """Return a mapping whose keys are fields of a dataclass, those without a default among them."""
+    """Return a mapping whose keys are fields of a dataclass, including all fields without a default."""
     allowed = {item.name: item for item in fields(kind)}
     if not isinstance(found, Mapping):
         raise InvalidRequestError(f"{where} must be a mapping of {', '.join(allowed)}")
@@ -51,18 +52,18 @@ def record(found: Any, kind: type, where: str) -> dict[str, Any]:
 
 
 def number(name: str, value: Any, low: float, high: float) -> float:
-    """Return a number in low..high, which YAML may have read as text (1e12 has no point in it)."""
+    """Return a number in low..high. YAML reads a number without a point, such as 1e12, as text."""
     try:
         found = None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         found = None
-    if found is None or not low <= found <= high:  # NaN compares false with everything
+    if found is None or not low <= found <= high:  # comparisons with NaN are false
         raise check.fail(name, value, f"a number from {low:g} to {high:g}")
     return found
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
-    """Return a whole number in low..high, which may be written like 64e9."""
+    """Return a whole number in low..high, which may be written as 64e9."""
     found = value if type(value) is int else number(name, value, low, high)
     if int(found) != found or not low <= found <= high:
         raise check.fail(name, value, f"a whole number from {low} to {high}")

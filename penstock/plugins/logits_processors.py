@@ -9,10 +9,10 @@
 
 A function with a third parameter also gets the token ids so far, prompt and answer. It runs on one row at a time,
 before masks, bias, penalties and temperature; log-probabilities are those of the unchanged logits. It must keep no
-state between calls: otherwise the answer of one request could depend on the others. It gets copies, and whatever it
-does with a row (an exception, a wrong result, more than 2 seconds for a token) ends the request of that row alone.
+state between calls, because then the answer to one request could depend on other requests. It gets copies, and a
+failure (an exception, a wrong result, more than 2 seconds for a token) ends only the request of that row.
 
-The engine of AsyncLLM and `penstock serve` is another process, which gets the file by the engine option `imports`.
+The engine of AsyncLLM and `penstock serve` is another process, which gets the file through the engine option `imports`.
 """
 
 import inspect
@@ -31,7 +31,7 @@ PROCESSORS: dict[str, Callable[..., Any]] = {}
 
 
 def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsProcessor]:
-    """Return a decorator that registers a function as the logits processor of that name.
+    """Return a decorator that registers a function as the logits processor with this name.
 
     Raises:
         InvalidRequestError: another function has the name, or the parameters are neither (logits, args) nor (logits,
@@ -76,7 +76,7 @@ def _num_parameters(function: Callable[..., Any]) -> int:
 
 
 def _place(function: Callable[..., Any]) -> tuple[str, str]:
-    """Return file and name: a file that runs twice, as a program and as an import, registers the same functions."""
+    """Return file and name, which stay the same if a file runs twice, as a program and as an import."""
     code = getattr(function, "__code__", None)
     file = str(Path(code.co_filename).resolve()) if code is not None else ""
     return file, getattr(function, "__qualname__", repr(function))

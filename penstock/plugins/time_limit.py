@@ -1,8 +1,8 @@
-"""A time limit for a user's own code in the engine process, which would hold up the streams of everybody else.
+"""A time limit for a user's own code in the engine process, where slow code would hold up the streams of all users.
 
-In a process of ours (`install`) the limit interrupts Python code with an alarm signal. Code that never comes back to
-Python, in a library for instance, cannot be interrupted: the client then kills the silent engine, and tries its
-requests alone. In a user's own process nothing is interrupted; only the time is measured.
+In Penstock's own processes (`install`), the limit interrupts Python code with an alarm signal. Code that never returns
+to Python, for instance in a library, cannot be interrupted: the client then kills the silent engine, and tries its
+requests one at a time. In a user's own process nothing is interrupted; only the time is measured.
 """
 
 import signal
@@ -12,21 +12,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_armed = False  # whether the alarm is for a call that is under way
+_armed = False  # whether a call is under way that the alarm may interrupt
 
 
 class TimeLimitError(BaseException):
-    """A call took too long. No Exception, so that the code itself does not catch it by mistake."""
+    """A call took too long. It is not an Exception, so that the called code does not catch it by mistake."""
 
 
 def install() -> None:
-    """Let `call_limited` interrupt what it calls, in the main thread of this process; takes SIGALRM."""
+    """Let `call_limited` interrupt what it calls in the main thread of this process. It uses SIGALRM."""
     signal.signal(signal.SIGALRM, _expire)
 
 
 def _expire(number: int, frame: FrameType | None) -> None:
     global _armed
-    if _armed:  # else the call has just ended
+    if _armed:  # otherwise the call has just ended
         _armed = False
         raise TimeLimitError
 
@@ -35,7 +35,7 @@ def call_limited(function: Callable[..., Any], *args: Any, seconds: float) -> An
     """Return function(*args).
 
     Raises:
-        TimeLimitError: it took longer than `seconds`; it was interrupted then, if that is possible here.
+        TimeLimitError: the call took longer than `seconds`; it was interrupted if that is possible here.
     """
     global _armed
     is_main = threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Imports a user's own Python files, which register models and logits processors.
+"""Import a user's own Python files, which register models and logits processors.
 
 A file is imported once per process, under a module name made from its path, so two files may have the same name.
 """
@@ -19,7 +19,7 @@ def import_files(files: Iterable[str]) -> None:
     """Import the files, in order.
 
     Raises:
-        InvalidRequestError: a file is no Python file, or raises an error; the message names file and line.
+        InvalidRequestError: a file is not a Python file, or raises an error; the message names file and line.
     """
     for file in files:
         _import(Path(file).expanduser().resolve())

@@ -1,4 +1,4 @@
-"""Requests of a proof, and their answers to the bit."""
+"""Requests of a proof, and their answers, which are compared to the bit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from penstock.interface.step import TokenLogprobs
 from penstock.interface.structured_outputs import StructuredOutputsParams
 
 Entry = dict[int, float]  # token id -> log-probability
-Key = tuple[int, int]  # a query, or a member of a crowd; and a choice
+Key = tuple[int, int]  # the index of a query or of a crowd's member, and a choice
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is asked: the prompt, and fields of SamplingParams, which `kind` names."""
+    """A prompt and fields of SamplingParams, which `kind` names."""
 
     prompt: list[int]
     fields: dict[str, Any]
@@ -25,7 +25,7 @@ class Query:
 
     def params(self, n: int = 1) -> SamplingParams:
         fields = dict(self.fields)
-        if "structured_outputs" in fields:  # as a body has it
+        if "structured_outputs" in fields:  # in the form of an HTTP body
             fields["structured_outputs"] = StructuredOutputsParams.of(fields["structured_outputs"])
         return SamplingParams(n=n, **fields)
 
@@ -46,7 +46,7 @@ class Member:
         query: its index among the queries.
         n: choices, or beams.
         delay: of its arrival, in steps of an engine in this process.
-        cut: outputs that it brings along, as if another engine had computed them.
+        cut: number of outputs that it brings along, as if another engine had computed them.
         salt: of its cached prefixes.
     """
 
@@ -59,15 +59,15 @@ class Member:
 
 @dataclass(slots=True)
 class Answer:
-    """What one choice answers: ids, and every log-probability that was asked for.
+    """The answer of one choice: ids, and every log-probability that was asked for.
 
     Attributes:
         ended: its finish_reason.
         error: why it failed.
-        num_cached: prompt tokens found in the cache; an answer may be found there or not, so it is not compared.
-        preempted: not compared either.
-        mirostat_mus: mirostat's state after each token that an engine in this process gave.
-        pooled: its vector, of a request that generates nothing.
+        num_cached: prompt tokens found in the cache; not compared, because it may differ.
+        preempted: whether it was preempted; not compared either.
+        mirostat_mus: mirostat's state after each token, from an engine in this process.
+        pooled: the vector of a request that generates nothing.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Answer:
     pooled: bytes | None = None
 
     def add(self, output: EngineOutput) -> None:
-        """Append what an engine says."""
+        """Append an output of an engine."""
         self.ids += output.new_token_ids
         self.mirostat_mus += [output.mirostat_mu] * len(output.new_token_ids)
         self.logprobs += map(_entry, output.logprobs or ())
@@ -92,12 +92,12 @@ class Answer:
         self.pooled = output.pooled
 
     def take(self, output: EngineOutput, found: Hypothesis) -> None:
-        """Take what a beam search has found."""
+        """Take the result of a beam search."""
         self.ids, self.ended, self.num_cached = found.token_ids, str(found.finish_reason), output.num_cached_tokens
         self.logprobs = list(map(_entry, found.logprobs or ()))
 
     def difference(self, expected: "Answer", start: int = 0) -> str | None:
-        """Return the first difference from what is expected, from its token `start` on; None if there is none."""
+        """Return the first difference from the expected answer after its first `start` tokens; None if equal."""
         for what, found, wanted in (
             ("error", self.error, expected.error),
             ("token", self.ids, expected.ids[start:]),
@@ -124,12 +124,12 @@ def _entry(at: TokenLogprobs) -> Entry:
 
 
 def ask_alone(engine: Engine, queries: list[Query], wanted: Iterable[Key]) -> dict[Key, Answer]:
-    """Return the answers of choices, each asked when nothing else runs. Raise EngineError if one fails."""
+    """Return the answers of choices, each computed when nothing else runs. Raise EngineError if a request fails."""
     found: dict[Key, Answer] = {}
     keys = list(wanted)
     widths = {query: sum(key[0] == query for key in keys) for query, _ in keys if queries[query].is_search}
     for query, choice in keys:
-        if choice and query in widths:  # found with the best
+        if choice and query in widths:  # found together with the first choice
             continue
         answers = [found.setdefault((query, choice + place), Answer()) for place in range(widths.get(query, 1))]
         params = queries[query].params(len(answers))
@@ -143,7 +143,7 @@ def ask_alone(engine: Engine, queries: list[Query], wanted: Iterable[Key]) -> di
 
 
 def add_output(answers: list[Answer], output: EngineOutput) -> None:
-    """Append what an engine says to the answer of a choice, or to those of a search."""
+    """Append an output of an engine to the answer of a choice, or to the answers of a search."""
     if output.hypotheses is None:
         answers[0].add(output)
         return

@@ -24,20 +24,20 @@ from penstock.prove.answers import Answer, Entry, Key, Member, Query, add_output
 from penstock.prove.proof import Subject
 from penstock.prove.servers import serve, stream
 
-PREEMPTION_RATE = 0.1  # of the steps of a disturbed crowd
-MAX_PREEMPTIONS = 12  # in a crowd: computed token by token, a request must not start over for ever
-MAX_STEPS = 100_000  # of a crowd: more would be a hang
-MAX_WAIT_S = 180.0  # for a crowd, where it is another process that may hang
-MAX_KILL_AFTER = 30  # outputs of a crowd
+PREEMPTION_RATE = 0.1  # share of the steps of a disturbed crowd after which a request is preempted
+MAX_PREEMPTIONS = 12  # in a crowd, because a request that is computed token by token must not start over for ever
+MAX_STEPS = 100_000  # maximum for a crowd; more would be a hang
+MAX_WAIT_S = 180.0  # maximum time for a crowd on another process, which may hang
+MAX_KILL_AFTER = 30  # maximum number of outputs of a crowd before the kill
 PIN = "pin"
-PATIENT = "--max-queue-wait=100000"  # of a server: this is about bits, and a busy machine is no reason to refuse
+PATIENT = "--max-queue-wait=100000"  # for a server: this proof is about bits, and a busy machine is no reason to refuse
 AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
 class Offline:
     """Asks an engine in this process, step by step.
 
-    expected: of the queries and their choices, for requests that bring outputs along.
+    expected: the answers of the queries' choices, for requests that bring outputs along.
     """
 
     def __init__(self, engine: Engine, queries: list[Query], expected: dict[Key, Answer]) -> None:
@@ -49,8 +49,8 @@ class Offline:
         """Return a crowd's answers.
 
         Args:
-            disturbed: running requests are preempted at random steps.
-            pinned: the prompt of one of them is, if it can be and all find room beside it.
+            disturbed: preempt running requests at random steps.
+            pinned: pin the prompt of one of the requests, if it can be pinned and all requests find room beside it.
         """
         found = {(index, choice): Answer() for index, member in enumerate(crowd) for choice in range(member.n)}
         waiting = sorted(enumerate(crowd), key=lambda item: item[1].delay)
@@ -127,7 +127,7 @@ def open_offline(
 
 
 class Streaming:
-    """Asks AsyncLLM. `disturbed`: its engine process is killed after a random number of outputs."""
+    """Asks AsyncLLM. `disturbed`: the engine process is killed after a random number of outputs."""
 
     def __init__(self, options: dict[str, Any], queries: list[Query]) -> None:
         self._runner = asyncio.Runner()
@@ -188,9 +188,9 @@ def open_streaming(
 
 
 class Serving:
-    """Asks `penstock serve` for streams. `disturbed`: the engine process is killed in the middle of the first one.
+    """Asks `penstock serve` for streams. `disturbed`: the engine process is killed in the middle of the first stream.
 
-    Queries must not ask for log-probabilities of the prompt: a stream has none.
+    Queries must not ask for log-probabilities of the prompt, because a stream has none.
     """
 
     def __init__(self, stack: ExitStack, options: dict[str, Any], queries: list[Query]) -> None:

@@ -1,6 +1,6 @@
-"""The axes of the proof that nothing but the request decides its bits. A new feature adds its axis here, by one entry.
+"""The axes of the proof that nothing but the request decides its bits. A new feature adds its axis here, as one entry.
 
-Each axis maps its values, as reports call them, to options of EngineConfig or to fields of SamplingParams.
+Each axis maps its values, as reports name them, to options of EngineConfig or to fields of SamplingParams.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, 
 Axis = dict[str, dict[str, Any]]
 
 MAX_MODEL_LEN = 144
-ITSELF = "itself"  # in LAYOUTS: the model that is asked drafts, too, so that greedy drafts are right
-OFFLOADED = "offloaded"  # in LAYOUTS: a directory of the proof's own, which all engines of a round share
-ROOM = "room"  # in LAYOUTS: for how many of the longest requests the cache has room, in place of a size in bytes
+ITSELF = "itself"  # in LAYOUTS: the model under test also makes the drafts, so that greedy drafts are right
+OFFLOADED = "offloaded"  # in LAYOUTS: a directory of the proof, which all engines of a round share
+ROOM = "room"  # in LAYOUTS: how many of the longest requests the cache has room for, instead of a size in bytes
 
-# What an answer depends on: each combination has answers of its own, to which all others are compared.
+# What an answer depends on: each combination has its own answers, with which all others are compared.
 FORMS: dict[str, Axis] = {
     "weights": {
         "bfloat16": {"dtype": "bfloat16"},
@@ -34,7 +34,7 @@ FORMS: dict[str, Axis] = {
     "cache": {"as the weights": {}, "int8": {"kv_cache_dtype": "int8"}},
 }
 
-# What must not change a bit: how an engine cuts, stores and shares the work.
+# What must not change a bit: how an engine divides, stores and shares the work.
 LAYOUTS: dict[str, Axis] = {
     "chunk": {
         "1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
@@ -61,7 +61,7 @@ LAYOUTS: dict[str, Axis] = {
     },
     "head": {"whole": {}, "in 3 pieces, padded": {"lm_head_pieces": 3, "pad_vocab_multiple": 128}},
 }
-UNCUT: dict[str, Any] = {  # the undisturbed engine: each request alone, in one piece, on one thread, nothing cached
+UNCUT: dict[str, Any] = {  # the undisturbed engine: each request alone, in one piece, one thread, nothing cached
     "max_num_batched_tokens": 2048, "threads": 1, "enable_prefix_caching": False, "max_num_seqs": 1,
 }  # fmt: skip
 
@@ -69,12 +69,12 @@ SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "integer"}}, "required": ["a", "b"],
 }  # fmt: skip
 ADD = Function("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict=True)
-DEMANDED, OFFERED = (  # tool calls as grammars, in a form without tokens of its own
+DEMANDED, OFFERED = (  # tool calls as grammars, in a form without special tokens
     answer_grammar(TOOL_FORMATS["llama3_json"], Calls([ADD], required), literal, reasoning=False, is_thinking=False)
     for required in (True, False)
 )
-UNSCORED = {"logprobs": None}  # tokens without a choice are taken without a step then
-# What a request asks for; every kind but the unscored ones reports log-probabilities, or vectors.
+UNSCORED = {"logprobs": None}  # then tokens without a choice are taken without a step
+# What a request asks for. Every kind except the unscored ones reports log-probabilities or vectors.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "ignore_eos": True},
     "temperature 1": {"temperature": 1.0, "ignore_eos": True},
@@ -111,19 +111,19 @@ KINDS: dict[str, dict[str, Any]] = {
         "detokenize": False,
     },
 }
-BEAMS = 3  # of a beam search, which takes the place of n
+BEAMS = 3  # beams of a beam search, which replace n
 
-# How requests meet in an engine, and what befalls them there.
+# How requests meet in an engine, and what happens to them there.
 CROWDS = (1, 2, 3, 4, 7, 8, 16, 33)
 CHOICES = {1: 4, 4: 1}  # n -> how often it is taken
 ARRIVALS = ("together", "at random steps")
 PREEMPTED, RESUMED, KILLED = "preempted at random steps", "resumed after a random token", "engine killed"
-DISTURBANCES = ("none", PREEMPTED, RESUMED)  # the last two only where the proof holds the engine in its hands
+DISTURBANCES = ("none", PREEMPTED, RESUMED)  # the last two only if the engine is in the proof's own process
 OF_THE_ENGINE = (PREEMPTED, KILLED)
-SALTS = ("none", "a", "b")  # of the requests of a crowd, drawn for each
-PINNED = ("nothing", "a prompt")  # the latter only where the proof holds the engine in its hands
+SALTS = ("none", "a", "b")  # drawn for each request of a crowd
+PINNED = ("nothing", "a prompt")  # the latter only if the engine is in the proof's own process
 VIA = {"offline": 10, "AsyncLLM": 1, "HTTP": 1}  # way to the engine (askers.OPEN) -> how often it is taken
-OF_CROWDS: dict[str, Sequence[str]] = {  # every value that a comparison may have, beside those above
+OF_CROWDS: dict[str, Sequence[str]] = {  # every value that a comparison may have, besides those above
     "crowd": [*map(str, CROWDS)],
     "position": ("first", "between", "last"),
     "n": [*map(str, {*CHOICES, BEAMS})],
@@ -139,7 +139,7 @@ OF_CROWDS: dict[str, Sequence[str]] = {  # every value that a comparison may hav
 
 
 def choose(random: Random, axes: dict[str, Axis]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return a value of each axis, at random, and the options that they stand for; of two the later axis decides."""
+    """Return a random value of each axis, and the options for them. In a conflict, the later axis wins."""
     point = {name: random.choice(list(axis)) for name, axis in axes.items()}
     options: dict[str, Any] = {}
     for name, value in point.items():

@@ -1,8 +1,8 @@
-"""The oracle of every attack: an honest stream that runs beside it, and all that must be as before when it has ended.
+"""The oracle of every attack: an honest stream that runs beside it, and everything that must be restored after it.
 
-The answer to an attack is the smaller part of a judgement. The larger one is what everybody else notices, which must be
-nothing: the canary's tokens and log-probabilities have the bits of its solo run, /health is 200 throughout, the
-processes are the same ones, and every block, request and open file is given back.
+The answer to an attack is the smaller part of a judgement. The larger part is what everybody else notices, which must
+be nothing: the canary's tokens and log-probabilities have the bits of its solo run, /health is 200 throughout, the
+processes are the same, and every block, request and open file is given back.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from penstock.prove.levels import Level, level_of, memory_bytes, quick_client
 from penstock.prove.proof import Trials
 from penstock.prove.servers import Server
 
-# With this seed the demo model wins no token by less than 0.05, noise included. That matters to the reference kernels
-# alone, which promise a tolerance instead of bits.
+# With this seed the demo model wins no token by less than 0.05, noise included. That matters only to the reference
+# kernels, which promise a tolerance instead of bits.
 CANARY = {
     "prompt": "Once upon a time",
     "max_tokens": 96,
@@ -32,20 +32,20 @@ CANARY = {
     "logprobs": 3,
     "return_token_ids": True,
 }
-# A text that short ones need not wait for, and a form of answers, each go to a process of their own.
+# A text so long that short ones must not wait for it, and a form of answers, each go to a process of their own.
 WAKING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/tokenize", {"prompt": "a" * (LONG_TEXT + 1)}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}),
 )
-HEALTH_S = 5.0  # /health answers sooner, also on a machine that others keep busy; the figure says how soon
+HEALTH_S = 5.0  # /health answers sooner, even on a machine that other processes keep busy; the figure says how soon
 HEALTH_EVERY_S = 0.05
-SETTLE_S = 60.0  # after an attack, until everything is given back; the figure says how long it took
-MAX_GROWTH = 200 * 2**20  # of the server's memory over all attacks together
+SETTLE_S = 60.0  # maximum time after an attack until everything is given back; the figure says how long it took
+MAX_GROWTH = 200 * 2**20  # maximum growth of the server's memory over all attacks together
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the canary's stream said, token by token."""
+    """The output of the canary's stream, token by token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -54,8 +54,9 @@ class Reading:
     fingerprint: str = ""
 
     def difference(self, other: "Reading", *, bits: bool) -> str | None:
-        """Return how the two differ; None if they do not. Without `bits`, which the reference kernels do not promise,
-        only the tokens count.
+        """Return how the two differ; None if they do not.
+
+        Without `bits`, which the reference kernels do not promise, only the tokens are compared.
         """
         if self.token_ids != other.token_ids or self.text != other.text:
             pairs = itertools.zip_longest(self.token_ids, other.token_ids)
@@ -68,7 +69,7 @@ class Reading:
 
 @dataclass(slots=True)
 class Worst:
-    """The largest of each measurement over all attacks, in seconds."""
+    """The largest value of each measurement over all attacks, in seconds."""
 
     health: float = 0.0
     token_gap: float = 0.0
@@ -81,7 +82,7 @@ class Oracle:
 
     Args:
         key: the API key of the server.
-        health_s: within which /health has to answer.
+        health_s: time within which /health has to answer.
 
     Attributes:
         complaints: what went wrong, each with the name of its attack.
@@ -102,7 +103,7 @@ class Oracle:
         self._http = quick_client(self.server.url, self.key)
         self._solo = self._read_canary()
         self.worst = Worst()
-        self._read_canary()  # once more, with a warm cache
+        self._read_canary()  # a second time, with a warm cache
         self.solo_gap_s = self.worst.token_gap
         self._start_everything()
         self._before = self._idle_level()
@@ -110,12 +111,12 @@ class Oracle:
 
     @property
     def growth_bytes(self) -> int:
-        """Return by how much the server's memory has grown since the oracle was made."""
+        """The growth of the server's memory since the oracle was made."""
         return memory_bytes(self.server.process.pid) - self._memory
 
     @contextlib.contextmanager
     def watching(self, name: str) -> Iterator[None]:
-        """Let canaries sing while the block runs, and complain of everything that anybody else noticed of it."""
+        """Run canaries while the block runs, and complain of everything that anybody else noticed of it."""
         begun, ended = threading.Event(), threading.Event()
         complain = self._complainer(name)
         threads = [
@@ -215,7 +216,7 @@ class Oracle:
         started = time.monotonic()
         while (problem := self._level().problem(self._before)) is not None:
             if time.monotonic() - started > SETTLE_S:
-                self._before = self._level()  # complain of it once
+                self._before = self._level()  # complain of it only once
                 return complain(f"{SETTLE_S:.0f} s later: {problem}")
             time.sleep(0.02)
         self.worst.settle = max(self.worst.settle, time.monotonic() - started)

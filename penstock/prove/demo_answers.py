@@ -2,8 +2,8 @@
 
     python -m penstock.prove.demo_answers [--model DIR]
 
-The requests are the held-out ones of penstock/demo/heldout_cases.py: people and cities that training never names.
-`penstock.demo.evaluate` asks the same without a schema, by Transformers.
+The requests are the held-out ones of penstock/demo/heldout_cases.py, with people and cities that training never names.
+`penstock.demo.evaluate` asks the same without a schema, with Transformers.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from penstock.interface.structured_outputs import StructuredOutputsParams
 
 MAX_TOKENS = 120
 TEMPERATURES = (0.0, 1.0)
-Verdicts = list[tuple[str, bool]]  # (field, whether its value is right), of one answer
+Verdicts = list[tuple[str, bool]]  # (field, whether its value is right), for one answer
 
 
 def verdicts_of(expected: str, text: str) -> Verdicts:
-    """Return for each field whether the answer has its right value. An answer that was cut off has none."""
+    """Return for each field whether the answer has its right value. An answer that was cut off has no right value."""
     try:
         answer = json.loads(text)
     except ValueError:
@@ -31,9 +31,9 @@ def verdicts_of(expected: str, text: str) -> Verdicts:
 
 
 def answers(llm: LLM, cases: Sequence[Case], temperature: float, schema: bool = True) -> list[str]:
-    """Return the answers to the cases; `schema`: each under the schema of its fields."""
+    """Return the answers to the cases. `schema`: generate each answer under the schema of its fields."""
     tokenizer = llm.get_tokenizer()
-    assert tokenizer is not None  # prompts are texts, so the engine was made with one
+    assert tokenizer is not None  # prompts are texts, so the engine was made with a tokenizer
     prompts = [{"prompt_token_ids": tokenizer.encode(prompt, add_special_tokens=False)} for _, prompt, _ in cases]
     forms = [StructuredOutputsParams(json=heldout_cases.schema_of(expected)) if schema else None
              for _, _, expected in cases]  # fmt: skip
@@ -45,7 +45,7 @@ def answers(llm: LLM, cases: Sequence[Case], temperature: float, schema: bool = 
 
 
 def rows(llm: LLM, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield the rows of a table: right answers and right fields, under the schema and without it."""
+    """Yield the rows of a table: right answers and right fields, with and without the schema."""
     yield f"| {len(cases)} held-out requests for JSON | temperature | right answers | right fields |"
     yield "|---|---|---|---|"
     for schema in (True, False):

@@ -1,9 +1,9 @@
 """The proof that no stream is dropped when the engine dies.
 
 Sixteen mixed streams run at once in an AsyncLLM, again and again, while its engine is ended at random moments and in
-random ways. Every answer must be that of the same stream in a client whose engine nobody touched: no token lost,
-repeated or changed. A client bears four deaths a minute (client/supervisor.py), so each gets four, and then the next
-one takes its turn.
+random ways. Every answer must be that of the same stream in a client whose engine was not disturbed: no token is lost,
+repeated or changed. A client survives four deaths a minute (client/supervisor.py), so each client gets four deaths, and
+then a new client takes its place.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from penstock.prove.streams import Answer, Stream, read
 NUM_STREAMS = 16
 NUM_CROWDS = 8  # sets of streams, whose undisturbed answers are computed once
 KILLS_PER_CLIENT = MAX_DEATHS - 1
-LONGEST_WAIT_S = 0.3  # from the recovery to the next death
-SHARE_OF_HURRY = 0.1  # deaths that come while the one before is being recovered from
-SHARE_OF_STANDBY = 0.1  # deaths of the standby, each before one of the engine
-PATIENCE_S = 180.0  # for a recovery or a stream, on a busy machine
+LONGEST_WAIT_S = 0.3  # maximum time from the recovery to the next death
+SHARE_OF_HURRY = 0.1  # share of deaths that come during the recovery from the last one
+SHARE_OF_STANDBY = 0.1  # share of the engine's deaths that follow a death of the standby
+PATIENCE_S = 180.0  # maximum wait for a recovery or a stream, on a busy machine
 POLL_S = 0.002
-MEMORY_GRACE_S = 2.0  # for an engine without memory to ask for some
+MEMORY_GRACE_S = 2.0  # an engine that asks for no memory within this time is killed
 OUT_OF_MEMORY = "out of memory"
-WAYS: dict[str, int] = {  # of dying, and how often: a hang costs the seconds after which it is noticed
+WAYS: dict[str, int] = {  # ways of dying, and how often: a hang takes seconds until it is noticed
     "SIGKILL": 80, "SIGSEGV": 6, "SIGABRT": 4, "SIGILL": 2, "SIGBUS": 2, OUT_OF_MEMORY: 4, "SIGSTOP": 2,
 }  # fmt: skip
 
@@ -77,11 +77,11 @@ class EngineDeaths:
             asyncio.run(self._run(trials))
 
     def _options(self, trials: Trials) -> dict[str, Any]:
-        """Return what the next client is given, beside the subject's options."""
+        """Return the options of the next client, in addition to the subject's."""
         return {}
 
     def _crowd(self) -> "type[Crowd]":
-        """Return what reads the streams, and ends processes under them."""
+        """Return the class that reads the streams and ends processes under them."""
         return Crowd
 
     async def _run(self, trials: Trials) -> None:
@@ -106,7 +106,7 @@ class EngineDeaths:
 
 
 class StandbyDeaths(EngineDeaths):
-    """Ends engines under streams while another one stands by, and now and then that one."""
+    """Ends engines under streams while another engine stands by, and sometimes ends the standby."""
 
     name: ClassVar[str] = "standby-deaths"
     promise: ClassVar[str] = "A standby engine takes over at once"
@@ -118,8 +118,10 @@ class StandbyDeaths(EngineDeaths):
 
 
 class ReplicaDeaths(EngineDeaths):
-    """Ends one of two or three engines under streams, some of which have two ranks or a standby. The streams of the
-    others do not pause, and are in the median too."""
+    """Ends one of two or three engines under streams. Some engines have two ranks or a standby.
+
+    The streams of the other engines do not pause, and are included in the median.
+    """
 
     name: ClassVar[str] = "data-parallel"
     promise: ClassVar[str] = "The streams of an engine that dies go on in another one"
@@ -132,7 +134,7 @@ class ReplicaDeaths(EngineDeaths):
 
 
 class Crowd:
-    """Streams that run at once, each again when it has ended, until the client has had its share of deaths."""
+    """Streams that run at once. Each is repeated when it has ended, until the client has had its share of deaths."""
 
     num_kills: ClassVar[int] = KILLS_PER_CLIENT
 
@@ -142,10 +144,10 @@ class Crowd:
         self.trials = trials
         self._cases = cases
         self._pauses = pauses
-        self._over = False  # no death comes any more
+        self._over = False  # no more deaths come
         self._way = "no death"
         self._died_at = 0.0
-        self._restarts = 0  # when it died
+        self._restarts = 0  # restarts at the last death
 
     async def run(self) -> None:
         readers = [asyncio.create_task(self._read_again_and_again(case)) for case in self._cases]
@@ -153,7 +155,7 @@ class Crowd:
             for number in range(self.num_kills):
                 if number and not self.trials.go_on():
                     break
-                # Never two in a row: a request that gets no token between three deaths fails, as it should.
+                # Never two in a row: a request that gets no token between three deaths fails, as intended.
                 hurry = number % 2 == 1 and self.trials.random.random() < 2 * SHARE_OF_HURRY
                 await self.end_engine(hurry=hurry)
                 self.trials.tried()
@@ -165,7 +167,7 @@ class Crowd:
     # --- deaths ----------------------------------------------------------------------------------------------------
 
     async def end_engine(self, *, hurry: bool) -> None:
-        """End the engine at a random moment; in a hurry, the recovery from the last death may still be under way."""
+        """End the engine at a random moment. In a hurry, the recovery from the last death may still be under way."""
         if not hurry:
             await self.until(self.recovered, "streams to go on")
             await self.until(self.is_whole, "every engine and standby")
@@ -181,14 +183,14 @@ class Crowd:
             send_signal(pid, signal.Signals[self._way])
 
     def expect_death(self, way: str) -> None:
-        """Note that an engine is about to die this way: readers tell how long they wait from now on."""
+        """Note that an engine is about to die this way. From now on readers report how long they wait."""
         for case in self._cases:
             case.is_interrupted = True
         self._way = way
         self._restarts, self._died_at = self.llm.status().restarts, time.monotonic()
 
     def _victim(self, engines: list[int]) -> int:
-        """Return the process that is to end, of these engines or their ranks."""
+        """Return the process to end, out of these engines or their ranks."""
         return self.trials.random.choice(engines)
 
     async def _end_standby(self) -> None:
@@ -198,7 +200,7 @@ class Crowd:
         await self.until(self.is_whole, "another standby")
 
     async def _take_memory(self, pid: int | None) -> None:
-        """Let an engine have no more memory than it has; one that needs none for a while is killed."""
+        """Allow an engine no more memory than it has. If it needs none for a while, it is killed."""
         if pid is not None:
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
@@ -213,7 +215,7 @@ class Crowd:
         return not any(case.is_interrupted for case in self._cases)
 
     def is_whole(self) -> bool:
-        """Return whether no process is starting: one that is ended again and again before it is ready is given up."""
+        """Return whether no process is starting. A process that is ended repeatedly before it is ready is given up."""
         engines = self.llm.status().replicas
         standbys = [one.standby for one in engines]
         states = [one.state for one in engines] + [one.state for one in standbys if one is not None]
@@ -246,7 +248,7 @@ class Crowd:
             self.num_tokens += answer.num_tokens
 
     def _noticed(self, case: Case) -> None:
-        """Note an output: the first one of another engine tells how long its reader has waited."""
+        """Note an output. The first output of another engine shows how long its reader has waited."""
         if case.is_interrupted and self.llm.status().restarts > self._restarts:
             case.is_interrupted = False
             pauses = self._pauses.after_hang if self._way == "SIGSTOP" else self._pauses.after_death

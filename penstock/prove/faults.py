@@ -1,10 +1,11 @@
 """The proof that no single fault costs more than the request that it concerns: each call at a seam fails in turn.
 
-A trial asks a crowd of requests in which the N-th call of one kind fails, where N goes from the first such call to the
-last, and from the first again. Every answer must then be what it is alone, but for at most one that ends with the fault
-as its error; every block must be accounted for, and nothing may hang. N is not counted over crowds: the engine is idle
-between them, and to come to the 500th call of all would take a hundred crowds in which nothing happens.
-Calls are made to fail from outside, by a wrapper around the method, so that the engine has no code for it.
+A trial sends a crowd of requests in which the N-th call of one kind fails. N goes from the first such call to the last,
+and starts again at the first. Then every answer must be what it is alone, except at most one that ends with the fault
+as its error; every block must be accounted for, and nothing may hang. N is counted within a crowd, because the engine
+is idle between crowds, and reaching the 500th call overall would take a hundred crowds in which nothing happens.
+
+A wrapper around the method makes the call fail, so the engine has no code for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,14 +29,14 @@ from penstock.prove.proof import Trials
 from penstock.runner.block_files import BlockFiles
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 
-NUM_CALLS = 500  # of each kind; each fails in one trial
+NUM_CALLS = 500  # of each kind; each call fails in one trial
 ANY_MEMORY = 2**50
-MAX_CROWDS = 200  # one after the other without a call of a kind: then there is none, and nothing would be proved
+MAX_CROWDS = 200  # consecutive crowds without a call of a kind after which nothing would be proved
 CAUSE = "InjectedFault: injected by the proof"
 
 
 class InjectedFault(RuntimeError):
-    """The fault, where it is an exception."""
+    """The fault, if it is an exception."""
 
 
 def _raise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -56,8 +57,8 @@ class Fault:
     """A kind of call that may fail.
 
     Attributes:
-        owner, method: which call; the method of a class.
-        effect: is called in its place, with the method and its arguments.
+        owner, method: the class and the method that is called.
+        effect: called instead of the method, with the method and its arguments.
         via: the way to the engine on which the call lies.
     """
 
@@ -68,7 +69,7 @@ class Fault:
 
     @contextmanager
     def at(self, number: int) -> Iterator[Callable[[], bool]]:
-        """Let the call of this number, from 1, fail; yield a function that tells whether it has."""
+        """Let the call with this number, from 1, fail. Yield a function that returns whether it has failed."""
         original, calls = getattr(self.owner, self.method), 0
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +84,7 @@ class Fault:
             setattr(self.owner, self.method, original)
 
 
-# A file that the engine or its client writes adds its entry here.
+# If the engine or its client writes another kind of file, add its entry here.
 FAULTS: dict[str, Fault] = {
     "block allocations": Fault(BlockPool, "allocate"),
     "block look-ups": Fault(BlockPool, "lookup"),
@@ -100,7 +101,7 @@ FAULTS: dict[str, Fault] = {
 
 
 class Faults:
-    """Sweeps over the calls of every kind."""
+    """Makes the calls of every kind fail, one after the other."""
 
     name: ClassVar[str] = "faults"
     promise: ClassVar[str] = "a fault anywhere costs at most the request that it concerns"
@@ -121,11 +122,11 @@ class Faults:
         )
         busy |= {"max_num_seqs": 6, "kv_cache_memory_bytes": plan.num_bytes}  # so that requests are preempted too
         calls = dict.fromkeys(FAULTS, 0)
-        last = dict.fromkeys(FAULTS, 0)  # place in its crowd of the call that failed last
+        last = dict.fromkeys(FAULTS, 0)  # the number in its crowd of the call that failed last
         deepest = dict.fromkeys(FAULTS, 0)
         with ExitStack() as stack:
             askers: dict[str, Asker] = {}
-            files = {"kv_offload_dir": stack.enter_context(TemporaryDirectory())}  # of the blocks that are evicted
+            files = {"kv_offload_dir": stack.enter_context(TemporaryDirectory())}  # for the blocks that are evicted
             ways = {OFFLINE: busy | files, STREAMING: busy}
             for _ in range(NUM_CALLS):
                 for name, fault in FAULTS.items():
@@ -143,14 +144,14 @@ class Faults:
                     trials.tried()
                     if wrong is not None:
                         trials.wrong(f"{name}, number {number} of a crowd: {wrong}")
-                        del askers[fault.via]  # the next trial begins with a new one
+                        del askers[fault.via]  # the next trial begins with a new asker
         trials.detail("calls that failed", {name: f"{calls[name]}, up to number {deepest[name]}" for name in calls})
         trials.figure("calls_of_each_kind", min(calls.values()))
 
 
 @contextmanager
 def _many_restarts() -> Iterator[None]:
-    """Lift the limit on deaths of the engine process: here they are wanted."""
+    """Lift the limit on deaths of the engine process, because here they are intended."""
     limit = supervisor.MAX_DEATHS
     supervisor.MAX_DEATHS = 10**9
     try:
@@ -160,7 +161,7 @@ def _many_restarts() -> Iterator[None]:
 
 
 def make_queries(random: Random) -> list[Query]:
-    """Return short and long prompts, two of which begin alike, greedy and sampled."""
+    """Return short and long prompts, greedy and sampled. Two of them have a common beginning."""
     prompts = [random.choices(range(3, 1000), k=length) for length in (3, 17, 40, 110, 120, 70)]
     prompts.append(prompts[-1][:48] + prompts[0])
     common = {"max_tokens": 6, "logprobs": 1, "ignore_eos": True}
@@ -171,7 +172,7 @@ def make_queries(random: Random) -> list[Query]:
 
 
 def _member(query: int, random: Random) -> Member:
-    """Ask this query, every other time with a new salt: no cache knows its blocks then, and files are written."""
+    """Return a request for this query. Half have a new salt: no cache has their blocks, so files are written."""
     salt = f"{random.random()}" if random.random() < 0.5 else None
     return Member(query, 1 + query % 2, delay=random.randint(0, 6), salt=salt)
 
@@ -179,7 +180,7 @@ def _member(query: int, random: Random) -> Member:
 def try_fault(
     fault: Fault, number: int, asker: Asker, queries: list[Query], expected: dict[Key, Answer], random: Random
 ) -> tuple[int, str | None]:
-    """Let the call of this number fail in a crowd, or the first one of the next, if a crowd had fewer.
+    """Let the call with this number fail in a crowd; if the crowd has fewer calls, the first call of the next one.
 
     Returns:
         The number of the call that failed, and what went wrong; None if nothing did.

@@ -1,4 +1,4 @@
-"""Random requests for proofs, each with a handful of all the options that a request can have."""
+"""Random requests for proofs, each with a few of all the options that a request can have."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from typing import Any
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 
-PROCESSOR = "prove_ramp"  # of the proof's own, registered where it is used
+PROCESSOR = "prove_ramp"  # a processor of the proof, registered where it is used
 MAX_TOKENS = 40
 SALTS = (None, None, None, "a", "b")
-SHARED_RATE = 0.5  # prompts that begin like others
-REPEAT_RATE = 0.3  # prompts that repeat themselves, so that lookups find drafts
+SHARED_RATE = 0.5  # share of prompts that begin like others
+REPEAT_RATE = 0.3  # share of prompts that repeat themselves, so that lookups find drafts
 SEARCH_RATE = 0.1
 MAX_PRIORITY = 3
 Fields = dict[str, Any]
 
 
 def ramp(logits: Any, args: Any) -> Any:
-    """Make each second token less likely: a logits processor of a user's own."""
+    """Make every second token less likely, as an example of a user's own logits processor."""
     logits[:, 1::2] -= args or 1.0
     return logits
 
@@ -28,7 +28,7 @@ def _ids(random: Random, vocab_size: int, most: int) -> list[int]:
     return random.choices(range(vocab_size), k=random.randint(1, most))
 
 
-FEATURES: dict[str, tuple[float, Callable[[Random, int], Fields]]] = {  # name -> (how often, fields of it)
+FEATURES: dict[str, tuple[float, Callable[[Random, int], Fields]]] = {  # name -> (how often, its fields)
     "greedy": (0.4, lambda random, size: {"temperature": 0.0}),
     "temperature": (0.3, lambda random, size: {"temperature": random.choice([0.3, 0.8, 1.4])}),
     "top_p": (0.2, lambda random, size: {"top_p": random.choice([0.5, 0.9])}),
@@ -72,8 +72,8 @@ class Asked:
     """A random request.
 
     Attributes:
-        features: names of FEATURES, and of what else is special about it.
-        leaves_after: tokens of its first choice, after which it is aborted; None: never.
+        features: the names of its FEATURES.
+        leaves_after: number of tokens of its first choice after which it is aborted; None: never.
     """
 
     prompt: Fields
@@ -88,8 +88,8 @@ class Maker:
     """Makes random requests for a model.
 
     Attributes:
-        lengths: of prompts, least and most; as many are of 8 to 16 tokens as of 1024 to 2048.
-        shared: texts that some of the prompts begin with.
+        lengths: shortest and longest prompt; the logarithm of the length is evenly distributed.
+        shared: texts with which some of the prompts begin.
     """
 
     vocab_size: int
@@ -98,7 +98,7 @@ class Maker:
     abort_rate: float = 0.1
 
     def make(self, random: Random) -> Asked:
-        """Return a request that is allowed: features that exclude each other are drawn again."""
+        """Return a valid request. Features that exclude each other are drawn again."""
         prompt = {"prompt_token_ids": self._prompt(random), "cache_salt": random.choice(SALTS)}
         leaves_after = random.randint(1, MAX_TOKENS // 2) if random.random() < self.abort_rate else None
         while True:

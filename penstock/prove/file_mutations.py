@@ -1,6 +1,6 @@
-"""Mutations of files: bytes, JSON, YAML, safetensors. Every choice comes from the caller's random numbers.
+"""Mutations of files: bytes, JSON, YAML, safetensors. The caller's random numbers make every choice.
 
-They know the formats, so that most results get past the first check; none knows a model.
+The mutations know the file formats, so that most results pass the first check. They know nothing of models.
 """
 
 import json
@@ -10,7 +10,7 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-LENGTH_BYTES = 8  # of a safetensors file, before the header
+LENGTH_BYTES = 8  # length field of a safetensors file, before the header
 INTEGERS = (0, 1, -1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**400)
 VALUES: tuple[Any, ...] = (
     *INTEGERS, 0.5, -0.0, 1e308, float("nan"), float("inf"), -float("inf"), 1e-320, None, True, False,
@@ -62,7 +62,7 @@ def mutate_bytes(random: Random, content: bytes) -> bytes:
 
 
 def mutate_json(random: Random, content: bytes) -> bytes:
-    """Return a JSON text with one to three of its values or keys changed, or its bytes."""
+    """Return a JSON text with one to three of its values or keys changed, or with its bytes changed."""
     if random.random() < 0.15:
         return mutate_bytes(random, content)
     value = json.loads(content)
@@ -77,12 +77,12 @@ def mutate_json(random: Random, content: bytes) -> bytes:
 
 
 def _value(random: Random) -> Any:
-    """Return one of VALUES, as a copy: a later mutation may change it."""
+    """Return a copy of one of VALUES, because a later mutation may change it."""
     return deepcopy(random.choice(VALUES))
 
 
 def _mutate_value(random: Random, root: Any) -> Any:
-    """Change one node of a tree of lists and objects, chosen at random; return the tree."""
+    """Change one random node of a tree of lists and objects. Return the tree."""
     nodes: list[tuple[Any, Any]] = []  # (the parent, the key or index)
 
     def collect(parent: Any) -> None:
@@ -119,13 +119,13 @@ def _mutate_value(random: Random, root: Any) -> Any:
 
 
 def _choose(random: Random, nodes: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return a node; half of the time one of an object, because most of a vocabulary is in lists of thousands."""
+    """Return a node, mostly one of an object, because most of a vocabulary is in lists of thousands."""
     named = [(parent, key) for parent, key in nodes if isinstance(parent, dict) and len(parent) < 100]
     return random.choice(named if named and random.random() < 0.7 else nodes)
 
 
 def _repeat_key(random: Random, text: str) -> str:
-    """Return the text with a key and its value a second time."""
+    """Return the text with one key and its value repeated."""
     try:
         key, value = random.choice(list(json.loads(text).items()))
     except (ValueError, AttributeError, IndexError):
@@ -134,7 +134,7 @@ def _repeat_key(random: Random, text: str) -> str:
 
 
 def mutate_yaml(random: Random, content: bytes) -> bytes:
-    """Return a YAML text with lines changed, removed, repeated, or replaced by pieces that are hard to read."""
+    """Return a YAML text with lines changed, repeated, or replaced by pieces that are hard to parse."""
     if random.random() < 0.2:
         return mutate_bytes(random, content)
     lines = content.decode().split("\n")

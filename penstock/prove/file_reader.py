@@ -1,7 +1,7 @@
-"""The process that reads hostile files for prove/hostile_files.py: one line in, the kind and the path, one line out.
+"""The process that reads hostile files for prove/hostile_files.py.
 
-It limits its time and memory for each file, and reads files as a server does, so that a crash, a hang or a memory that
-grows ends this process and is seen.
+It reads lines with a kind and a path, and answers each with one line. It limits its time and memory for
+each file, and reads files as a server does. So a crash, a hang or growing memory ends this process and is noticed.
 """
 
 import json
@@ -26,7 +26,7 @@ from penstock.weights.loader import load_model
 from penstock.weights.safetensors import FLOATS, Checkpoint, fingerprint
 from penstock.weights.sources import open_source, read_parameters
 
-CPU_S, MEMORY = 10.0, 2**30  # for one file; each is below a megabyte
+CPU_S, MEMORY = 10.0, 2**30  # limits for one file; each file is smaller than a megabyte
 SAMPLE = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
@@ -90,7 +90,7 @@ READERS: dict[str, Callable[[Path], None]] = {
 
 
 def outcome(kind: str, file: Path) -> str:
-    """Return "loaded", "refused", or "wrong: " with what must not come out."""
+    """Return "loaded", "refused", or "wrong: " with the error that must not occur."""
     try:
         with limited(CPU_S, MEMORY):
             READERS[kind](file)
@@ -107,7 +107,7 @@ def outcome(kind: str, file: Path) -> str:
 def main() -> None:
     """Answer lines until the end of standard input."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)  # the tokenizers' library prints its panics
+    os.dup2(null, 2)  # the tokenizers library prints its panics
     for line in sys.stdin:
         kind, file = json.loads(line)
         print(outcome(kind, Path(file)), flush=True)

@@ -1,7 +1,7 @@
-"""Generated frames for both ends of an engine's connection: the decoders, and a real engine process.
+"""Generated frames for both ends of an engine's connection, sent to the decoders and to a real engine process.
 
-Every invalid frame is dropped and counted by the engine, so its count must be ours. What decodes is obeyed, however
-odd, and the engine then still gives an honest request the tokens that it gave before.
+The engine drops and counts every invalid frame, so its count must equal ours. It obeys whatever decodes, however odd,
+and must then still give an honest request the same tokens as before.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from penstock.prove.mutations import Mutator
 from penstock.prove.proof import Trials
 
 EPOCH = 7
-TO_SOCKET = 0.1  # of the frames for an engine go to a real one; a frame that it obeys costs it a request
+TO_SOCKET = 0.1  # share of the frames for an engine that go to a real one; each frame that it obeys costs it a request
 CANARY = "the-canary"
 WAIT_S = 120.0
 NAMES = ("type", "request", "request_ids", "params", "epoch", "seed", "n", "", "prompt_token_ids", "output_token_ids")
 
 
 class FrameAttack:
-    """One engine process, and what it has been sent."""
+    """One engine process, and what has been sent to it."""
 
     def __init__(self, trials: Trials, mutator: Mutator) -> None:
         self._trials = trials
@@ -37,10 +37,10 @@ class FrameAttack:
         self._child: EngineChild | None = None
         self._solo: list[int] = []
         self._num_sent = self._num_invalid = 0
-        self._counted = 0  # by the engine
+        self._counted = 0  # invalid frames counted by the engine
 
     async def start(self) -> None:
-        """Start the engine process and hear the canary alone."""
+        """Start the engine process, and get the canary's tokens without other frames."""
         options = {"model": self._trials.subject.model, **self._trials.subject.options}
         self._child = EngineChild(frames.Start(EPOCH, options))
         await self._child.connect()
@@ -56,7 +56,7 @@ class FrameAttack:
             await self._child.wait()
 
     async def round(self, number: int) -> None:
-        """Try so many frames on the decoders, some of them on the engine, and then its canary."""
+        """Try `number` frames on each decoder and some of them on the engine, and then check its canary."""
         for _ in range(number):
             data = self._mutator.input(self._from_engine, encode, NAMES)
             self._decodes(frames.unpack_from_engine, data)
@@ -68,12 +68,12 @@ class FrameAttack:
         await self._check()
 
     async def finish(self) -> None:
-        """Report how many frames the engine was sent, and how many it refused."""
+        """Report how many frames were sent to the engine, and how many it dropped."""
         self._trials.figure("frames_to_the_engine", self._num_sent)
         self._trials.figure("frames_dropped_by_it", self._counted)
 
     def _for_engine(self) -> bytes:
-        """Return a frame of any kind, or one that nearly adds an honest request."""
+        """Return a frame of any kind, or one that almost adds an honest request."""
         if self._mutator.random.random() < 0.5:
             return self._mutator.input(self._to_engine, encode, NAMES)
         value = msgspec.to_builtins(frames.AddRequest(EngineRequest("other", [1, 2, 3], SamplingParams(seed=1))))
@@ -82,9 +82,9 @@ class FrameAttack:
         return b""
 
     def _decodes(self, unpack: Any, data: bytes) -> bool:
-        """Return whether the bytes are a frame; anything but a frame or InvalidFrameError is wrong."""
+        """Return whether the bytes are a valid frame. Any exception other than InvalidFrameError is wrong."""
         try:
-            return not isinstance(unpack(data), frames.Start)  # a second Start is as invalid
+            return not isinstance(unpack(data), frames.Start)  # a second Start is invalid, too
         except frames.InvalidFrameError:
             return False
         except Exception as error:
@@ -139,5 +139,5 @@ class FrameAttack:
 
 
 def encode(value: Any) -> bytes:
-    """Return msgpack. Raises ValueError, OverflowError or TypeError for what it cannot say."""
+    """Return msgpack. Raises ValueError, OverflowError or TypeError for what it cannot encode."""
     return msgspec.msgpack.encode(value)

@@ -1,8 +1,9 @@
-"""The proof that a journal which cannot be written costs new calls a refusal, and nobody an answer.
+"""The proof that a full disk under the journal makes the server refuse new calls, but costs nobody an answer.
 
-The server's files may grow to a random number of bytes and no further, so that the write which passes it is cut off in
-the middle and fails, as on a full disk. What the server has taken must end, and be right: while the disk is full, when
-it has room again, and after a kill, when only the journal knows of it. What it cannot write down, it must refuse.
+The server's files may grow only to a random number of bytes, so that the write that exceeds it is cut off in the middle
+and fails, as on a full disk. Calls that the server has taken must end with the right text: while the disk is full, when
+it has room again, and after a kill, when only the journal knows of them. The server must refuse a call
+that it cannot write down.
 """
 
 import contextlib
@@ -20,18 +21,18 @@ from penstock.prove.proof import Trials
 from penstock.prove.servers import CLIENT_TIMEOUT_S, QUICK, Server, serve, wait_until
 
 PATH = "/v1/responses"
-TRIALS_PER_SERVER = 20  # before it is killed and started again
-NUM_KINDS = 12  # requests whose undisturbed answers are computed once
-MAX_CALLS = 40  # of a trial, by when the disk must have been full
-MAX_ROOM = 4096  # bytes that the journal may still grow by
-REWRITE_RATE = 0.2  # of the trials in which not even a journal written anew has room
+TRIALS_PER_SERVER = 20  # trials before the server is killed and started again
+NUM_KINDS = 12  # number of requests whose undisturbed answers are computed once
+MAX_CALLS = 40  # calls of a trial after which the disk must have been full
+MAX_ROOM = 4096  # maximum number of bytes by which the journal may still grow
+REWRITE_RATE = 0.2  # share of the trials in which even a newly written journal has no room
 PATIENCE_S = 60.0
-POLL_S = 0.005  # between two looks at a call, which would take the time that it is computed in
+POLL_S = 0.005  # pause between two polls of a call, which take processor time from the call
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call that the server has taken: its id, and the text that it has to end with."""
+    """A call that the server has taken: its id, and the text with which it has to end."""
 
     call_id: str
     expected: str
@@ -77,7 +78,7 @@ class FullDisks:
 
 @dataclass(slots=True)
 class _Trial:
-    """One disk that is full, and has room again."""
+    """One disk that becomes full, and then has room again."""
 
     trials: Trials
     server: Server
@@ -108,7 +109,7 @@ class _Trial:
         return self.taken
 
     def _send(self) -> bool:
-        """Send a request; return whether the server has taken it."""
+        """Send a request. Return whether the server has taken it."""
         index = self.trials.random.randrange(len(self.bodies))
         body = {**self.bodies[index], "background": True}
         answer = self.http.post(PATH, json=body)
@@ -127,12 +128,12 @@ class _Trial:
 
 
 def _limit_files(server: Server, num_bytes: int) -> None:
-    """Let the files that the server writes grow to this many bytes (to RLIM_INFINITY for any size)."""
+    """Limit the size of files that the server writes to this many bytes (RLIM_INFINITY: no limit)."""
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
 def _check(trials: Trials, http: httpx.Client, calls: list[_Call], when: str) -> None:
-    """Wait for the end of each call, and report those whose text is not as expected."""
+    """Wait for the end of each call, and report those without the expected text."""
     for call in calls:
         found: dict[str, Any] = {}
         deadline = time.monotonic() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""Proofs that hostile input harms nobody: known attacks on a real server, and inputs that are made by the million."""
+"""Proofs that hostile input harms nobody: known attacks on a real server, and millions of generated inputs."""
 
 import asyncio
 import contextlib
@@ -56,9 +56,9 @@ KINDS: dict[str, type[Strict]] = {
 JSON_HEADER = ((b"content-type", b"application/json"),)
 FINE = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)
 PER_ROUND, AT_ONCE, THREADS = 400, 16, 4
-BACKGROUND_S = 60.0  # in which a response that nobody waits for ends
-WIRE_S = 10.0  # a damaged request that is never complete is left after this
-MAX_GROWTH = 64 << 20  # of this process, over all inputs after the first round
+BACKGROUND_S = 60.0  # time within which a response that nobody waits for must end
+WIRE_S = 10.0  # a damaged request that never becomes complete is given up after this
+MAX_GROWTH = 64 << 20  # maximum growth of this process's memory, over all inputs after the first round
 
 
 class BodyMaker:
@@ -72,7 +72,7 @@ class BodyMaker:
     def make(self) -> tuple[str, bytes]:
         """Return a path and a body for it."""
         path = self._mutator.random.choice(tuple(KINDS))
-        if self._mutator.random.random() < 0.3:  # near a body that computes something
+        if self._mutator.random.random() < 0.3:  # close to a body that computes something
             limits = {"max_output_tokens", "max_tokens"}.intersection(KINDS[path].__struct_fields__)
             value = self._mutator.nearly({**BODIES[path], **dict.fromkeys(limits, 2)}, self._names[path])
             return path, self._mutator.json(value)
@@ -80,7 +80,7 @@ class BodyMaker:
 
 
 class HostileRequests:
-    """Known attacks, and generated requests, on a real server, while a canary sings."""
+    """Sends known attacks and generated requests to a real server, while a canary runs."""
 
     name: ClassVar[str] = "hostile-requests"
     promise: ClassVar[str] = "No request, however hostile, is answered with a 5xx, or noticed by anybody else."
@@ -93,7 +93,7 @@ class HostileRequests:
             oracle, target = Oracle(server, KEY), Target(server.url)
             mutator = Mutator(trials.random)
             maker = BodyMaker(mutator)
-            known = trials.random.sample(ATTACKS, len(ATTACKS))  # so that short runs do not all try the same ones
+            known = trials.random.sample(ATTACKS, len(ATTACKS))  # so that short runs do not all try the same attacks
             for attack in (*known, *SLOW_ATTACKS):
                 if trials.go_on():
                     self._attack(trials, oracle, target, attack)
@@ -129,7 +129,7 @@ def _report(trials: Trials, oracle: Oracle, target: Target) -> None:
 
 
 def _send_generated(target: Target, requests: list[tuple[str, bytes]], wire: list[bytes]) -> None:
-    """Send bodies as they are, and bytes on the wire, from several threads."""
+    """Send bodies unchanged, and bytes on the wire, from several threads."""
     jobs: list[Callable[[httpx.Client], None]] = [partial(_send_body, target, *request) for request in requests]
     jobs += [lambda http, data=data: _send_on_wire(target, data) for data in wire]  # type: ignore[misc]
     lock = threading.Lock()
@@ -140,7 +140,7 @@ def _send_generated(target: Target, requests: list[tuple[str, bytes]], wire: lis
                 with lock:
                     if not jobs:
                         return
-                    job = jobs.pop(len(jobs) // 2)  # some of both kinds at any time
+                    job = jobs.pop(len(jobs) // 2)  # so that both kinds are sent at any time
                 job(http)
 
     threads = [threading.Thread(target=work) for _ in range(THREADS)]
@@ -161,7 +161,7 @@ def _send_body(target: Target, path: str, body: bytes, http: httpx.Client) -> No
 
 
 def _send_on_wire(target: Target, data: bytes) -> None:
-    """Send damaged HTTP; it may be incomplete, so silence is fine, and a 5xx is not."""
+    """Send damaged HTTP. It may be incomplete, so silence is fine, but a 5xx is not."""
     with target.connect() as sock, suppress(OSError):
         sock.settimeout(WIRE_S)
         sock.sendall(data)
@@ -172,7 +172,7 @@ def _send_on_wire(target: Target, data: bytes) -> None:
 
 
 class GeneratedInput:
-    """Generated bodies for the application, and generated frames for both ends of the engine's connection."""
+    """Sends generated bodies to the application, and generated frames to both ends of the engine's connection."""
 
     name: ClassVar[str] = "generated-input"
     promise: ClassVar[str] = "Whatever is sent to a route or an engine is served or refused; nothing breaks or stays."
@@ -191,7 +191,7 @@ class GeneratedInput:
             baseline = 0
             while trials.go_on():
                 await self._bodies(trials, server, maker)
-                await frame_attack.round(2 * PER_ROUND)  # these are the quicker ones
+                await frame_attack.round(2 * PER_ROUND)  # these are quicker
                 if not baseline:
                     baseline = _settled_memory()
             await frame_attack.finish()
@@ -201,7 +201,7 @@ class GeneratedInput:
             trials.wrong(f"memory grew by {growth >> 20} MiB")
 
     async def _bodies(self, trials: Trials, server: ScriptedServer, maker: BodyMaker) -> None:
-        """Make PER_ROUND requests, AT_ONCE at the same time."""
+        """Send PER_ROUND requests, AT_ONCE of them at the same time."""
         inputs = [maker.make() for _ in range(PER_ROUND)]
 
         async def work() -> None:
@@ -233,7 +233,7 @@ async def _left(server: ScriptedServer) -> str | None:
 
 
 def _not_json(status: int, body: bytes) -> str | None:
-    """Return what is wrong with the answer to a right request: JSON, or a stream that ends as it should."""
+    """Return what is wrong with the answer to a valid request, which must be JSON or a stream with a proper end."""
     if status != 200 or body.endswith(b"data: [DONE]\n\n") or _ends_as_a_response(body):
         return None
     try:
@@ -244,7 +244,7 @@ def _not_json(status: int, body: bytes) -> str | None:
 
 
 def _ends_as_a_response(body: bytes) -> bool:
-    """Return whether these are the events of /v1/responses, of which the last one tells how it ended."""
+    """Return whether these are the events of /v1/responses. The last event says how the response ended."""
     last = body.rstrip(b"\n").rpartition(b"\n\n")[2]
     return last.startswith((b"event: response.completed\n", b"event: response.incomplete\n"))
 

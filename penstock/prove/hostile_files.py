@@ -1,4 +1,4 @@
-"""Proof: a model's file, however damaged or hostile, loads or is refused in one line, within limits."""
+"""Proof that a model's file, however damaged or hostile, loads or is refused in one line, within limits."""
 
 import json
 import math
@@ -24,8 +24,8 @@ from penstock.weights.convert import convert_model
 from penstock.weights.hub import resolve_model
 from penstock.weights.sources import read_parameters
 
-DEADLINE_S = 60.0  # by the clock; the reader's own limit, 10 s of processor time, comes first unless it is stuck
-MAX_JSON = 2**20  # bytes of a file of the user's model that is mutated; the demo's takes the place of a larger one
+DEADLINE_S = 60.0  # by the clock; the reader's own limit of 10 s of processor time comes first unless it is stuck
+MAX_JSON = 2**20  # maximum bytes of a mutated file of the user's model; the demo's file replaces a larger one
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
@@ -56,7 +56,7 @@ TEMPLATE_PIECES = (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A file that is mutated in a directory of its own, and what reads it."""
+    """A file that is mutated in its own directory, and what reads it."""
 
     kind: str
     file: Path
@@ -65,7 +65,7 @@ class Target:
 
 
 class HostileFiles:
-    """Implements Proof."""
+    """Mutates the files of a model, and reads each with a server's code. Implements Proof."""
 
     name: ClassVar[str] = "hostile-files"
     promise: ClassVar[str] = "A damaged or hostile model file loads, or is refused in one line"
@@ -93,7 +93,7 @@ class HostileFiles:
 
 
 class Reader:
-    """The process of prove/file_reader.py, and a new one after each that has died."""
+    """The process of prove/file_reader.py, which is started again each time it dies."""
 
     def __init__(self) -> None:
         self._process = self._start()
@@ -131,7 +131,7 @@ class Reader:
 
 
 def make_targets(folder: Path, model: Path) -> list[Target]:
-    """Make a directory for each kind of file: of the user's model, where it is small, and of a tiny one."""
+    """Make a directory for each kind of file, with files of the user's model, if small, and of a tiny model."""
     demo = resolve_model("demo")
     targets: list[Target] = []
 
@@ -200,7 +200,7 @@ def _checkpoint(tiny: Path) -> bytes:
 
 
 def _safetensors(tensors: dict[str, tuple[list[int], str]]) -> bytes:
-    """Return a file of float32 tensors of ones."""
+    """Return a safetensors file of float32 tensors of ones."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in tensors.items():

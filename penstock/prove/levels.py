@@ -14,10 +14,10 @@ from penstock.prove.servers import CLIENT_TIMEOUT_S, QUICK
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What must come back to what it was.
+    """What must return to its former value.
 
     Attributes:
-        open_files: of both processes: what each of their file descriptors is, where the system has /proc.
+        open_files: a description of each file descriptor of both processes, if the system has /proc.
     """
 
     engine_pid: int | None
@@ -27,7 +27,7 @@ class Level:
     open_files: tuple[str, ...]
 
     def problem(self, before: "Level", *, same_engine: bool = True) -> str | None:
-        """Return what is not as before."""
+        """Return what has changed from `before`."""
         if same_engine and (self.engine_pid, self.restarts) != (before.engine_pid, before.restarts):
             return f"the engine died ({self.restarts - before.restarts} restarts)"
         for name in ("open_requests", "used_blocks"):
@@ -40,12 +40,12 @@ class Level:
 
 
 def level_of(http: httpx.Client, server_pid: int) -> Level:
-    """Return a server's level; its /status has most of it."""
+    """Return a server's level. Most of it comes from /status."""
     with http.stream("GET", "/status") as answer:
         connection = answer.extensions["network_stream"].get_extra_info("socket").dup()
         status = json.loads(answer.read())
     with connection:
-        connection.recv(1)  # nothing: the server has closed its end, which would be one of its open files
+        connection.recv(1)  # wait until the server has closed its end, which would count as an open file
     engine, blocks = status["engine"], status["kv_blocks"]
     return Level(
         engine_pid=engine["pid"],
@@ -57,32 +57,32 @@ def level_of(http: httpx.Client, server_pid: int) -> Level:
 
 
 def quick_client(url: str, key: str, timeout_s: float = CLIENT_TIMEOUT_S) -> httpx.Client:
-    """Return an HTTP client that has the key, opens a connection for each request, and loads no certificates first."""
+    """Return an HTTP client that has the key, opens a connection for each request, and loads no certificates."""
     headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
     return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, **QUICK)
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the resident memory of a process; 0 where the system has no /proc."""
+    """Return the resident memory of a process; 0 if the system has no /proc."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def open_files(process: str, pid: int | None) -> list[str]:
-    """Return what each file descriptor of a process is, with the process's name; nothing where there is no /proc."""
+    """Return a description of each file descriptor of a process, with its name; empty if there is no /proc."""
     found = []
     with contextlib.suppress(OSError):
         connections = _tcp_connections(pid)
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed just now
+            with contextlib.suppress(OSError):  # it has just been closed
                 link = os.readlink(descriptor)
                 found.append(f"{process}'s {connections.get(link, link)}")
     return found
 
 
 def _tcp_connections(pid: int | None) -> dict[str, str]:
-    """Return the name in /proc/PID/fd of each TCP socket, and the ports that it joins."""
+    """Return the name in /proc/PID/fd of each TCP socket, and the two ports that it connects."""
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     ports = {row[9]: [int(end.rpartition(":")[2], 16) for end in row[1:3]] for row in rows}
     return {f"socket:[{inode}]": f"TCP socket, port {ours} to {theirs}" for inode, (ours, theirs) in ports.items()}

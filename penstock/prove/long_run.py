@@ -1,7 +1,7 @@
-"""A day compressed: very many requests, of which many are left, and engines that are killed. Nothing may stay behind.
+"""Proof that nothing stays behind after a compressed day: very many requests, abandoned requests, and killed engines.
 
-What leaks a little with each request fills a server in a month. So memory is measured while the requests go on, and its
-slope is what counts; of blocks, open files and entries of tables, none may be left at all.
+A small leak per request fills a server's memory in a month. So memory is measured while the requests go on, and the
+proof judges its slope. Of blocks, open files and entries of tables, none may be left at all.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from penstock.prove.servers import Server, serve, wait_until
 
 MAX_SLOPE = 1 << 20  # bytes per SLOPE_REQUESTS
 SLOPE_REQUESTS = 100_000
-OVER_HTTP = 1 / 11  # of the requests
-IN_PROCESS_TIME = 0.6  # share of the time that the others may take
-LEAVE = 0.1  # of the clients
-KILL = 0.01  # of the requests begin with the death of the engine. They wait until the last one is as long ago as
-KILL_EVERY_S = 20.0  # for a server gives up after five deaths within a minute
+OVER_HTTP = 1 / 11  # share of the requests
+IN_PROCESS_TIME = 0.6  # share of the time that the requests in this process may take
+LEAVE = 0.1  # share of the clients that leave
+KILL = 0.01  # share of the requests that begin with a death of the engine
+KILL_EVERY_S = 20.0  # minimum time between two deaths, because a server gives up after five within a minute
 AT_ONCE = 16
 PER_ROUND = 1000
-WARM_UP = 0.2  # of the measurements are not counted: caches fill
-MIN_POINTS = 10  # for a slope
+WARM_UP = 0.2  # share of the measurements that is not counted, because caches fill
+MIN_POINTS = 10  # points that a slope needs
 JSON_HEADER = ((b"content-type", b"application/json"),)
 SETTLE_S = 60.0
 
 
 def body(source: random.Random) -> dict[str, Any]:
-    """Return a small request; all of its options are used by some."""
+    """Return a small request. Each of its options is used by some requests."""
     options: dict[str, Any] = {
         "stream": True, "n": 2, "logprobs": 2, "seed": source.randrange(2**62), "stop": ["e", "on"], "echo": True,
         "prompt": [source.randrange(2, 900) for _ in range(source.randrange(1, 40))], "logit_bias": {"5": 2.0},
@@ -53,7 +53,7 @@ def body(source: random.Random) -> dict[str, Any]:
 
 
 class LongRun:
-    """Requests on the scripted engine in this process and on a real server, with leavers and deaths."""
+    """Sends requests to the scripted engine here and to a real server. Some clients leave, and engines die."""
 
     name: ClassVar[str] = "long-run"
     promise: ClassVar[str] = "However many requests come and go, nothing of them stays behind."
@@ -68,7 +68,7 @@ class LongRun:
 
 
 async def _without_sockets(trials: Trials, *, until: float) -> None:
-    """Serve most of the requests in this process, by the scripted engine."""
+    """Serve most of the requests in this process, with the scripted engine."""
     server, source = ScriptedServer(trials.subject.model), trials.random
     points: list[tuple[int, int]] = []
     goal, tried = int(trials.goal * (1 - OVER_HTTP)), 0
@@ -156,7 +156,7 @@ class _OverHttp:
             raise EngineError(f"{answer.status_code}: {told[:300]!r}")
 
     def _kill(self) -> None:
-        """Kill the engine if it is there, once it may be killed again; not if the time is up before."""
+        """Kill the engine, if it is there, once it may be killed again; do nothing if the time is up before."""
         wait = self._killed_at + KILL_EVERY_S - time.monotonic()
         if wait > self._trials.seconds_left:
             return
@@ -180,7 +180,7 @@ class _OverHttp:
 
 
 def slope(points: Sequence[tuple[int, int]]) -> float | None:
-    """Return the bytes per SLOPE_REQUESTS of (requests, bytes), by least squares; None where points are too few."""
+    """Return the least-squares slope of (requests, bytes) in bytes per SLOPE_REQUESTS; None if points are too few."""
     counted = points[int(len(points) * WARM_UP) :]
     if len(counted) < MIN_POINTS:
         return None
@@ -191,7 +191,7 @@ def slope(points: Sequence[tuple[int, int]]) -> float | None:
 
 
 def _judge_slope(trials: Trials, name: str, points: Sequence[tuple[int, int]]) -> None:
-    """Report the slope. It is judged where it was measured over SLOPE_REQUESTS: before, caches still fill."""
+    """Report the slope. It is judged only if it was measured over SLOPE_REQUESTS; before that, caches still fill."""
     found = slope(points)
     if found is None:
         return

@@ -1,7 +1,7 @@
-"""Proof that the memory plan holds: an engine filled to the brim takes what its ledger says, within 5 %.
+"""Proof that the memory plan holds: a completely filled engine takes what its ledger says, within 5 %.
 
-Each trial is a process of its own with another set of options: the peak of a process cannot be reset. It runs the
-largest prompts that the options allow until every block of the cache is taken, with log-probabilities.
+Each trial is a separate process with another set of options, because the peak of a process cannot be reset. It runs the
+largest prompts that the options allow, with log-probabilities, until every block of the cache is taken.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from penstock.prove.proof import Trials
 
-ALLOWED = 0.05  # of the plan
+ALLOWED = 0.05  # difference allowed, as a share of the plan
 TIMEOUT_S = 900.0
 CHOICES: dict[str, tuple[Any, ...]] = {
     "max_num_seqs": (4, 16, 32),
@@ -20,11 +20,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "quantization": (None, "int8", "int4"),
     "threads": (1, 2),
 }
-CONTEXT = 512  # tokens of max_model_len, so that filling takes seconds
+CONTEXT = 512  # value of max_model_len in tokens, small so that filling takes seconds
 
 
 class MemoryPlanProof:
-    """The measured peak of an engine beside its plan."""
+    """Compares the measured peak of an engine with its plan."""
 
     name: ClassVar[str] = "memory"
     promise: ClassVar[str] = "an engine takes the memory that its plan says, within 5 %"
@@ -52,7 +52,7 @@ class MemoryPlanProof:
 
 
 def _fill(options: dict[str, Any]) -> dict[str, Any]:
-    """Fill an engine in a process of its own. Return its planned and its peak bytes, or the error."""
+    """Fill an engine in a separate process. Return its planned and its peak bytes, or the error."""
     command = [sys.executable, "-m", "penstock.prove.memory", json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode:
@@ -62,7 +62,7 @@ def _fill(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill(options: dict[str, Any]) -> dict[str, int]:
-    """Build an engine, take every block of its cache and make its largest steps; return planned and peak bytes."""
+    """Build an engine, take every block of its cache and make its largest steps. Return planned and peak bytes."""
     from penstock.assembly import build_engine
     from penstock.config import EngineConfig
     from penstock.interface.messages import EngineRequest

@@ -1,6 +1,6 @@
-"""Inputs made from the types that decode them: right ones, ones that are nearly right, and bytes that are neither.
+"""Inputs made from the types that decode them: valid ones, almost valid ones, and damaged bytes.
 
-Whoever adds a field to a request body or a frame has it attacked too: nothing here lists fields.
+Nothing here lists fields, so a new field of a request body or a frame is attacked automatically.
 """
 
 import json
@@ -36,7 +36,7 @@ class Mutator:
         self.random = source
 
     def value(self, depth: int = 0) -> Any:
-        """Return a value that JSON can nearly say."""
+        """Return a value that JSON can encode, or almost."""
         pick = self.random.random()
         if depth >= MAX_DEPTH or pick < 0.8:
             return self.random.choice(NASTY)
@@ -44,7 +44,7 @@ class Mutator:
         return items if pick < 0.9 else {self.random.choice(NAMES): item for item in items}
 
     def valid(self, kind: inspect.Type, depth: int = 0) -> Any:
-        """Return a value of a type, as JSON or msgpack has it. A frame's or a body's optional fields are mostly out."""
+        """Return a valid value of a type, as JSON or msgpack has it, without most of its optional fields."""
         rolled = self.random.randrange(20)
         match kind:
             case inspect.UnionType(types=types):
@@ -74,10 +74,10 @@ class Mutator:
         return self.value(depth)
 
     def nearly(self, value: Any, names: Sequence[str] = NAMES) -> Any:
-        """Return a value with one or a few places changed: another value, a place less, or one more.
+        """Return a value with one or a few places changed: another value, a place removed, or a place added.
 
         Args:
-            names: that a new place may have.
+            names: possible names of a new place.
         """
         for _ in range(self.random.choice((1, 1, 1, 2, 5))):
             value = self._change(value, names)
@@ -98,11 +98,11 @@ class Mutator:
         return self.value()
 
     def json(self, value: Any) -> bytes:
-        """Return JSON, or what Python makes of a value that JSON has not."""
+        """Return JSON, or Python's extension of it for a value that JSON lacks."""
         return json.dumps(value).encode()
 
     def damaged(self, data: bytes) -> bytes:
-        """Return bytes with a few of them changed, cut out, doubled or put in."""
+        """Return bytes with a few of them changed, cut out, doubled or inserted."""
         out = bytearray(data)
         for _ in range(self.random.choice((1, 1, 2, 4, 16))):
             place = self.random.randrange(len(out) + 1)
@@ -121,10 +121,10 @@ class Mutator:
         return bytes(out)
 
     def input(self, kind: inspect.Type, encode: Callable[[Any], bytes], names: Sequence[str] = NAMES) -> bytes:
-        """Return the bytes of an input: a tenth are right, most nearly right, the others damaged.
+        """Return the bytes of an input: a tenth are valid, most are almost valid, the others are damaged.
 
         Args:
-            encode: of a value that the type's decoder could have decoded; may raise for one that it has no bytes for.
+            encode: encodes a value that the type's decoder could have decoded; may raise for a value without encoding.
         """
         pick, value = self.random.random(), self.valid(kind)
         if pick > 0.1:

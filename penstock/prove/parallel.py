@@ -1,7 +1,7 @@
-"""Proof that a model which several ranks share answers with the bits of one process, however it is split.
+"""Proof that a model that several ranks share answers with the bits of one process, however it is split.
 
-The ranks are threads here: the arithmetic is the same as that of processes, and a trial takes a tenth of the time.
-Every fifth trial starts real processes.
+The ranks are threads here: the arithmetic is the same as in processes, and a trial takes a tenth of the time. Every
+fifth trial starts real processes.
 """
 
 import random
@@ -39,8 +39,8 @@ from penstock.spec.shares import general
 from penstock.weights.sources import read_parameters
 
 PROCESSES_EVERY = 5
-MAPS = 0.4  # of the trials have a sharding map
-HINTS = 0.3  # of the branches have a hint in it
+MAPS = 0.4  # share of the trials that have a sharding map
+HINTS = 0.3  # share of the branches that have a hint in the map
 BY_MAP = ("attention_parallel_size", "mlp_parallel_size")
 BASE: dict[str, Any] = {
     "load_format": "dummy", "max_model_len": 128, "threads": 1, "kernels": "cpu", "kv_cache_memory_bytes": 2**22,
@@ -65,7 +65,7 @@ SPLITS = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All that a request got."""
+    """Everything that a request received."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Answer:
     errors: list[str] = field(default_factory=list)
 
     def add(self, output: EngineOutput) -> None:
-        """Add what a step gave."""
+        """Add the output of a step."""
         self.token_ids.extend(output.new_token_ids)
         self.logprobs.extend(output.logprobs or ())
         self.prompt_logprobs.extend(output.prompt_logprobs or ())
@@ -81,7 +81,7 @@ class Answer:
 
 
 class ParallelBits:
-    """Answers of one process beside those of its parts."""
+    """Compares answers of one process with those of a split model."""
 
     name: ClassVar[str] = "parallel"
     promise: ClassVar[str] = "a model that several processes share answers with the bits of one process"
@@ -125,7 +125,7 @@ def draw(chance: random.Random) -> dict[str, Any]:
 
 
 def draw_map(model: Path, chance: random.Random) -> str:
-    """Return a random sharding map of a model: an axis of each parameter or none, and some hints."""
+    """Return a random sharding map of a model: one axis or none for each parameter, and some hints."""
     parameters = read_parameters(load_model_config(model)).values()
     axes = {general(item.name): chance.randrange(-1, len(item.shape)) for item in parameters}
     modules = sorted({module_of(item) for item in parameters if is_beginning(item)})
@@ -134,7 +134,7 @@ def draw_map(model: Path, chance: random.Random) -> str:
 
 
 def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str | None:
-    """Return how the answers of a split differ from those of one process; None if they do not, or it is refused."""
+    """Return how the answers of a split differ from those of one process; None if equal, or if it is refused."""
     config = EngineConfig.from_options(model=model, **BASE, **options)
     expected = answers(replace(config, parallel=type(config.parallel)()))
     try:
@@ -148,7 +148,7 @@ def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str |
 
 
 def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, Answer]:
-    """Return what an engine of that config answers to greedy and sampled requests, long and short, with scores."""
+    """Return an engine's answers to greedy and sampled requests, long and short, with log-probabilities."""
     engine = build_engine(config, start=start).engine
     found = {str(index): Answer() for index in range(4)}
     try:
@@ -168,7 +168,7 @@ def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, 
 
 
 def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> Leader:
-    """Make every rank a thread of this process, as ranks.start_ranks makes them processes.
+    """Make every rank a thread of this process, where ranks.start_ranks makes them processes.
 
     Raises:
         PenstockError: the leader's part cannot be built.
@@ -192,7 +192,7 @@ def _be_rank(plan: RankPlan, rank: int, group: LocalGroup) -> None:
         if isinstance(runner, FollowingRunner):
             group.follow(runner)
     except ExecutorLostError:
-        return  # the leader says what happened
+        return  # the leader reports what happened
     except Exception as error:
         group.lost(error)
         raise
@@ -206,7 +206,7 @@ class _StageThreads(HostLauncher):
         self._groups: dict[int, LocalGroup] = {}  # by stage
 
     def start(self, number: int, module: str, words: Sequence[Any]) -> None:
-        """Be the rank of this number in a thread. words: its ends, to the engine and to the stages beside its own."""
+        """Run this rank in a thread. words: its channels to the engine and to the stages before and after."""
         stage, rank = divmod(number - 1, self._size)
         engine, before, after = (None if isinstance(end, str) else Channel(end.dup()) for end in words[:3])
         group = self._groups.setdefault(stage, LocalGroup(self._size))

@@ -1,8 +1,8 @@
 """The proof that no engine outlives its server.
 
 A real `penstock serve` is killed at a random moment: while it starts, idle, in the middle of a stream, or with its
-engines stopped, which then cannot notice anything by themselves. All its processes carry a mark in their environment,
-and a second later none of them may be left.
+engines stopped, so that they cannot notice anything. All its processes carry a mark in their environment, and one
+second later none of them may be left.
 """
 
 import os
@@ -24,16 +24,16 @@ from penstock.prove.servers import command_line, stream
 
 MARK = "PENSTOCK_PROOF"  # environment variable
 ALLOWED_S = 1.0
-START_S = 1.5  # in which a server that starts is killed
-RUN_S = 0.2  # in which one is killed that has started
+START_S = 1.5  # time within which a starting server is killed
+RUN_S = 0.2  # time within which a started server is killed
 SHARE_WITH_STANDBY = 0.3
-FIRST_LINES_S = 0.2  # from the import of ctypes to the call that ties a child to its parent, on a busy machine
-PATIENCE_S = 120.0  # for what is left to end after all, so that the proof leaves nothing behind
+FIRST_LINES_S = 0.2  # time from the import of ctypes to the call that ties a child to its parent, on a busy machine
+PATIENCE_S = 120.0  # maximum wait for the remaining processes to end, so that the proof leaves nothing behind
 LONG_STREAM = {"prompt": [1, 2, 3], "max_tokens": 10**6, "ignore_eos": True, "temperature": 0}
 
 
 class ParentDeaths:
-    """Kills servers and counts what is left of them."""
+    """Kills servers, and counts the processes that are left."""
 
     name: ClassVar[str] = "parent-deaths"
     promise: ClassVar[str] = "A server's death takes its engines with it within a second"
@@ -67,12 +67,12 @@ class ParentDeaths:
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """What is random in a trial.
+    """The random choices of a trial.
 
     Attributes:
-        moment: at which the server is killed, one of MOMENTS.
-        start_s: after which one that starts is killed.
-        run_s: after which one that is ready, or has begun a stream, is killed.
+        moment: when the server is killed, one of MOMENTS.
+        start_s: seconds after which a starting server is killed.
+        run_s: seconds after which a server that is ready, or has begun a stream, is killed.
     """
 
     moment: str
@@ -105,7 +105,7 @@ class Owner:
         self._process.communicate()
 
     def url(self) -> str:
-        """Wait until the server is ready and return its address."""
+        """Wait until the server is ready, and return its address."""
         line = "" if self._process.stdout is None else self._process.stdout.readline()
         found = next((word for word in line.split() if word.startswith("http://")), None)
         if found is None:
@@ -118,18 +118,18 @@ class Owner:
         next(self._stream)
 
     def processes(self) -> list[int]:
-        """Return the ids of the server's process and of all that it started, as far as they live."""
+        """Return the ids of the living processes among the server's own and all that it started."""
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_ours(pid)]
 
     def stop_engines(self) -> None:
-        """Stop what the server has started, but for processes whose first lines have not run (docs/guarantees.md)."""
+        """Stop all that the server started, except processes before their first lines (docs/guarantees.md)."""
         tied = [pid for pid in self.processes() if pid != self._process.pid and _is_past_first_lines(pid)]
         time.sleep(FIRST_LINES_S)
         for pid in tied:
             send_signal(pid, signal.SIGSTOP)
 
     def kill(self) -> float:
-        """Kill the server; return the seconds until none of its processes was left."""
+        """Kill the server. Return the seconds until none of its processes was left."""
         self._process.kill()
         started = time.monotonic()
         while self.processes():
@@ -139,13 +139,13 @@ class Owner:
         return time.monotonic() - started
 
     def _is_ours(self, pid: int) -> bool:
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             return self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return False
 
 
 def _is_past_first_lines(pid: int) -> bool:
-    """Return whether a child has imported ctypes, by which its next line ties it to its parent (child_main.py)."""
+    """Return whether a child has imported ctypes. Its next line uses ctypes to tie it to its parent (child_main.py)."""
     with suppress(OSError):
         return "_ctypes" in Path(f"/proc/{pid}/maps").read_text()
     return False

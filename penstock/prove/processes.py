@@ -1,4 +1,4 @@
-"""What proofs do to processes, and keep from happening beside."""
+"""What proofs do to processes, and the side effects that they suppress."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ def send_signal(pid: int | None, number: signal.Signals) -> None:
 
 @contextmanager
 def no_log() -> Iterator[None]:
-    """Keep the client's warnings of deaths, which are wanted here, from the terminal."""
+    """Keep the client's warnings of deaths, which are intended here, from the terminal."""
     logger = logging.getLogger("penstock")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -29,7 +29,7 @@ def no_log() -> Iterator[None]:
 
 @contextmanager
 def no_core_dumps() -> Iterator[None]:
-    """Let processes started meanwhile leave no core file: it would hold the whole model."""
+    """Let processes that start meanwhile leave no core file, which would hold the whole model."""
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     try:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from penstock.config import available_threads
 
-MAX_SERVERS = 8  # that trials start at the same time
+MAX_SERVERS = 8  # maximum number of servers that trials start at the same time
 T = TypeVar("T")
-MAX_SHOWN = 20  # descriptions of what went wrong that are kept; the rest are only counted
+MAX_SHOWN = 20  # maximum number of descriptions of errors that are kept; the rest are only counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Subject:
 
     @property
     def num_servers(self) -> int:
-        """Return how many servers may run at the same time: one for each core, but one of a model that may be large."""
+        """How many servers may run at the same time: one per core for the demo, one for a model that may be large."""
         return min(MAX_SERVERS, available_threads()) if self.model == "demo" else 1
 
 
@@ -37,12 +37,12 @@ class Outcome:
     """The result of one proof.
 
     Attributes:
-        tried: trials made; what one is, the proof's `unit` says.
-        num_wrong: trials in which the promise was broken.
-        wrong: what went wrong in the first of them, with all that it takes to repeat it.
+        tried: number of trials made; the proof's `unit` says what a trial is.
+        num_wrong: number of trials in which the promise was broken.
+        wrong: what went wrong in the first of these trials, with everything needed to repeat it.
         figures: measurements by name, with their unit in the name: "median_s", "tokens".
         details: what is too long for a table, by name; plain values, for --json.
-        skipped: why the proof could not be made here; None if it was.
+        skipped: why the proof could not be made here; None if it was made.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Return whether something was tried and nothing was wrong; a proof that was skipped has not passed."""
+        """Whether something was tried and nothing was wrong. A skipped proof has not passed."""
         return self.tried > 0 and self.num_wrong == 0
 
 
@@ -66,8 +66,8 @@ class Trials:
     """The run of one proof: how long it may go on, its random numbers, and where it reports.
 
     Args:
-        goal: trials after which it ends.
-        seconds: after which it ends in any case, once it has made a first trial.
+        goal: number of trials after which it ends.
+        seconds: time after which it ends in any case, once it has made a first trial.
         advance: called with the number of new trials.
 
     Attributes:
@@ -95,15 +95,15 @@ class Trials:
 
     @property
     def seconds_left(self) -> float:
-        """Return the time that is left of that given."""
+        """The time that is left."""
         return max(0.0, self._deadline - time.monotonic())
 
     def side_by_side(self, draw: Callable[[], T], trial: Callable[[T], str | None], number: int) -> None:
-        """Make trials in threads, as many at the same time as `number`, as long as more should be made.
+        """Make trials in threads, `number` at the same time, as long as more should be made.
 
         Args:
-            draw: takes the random choices of a trial, one trial after the other, so that the seed repeats them.
-            trial: makes one; returns what went wrong, None if nothing did.
+            draw: makes the random choices of a trial; one trial after the other, so that the seed repeats them.
+            trial: makes a trial; returns what went wrong, or None.
         """
         running: set[Future[str | None]] = set()
         with ThreadPoolExecutor(number) as threads:
@@ -119,12 +119,12 @@ class Trials:
                         self.wrong(what)
 
     def tried(self, number: int = 1) -> None:
-        """Count trials, broken ones included."""
+        """Count trials, including broken ones."""
         self.outcome.tried += number
         self._advance(number)
 
     def wrong(self, what: str) -> None:
-        """Report a trial in which the promise was broken; `tried` counts it too."""
+        """Report a trial in which the promise was broken. `tried` counts it as well."""
         self.outcome.num_wrong += 1
         if len(self.outcome.wrong) < MAX_SHOWN:
             self.outcome.wrong.append(what)
@@ -143,14 +143,14 @@ class Trials:
 
 
 class Proof(Protocol):
-    """One promise and the trials that could break it.
+    """One promise, and the trials that could break it.
 
     Attributes:
         name: as given to --only, in lower case with hyphens.
         promise: in one line, as docs/guarantees.md states it.
         unit: what is counted: "comparisons", "kills".
         goal: trials of the full run, which `make prove` makes.
-        weight: share of the time that all proofs have, relative to the others.
+        weight: share of the time of all proofs, relative to the other proofs.
     """
 
     name: ClassVar[str]

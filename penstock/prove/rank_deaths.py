@@ -1,8 +1,8 @@
-"""The proof that the death of a rank is that of its engine, and no more: nothing hangs, no process is left behind, and
-every stream goes on with its next token.
+"""The proof that the death of a rank is the death of its engine, and nothing more: nothing hangs, no process is left
+behind, and every stream goes on with its next token.
 
-Clients have engines whose model several processes share: in parts, in stages, or both. One of these processes, at
-random, is ended or stopped under sixteen streams (engine_deaths.py).
+Clients have engines whose model several processes share: in parts, in stages, or both. A random one of these processes
+is ended or stopped under sixteen streams (engine_deaths.py).
 """
 
 from contextlib import suppress
@@ -18,7 +18,7 @@ SPLITS: tuple[dict[str, Any], ...] = (
     {"pipeline_parallel_size": 2},
     {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
 )
-ENDED = ("", "Z", "X")  # states of a process that is gone, or only not yet reaped
+ENDED = ("", "Z", "X")  # states of a process that is gone, or dead and not yet reaped
 
 
 class RankDeaths(EngineDeaths):
@@ -37,7 +37,7 @@ class RankDeaths(EngineDeaths):
 
 
 class RankCrowd(Crowd):
-    """A crowd that ends any process of an engine, and looks whether all of them have ended when its streams go on."""
+    """A crowd that ends any process of an engine, and checks that the whole engine has ended when its streams go on."""
 
     _group: tuple[int, ...] = ()  # the processes of the engine that died last
 
@@ -52,7 +52,7 @@ class RankCrowd(Crowd):
         self._find_left()
 
     def _find_left(self) -> None:
-        """Note each process of the last group that is still there, although another engine has taken over."""
+        """Report each process of the last group that is still there although another engine has taken over."""
         for pid in self._group if self.recovered() else ():
             if _state(pid) not in ENDED:
                 self.trials.wrong(f"process {pid} of {self._group} was left after {self._way}")
@@ -68,7 +68,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process, as /proc has it; "" if there is none."""
+    """Return the state of a process, as in /proc; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,8 +1,8 @@
 """The proof that no stream is dropped when a Ray cluster loses an engine, a replica or a machine.
 
-A cluster of three nodes is started on this machine, with four replicas; 32 mixed streams run at once while engines,
-replicas and whole nodes are killed. Every answer must be that of the same stream in an engine of this process's own.
-Then requests that share a prompt tell how much of it the router finds in caches, and how much taking turns finds.
+A cluster of three nodes with four replicas is started on this machine. 32 mixed streams run at once while engines,
+replicas and whole nodes are killed. Every answer must be that of the same stream in an engine that this process starts.
+Then requests with a shared prompt show how much of it is found in caches with the router, and by taking turns.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 NUM_NODES, NUM_REPLICAS, NUM_STREAMS = 3, 4, 32
-OBJECT_STORE_BYTES = 100 * 2**20  # nothing passes through it
-CPUS_PER_NODE = 4  # that Ray counts, whatever the machine has
+OBJECT_STORE_BYTES = 100 * 2**20  # nothing passes through the store
+CPUS_PER_NODE = 4  # number that Ray assumes, whatever the machine has
 ENGINE, REPLICA, NODE = "SIGKILL of an engine", "SIGKILL of a replica", "a node lost"
 WAYS: dict[str, int] = {ENGINE: 4, REPLICA: 10, NODE: 6}
 SHARED_TOKENS, OWN_TOKENS, NUM_SHARING, AT_ONCE = 512, 8, 60, 4
@@ -68,17 +68,17 @@ class RayDeaths:
 
 
 class ClusterCrowd(Crowd):
-    """Streams over the replicas of a cluster. Ray replaces what dies, and a new node comes for each that is lost."""
+    """Streams over the replicas of a cluster. Ray replaces what dies, and a new node is added for each lost one."""
 
-    num_kills: ClassVar[int] = 1000  # the goal ends it before
+    num_kills: ClassVar[int] = 1000  # the goal is reached before
 
     def __init__(self, cluster: "Cluster", llm: AsyncLLM, trials: Trials, cases: list[Case], pauses: Pauses) -> None:
         super().__init__(llm, trials, cases, pauses)
-        self.counts: dict[str, int] = {}  # of deaths, by way
+        self.counts: dict[str, int] = {}  # number of deaths, by way
         self._cluster = cluster
 
     async def end_engine(self, *, hurry: bool) -> None:
-        """End something at a random moment, while at least two engines serve."""
+        """End an engine, a replica or a node at a random moment, while at least two engines serve."""
         await self.until(self.recovered, "streams to go on")
         await self.until(lambda: len(self._ready_pids()) >= 2, "two engines")
         await asyncio.sleep(self.trials.random.uniform(0, 0.3))
@@ -89,7 +89,7 @@ class ClusterCrowd(Crowd):
         node = self._node_of(pid)
         if way == NODE and node is not None:
             await asyncio.to_thread(self._cluster.remove_node, node, allow_graceful=False)
-            add_node(self._cluster)  # Ray sets a signal handler, so in this thread
+            add_node(self._cluster)  # in this thread, because Ray sets a signal handler
         else:
             send_signal(pid if way == ENGINE else parent_of(pid), signal.SIGKILL)
 
@@ -102,7 +102,7 @@ class ClusterCrowd(Crowd):
         return [one.pid for one in engines if one.pid is not None and one.state is EngineState.READY]
 
     def _node_of(self, pid: int) -> Any:
-        """Return the node of an engine; None for the first one, with which the cluster would end."""
+        """Return the node of an engine; None for the head node, with which the cluster would end."""
         raylet = parent_of(parent_of(pid))
         nodes = [node for node in self._cluster.list_all_nodes() if not node.is_head()]
         return next((node for node in nodes if node.all_processes["raylet"][0].process.pid == raylet), None)
@@ -116,8 +116,7 @@ class RoundRobin(Router[int]):
 
 
 async def measure_prefix_hits(llm: AsyncLLM, trials: Trials) -> None:
-    """Report which share of a prompt's tokens that many requests have in common is found in caches, with either
-    router."""
+    """Report the share of the tokens in a common prompt that many requests find in caches, with either router."""
     info, random = llm.model_info, trials.random
     if info.max_model_len < SHARED_TOKENS + 2 * OWN_TOKENS:
         return
@@ -149,7 +148,7 @@ def cluster_of(num_nodes: int) -> "Iterator[Cluster]":
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # deaths are no news here
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # deaths are expected here
     cluster = Cluster()
     try:
         for number in range(num_nodes):
@@ -158,18 +157,18 @@ def cluster_of(num_nodes: int) -> "Iterator[Cluster]":
         yield cluster
     finally:
         if ray.is_initialized():
-            with suppress(Exception):  # the cluster may be what has failed
+            with suppress(Exception):  # the cluster itself may have failed
                 serve.shutdown()
             ray.shutdown()
         cluster.shutdown()
 
 
 def add_node(cluster: "Cluster", **options: Any) -> None:
-    """Add a node to a cluster of processes, and wait until it is part of it."""
+    """Add a node to a cluster of processes, and wait until it has joined."""
     cluster.add_node(num_cpus=CPUS_PER_NODE, object_store_memory=OBJECT_STORE_BYTES, **options)
 
 
 def parent_of(pid: int) -> int:
-    """Return the parent of a process on this machine: a replica is that of its engine."""
+    """Return the parent of a process on this machine. A replica is the parent of its engine."""
     with open(f"/proc/{pid}/stat", encoding="ascii") as file:
         return int(file.read().rpartition(")")[2].split()[1])

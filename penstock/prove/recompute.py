@@ -1,7 +1,7 @@
 """Computes the steps of a record again, as they were planned and with the same blocks, and compares the bits.
 
-A record begins in the middle of things. Requests that were open then, and cached prefixes that they and later ones
-reuse, are computed first from their tokens: the same tokens leave the same bits in the cache, whatever the batch.
+A record begins in the middle of things. Requests that were open then, and cached prefixes that they and later requests
+reuse, are first computed from their tokens: the same tokens leave the same bits in the cache, whatever the batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,8 +35,9 @@ class Difference:
 
     Attributes:
         what: "token ids" (the logits differ too, unless it says so), "logits" (the same token was chosen),
-            "log-probabilities", "error" (one failed, of which the other did not), or "step" (the same, as a whole).
-        position: index of the sampled token in prompt and outputs; None where a whole step differs.
+            "log-probabilities", "error" (the request failed in only one of the two), or "step" (the whole step
+            failed in only one of the two).
+        position: index of the sampled token in prompt and outputs; None if a whole step differs.
         recorded, replayed: what was found, as text.
     """
 
@@ -54,9 +55,9 @@ class ReplayReport:
 
     Attributes:
         computed: whether the steps were computed again, not only checked.
-        steps, tokens: compared, up to the first difference.
-        restored: tokens that were computed before their request's first recorded step.
-        differences: all of the first step that differs.
+        steps, tokens: numbers compared, up to the first difference.
+        restored: number of tokens that were computed before their request's first recorded step.
+        differences: all differences of the first step that differs.
         findings: what the scheduler did wrong (recorder/audit.py).
         remarks: what limits the comparison.
     """
@@ -82,7 +83,7 @@ def compute(
     num_blocks: list[int],
     announce: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Compute the steps of a checked bundle on an executor that knows no request, up to the first difference."""
+    """Compute the steps of a checked bundle on an executor without requests, up to the first difference."""
     replayer = Replayer(executor, report, num_blocks)
     report.computed, report.steps = True, 0
     try:
@@ -100,7 +101,7 @@ def compute(
 
 
 def num_scratch(group: CacheGroup, engine: EngineDescription) -> int:
-    """Return the blocks that stand in, in turn, for those that a window has passed: a window's and a step's."""
+    """Return the number of blocks that replace, in turn, those behind a window: blocks of a window and a step."""
     if group.ring or group.sliding_window is None:
         return 0
     return -(-(group.sliding_window + engine.max_num_batched_tokens) // group.block_size) + 1
@@ -119,7 +120,7 @@ class Replayer:
         self._num_blocks = num_blocks
         self._engine: EngineDescription | None = None
         self._tables: dict[str, list[list[int]]] = {}
-        self._written: set[tuple[int, int]] = set()  # (group, block) that hold what they held there
+        self._written: set[tuple[int, int]] = set()  # (group, block) with the same content as in the recorded engine
 
     def start(self, start: Start) -> None:
         """Forget everything, then take over the requests that were open."""
@@ -134,7 +135,7 @@ class Replayer:
         """Compute a step and compare its results."""
         plan, report = step.plan, self._report
         first = {item.request_id: item.num_computed_tokens for item in plan.scheduled}
-        if plan.removed_request_ids:  # before blocks are restored that were theirs
+        if plan.removed_request_ids:  # before their blocks are restored for other requests
             self._prepare(SchedulerOutput(-1, [], [], plan.removed_request_ids))
         copies = self._possible_copies(plan)
         for request in plan.new_requests:
@@ -174,7 +175,7 @@ class Replayer:
         self._tables.update((item.request_id, [list(table) for table in item.block_tables]) for item in requests)
 
     def _possible_copies(self, plan: SchedulerOutput) -> list[BlockCopy]:
-        """Return the copies of blocks that hold what they held there; other targets are computed again."""
+        """Return the copies whose source has its recorded content. Targets of other copies are computed again."""
         possible = []
         for copy in plan.block_copies:
             if (copy.group, copy.source) in self._written:
@@ -198,7 +199,7 @@ class Replayer:
                 self._written.update((index, block_id) for block_id in table[first:stop])
 
     def _restore(self, request: NewRequest, num_computed: int) -> None:
-        """Compute the first num_computed tokens of a request into its blocks, unless they hold these already."""
+        """Compute the first num_computed tokens of a request into its blocks, unless the blocks hold them already."""
         missing = False
         for index, (group, table) in enumerate(zip(self._groups, request.block_tables, strict=True)):
             first, stop = needed_blocks(group, num_computed, num_computed)

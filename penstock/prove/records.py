@@ -1,7 +1,7 @@
 """The proof of the flight recorder: random traffic is recorded up to a death, computed again, and compared.
 
-Each record is replayed twice: as it is, which must give the same bits, and with one bit of it changed, which must be
-found and named. Else a replay that compares nothing would prove the promise.
+Each record is replayed twice: unchanged, which must give the same bits, and with one changed bit, which must be found
+and named. Without the second replay, a replay that compares nothing would prove the promise.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from penstock.recorder.ring import Ring
 
 MAX_MODEL_LEN = 192
 OPTIONS = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 48}
-RING_BYTES = (24_000, 48_000, 2**20)  # the smaller ones turn over within a trial
+RING_BYTES = (24_000, 48_000, 2**20)  # the smaller rings wrap around within a trial
 STEPS = (20, 120)
 MAX_DRAFTS = 4
 
@@ -93,7 +93,7 @@ class Replays:
 
 
 def _few_blocks(group: CacheGroup) -> CacheGroup:
-    """Return the group with room for one and a half of the longest requests, so that others are preempted."""
+    """Return the group with room for one and a half of the longest requests, so that requests are preempted."""
     longest = peak_blocks(group, MAX_MODEL_LEN, OPTIONS["max_num_batched_tokens"])
     return replace(group, num_blocks=longest + 1 + longest // 2)
 
@@ -123,7 +123,7 @@ class _Proof:
         self.trials.figure("bytes_per_record", self.num_bytes // max(1, self.trials.outcome.tried))
 
     def _record(self) -> bytes | None:
-        """Run random traffic up to a death; return the bundle, or None if nothing was recorded."""
+        """Run random traffic up to a death. Return the bundle, or None if nothing was recorded."""
         choose, inner = self.trials.random, self.recorded.engine.executor
         ring = Ring.create(choose.choice(RING_BYTES))
         executor = RecordedExecutor(_Mortal(inner, choose.randint(*STEPS)), Recorder(ring, self.description))
@@ -167,7 +167,7 @@ class _Proof:
         return [self.trials.random.randrange(self.description.vocab_size) for _ in range(count)]
 
     def _check(self, bundle: Bundle) -> None:
-        """Replay a bundle, and again with a changed bit."""
+        """Replay a bundle, unchanged and with one changed bit."""
         report = self._replay(bundle)
         self.steps, self.tokens = self.steps + report.steps, self.tokens + report.tokens
         self.restored += report.restored
@@ -190,7 +190,7 @@ class _Proof:
         return report
 
     def _change_a_bit(self, bundle: Bundle) -> tuple[Bundle, int | None, int]:
-        """Return the bundle with one bit of one checksum changed, the step, and the index in it."""
+        """Return the bundle with one bit of one checksum changed, its step, and the index of the result in the step."""
         places = [
             (at, index)
             for at, record in enumerate(bundle.records)
@@ -211,7 +211,7 @@ class _Proof:
 
 
 def _engine_on(executor: Executor, description: EngineDescription, built: BuiltEngine, *, drafts: bool) -> Engine:
-    """Return a new engine on an executor that knows no request. drafts: it looks up what may come next."""
+    """Return a new engine on an executor without requests. drafts: the engine drafts by prompt lookup."""
     made = Engine(
         executor,
         description.groups,

@@ -1,4 +1,4 @@
-"""Replay: from a bundle to a report. It is checked, its engine is built again, and its steps are computed again."""
+"""Replay: from a bundle to a report. The bundle is checked, its engine rebuilt, and its steps computed again."""
 
 import os
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from penstock.recorder.records import Begun, EngineDescription, Planned
 
 def replay(bundle: Bundle, *, model: str | None = None, imports: tuple[str, ...] = (),
            announce: Callable[[str], None] = lambda line: None) -> ReplayReport:  # fmt: skip
-    """Check a bundle and, if it has its text, compute it again on an engine built for it.
+    """Check a bundle and, if it includes its text, compute it again on an engine built for it.
 
     Args:
-        model: where the model is now; None for where it was.
+        model: where the model is now; None: where it was.
         imports: the user's files; those that the record names are not run.
         announce: called with a line before anything that may take long, or end this process.
 
@@ -63,7 +63,7 @@ def check_bundle(bundle: Bundle, report: ReplayReport) -> tuple[EngineDescriptio
 def build_for(
     engine: EngineDescription, num_blocks: list[int], *, model: str | None = None, imports: tuple[str, ...] = ()
 ) -> BuiltEngine:
-    """Build an engine that computes the recorded steps: with the blocks that they use, and more to restore from."""
+    """Build an engine that computes the recorded steps, with the blocks that they use and more for restoring."""
     options = dict(engine.options)
     wanted = options.pop("imports", ())
     options.pop("kv_cache_memory_bytes", None)
@@ -71,7 +71,7 @@ def build_for(
         files = ", ".join(str(file) for file in wanted) if isinstance(wanted, list | tuple) else str(wanted)
         raise InvalidRequestError(f"import: the engine had files of the user's own; give them again: {files}")
     options["model"] = model or local_model(options.get("model"))
-    options["max_num_seqs"] = min(engine.max_num_seqs + 1, 2**16)  # one more row, to restore with
+    options["max_num_seqs"] = min(engine.max_num_seqs + 1, 2**16)  # one more row, for restoring
     options["max_num_batched_tokens"] = min(max(engine.max_num_batched_tokens, engine.max_num_seqs + 1), MAX_CONTEXT)
     groups = [
         replace(group, num_blocks=max(1, used + num_scratch(group, engine)))
@@ -81,14 +81,14 @@ def build_for(
 
 
 def local_model(name: object) -> str:
-    """Return the recorded model if it is on this machine: a record does not make anyone download one."""
+    """Return the recorded model if it is on this machine. A record must not make anyone download a model."""
     if isinstance(name, str) and (name == "demo" or os.path.isdir(os.path.expanduser(name))):
         return name
     raise InvalidRequestError(f"model: {name!r} is not a directory here; say where it is with --model", param="model")
 
 
 def compare_fingerprints(there: str, here: str) -> list[str]:
-    """Return what is different about this engine, and what that means; nothing for the same fingerprint."""
+    """Return what is different about this engine, and what that means; an empty list if the fingerprints are equal."""
     if there == here:
         return []
     names = ("", "the version of the arithmetic", "the kernels", "the dtype")

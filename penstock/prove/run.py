@@ -1,4 +1,4 @@
-"""Runs the proofs one after the other within the time given. Time that one does not need goes to those after it."""
+"""Runs the proofs one after the other within the given time. Time that a proof does not need goes to the later ones."""
 
 import importlib.util
 import time
@@ -32,7 +32,7 @@ PROOFS: tuple[Proof, ...] = (
     StandbyDeaths(),
     ReplicaDeaths(),
     RankDeaths(),
-    *([RayDeaths()] if importlib.util.find_spec("ray") is not None else []),  # an extra
+    *([RayDeaths()] if importlib.util.find_spec("ray") is not None else []),  # ray is optional
     ServerDeaths(),
     ParentDeaths(),
     Faults(),
@@ -49,7 +49,7 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  
 
 
 def chosen(names: Sequence[str]) -> tuple[Proof, ...]:
-    """Return the proofs of these names, all for none; raise InvalidRequestError for a name that there is not."""
+    """Return the proofs with these names, or all without names. Raise InvalidRequestError for an unknown name."""
     known = {proof.name: proof for proof in PROOFS}
     for name in names:
         check.check_choice("only", name, tuple(known))
@@ -64,10 +64,10 @@ def run_proofs(
     seed: int = 0,
     progress: Progress = lambda name, goal: nullcontext(lambda number: None),
 ) -> Iterator[Outcome]:
-    """Run proofs and yield each one's outcome.
+    """Run proofs and yield the outcome of each.
 
     Args:
-        minutes: for all of them together; each makes at least one trial.
+        minutes: for all proofs together; each makes at least one trial.
         seed: of every random choice.
         progress: shows how far a proof is.
     """
@@ -81,7 +81,7 @@ def run_proofs(
             started = time.monotonic()
             try:
                 proof.run(trials)
-            except Exception as error:  # a proof that breaks off has proved nothing
+            except Exception as error:  # an interrupted proof has proved nothing
                 trials.wrong(f"the proof broke off: {type(error).__name__}: {error}")
             outcome.seconds = time.monotonic() - started
         yield outcome

@@ -1,8 +1,8 @@
 """The proof that a request's tokens and log-probabilities have the same bits, however they are computed.
 
-A round takes one form of a model (axes.FORMS) and asks its requests alone, in one piece, on one thread. Then it builds
-engines at random points of the other axes, and asks crowds of the same requests. Every answer is one comparison. All of
-a round follows from its number, so one that failed can be repeated by itself.
+A round takes one form of a model (axes.FORMS) and sends its requests alone, in one piece, on one thread. Then it builds
+engines at random points of the other axes, and sends crowds of the same requests. Every answer is one comparison. A
+round is determined by its number, so a failed round can be repeated by itself.
 """
 
 import tempfile
@@ -23,22 +23,22 @@ from penstock.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock.prove.askers import OFFLINE, OPEN, SERVING
 from penstock.prove.proof import Trials
 
-ENGINES, CROWDS = 3, 5  # engines of a round, and crowds that meet in each
-LENGTHS = (1, 5, 16, 17, 24, 33, 48, 64, 72, 80, 97, 110, 120)  # of prompts, in tokens
-SHARED = (40, 70)  # leading tokens of the longest prompt that two more begin with
+ENGINES, CROWDS = 3, 5  # engines of a round, and crowds in each of them
+LENGTHS = (1, 5, 16, 17, 24, 33, 48, 64, 72, 80, 97, 110, 120)  # lengths of prompts, in tokens
+SHARED = (40, 70)  # numbers of leading tokens of the longest prompt with which two more prompts begin
 MAX_TOKENS = 12
-MAX_DELAY = 12  # steps between the first arrival and the last
+MAX_DELAY = 12  # maximum number of steps between the first arrival and the last
 ANY_MEMORY = 2**50
-MAX_LEFT_OUT = 20  # rounds that could not be made, before the first that could
+MAX_LEFT_OUT = 20  # the proof is skipped if this many rounds at its start cannot be made
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Round:
-    """One form of a model, its queries, and what they are answered alone.
+    """One form of a model, its queries, and their answers when they are computed alone.
 
     Attributes:
-        number: all random choices follow from it.
+        number: determines all random choices.
         point: the form's value on each axis.
         options: of EngineConfig, the same for all engines of the round.
         expected: by query and choice.
@@ -54,7 +54,7 @@ class Round:
     offloaded: str = ""
 
     def expect(self, crowd: Iterable[Member]) -> None:
-        """Ask for what the members of a crowd answer alone, as far as it is not known."""
+        """Compute the answers that the members of a crowd get alone, if they are not known yet."""
         wanted = {(member.query, choice) for member in crowd for choice in range(member.n)} - self.expected.keys()
         self.expected |= ask_alone(self.undisturbed.engine, self.queries, sorted(wanted))
 
@@ -79,7 +79,7 @@ class SameBits:
             while trials.go_on():
                 try:
                     this = start_round(number, models, trials.subject.options)
-                except (InvalidRequestError, ModelLoadError) as error:  # the machine or the model does not have it
+                except (InvalidRequestError, ModelLoadError) as error:  # the machine or the model does not support it
                     left_out[f"round {number}"] = str(error)
                     if len(left_out) == MAX_LEFT_OUT and not counts:
                         trials.skip(str(error))
@@ -112,10 +112,10 @@ class SameBits:
 def start_round(number: int, models: dict[str, str], given: dict[str, Any]) -> Round:
     """Take a random form of the next model, and build the engine that answers undisturbed.
 
-    given: options that the user has set, which decide over those of axes.FORMS.
+    given: options that the user has set, which override those of axes.FORMS.
 
     Raises:
-        InvalidRequestError, ModelLoadError: there is no such form of this model, or no room for it.
+        InvalidRequestError, ModelLoadError: this model has no such form, or there is no room for it.
     """
     random = Random(f"round {number}")
     model = list(models)[number % len(models)]
@@ -157,18 +157,18 @@ def engine_options(this: Round, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def room_bytes(options: dict[str, Any], built: BuiltEngine, room: int) -> int:
-    """Return how large the cache of an engine with these options is that has room for so many of the longest requests.
+    """Return the cache size of an engine with these options that has room for `room` of the longest requests.
 
     built: an engine of the same model.
     """
-    numerics = built.config.numerics  # a directory of packed weights decides some
+    numerics = built.config.numerics  # a directory of packed weights determines some of these
     chosen = {name: getattr(numerics, name) for name in ("dtype", "quantization", "quantization_group_size")}
     sized = EngineConfig.from_options(**options | chosen | {"max_num_seqs": room})
     return plan_kv_cache(sized.resolve(built.model_config), built.model_config, ANY_MEMORY).num_bytes
 
 
 def make_crowd(random: Random, this: Round, via: str, *, is_first: bool) -> tuple[list[Member], dict[str, str]]:
-    """Return a random crowd, and its value on each of its axes. An engine process is killed in the first one only."""
+    """Return a random crowd and its value on each of its axes. An engine process is killed only in the first crowd."""
     size, arrival = random.choice(axes.CROWDS), random.choice(axes.ARRIVALS)
     disturbance = random.choice(axes.DISTURBANCES if via == OFFLINE else axes.DISTURBANCES[:1])
     if via != OFFLINE and is_first:
@@ -204,7 +204,7 @@ def _weighted(random: Random, weights: dict[T, int]) -> T:
 def _cut(random: Random, this: Round, member: Member) -> int:
     """Return how many tokens a member brings along: at most all but one of its shortest choice."""
     query = this.queries[member.query]
-    if query.is_search or query.is_pooled:  # which begin anew
+    if query.is_search or query.is_pooled:  # these start from the beginning
         return 0
     shortest = min(len(this.expected[member.query, choice].ids) for choice in range(member.n))
     return random.randrange(shortest)

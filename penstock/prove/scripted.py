@@ -1,8 +1,7 @@
 """The server's application over the real engine with a model that is a formula, all in this process.
 
-Everything is as it is served but the sockets, the process boundary and the arithmetic (engine/scripted.py): routes,
-decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so that a million of them
-can be tried.
+Everything is as in production except the sockets, the process boundary and the arithmetic (engine/scripted.py): routes,
+decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so a million can be tried.
 """
 
 import asyncio
@@ -62,17 +61,17 @@ class ScriptedClient:
         self._pump: asyncio.Task[None] | None = None
 
     async def attach(self) -> None:
-        """There is nothing to watch."""
+        """Do nothing, because there is nothing to watch."""
 
     def status(self) -> EngineStatus:
         stats, running = self.engine.stats(), len(self._mailboxes)
         return EngineStatus(EngineState.READY, os.getpid(), 0, 0.0, True, stats, journal_requests=running)
 
     def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
-        """Admit everything: the proofs that use this are not about overload."""
+        """Admit everything, because the proofs that use this are not about overload."""
 
     async def check_form(self, form: StructuredOutputsParams) -> None:
-        """Follow none: its tokens are made up. The server's own checks of the form come before this."""
+        """Refuse every form, because tokens are made up here. The server's own checks of the form come before this."""
         raise InvalidRequestError("structured_outputs: not followed here", param="structured_outputs")
 
     def assign_seed(self) -> int:
@@ -126,13 +125,13 @@ class ScriptedClient:
         raise InvalidRequestError("the flight recorder is off", code="recorder_off")
 
     async def drain(self, timeout_s: float) -> None:
-        """End nothing: the proofs wait for their own requests."""
+        """End nothing, because the proofs wait for their own requests."""
 
     async def shutdown(self) -> None:
         self._client.shutdown()
 
     def leftovers(self) -> str | None:
-        """Return what is still held although nobody waits for an answer; None if nothing is.
+        """Return what is still held although nobody waits for an answer; None if nothing is held.
 
         Raises PenstockError if a block is not accounted for.
         """
@@ -142,7 +141,7 @@ class ScriptedClient:
             "open requests": len(self._mailboxes),
             "requests in the engine": stats.num_running + stats.num_waiting,
             "blocks in use": stats.kv_blocks_total - stats.kv_blocks_free - stats.kv_blocks_pinned,
-            "rows beyond the batch": max(0, len(self.executor.rows) - MAX_NUM_SEQS),  # it hears of an end a step later
+            "rows beyond the batch": max(0, len(self.executor.rows) - MAX_NUM_SEQS),  # it learns of an end a step late
         }
         return ", ".join(f"{count} {name}" for name, count in held.items() if count) or None
 
@@ -153,14 +152,14 @@ class ScriptedClient:
                     if output.request_id in self._mailboxes:
                         self._mailboxes[output.request_id].put(output)
                 await asyncio.sleep(0)
-        except Exception as error:  # the readers must hear of it
+        except Exception as error:  # the readers must be told
             for mailbox in self._mailboxes.values():
                 mailbox.put(RequestFailedError(f"{type(error).__name__}: {error}"))
 
 
 @dataclass(slots=True)
 class Answer:
-    """What the application answered. `status` is 0 where the client left before."""
+    """What the application answered. `status` is 0 if the client left before."""
 
     status: int = 0
     body: bytes = b""
@@ -170,10 +169,10 @@ class ScriptedServer:
     """The application, called without sockets.
 
     Args:
-        model: whose tokenizer is used.
+        model: its tokenizer is used.
 
     Raises:
-        ModelLoadError: it has no tokenizer.
+        ModelLoadError: the model has no tokenizer.
     """
 
     def __init__(self, model: str) -> None:
@@ -190,7 +189,7 @@ class ScriptedServer:
         """Make one request.
 
         Args:
-            leave_after: the client disconnects after so many pieces of the answer.
+            leave_after: number of pieces of the answer after which the client disconnects.
         """
         answer, pieces, left = Answer(), [body], asyncio.Event()
         num_sent = 0

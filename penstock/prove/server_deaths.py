@@ -1,4 +1,4 @@
-"""Kills of the whole server, under clients that come back and responses that run in the background."""
+"""Kills of the whole server, under clients that reconnect and responses that run in the background."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from penstock.errors import EngineError
 from penstock.prove.proof import Trials
 from penstock.prove.servers import Server, command_line, get, open_stream, post, serve, wait_until
 
-STREAMS = 10  # that run at each kill
+STREAMS = 10  # streams that run at each kill
 MAX_KILLS_OF_A_STREAM = 3
 LATEST_KILL_S = 1.2  # after the streams have begun, or the server is back
 LATEST_KILL_AT_START_S = 3.0
@@ -29,7 +29,7 @@ PROMPTS = ("Once upon a time", "The little robot", "A story about a ship:", "Wha
 
 @dataclass(slots=True)
 class Request:
-    """A request of the proof: where it goes, what it says, and its undisturbed answer."""
+    """A request of the proof: its route, its body, and its undisturbed answer."""
 
     path: str
     body: dict[str, Any]
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(slots=True)
 class Received:
-    """What came over all connections of one stream."""
+    """What arrived over all connections of one stream."""
 
     answer: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by choice: text, token ids
     finished: dict[int, str] = field(default_factory=dict)
@@ -56,8 +56,8 @@ class Follower(threading.Thread):
     """A client that reads one stream to its end, over as many connections as it takes.
 
     Attributes:
-        received: what it has got.
-        problem: what it will not get over.
+        received: what it has received.
+        problem: an error that it cannot recover from.
         gaps: seconds without a token around each lost connection.
     """
 
@@ -88,7 +88,7 @@ class Follower(threading.Thread):
         self.has_begun.set()
 
     def _connect(self) -> None:
-        """Begin the stream or go on with it, until it ends or the connection breaks."""
+        """Begin or continue the stream, until it ends or the connection breaks."""
         method, path, headers = "POST", self.request.path, {}
         body: dict[str, Any] | None = {**self.request.body, "stream": True}
         if self._last_id is not None:
@@ -105,7 +105,7 @@ class Follower(threading.Thread):
                 self._read(answer)
 
     def _read(self, answer: httpx.Response) -> None:
-        """Take whole events: one that was cut off before its blank line does not count."""
+        """Take whole events. An event that was cut off before its blank line does not count."""
         fields: dict[str, str] = {}
         for line in answer.iter_lines():
             if line:
@@ -124,7 +124,7 @@ class Follower(threading.Thread):
     def _take(self, fields: dict[str, str]) -> None:
         event = json.loads(fields["data"])
         if "error" in event and "type" not in event:
-            return  # a server that is killed may say that its engine is gone
+            return  # a server that is killed may report that its engine is gone
         if self._lost_at is not None:
             self.gaps.append(time.monotonic() - self._lost_at)
             self._lost_at = None
@@ -153,7 +153,7 @@ class Follower(threading.Thread):
 
 
 class ServerDeaths:
-    """Kills a server that has a journal while streams run, starts it again, and compares what its clients got."""
+    """Kills a server that has a journal while streams run, starts it again, and compares what its clients received."""
 
     name: ClassVar[str] = "server-deaths"
     promise: ClassVar[str] = "no stream is lost when the server is killed"
@@ -192,7 +192,7 @@ class _Cycle:
         self.gaps: list[float] = []
 
     def run(self, stack: contextlib.ExitStack) -> int:
-        """Begin the streams, kill the server under them, and compare. Returns the number of streams."""
+        """Begin the streams, kill the server under them, and compare. Return the number of streams."""
         url = self._server.url
         in_background, followed = [], []
         for request in self._requests:
@@ -218,7 +218,7 @@ class _Cycle:
         return len(problems)
 
     def _kill_at_start(self, port: int) -> int:
-        """Kill as many servers as chance will have it while they start. Returns how many."""
+        """Kill a random number of servers while they start. Return how many."""
         num_kills = self._trials.random.choice([0, 0, 1, 2])
         for _ in range(num_kills):
             command = command_line(self._trials.subject, self._journal, port=port)
@@ -228,7 +228,7 @@ class _Cycle:
         return num_kills
 
     def _report(self, num_kills: int, problems: list[str]) -> None:
-        for problem in problems[:num_kills]:  # a kill counts as broken once
+        for problem in problems[:num_kills]:  # a kill counts as broken only once
             self._trials.wrong(problem)
         self._trials.tried(num_kills)
 
@@ -259,7 +259,7 @@ class _Cycle:
 
 
 def _some_request(trials: Trials) -> Request:
-    """Return a request of a random kind, with a seed of its own."""
+    """Return a request of a random kind, with its own seed."""
     draw = trials.random
     prompt = draw.choice(PROMPTS)
     common = {"temperature": draw.choice([0, 1]), "seed": draw.randrange(2**31)}
@@ -284,7 +284,7 @@ def _some_request(trials: Trials) -> Request:
 
 
 def _note_expected(server: Server, request: Request) -> bool:
-    """Note the undisturbed answer. False where the model cannot take the request."""
+    """Note the undisturbed answer. Return False if the model cannot take the request."""
     body = {name: value for name, value in request.body.items() if name not in ("resumable", "background")}
     answer = post(server.url + request.path, json=body)
     if answer.status_code == 400:

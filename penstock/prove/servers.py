@@ -1,4 +1,4 @@
-"""Real servers for the proofs: `penstock serve` in a process of its own, and streams read from it over HTTP."""
+"""Real servers for the proofs: `penstock serve` in a separate process, and streams read from it over HTTP."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from penstock.errors import EngineError
 from penstock.prove.proof import Subject
 
 CLIENT_TIMEOUT_S = 120.0
-QUICK: dict[str, Any] = {"verify": False, "trust_env": False}  # without it a call loads certificates, for 0.07 s
+QUICK: dict[str, Any] = {"verify": False, "trust_env": False}  # otherwise each request loads certificates for 0.07 s
 get = partial(httpx.get, timeout=CLIENT_TIMEOUT_S, verify=False, trust_env=False)
 post = partial(httpx.post, timeout=CLIENT_TIMEOUT_S, verify=False, trust_env=False)
 open_stream = partial(httpx.stream, timeout=CLIENT_TIMEOUT_S, verify=False, trust_env=False)
@@ -30,7 +30,7 @@ class Server:
     Attributes:
         url: like http://127.0.0.1:40123
         process: the server process; the engine is its child.
-        stderr: what it has written to standard error.
+        stderr: what the server has written to standard error.
     """
 
     url: str
@@ -49,27 +49,27 @@ class Server:
 
     @property
     def engine_pid(self) -> int | None:
-        """Return the process id of the engine; None while there is none."""
+        """The process id of the engine; None while there is no engine."""
         pid: int | None = self.status()["engine"]["pid"]
         return pid
 
 
 def command_line(subject: Subject, *flags: str, port: int = 0) -> list[str]:
-    """Return the words that start `penstock serve`."""
+    """Return the command line that starts `penstock serve`."""
     options = (_flag(name.replace("_", "-"), value) for name, value in subject.options.items())
     return [sys.executable, "-m", "penstock", "serve", subject.model, f"--port={port}", *options, *flags]
 
 
 @contextmanager
 def serve(subject: Subject, *flags: str, port: int = 0) -> Iterator[Server]:
-    """Run `penstock serve` on loopback; yield it when it is ready, and kill it at the end if it still runs.
+    """Run `penstock serve` on loopback. Yield it when it is ready, and kill it at the end if it still runs.
 
     Args:
         flags: further flags, as on the command line.
         port: to listen on; 0 takes a free one.
 
     Raises:
-        EngineError: it did not start.
+        EngineError: the server did not start.
     """
     command = command_line(subject, *flags, port=port)
     with (
@@ -94,7 +94,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def stream(url: str, body: dict[str, Any], *, path: str = "/v1/completions") -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a streamed answer as they come, up to [DONE].
+    """Yield the chunks of a streamed answer as they arrive, up to [DONE].
 
     Raises:
         httpx.HTTPError: the connection broke.
@@ -115,7 +115,7 @@ def stream(url: str, body: dict[str, Any], *, path: str = "/v1/completions") -> 
 
 
 def wait_until(condition: Any, timeout_s: float, what: str) -> None:
-    """Poll until `condition()` is true; raise EngineError after timeout_s."""
+    """Poll until `condition()` is true. Raise EngineError after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Proof: a server that is told to stop finishes what it has begun, lets nothing new in, and leaves nothing behind."""
+"""Proof that a server that is told to stop finishes its requests, lets nothing new in, and leaves nothing behind."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ from penstock.errors import EngineError
 from penstock.prove.proof import Subject, Trials
 from penstock.prove.servers import Server, post, serve, stream, wait_until
 
-STREAMS = 6  # of each trial
+STREAMS = 6  # streams of each trial
 STOP_TIMEOUT_S = 60.0
-ORPHAN_TIMEOUT_S = 5.0  # the engine ends with its server
+ORPHAN_TIMEOUT_S = 5.0  # time within which the engine must end after its server
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1.0},
@@ -25,16 +25,16 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "stop": [" the"], "max_tokens": 400},
 )
 
-Answer = dict[int, tuple[str, str | None]]  # of each choice: its text, and why it ended
+Answer = dict[int, tuple[str, str | None]]  # by choice: its text, and why it ended
 
 
 @dataclass(slots=True)
 class _Reader:
-    """A client in a thread of its own, which reads one stream.
+    """A client in its own thread, which reads one stream.
 
     Attributes:
-        answer: what has come, all of it if `problem` is None.
-        problem: why it is not whole.
+        answer: what has arrived; the whole answer if `problem` is None.
+        problem: why the answer is not whole.
         began: time.monotonic() before the request was sent.
     """
 
@@ -55,7 +55,7 @@ class _Reader:
             self.problem = error
 
     def refused(self, told_at: float) -> bool:
-        """Return whether the request was not let in: 503, or a server that had gone when it came."""
+        """Return whether the request was not let in: it got a 503, or the server was already gone."""
         if self.answer or self.problem is None:
             return False
         late = self.began > told_at and isinstance(self.problem, httpx.HTTPError)
@@ -63,7 +63,7 @@ class _Reader:
 
 
 class Drains:
-    """Streams on a real server, SIGTERM at a random moment."""
+    """Runs streams on a real server, and sends SIGTERM at a random moment."""
 
     name: ClassVar[str] = "drains"
     promise: ClassVar[str] = "SIGTERM cuts no stream, lets nothing new in, and leaves no process behind"
@@ -107,7 +107,7 @@ class _Drain:
         delay_s: from the start of the streams to SIGTERM.
         problems: what went wrong.
         finished, refused: numbers of streams.
-        stop_s: seconds from SIGTERM until it had ended.
+        stop_s: seconds from SIGTERM until the server had ended.
     """
 
     bodies: list[dict[str, Any]]
@@ -119,7 +119,7 @@ class _Drain:
     stop_s: float = 0.0
 
     def make(self, subject: Subject) -> None:
-        """Start the server, stop it, and look at what its streams got."""
+        """Start the server, stop it, and check what its streams received."""
         with serve(subject) as server:
             engine_pid = server.engine_pid
             readers = [_Reader(server.url, body) for body in self.bodies]
@@ -167,12 +167,12 @@ def _read_all(readers: list[_Reader]) -> list[_Reader]:
 
 def _new_request_problem(server: Server) -> list[str]:
     """Send a request to a server that has been told to stop. Return what is wrong with its answer, if anything is."""
-    wait_s = 0.05  # for the signal to arrive: what comes before it may be let in
+    wait_s = 0.05  # for the signal to arrive; an earlier request may be let in
     time.sleep(wait_s)
     try:
         status = post(f"{server.url}/v1/completions", json={"prompt": "late", "max_tokens": 1}).status_code
     except httpx.HTTPError:
-        return []  # it has ended
+        return []  # the server has ended
     return [] if status == 503 else [f"a request {wait_s} s after the signal got {status}"]
 
 

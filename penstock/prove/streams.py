@@ -1,6 +1,6 @@
-"""Streams for the proofs: requests whose features are mixed at random, and what their readers get.
+"""Streams for the proofs: requests whose features are mixed at random, and what their readers receive.
 
-A new feature of requests that a death could hurt gets a line in FEATURES, and every proof that reads streams has it.
+A new feature of requests that a death could harm gets a line in FEATURES. Then every proof that reads streams uses it.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +13,7 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, LogprobsA
 from penstock.interface.sampling_params import SamplingParams
 
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 40, 240
-SHARE_OF_FEATURE = 0.3  # of the streams that have a certain feature
+SHARE_OF_FEATURE = 0.3  # share of the streams that have a certain feature
 STOPS = (".\n", " said", "?", " was", "the", "\n\n", "e")
 Make = Callable[[Random, ModelInfo], dict[str, Any]]  # -> fields of SamplingParams
 
@@ -44,7 +44,7 @@ class Stream:
 
     @classmethod
     def at_random(cls, random: Random, info: ModelInfo, *, has_text: bool = True) -> "Stream":
-        """Return a stream of random features; has_text: the model has a tokenizer."""
+        """Return a stream with random features. has_text: the model has a tokenizer."""
         names = [name for name in FEATURES if random.random() < SHARE_OF_FEATURE]
         if not has_text:
             names = [name for name in names if name != "stop strings"]
@@ -63,7 +63,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Received:
-    """What the reader of one choice has got: of all outputs together, whichever way they were cut."""
+    """What the reader of one choice has received: all outputs together, however they were divided."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -88,7 +88,7 @@ class Received:
 
 @dataclass(slots=True)
 class Answer:
-    """What the reader of one stream has got."""
+    """What the reader of one stream has received."""
 
     choices: dict[int, Received] = field(default_factory=dict)
     prompt_logprobs: list[LogprobsAt | None] | None = None
@@ -104,7 +104,7 @@ class Answer:
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
 
     def difference(self, undisturbed: "Answer") -> str | None:
-        """Return where this answer differs from that of an undisturbed run; None if it does not."""
+        """Return where this answer differs from that of an undisturbed run; None if they are equal."""
         for index, expected in undisturbed.choices.items():
             found = self.choices.get(index, Received())
             for name in Received.__slots__:

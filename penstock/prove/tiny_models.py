@@ -8,7 +8,7 @@ from typing import Any
 from penstock.demo import MODEL_DIR
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-VOCAB_SIZE = 4096  # of the demo model's tokenizer, which they share
+VOCAB_SIZE = 4096  # size of the demo model's tokenizer, which they share
 # Sizes whose products take several panels and do not fill the last one, so that threads share them.
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 96,
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write(directory: Path) -> dict[str, str]:
-    """Write each model's config.json, and a tokenizer, to a directory of its own; return these by the model's name."""
+    """Write each model's config.json and a tokenizer to a separate directory. Return the directories by model."""
     places = {}
     for name, config in MODELS.items():
         place = directory / name.replace(" ", "-")

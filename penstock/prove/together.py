@@ -1,8 +1,8 @@
-"""The proof that all features at once, on one engine, change nothing: thousands of requests with options of their own
-that come at random moments, share rows, blocks and drafts, are preempted, and now and then aborted.
+"""The proof that all features at once, on one engine, change nothing.
 
-Each answer must equal that of the same request asked alone, in one piece, of an engine that does nothing else. Request
-I of seed S is the same in every run.
+Thousands of requests with different options come at random moments, share rows, blocks and drafts, are preempted, and
+are sometimes aborted. Each answer must equal that of the same request sent alone, in one piece, to an engine that does
+nothing else. Request I of seed S is the same in every run.
 """
 
 from collections import Counter
@@ -24,17 +24,17 @@ from penstock.prove.features import Asked, Maker
 from penstock.prove.proof import Trials
 from penstock.prove.same_bits import room_bytes
 
-LENGTHS = (8, 2048)  # of prompts, in tokens, as far as the model's context reaches
-NUM_SHARED = 6  # texts that prompts begin with
-ROWS, ROOM = 24, 2  # requests at once; of the longest, how many find room in the cache
+LENGTHS = (8, 2048)  # shortest and longest prompt in tokens, as far as the model's context reaches
+NUM_SHARED = 6  # number of texts with which prompts begin
+ROWS, ROOM = 24, 2  # requests at once, and how many of the longest ones find room in the cache
 MAX_OPEN = 40  # requests that run or wait
-ARRIVAL_RATES = (0.05, 0.3, 1.0)  # per step, of which each sitting has one
-SITTING = 100  # requests, after which the engine is let run dry, and every block must be free
+ARRIVAL_RATES = (0.05, 0.3, 1.0)  # per step; each sitting has one of them
+SITTING = 100  # requests, after which the engine finishes all of them, and every block must be free
 
 
 @dataclass(slots=True)
 class _Crowd:
-    """The engine that serves all, the one that answers alone, and the requests that are open.
+    """The engine that serves all requests, the engine that answers alone, and the requests that are open.
 
     Attributes:
         open: request id -> its number, what it asks, and its last output.
@@ -51,7 +51,7 @@ class _Crowd:
 
 
 class Together:
-    """Asks one engine for thousands of answers, with all features at random."""
+    """Sends thousands of requests with random features to one engine."""
 
     name: ClassVar[str] = "together"
     promise: ClassVar[str] = "all features at random on one engine: every answer as if asked alone, no block lost"
@@ -81,7 +81,7 @@ class Together:
 
 
 def _open(trials: Trials) -> _Crowd:
-    """Build both engines. The one for the crowd has room for little, so that requests preempt each other."""
+    """Build both engines. The one for the crowd has little room, so that requests preempt each other."""
     random, subject = Random(f"engine {trials.seed}"), trials.subject
     options: dict[str, Any] = {"kernels": "cpu", **subject.options, "model": subject.model}
     alone = build_engine(EngineConfig.from_options(**{**options, **axes.UNCUT, "max_num_seqs": 4}))
@@ -108,7 +108,7 @@ def _open(trials: Trials) -> _Crowd:
 
 
 def _sit(crowd: _Crowd) -> None:
-    """Let requests come at random until there were enough, and the engine run dry."""
+    """Let requests come at random until there were enough, and the engine finish all of them."""
     random, trials = Random(f"arrivals {crowd.trials.seed} {crowd.number}"), crowd.trials
     left, rate = min(SITTING, trials.goal - trials.outcome.tried), random.choice(ARRIVAL_RATES)
     while left or crowd.client.has_unfinished_requests():
@@ -132,7 +132,7 @@ def _arrive(crowd: _Crowd) -> None:
     priority = asked.priority if crowd.served.info.scheduling_policy == "priority" else 0
     try:
         name = crowd.client.add_request(None, asked.prompt, asked.params, priority)
-    except InvalidRequestError as error:  # alone it is refused as well, or it needs more of the cache than there is
+    except InvalidRequestError as error:  # it is refused alone as well, or needs more cache than there is
         crowd.counts[f"refused: {error.code or error.param}"] += 1
         return
     crowd.open[name] = number, asked, None
@@ -171,7 +171,7 @@ def _ask_alone(client: InProcessClient, asked: Asked) -> RequestOutput:
 
 
 def _difference(found: RequestOutput, wanted: RequestOutput) -> str | None:
-    """Return in what two answers differ; of one that was aborted, what there is must be the beginning."""
+    """Return the difference of two answers. If a request was aborted, what it received must be the beginning."""
     pairs: dict[str, tuple[Any, Any]] = {"error": (found.error, wanted.error), "log-probabilities of the prompt": (
         found.prompt_logprobs, wanted.prompt_logprobs if found.prompt_logprobs is not None or found.finished else None
     )}  # fmt: skip

@@ -2,24 +2,25 @@
 
     value = w * (1 / scale), clamped to -8 .. 7, rounded to the nearest, ties to even
 
-Several scales are tried for a group; the one with the smallest sum of squared errors is taken, the first on a tie. For
-each factor of SHRINK, in this order, they are
+Several scales are tried for a group. The one with the smallest sum of squared errors is taken, and the first of several
+with the same sum. For each factor of SHRINK, in this order, they are
 
     absmax * (factor / 7)          the range -7 .. 7 on both sides
     extreme * (-factor / 8)        the whole range: the value of greatest absolute value becomes -8
 
-each rounded to bfloat16 before it is used; the factors below 1 clip the extremes in favour of all other values. The
-extreme is absmax if the group has it with that sign, else -absmax.
+each rounded to bfloat16 before it is used. The factors below 1 clip the extremes in favour of all other values. The
+extreme is absmax if the group has a value of absmax, else -absmax.
 
-Everything is float32, each operation rounded by itself. The squared errors are added in LANES sums, element i of a
-group in sum i % LANES in ascending order, which are then folded: the upper half onto the lower one until one is left.
-So every implementation finds the same scales. A group whose greatest value is below SMALLEST counts as zero.
+Everything is float32, and each operation is rounded separately. The squared errors are added in LANES sums: element i
+of a group goes into sum i % LANES, in ascending order. Then the upper half of the sums is added to the lower half,
+until one sum is left. So every implementation finds the same scales. A group whose greatest absolute value is below
+SMALLEST counts as zero.
 
-A group never crosses a leaf of K (kernels/ops.py): each leaf begins a new group, and its last may be short.
+A group never crosses a leaf of K (kernels/ops.py): each leaf begins a new group, and its last group may be short.
 
 Error bound: the first scale tried is absmax / 7 and clips nothing, so a group's root mean square error is at most
-half a step of it: absmax / 14 * (1 + 2^-7), where the factor is for the rounded scale. In a group that counts as zero
-the error is at most SMALLEST.
+half a step of that scale: absmax / 14 * (1 + 2^-7), where the factor allows for the rounding of the scale. In a group
+that counts as zero the error is at most SMALLEST.
 """
 
 from collections.abc import Sequence
@@ -45,10 +46,10 @@ def leaf_groups(k: int, group_size: int, leaf_ends: Sequence[int] = ()) -> list[
 
 
 def quantize_int4(weight: Tensor, group_size: int, leaf_ends: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Quantise weight [N, K] float32: values [N, K] int8 in -8 .. 7, scales [N, groups] float32, which bfloat16 holds.
+    """Quantise weight [N, K] float32: values [N, K] int8 in -8 .. 7, scales [N, groups] float32, exact in bfloat16.
 
     Raises:
-        ValueError: as int8.check_quantisable.
+        ValueError: as in int8.check_quantisable.
     """
     check_quantisable(weight)
     rows, k = weight.shape

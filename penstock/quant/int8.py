@@ -2,18 +2,19 @@
 
     scale = absmax / 127        value = w * (127 / absmax), rounded to the nearest, ties to even
 
-Everything is float32, each operation rounded by itself, so that every implementation finds the same integers. A row
-whose greatest value is below SMALLEST counts as zero: the quotient 127 / absmax would overflow.
+Everything is float32, and each operation is rounded separately, so that every implementation finds the same integers. A
+row whose absmax is below SMALLEST counts as zero, because the quotient 127 / absmax could overflow.
 
 Error bound: |w - scale * value| <= scale * (1/2 + 2^-15). Half a step is the rounding error; the rest is from the
-float32 operations, each at most 2^-24 of a number up to 127. In a row that counts as zero it is at most SMALLEST.
+float32 operations, each at most 2^-24 of a number up to 127. In a row that counts as zero the error is at most
+SMALLEST.
 """
 
 import torch
 from torch import Tensor
 
 SMALLEST = 2.0**-100
-TOO_GREAT = 2.0**100  # so that no product of a scale and a sum of integers leaves the range of float32
+TOO_GREAT = 2.0**100  # below it, no product of a scale and a sum of integers leaves the range of float32
 
 
 def check_quantisable(weight: Tensor) -> None:
@@ -26,7 +27,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise weight [N, K] float32: values [N, K] int8 in -127 .. 127, scales [N] float32.
 
     Raises:
-        ValueError: as check_quantisable.
+        ValueError: as in check_quantisable.
     """
     check_quantisable(weight)
     greatest = weight.abs().amax(dim=1, keepdim=True) if weight.shape[1] else weight.new_zeros(len(weight), 1)

@@ -2,30 +2,31 @@
 
 A stored integer B, -127 .. 127, represents (B + offset) * scale (the antiquant parameters of Huawei's
 IncreFlashAttention operator). There is one scale and offset per token and kv head, computed from that head's elements,
-or per channel (layer, kv head and element; from a file); keys and values each have their own. A scale for the whole
-tensor is a scale per channel with equal numbers. Everything is float32, each operation rounded by itself, so that every
-implementation finds the same integers.
+or one per channel (layer, kv head and element), read from a file. Keys and values each have their own. A scale for the
+whole tensor is a scale per channel with equal numbers. Everything is float32, and each operation is rounded separately,
+so that every implementation finds the same integers.
 
 Per token, over a head's elements x:
     middle = (min x + max x) / 2      half = max(max x - middle, middle - min x)
     scale = half / 127                offset = middle / scale
     B = (x - middle) * (127 / half), rounded to the nearest, ties to even
-Where half is below SMALLEST, B is 0 everywhere, scale |middle|, and offset 1 with the sign of middle, or 0. Where an
-element is not finite or its absolute value is TOO_GREAT or more, scale is NaN, offset 0 and B 0: a row that sees that
-token is NaN, and no other row.
+If half is below SMALLEST, all B are 0, scale is |middle|, and offset is the sign of middle: 1, -1 or 0. If an element
+is not finite, or its absolute value is TOO_GREAT or more, scale is NaN, and offset and all B are 0: rows that see that
+token become NaN, and no other rows do.
 
 Error bound: |x - (B + offset) * scale| <= scale * (1/2 + 2^-15) + |middle| * 2^-22. The first term is half a step of
-rounding and its float32 error, the second the float32 error of a middle far from zero. Where half is below SMALLEST,
-the error is at most SMALLEST.
+rounding and its float32 error, the second the float32 error of a middle far from zero. If half is below SMALLEST, the
+error is at most SMALLEST.
 
 Per channel: B = x / scale - offset, clamped to -127 .. 127, rounded to the nearest, ties to even; NaN becomes 0. Scales
 are finite and above zero. Error bound, for x that is not clamped: scale * (1/2 + 2^-15) + scale * |offset| * 2^-22.
 
-Slices. A product with B stays in integers: the other operand's row x (a query row, a row of probabilities) becomes 1, 2
-or 3 int8 rows, found one after the other (the same operator's multi-step decomposition). With a the row's greatest |x|
-and y = x * (127 / a), these are q0 = round(y), q1 = round((y - q0) * 254), q2 = round(((y - q0) * 254 - q1) * 254);
-x is (q0 + q1 / 254 + q2 / 254^2) * (a / 127). A row whose a is below 2^-118 counts as zero; in one with a value that is
-not finite everything is NaN. Error bound with n slices: a / 254^n + a * 2^-22.
+Slices: a product with B is computed in integers. To that end, the other operand's row x (a query row, a row of
+probabilities) becomes 1, 2 or 3 int8 rows, computed one after the other (the same operator's multi-step decomposition).
+Where a is the row's greatest |x| and y = x * (127 / a), the slices are q0 = round(y), q1 = round((y - q0) * 254),
+q2 = round(((y - q0) * 254 - q1) * 254); they represent x as (q0 + q1 / 254 + q2 / 254^2) * (a / 127). A row whose a is
+below 2^-118 counts as zero. A row with a value that is not finite becomes NaN. Error bound with n slices:
+a / 254^n + a * 2^-22.
 """
 
 import torch
@@ -33,9 +34,9 @@ from torch import Tensor
 
 from penstock.quant.int8 import SMALLEST, TOO_GREAT
 
-LARGEST = 127.0  # of the integers
+LARGEST = 127.0  # the largest stored integer
 SLICE_RATIO = 254.0  # the rounding error is at most 1/2, which is 127 units of the next slice
-SMALLEST_ROW = 2.0**-118  # from here on a row's scale is not denormal, and 127 / a is finite
+SMALLEST_ROW = 2.0**-118  # the smallest a for which the row's scale is not denormal and 127 / a is finite
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +70,7 @@ def dequantize(values: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
 
 
 def split(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Write x [.., n] float32 as slices [count, .., n] int8, scales [..] float32."""
+    """Convert x [.., n] float32 to slices [count, .., n] int8 and scales [..] float32."""
     greatest = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     finite = greatest < torch.inf
     usable = finite & (greatest >= SMALLEST_ROW)
@@ -84,7 +85,7 @@ def split(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def slices(x: Tensor, count: int) -> Tensor:
-    """Write x [.., n] float32 as `count` slices, and back."""
+    """Convert x [.., n] float32 to `count` slices and back."""
     rows, scales = split(x, count)
     weights = torch.tensor([SLICE_RATIO**-s for s in range(count)], device=x.device)
     terms = rows.float() * weights.view(-1, *[1] * x.ndim)

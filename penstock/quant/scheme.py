@@ -1,4 +1,4 @@
-"""Scheme: how a quantised weight is stored and what it is multiplied with. No torch.
+"""Scheme: how a quantised weight is stored, and by what it is multiplied. No torch.
 
     name        weights                                  activations
     int8        8 bits, one scale per output channel     one int8 row, one scale per token
@@ -8,7 +8,7 @@
     int4-a16    the same                                 unquantised, in bfloat16
 
 A group is a run of elements of K. Slices are the multi-step decomposition of Huawei's IncreFlashAttention operator: a
-row is a sum of int8 rows, each of which holds the rounding error of those before it.
+row is a sum of int8 rows, each of which holds the rounding error of the rows before it.
 """
 
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ class Scheme:
 
     @classmethod
     def parse(cls, quantization: str | None, group_size: int | None = None) -> "Scheme | None":
-        """Return the scheme of an engine option; None for None, no quantisation.
+        """Return the scheme of an engine option; None without quantisation.
 
         Raises:
-            ValueError: the scheme is unknown, or it has no groups of that size.
+            ValueError: the scheme is unknown, or it does not allow groups of that size.
         """
         if quantization is not None and quantization not in SLICES:
             raise ValueError(f"no quantisation {quantization!r}; there are {', '.join(SLICES)}")
@@ -55,8 +55,8 @@ class Scheme:
 def scheme_of(quant: bool | str, scheme: Scheme | None) -> Scheme | None:
     """Return the scheme of one weight in a model that is quantised with `scheme`.
 
-    quant: from the parameter table: whether the weight may be quantised, or "int8" if it must keep 8 bits; its
-        activations then stay about as precise.
+    quant: from the parameter table: whether the weight may be quantised, or "int8" if it must keep 8 bits. In that case
+        its activations stay about as precise.
     """
     if scheme is None or not quant:
         return None

@@ -1,18 +1,18 @@
 """Engines on a Ray cluster: `penstock serve --on-ray`, and `penstock.ray_app:build` for a Ray Serve config file.
 
 Ray Serve places replicas on machines, replaces those that die, and decides how many there are. A replica is a place for
-an engine process; the client leases it, and from then on it is one of the client's engines like any other:
+an engine process. The client leases it, and from then on the engine is one of the client's engines like any other:
 
     our server (client/dispatcher.py decides who computes what, client/recovery.py goes on after a death)
         | one lease per engine, through Serve               | one TCP connection per engine: frames (client/frames.py)
     a Serve replica (engines.py): an actor that starts  ->  an engine process (client/engine_process.py)
 
-So tokens never pass through Ray, and all that is true of several engines on one machine is true here.
+So tokens never pass through Ray, and everything that holds for several engines on one machine holds here.
 
-    engines      the Serve deployment whose replicas hold engines; how many of them, by queued tokens
+    engines      the Serve deployment whose replicas hold engines; their number depends on the queued tokens
     routing      which replica a lease gets, in Serve's request-router interface
     remote       the client's end: leases, connections
-    application  both ways to run it
+    application  two ways to run the server
 """
 
 from penstock.ray_app.application import build

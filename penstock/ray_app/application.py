@@ -1,4 +1,4 @@
-"""Both ways to run the server on a Ray cluster.
+"""Two ways to run the server on a Ray cluster.
 
 penstock serve --on-ray     our server in this process, with all its options; the engines are Serve replicas
 build(args)                 an application for a Serve config file: our server is a Serve deployment too
@@ -30,8 +30,8 @@ SERVER_OPTIONS = (
     "api_key", "served_model_names", "allowed_hosts", "allowed_origins", "tool_call_parser", "reasoning_parser",
     "request_timeout_s", "drain_timeout_s",
 )  # fmt: skip
-STOP_S = 3600.0  # for the streams of a replica that Serve stops to end; afterwards they go on elsewhere
-HEALTH_S = 2.0  # between two looks of Serve at a replica: how soon a dead one is noticed, and replaced
+STOP_S = 3600.0  # time for the streams of a replica that Serve stops to end; afterwards they go on elsewhere
+HEALTH_S = 2.0  # between Serve's health checks of a replica, so a dead one is replaced this soon
 METRICS_S = 1.0  # between two reports of a replica to the autoscaler
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 120.0
 
@@ -41,11 +41,11 @@ class ReplicaOptions:
     """How many engines there are, and what Ray reserves for each.
 
     Attributes:
-        num_replicas: to start with, and at least.
-        max_replicas: at most; between the two, as many as the queued tokens need.
-        num_cpus: cores of each.
-        target_queued_tokens: that one engine should have to compute, of prompts and expected outputs.
-        upscale_delay_s, downscale_delay_s: for how long more, or fewer, have to be needed.
+        num_replicas: number of engines at the start, and the smallest number.
+        max_replicas: the largest number of engines; the queued tokens decide between the two.
+        num_cpus: cores of each engine.
+        target_queued_tokens: tokens of prompts and expected outputs that one engine should have waiting.
+        upscale_delay_s, downscale_delay_s: how long more, or fewer, engines must be needed before the number changes.
     """
 
     num_replicas: int = 1
@@ -66,12 +66,12 @@ class ReplicaOptions:
 
     @property
     def most(self) -> int:
-        """Return how many there are at most."""
+        """The largest number of engines."""
         return self.max_replicas or self.num_replicas
 
 
 def engines(options: ReplicaOptions) -> serve.Application:
-    """Return the application of which every replica bears an engine."""
+    """Return the application in which every replica runs an engine."""
     scaling: dict[str, Any] = {"num_replicas": options.num_replicas}
     if options.most > options.num_replicas:
         policy = AutoscalingPolicy(
@@ -101,7 +101,11 @@ def engines(options: ReplicaOptions) -> serve.Application:
 
 
 def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> AsyncLLM:
-    """Return a client of the engines behind a handle. Raises as AsyncLLM."""
+    """Return a client of the engines behind a handle.
+
+    Raises:
+        InvalidRequestError: an option does not work with engines on Ray, or AsyncLLM refuses it.
+    """
     if "flight_recorder" in client_options or "record_dir" in client_options:
         message = "flight_recorder, record_dir: not with engines on other machines, which cannot write our memory"
         raise InvalidRequestError(message, param="flight_recorder")
@@ -122,13 +126,13 @@ def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> Asyn
 
 @contextmanager
 def deployed(options: ReplicaOptions, name: str) -> Iterator[Any]:
-    """Start engines on the cluster that RAY_ADDRESS or this machine's Ray names; yield their handle, and end them.
+    """Start engines on the cluster named by RAY_ADDRESS or by this machine's Ray, yield their handle, and end them.
 
     Raises:
         InvalidRequestError: there is no cluster.
     """
     join_cluster("on_ray")
-    serve.start(proxy_location="Disabled")  # where Serve does not run yet: HTTP is this process's own business
+    serve.start(proxy_location="Disabled")  # if Serve does not run yet; HTTP is served by this process
     try:
         yield serve.run(engines(options), name=name, route_prefix=None)
     finally:
@@ -136,14 +140,14 @@ def deployed(options: ReplicaOptions, name: str) -> Iterator[Any]:
 
 
 def serve_here(options: ServerOptions, replicas: dict[str, Any], client: dict[str, Any]) -> int:
-    """Run our server in this process until a signal, and return its exit code.
+    """Run our server in this process until a signal ends it. Return its exit code.
 
     Args:
-        replicas: of ReplicaOptions.
-        client: of AsyncLLM; its data_parallel_size is how many replicas there are to start with.
+        replicas: options of ReplicaOptions.
+        client: options of AsyncLLM; data_parallel_size is the number of replicas at the start.
 
     Raises:
-        InvalidRequestError: an option is wrong, or there is no cluster.
+        InvalidRequestError: an option is invalid, or there is no cluster.
     """
     counts = ReplicaOptions(num_replicas=client.pop("data_parallel_size", 1), **replicas)
     with deployed(counts, f"penstock-{options.port or os.getpid()}") as handle:
@@ -154,19 +158,21 @@ def serve_here(options: ServerOptions, replicas: dict[str, Any], client: dict[st
 
 
 class _Forward:
-    """The web application of the Serve replica that it is called in."""
+    """The web application of the Serve replica in which it is called."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":  # its lifespan begins before there is a servable object, which has one of its own
+        if scope["type"] == "http":  # the lifespan begins before the servable object exists, which has its own
             await serve.get_replica_context().servable_object.web(scope, receive, send)
 
 
 class Server:
-    """Our server as a Serve deployment, of one replica: it has the leases.
+    """Our server as a Serve deployment with one replica, which holds the leases.
 
     Args:
-        settings: of ReplicaOptions, of the server and of AsyncLLM, by part.
-        handle: of the engines.
+        replicas: how many engines there are.
+        server: options of the server.
+        client: options of AsyncLLM.
+        handle: the handle of the engines.
     """
 
     def __init__(self, replicas: ReplicaOptions, server: dict[str, Any], client: dict[str, Any], handle: Any) -> None:
@@ -186,23 +192,23 @@ class Server:
             self._app.state.context.kept.start()
 
     async def check_health(self) -> None:
-        """Start the engines without waiting for a request; raise if there will be none any more."""
+        """Start the engines without waiting for a request. Raise RuntimeError if they cannot be restarted."""
         await self._attach()
         if self._client.status().state is EngineState.FAILED:
             raise RuntimeError("the engines cannot be restarted; the log says why")
 
     async def __del__(self) -> None:
-        """End the engines; Serve waits for open requests before."""
+        """End the engines. Serve first waits for open requests."""
         await self._client.shutdown()
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """Return the application of a Serve config file: `import_path: penstock.ray_app:build`.
 
-    args: of ReplicaOptions, of SERVER_OPTIONS and of AsyncLLM (model, dtype, max_queue_wait, ...).
+    args: options of ReplicaOptions, SERVER_OPTIONS and AsyncLLM (model, dtype, max_queue_wait, ...).
 
     Raises:
-        InvalidRequestError: one of them is unknown or wrong.
+        InvalidRequestError: an option is unknown or invalid.
     """
     rest = dict(args)
     replicas = check.take_options(ReplicaOptions, rest)
@@ -213,7 +219,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     deployment = serve.deployment(serve.ingress(_Forward())(Server)).options(
         name="PenstockServer",
         num_replicas=1,
-        max_ongoing_requests=100_000,  # our own limits refuse with 429 and say when to come back
+        max_ongoing_requests=100_000,  # our own limits refuse requests with 429 and say when to retry
         graceful_shutdown_timeout_s=float(server.get("drain_timeout_s", 30.0)),
         ray_actor_options={"num_cpus": 0},
     )

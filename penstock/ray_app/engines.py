@@ -1,7 +1,7 @@
 """EngineReplica: the Serve deployment whose replicas are places for engine processes. Runs on every machine.
 
-A replica holds one lease at a time. The lease is a call that lasts as long as the engine, so that Serve counts it as an
-ongoing request: a replica that has an engine is not free, and is not stopped before the engine has ended.
+A replica holds one lease at a time. The lease is a call that lasts as long as the engine, and Serve counts it as an
+ongoing request. So a replica with an engine is not free, and is not stopped before the engine has ended.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from ray.serve.config import AutoscalingContext
 from penstock.parallel.door import TOKEN_BYTES, Door, read_exactly
 from penstock.parallel.spawn import spawn
 
-ENGINE, LOAD = b"engi", b"load"  # what a connection is for
-CONNECT_S = 30.0  # for the client to connect, once it has the lease
+ENGINE, LOAD = b"engi", b"load"  # labels of connections
+CONNECT_S = 30.0  # time limit for the client to connect once it has the lease
 LOAD_FORMAT = struct.Struct("<d")
-STDERR = 2  # output of the engine joins that of the replica, which Ray collects
+STDERR = 2  # the engine's output joins that of the replica, which Ray collects
 
 
 class EngineReplica:
-    """A place for one engine process after the other.
+    """A place that runs engine processes, one at a time.
 
     Args:
         num_cpus: cores that Ray reserves for it.
@@ -39,15 +39,15 @@ class EngineReplica:
         self._place = {
             "replica": serve.get_replica_context().replica_id.unique_id,
             "node": node_id,
-            "num_engines": max(1, math.floor(cores / num_cpus)),  # that this machine may have to bear
+            "num_engines": max(1, math.floor(cores / num_cpus)),  # engines that this machine may have to run
         }
         self._queued_tokens = 0.0
 
     async def lease(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Start an engine for the caller and bear it until it ends.
+        """Start an engine for the caller and keep the lease until it ends.
 
-        Yields where to connect to and with which token, then the engine's process id, then its exit code. The caller
-        connects twice: for the engine's frames, and to say what is queued.
+        Yields the address and token to connect with, then the engine's process id, then its exit code. The caller
+        connects twice: for the engine's frames, and to report queued tokens.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         with Door(token, ray.util.get_node_ip_address()) as door:
@@ -70,21 +70,21 @@ class EngineReplica:
                     process.kill()
 
     async def _read_load(self, load: socket.socket) -> None:
-        """Note what the client says is queued, until it hangs up."""
+        """Store the queued tokens that the client reports, until it disconnects."""
         with contextlib.suppress(OSError, EOFError):
             while True:
                 (self._queued_tokens,) = LOAD_FORMAT.unpack(await read_exactly(load, LOAD_FORMAT.size))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Tell Serve's autoscaler this replica's share of what is queued."""
+        """Return this replica's share of the queued tokens, for Serve's autoscaler."""
         return {"queued_tokens": self._queued_tokens}
 
 
 class ByQueuedTokens:
-    """An autoscaling policy of Serve: as many replicas as queued tokens need.
+    """An autoscaling policy for Serve: as many replicas as the queued tokens need.
 
     Args:
-        target_queued_tokens: that one replica should have.
+        target_queued_tokens: queued tokens that one replica should have.
     """
 
     def __init__(self, target_queued_tokens: float) -> None:

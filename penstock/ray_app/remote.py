@@ -1,4 +1,4 @@
-"""The client's end of engines on a Ray cluster: EnginePool leases replicas, RemoteEngine is the engine in one."""
+"""The client's end of engines on a Ray cluster: EnginePool leases replicas, RemoteEngine is the engine in a replica."""
 
 import asyncio
 import logging
@@ -18,29 +18,29 @@ from penstock.parallel.door import tune
 from penstock.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT
 
 LOGGER = logging.getLogger("penstock")
-HEARTBEAT_S = 0.5  # while a lease is waited for
-REPORT_S = 1.0  # between two reports of what is queued
+HEARTBEAT_S = 0.5  # between heartbeats while waiting for a lease
+REPORT_S = 1.0  # between two reports of queued tokens
 CONNECT_S = 10.0
-EXIT_WAIT_S = 5.0  # for an engine to end once the connection is closed
-LEASE_AGAIN_S = 0.5  # after a lease that came to nothing
+EXIT_WAIT_S = 5.0  # time for an engine to end once the connection is closed
+LEASE_AGAIN_S = 0.5  # pause after a lease that failed
 UNKNOWN_CODE = 1
-# What LeaseRouter (routing.py) has to know of this process, or tell it. Not in its own file: Serve sends the class to
-# others with copies of what lies beside it.
-refused_nodes: set[str] = set()  # machines that compute with other bits
-listeners: list[Callable[[set[str]], None]] = []  # called with the ids of the replicas that stay, in Serve's thread
+# State that this process shares with LeaseRouter (routing.py). It is not in that file, because Serve sends the class to
+# other processes with copies of the globals beside it.
+refused_nodes: set[str] = set()  # machines whose engines give different bits
+listeners: list[Callable[[set[str]], None]] = []  # called in Serve's thread with the ids of the replicas that stay
 
 
 class EnginePool:
     """The replicas of one deployment, as engines of one client.
 
     Args:
-        handle: of the deployment of EngineReplica.
-        num_engines: that the client uses at most.
-        num_initial: without which it takes no requests.
+        handle: the handle of the EngineReplica deployment.
+        num_engines: the largest number of engines that the client uses.
+        num_initial: the number of engines that the client needs before it takes requests.
 
     Attributes:
-        client: whose queued tokens are reported to the autoscaler; None: nothing is.
-        fingerprint: of the engines; one with another is refused, and its machine with it.
+        client: the client whose queued tokens are reported to the autoscaler; None: no reports.
+        fingerprint: the fingerprint of the engines; an engine with another one is refused, and so is its machine.
     """
 
     def __init__(self, handle: DeploymentHandle[Any], num_engines: int, num_initial: int) -> None:
@@ -72,7 +72,7 @@ class EnginePool:
                 engine.is_leaving = True
 
     async def _report(self) -> None:
-        """Tell the replicas what is queued; each one an equal share, because the autoscaler adds them."""
+        """Report the queued tokens to the replicas in equal shares, because the autoscaler adds them."""
         while True:
             await asyncio.sleep(REPORT_S)
             connected = [engine for engine in self._engines if engine.replica is not None]
@@ -83,11 +83,11 @@ class EnginePool:
 
 
 class RemoteEngine(EngineConnection):
-    """An engine process in a replica, from the wish for a lease to the end of the engine.
+    """An engine process in a replica, from the request for a lease to the end of the engine.
 
     Attributes:
-        replica: that has the engine; None before there is a connection, and after it.
-        is_leaving: Serve is going to stop the replica.
+        replica: the replica that has the engine; None before the connection is made and after it ends.
+        is_leaving: whether Serve is going to stop the replica.
     """
 
     is_remote = True
@@ -104,7 +104,7 @@ class RemoteEngine(EngineConnection):
         self._pid: int | None = None
         self._code = UNKNOWN_CODE
         self._load: socket.socket | None = None
-        self._decided = asyncio.Event()  # connected, or hung up
+        self._decided = asyncio.Event()  # set when connected or disconnected
         self._leasing: asyncio.Task[None] | None = None
         self._hung_up = False
 
@@ -122,7 +122,7 @@ class RemoteEngine(EngineConnection):
         return f"{self._place}: " + ("the connection ended" if code == UNKNOWN_CODE else super().reason_of(code))
 
     async def connect(self) -> None:
-        """Begin to wait for a lease; `receive` gives heartbeats meanwhile."""
+        """Start waiting for a lease; `receive` returns heartbeats meanwhile."""
         if not self._hung_up:
             self._pool.add(self)
             self._leasing = asyncio.create_task(self._lease(), name="lease of an engine")
@@ -142,7 +142,7 @@ class RemoteEngine(EngineConnection):
         return frame
 
     def report(self, queued_tokens: float) -> None:
-        """Tell the replica its share of what is queued; a connection that is full has older news, which will do."""
+        """Report the replica's share of the queued tokens. If the connection is full, the older report suffices."""
         if self._load is not None:
             with suppress(OSError):
                 self._load.send(LOAD_FORMAT.pack(queued_tokens))
@@ -169,7 +169,7 @@ class RemoteEngine(EngineConnection):
         self.hang_up()
 
     async def wait(self) -> int:
-        """Wait for the lease to end, at most EXIT_WAIT_S, and return the exit code as far as it is known."""
+        """Wait at most EXIT_WAIT_S for the lease to end. Return the exit code, or UNKNOWN_CODE."""
         if self._leasing is not None:
             await asyncio.wait([self._leasing], timeout=EXIT_WAIT_S)
             self._leasing.cancel()
@@ -177,7 +177,7 @@ class RemoteEngine(EngineConnection):
         return self._code
 
     def _is_welcome(self, fingerprint: str) -> bool:
-        """Return whether the engine computes like the first one; else its machine gets no lease any more."""
+        """Return whether the engine gives the bits of the first one. If not, its machine gets no more leases."""
         self._pool.fingerprint = self._pool.fingerprint or fingerprint
         if fingerprint == self._pool.fingerprint:
             return True
@@ -189,15 +189,15 @@ class RemoteEngine(EngineConnection):
         return False
 
     async def _lease(self) -> None:
-        """Get a replica and keep it until its engine has ended."""
+        """Lease a replica and keep it until its engine has ended."""
         try:
             while True:
                 try:
                     await self._hold()
-                except Exception as error:  # whatever Ray raises: a replica that dies, or cannot be reached
+                except Exception as error:  # from Ray: a replica dies or cannot be reached
                     LOGGER.info("%s: the lease ended: %r", self._place, str(error).partition("\n")[0])
                     if self._decided.is_set():
-                        self.hang_up()  # the machine may be gone without a word
+                        self.hang_up()  # the machine may have vanished
                 if self._decided.is_set():
                     return
                 await asyncio.sleep(LEASE_AGAIN_S)
@@ -219,7 +219,7 @@ class RemoteEngine(EngineConnection):
     async def _dial(self, place: dict[str, Any]) -> None:
         """Connect to the replica, and send the engine its first frame."""
         self._place, self._node = f"replica {place['replica']} on node {place['node'][:8]}", place["node"]
-        if self._load is not None:  # of an attempt that failed
+        if self._load is not None:  # left by an attempt that failed
             self._load.close()
         async with asyncio.timeout(CONNECT_S):
             self._load = await _connect(place["address"], place["token"] + LOAD)
@@ -232,7 +232,7 @@ class RemoteEngine(EngineConnection):
 
 
 async def _connect(address: tuple[str, int], hello: bytes) -> socket.socket:
-    """Return a connection that has said these bytes."""
+    """Connect to an address and send the bytes of `hello`. Return the connection."""
     loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -248,6 +248,6 @@ async def _connect(address: tuple[str, int], hello: bytes) -> socket.socket:
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, function: Any, *args: Any) -> None:
-    """Call a function in the client's event loop, unless that has been closed."""
+    """Call a function in the client's event loop, unless the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)

@@ -1,7 +1,7 @@
-"""LeaseRouter: which replica a lease gets, in Serve's request-router interface; and who is told that a replica leaves.
+"""LeaseRouter: chooses the replica for a lease, through Serve's request-router interface, and reports leaving replicas.
 
-Any free replica will do, as long as its machine computes with the bits of the others. Requests are not routed here but
-by the dispatcher of the client that has the leases, which knows what each engine has cached and has to do.
+Any free replica is suitable if its machine computes the same bits as the others. Requests are not routed here but by
+the dispatcher of the client that holds the leases, which knows what each engine has cached and has to compute.
 """
 
 import random
@@ -17,7 +17,7 @@ class LeaseRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is an 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas that may be free, in any order; Serve asks them."""
+        """Return the replicas that may be free, in random order; Serve asks them."""
         free = self.select_available_replicas(
             [replica for replica in candidate_replicas if replica.node_id not in remote.refused_nodes]
         )
@@ -25,7 +25,7 @@ class LeaseRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is an 
         return [free]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Note which replicas there are: Serve is about to stop, or has lost, those that are missing."""
+        """Note which replicas exist. Serve has lost the missing ones, or is about to stop them."""
         super().update_replicas(replicas)
         for listener in list(remote.listeners):
             listener({replica.replica_id.unique_id for replica in replicas})

@@ -1,6 +1,6 @@
-"""Audit: whether recorded steps may be computed, and whether blocks were given out soundly. Needs no model and no text.
+"""Audit: checks that recorded steps may be computed, and that blocks were assigned correctly. Needs no model or text.
 
-A record that could make a kernel read or write beyond its memory is refused. What the scheduler may have got wrong is a
+A record that could make a kernel read or write beyond its memory is refused. A possible mistake of the scheduler is a
 finding: a block that is written while another request holds it, or a cached block that holds another prefix.
 """
 
@@ -23,8 +23,9 @@ class Row:
     """One request as the executor knows it.
 
     Attributes:
-        hashes: of its leading full blocks, as far as computed; the first num_noted are noted as their blocks' content.
-        released: per cache group, leading entries of its table that the window has passed.
+        hashes: content hashes of its leading full blocks, as far as they were needed.
+        num_noted: number of leading hashes that are recorded as the content of their blocks.
+        released: per cache group, the number of leading table entries that the window has passed.
     """
 
     request: NewRequest
@@ -39,7 +40,7 @@ class Audit:
     """Follows the steps of a bundle.
 
     Attributes:
-        findings: what was not sound; the first MAX_FINDINGS.
+        findings: the first MAX_FINDINGS mistakes found.
         num_blocks: per cache group, 1 + the largest block id so far.
     """
 
@@ -50,10 +51,10 @@ class Audit:
         self._engine: EngineDescription | None = None
         self._rows: dict[str, Row] = {}
         self._users: dict[Block, set[str]] = {}
-        self._content: dict[Block, bytes] = {}  # hash of the prefix that a full block ends
+        self._content: dict[Block, bytes] = {}  # full block -> hash of the prefix that ends with it
 
     def start(self, start: Start) -> None:
-        """Take an engine with its open requests."""
+        """Process the start of an engine with its open requests."""
         _check_engine(start.engine)
         self._engine = start.engine
         self.num_blocks = self.num_blocks or [0] * len(start.engine.groups)
@@ -67,7 +68,7 @@ class Audit:
             self._check_open(item)
 
     def step(self, step: Step) -> None:
-        """Take a step with its results."""
+        """Process a step with its results."""
         plan = step.plan
         for request_id in plan.removed_request_ids:
             self._remove(request_id)
@@ -106,7 +107,7 @@ class Audit:
                 self._users.get((index, block_id), set()).discard(request_id)
 
     def _check_open(self, item: OpenRequest) -> None:
-        """Check a request in the middle of its computation, and note what its blocks hold."""
+        """Check a request in the middle of its computation, and record the content of its blocks."""
         row = self._rows[item.request.request_id]
         if not 0 <= item.num_computed_tokens < len(row.token_ids) + 1:
             raise malformed(f"request {item.request.request_id!r} has {item.num_computed_tokens} computed tokens")
@@ -164,7 +165,7 @@ class Audit:
     # --- blocks ----------------------------------------------------------------------------------------------------
 
     def _extend(self, row: Row, index: int, block_ids: list[int]) -> None:
-        """Append blocks to a table, of which only leading entries may be -1, and only from the start."""
+        """Append blocks to a table. Only its first blocks may be -1, and only when the table is new."""
         engine, table = self._current(), row.tables[index]
         group = engine.groups[index]
         if not table:
@@ -192,7 +193,7 @@ class Audit:
             row.released[index] = max(row.released[index], released)
 
     def _check_cache(self, item: ScheduledRequest, plan: SchedulerOutput) -> None:
-        """Check what the step reads and writes of one request."""
+        """Check the blocks that the step reads and writes for one request."""
         row, start = self._rows[item.request_id], item.num_computed_tokens
         end = start + item.num_new_tokens
         self._check_blocks(row, start, end)
@@ -207,14 +208,14 @@ class Audit:
                 self._content.pop((index, block_id), None)
 
     def _check_blocks(self, row: Row, start: int, end: int) -> None:
-        """Refuse a request that lacks a block for the positions that tokens start .. end - 1 attend to."""
+        """Refuse a request that lacks a block for a position to which tokens start .. end - 1 attend."""
         for index, group in enumerate(self._current().groups):
             first, stop = needed_blocks(group, start, end)
             if len(row.tables[index]) < stop or row.released[index] > first:
                 raise malformed(f"request {row.request.request_id!r} lacks a block of cache group {index}")
 
     def _check_prefix(self, row: Row, start: int, plan: SchedulerOutput) -> None:
-        """Look whether the full blocks before the step hold what they should, as far as the record knows."""
+        """Check that the full blocks before the step hold the request's prefix, as far as their content is known."""
         for index, group in enumerate(self._current().groups):
             if group.ring:
                 continue
@@ -226,7 +227,7 @@ class Audit:
                     self._find(f"step {plan.step_id}: {block} holds another prefix than {row.request.request_id} has")
 
     def _note_content(self, row: Row, num_computed: int) -> None:
-        """Note what the blocks hold that the computed tokens have filled."""
+        """Record the content of the blocks that the computed tokens have filled."""
         for index, group in enumerate(self._current().groups):
             if group.ring:
                 continue
@@ -247,7 +248,7 @@ class Audit:
 
 
 def needed_blocks(group: CacheGroup, start: int, end: int) -> tuple[int, int]:
-    """Return the first and one past the last entry of a block table that computing tokens start .. end - 1 touches."""
+    """Return the range (first, stop) of block table entries that computing tokens start .. end - 1 touches."""
     if group.ring:
         return 0, min(1, end)
     first = 0 if group.sliding_window is None else max(0, start - group.sliding_window + 1) // group.block_size
@@ -255,7 +256,7 @@ def needed_blocks(group: CacheGroup, start: int, end: int) -> tuple[int, int]:
 
 
 def _hashes(row: Row, count: int, block_size: int) -> list[bytes]:
-    """Return the content hashes of the row's first `count` blocks; all groups but rings have one block size."""
+    """Return the content hashes of the row's first `count` blocks. All groups except rings have the same block size."""
     for index in range(len(row.hashes), count):
         parent = row.hashes[-1] if row.hashes else NO_PARENT
         row.hashes.append(hash_block(parent, row.token_ids[index * block_size : (index + 1) * block_size]))

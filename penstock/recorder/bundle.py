@@ -2,9 +2,9 @@
 
     "penstock-record\\n" | BLAKE2b of the rest, 16 bytes | zlib of one msgpack object
 
-A bundle without its text has numbers in place of token ids: equal where the whole prefix is equal, and keyed with a
-random key that nobody keeps, so that only the sharing of prefixes can be seen. It has no checksums of logits, by which
-somebody with the same model could confirm a guess of a prompt.
+In a bundle without text, each token id is replaced by a keyed hash of the whole prefix that it ends. The random key is
+not kept, so only the sharing of prefixes can be seen. Such a bundle has no checksums of logits, because with them
+anyone with the same model could confirm a guess of a prompt.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from penstock.recorder.ring import Segment
 
 MAGIC = b"penstock-record\n"
 DIGEST_BYTES = 16
-MAX_BYTES = 2**31  # of a bundle's content
+MAX_BYTES = 2**31  # largest uncompressed content of a bundle
 TEXT_FIELDS = {"stop": (), "stop_token_ids": (), "bad_words": (), "bad_words_token_ids": (), "logit_bias": None,
                "logits_processors": None, "suppress_tokens": (), "begin_suppress_tokens": (), "bad_words_ids": (),
                "sequence_bias": (), "forced_bos_token_id": None, "forced_eos_token_id": (),
@@ -49,8 +49,8 @@ class Bundle(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: why it was made.
-        has_text: whether token ids and checksums are those of the engine.
-        records: oldest first; the first is a Begun.
+        has_text: whether it has the engine's token ids and checksums.
+        records: oldest first; the first one is a Begun.
     """
 
     format: int
@@ -61,7 +61,7 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 class RawBundle(msgspec.Struct, frozen=True):
-    """A Bundle whose records are still as they were written: made in milliseconds, beside streams that go on."""
+    """A Bundle whose records are not decoded, so that it is made in milliseconds while streams continue."""
 
     format: int
     created: float
@@ -75,10 +75,10 @@ class RawBundle(msgspec.Struct, frozen=True):
 
 
 def make_bundle(segments: list[Segment], reason: str) -> RawBundle:
-    """Make a bundle of what a ring holds. The state at the start of a segment is left out where the one before is here.
+    """Make a bundle of a ring's segments. A segment that continues the one before it is added without its Begun record.
 
     Raises:
-        InvalidRequestError: there is nothing to keep: the engine has computed no step.
+        InvalidRequestError: there is nothing to keep, because the engine has not taken a request yet.
     """
     records: list[msgspec.Raw] = []
     previous = 0
@@ -104,7 +104,7 @@ def unpack(data: bytes) -> Bundle:
     """Return the bundle in the bytes of a file.
 
     Raises:
-        InvalidRequestError: it is not a bundle, or damaged, or of another version of Penstock.
+        InvalidRequestError: the file is not a bundle, is damaged, or has the format of another version of Penstock.
     """
     body = data[len(MAGIC) + DIGEST_BYTES :]
     if not data.startswith(MAGIC):
@@ -139,7 +139,7 @@ def _broken(why: str) -> InvalidRequestError:
 
 
 def without_text(bundle: Bundle) -> Bundle:
-    """Return the bundle without anything that a prompt or an answer could be read from, or guessed and confirmed."""
+    """Return the bundle without anything that reveals a prompt or an answer, or that could confirm a guess of one."""
     names = _Pseudonyms(os.urandom(32))
     records = [names.of_record(record) for record in bundle.records]
     return msgspec.structs.replace(bundle, has_text=False, records=records)
@@ -153,12 +153,12 @@ class _Prefix:
 
 
 class _Pseudonyms:
-    """Replaces each token by a hash of it and all tokens before it, with a key."""
+    """Replaces each token by a keyed hash of it and all tokens before it."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._prefixes: dict[int, _Prefix] = {}
-        self._scheduled: list[int] = []  # numbers, in the step planned last
+        self._scheduled: list[int] = []  # numbers of the requests in the step planned last
 
     def of_record(self, record: Record) -> Record:
         replace = msgspec.structs.replace
@@ -198,5 +198,5 @@ class _Pseudonyms:
 
 
 def _shortened(error: str) -> str:
-    """Return the kind of an error: what a user's own code says after it may hold text."""
+    """Return only the kind of an error, because the rest of its message may contain a user's text."""
     return re.split(r"[:(]", error.strip().splitlines()[-1], maxsplit=1)[0] if error.strip() else ""

@@ -8,12 +8,12 @@ from penstock.engine.engine import Engine
 from penstock.interface.messages import ModelInfo
 from penstock.recorder.records import EngineDescription
 
-# What changes no bit of an answer: it depends on the machine, or, as drafts, is in the record of each step.
+# Options that change no bit of an answer. They depend on the machine; drafts are in the record of each step.
 LEFT_OUT = {"memory", "kv_cache_memory_bytes", "threads", "cpu_affinity", "sharding_config", "speculative_config"}
 
 
 def describe(engine: Engine, config: EngineConfig, info: ModelInfo) -> EngineDescription:
-    """Return the description of an engine. config: resolved."""
+    """Return the description of an engine. `config` is its resolved configuration."""
     options: dict[str, Any] = {"model": config.model, "imports": config.imports}
     for part, part_class in PARTS.items():
         names = (item.name for item in fields(part_class) if item.name not in LEFT_OUT)

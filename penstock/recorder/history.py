@@ -1,4 +1,4 @@
-"""The records of a bundle as they were: engines that began, and their steps."""
+"""Turns the records of a bundle back into starts of engines and their steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from penstock.recorder.records import (
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """A request in the middle of its computation, whose first num_computed_tokens are in the cache."""
+    """A request in the middle of its computation. Its first num_computed_tokens tokens are in the cache."""
 
     request: NewRequest
     num_computed_tokens: int
@@ -28,7 +28,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """An engine that began, or went on after a gap, with the requests that were open."""
+    """An engine that began, or continued after a gap in the records, with the requests that were open."""
 
     engine: EngineDescription
     epoch: int
@@ -37,11 +37,11 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step, and what came of it.
+    """One step and its outcome.
 
     Attributes:
-        results: None if it failed as a whole, or the engine died in it.
-        error: why it failed as a whole.
+        results: None if the step failed as a whole, or if the engine died in it.
+        error: why the step failed as a whole.
     """
 
     plan: SchedulerOutput
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(slots=True)
 class _Reader:
-    """Turns numbers into ids and columns into requests."""
+    """Turns request numbers back into ids, and columns back into requests."""
 
     epoch: int = -1
     ids: dict[int, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class _Reader:
 
 
 def history(records: list[Record]) -> Iterator[Start | Step]:
-    """Yield what happened, in order. The step in which an engine died comes last before the next Start.
+    """Yield starts and steps in order. The step in which an engine died is the last before the next Start.
 
     Raises:
         InvalidRequestError: the records contradict each other.
@@ -116,7 +116,7 @@ def history(records: list[Record]) -> Iterator[Start | Step]:
             match record:
                 case Begun():
                     if step is not None and record.epoch != reader.epoch:
-                        yield step  # else its results are missing because the ring was full
+                        yield step  # with an equal epoch, its results are missing because the ring was full
                     step = None
                     yield reader.start(record)
                 case Planned():

@@ -1,5 +1,5 @@
-"""Recorder: writes what one engine does into a Ring. It knows every request as the executor does, so that any moment
-can begin a segment."""
+"""Recorder: writes what one engine does into a Ring. It keeps the executor's state of every request, so that a segment
+can begin at any moment."""
 
 import logging
 import time
@@ -37,9 +37,9 @@ from penstock.recorder.ring import FRAME_BYTES, Ring
 
 LOGGER = logging.getLogger("penstock")
 MAX_ERROR = 2000  # characters of an error that are recorded
-RESULT_BYTES = 32  # room that is kept for each request of a step whose results are still to come
-DRAFT_BYTES = 5  # for each token that a step may give, above one of each request
-RETRY_STEPS = 256  # between two tries, while the open requests do not fit a segment
+RESULT_BYTES = 32  # bytes reserved for the result of each request in a planned step
+DRAFT_BYTES = 5  # bytes reserved for each token that a step may give beyond one per request
+RETRY_STEPS = 256  # steps between two attempts while the open requests do not fit into a segment
 
 
 @dataclass(slots=True)
@@ -73,10 +73,10 @@ class _Known:
 
 @dataclass(slots=True)
 class Recorder:
-    """Records one engine. Where the ring is too small for what is open, it leaves a gap.
+    """Records one engine. It leaves a gap if the ring is too small for the open requests.
 
     Args:
-        ring: nobody else writes to it.
+        ring: only this recorder writes to it.
     """
 
     ring: Ring
@@ -95,7 +95,7 @@ class Recorder:
         self._write(Arrived(time.time(), request.request_id, num_prompt, num_outputs))
 
     def aborted(self, request_id: str) -> None:
-        """Record that nobody wants a request any more."""
+        """Record that a request was aborted."""
         self._write(Aborted(time.time(), request_id))
 
     def engine_failed(self, error: str) -> None:
@@ -179,7 +179,7 @@ class Recorder:
     # --- the ring --------------------------------------------------------------------------------------------------
 
     def _write(self, record: Record, reserve: int = 0) -> None:
-        """Append a record that may begin a new segment. reserve: bytes that must be left for the record after it."""
+        """Append a record, in a new segment if needed. `reserve` bytes must stay free for the record after it."""
         if self._steps_to_skip:
             self._steps_to_skip -= isinstance(record, Planned)
             return
@@ -190,7 +190,7 @@ class Recorder:
             self._continued = self.ring.append(data)
 
     def _start_segment(self, reserve: int) -> None:
-        """Begin a segment with all that is known. If that and `reserve` bytes do not fit, there is a gap."""
+        """Begin a segment with all open requests. If they and `reserve` bytes do not fit, leave a gap."""
         requests = [row.introduced() for row in self._known.values()]
         begun = encode(Begun(time.time(), self.epoch, self._continued, self.engine, requests))
         if len(begun) + reserve + FRAME_BYTES > self.ring.longest_record:
@@ -200,16 +200,16 @@ class Recorder:
             self.ring.append(begun)
 
     def _write_result(self, record: Record) -> None:
-        """Append the results of a step to the segment of its plan; without room for them there is a gap."""
+        """Append the results of a step to the segment of its plan. If they do not fit, leave a gap."""
         if self._continued:
             self._continued = self.ring.append(encode(record))
 
 
 class RecordedExecutor:
-    """A `step.Executor` that records what another one computes. A mistake in the record costs no request.
+    """A `step.Executor` that records what another executor computes. A failure of the recorder affects no request.
 
-    Of several steps in flight, each is recorded when it is the oldest: a record has every plan before its results, and
-    then the next plan, so that it can be computed again one step after the other.
+    If several steps are in flight, each is recorded when it is the oldest. So every plan is directly followed by its
+    results, and the steps can be computed again one after the other.
     """
 
     def __init__(self, executor: Any, recorder: Recorder) -> None:
@@ -228,7 +228,7 @@ class RecordedExecutor:
         return plan, inner
 
     def collect(self, handle: Any) -> StepOutput:
-        """Return the results of the step, or raise what it raised, and record which."""
+        """Return the results of the step, or raise its exception; record either."""
         plan, inner = handle
         started = time.monotonic()
         try:
@@ -267,7 +267,7 @@ def _update_tables(row: _Known, new_block_ids: list[list[int]], released: list[i
 
 
 def score_checksums(results: list[RequestStepOutput]) -> dict[int, int]:
-    """Return a checksum of the log-probabilities, or of the pooled vectors, of each result that has any, by index."""
+    """Return the checksum of the log-probabilities or the pooled vector of each result that has one, by index."""
     found = {}
     for index, result in enumerate(results):
         if result.logprobs or result.prompt_logprobs:

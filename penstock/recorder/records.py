@@ -1,7 +1,7 @@
-"""The records of the flight recorder, as typed msgpack: arrays without names, columns instead of objects.
+"""The records of the flight recorder, as typed msgpack, compact: arrays without field names, columns for objects.
 
-A step is two records: Planned before it is computed and Computed after it, so that the last record before a death names
-the step that the engine died in. A request has a number from its introduction to the executor until it is removed.
+A step has two records, Planned before it is computed and Computed after it, so that the last record before the engine
+dies names the step in which it died. A request has a number from its introduction to the executor until its removal.
 """
 
 from array import array
@@ -13,15 +13,15 @@ import msgspec
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
 
-FORMAT = 2  # raised with every change of a record
+FORMAT = 2  # incremented with every change to a record
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
-    """All it takes to build the engine again.
+    """Everything needed to build the engine again.
 
     Attributes:
-        options: for EngineConfig.from_options, with the choices that were made.
-        groups: its cache groups.
+        options: for EngineConfig.from_options, including those that were chosen automatically.
+        groups: the cache groups.
     """
 
     system_fingerprint: str
@@ -34,11 +34,12 @@ class EngineDescription(msgspec.Struct, frozen=True):
 
 
 class Introduced(msgspec.Struct, frozen=True, array_like=True):
-    """A request as the executor learns of it (step.NewRequest).
+    """A request as it is introduced to the executor (step.NewRequest).
 
     Attributes:
         token_ids: prompt and outputs so far, packed by pack_ids.
-        num_computed_tokens: whose keys and values are in the cache, where a segment begins with it; else 0.
+        num_computed_tokens: tokens whose keys and values are in the cache, if the request is listed at the beginning
+            of a segment; else 0.
     """
 
     number: int
@@ -56,10 +57,11 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first record of a segment.
 
     Attributes:
-        time: seconds since 1970, like all times.
+        time: seconds since 1970, like all times here.
         epoch: of the engine.
-        continued: the segment before holds every record up to here; else something is missing, or the engine is new.
-        requests: all that the executor knows at this moment.
+        continued: whether the previous segment holds every record up to this one. If not, records are missing, or the
+            engine is new.
+        requests: all requests that the executor knows at this moment.
     """
 
     time: float
@@ -73,7 +75,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
     time: float
     request_id: str
     num_prompt_tokens: int
-    num_output_tokens: int  # more than 0: it is resumed
+    num_output_tokens: int  # more than 0 if the request is resumed
 
 
 class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -85,12 +87,12 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One step as planned (step.SchedulerOutput).
 
     Attributes:
-        new: its new_requests.
-        removed: numbers.
+        new: the plan's new_requests.
+        removed: numbers of the removed requests.
         numbers, num_computed, num_new, num_samples: of the scheduled requests, in order.
-        tables: index among them -> new_block_ids and num_released_blocks, where these change.
-        drafts: index among them -> draft_token_ids, where there are any.
-        copies: its block_copies, as group, source and target.
+        tables: index of a scheduled request -> new_block_ids and num_released_blocks, if these change.
+        drafts: index of a scheduled request -> draft_token_ids, if it has any.
+        copies: the plan's block_copies, as (group, source, target).
     """
 
     step_id: int
@@ -107,11 +109,11 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Computed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The results of the step planned last, in its order.
+    """The results of the step planned last, in the plan's order.
 
     Attributes:
-        checksums: of the logits that the ids were sampled from; None where nothing was sampled.
-        scores: index -> checksum of the log-probabilities that the request asked for.
+        checksums: of the logits from which the ids were sampled; None where nothing was sampled.
+        scores: index -> checksum of the log-probabilities or of the pooled vector that the request asked for.
         errors: index -> why the request failed.
     """
 
@@ -144,10 +146,10 @@ decode: Callable[[bytes], Record] = msgspec.msgpack.Decoder(Record).decode  # ra
 
 
 def pack_ids(ids: list[int]) -> bytes:
-    """Return token ids as 4 bytes each; two hundred times faster than a list of numbers."""
+    """Return token ids as 4 bytes each, which is two hundred times faster than a list of numbers."""
     return array("I", ids).tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Return the token ids of pack_ids. Raises ValueError if the length is no multiple of 4."""
+    """Return the token ids packed by pack_ids. Raise ValueError if the length is not a multiple of 4."""
     return array("I", data).tolist()

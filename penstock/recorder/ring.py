@@ -1,10 +1,10 @@
-"""Ring: bytes of the last minutes, in memory that two processes share and that outlives the one that writes.
+"""Ring: the records of the last minutes, in memory that two processes share and that outlives the writing process.
 
     | header | segment | segment | ... |        segment:  number, used | length, checksum, record | ...
 
-One process writes: it appends to one segment, and when that is full it empties the oldest and goes on there. `used` is
-set after the record is in its place, so a writer that is killed leaves whole records. A reader copies a segment and
-drops it if it was emptied meanwhile.
+One process writes. It appends to one segment; when that is full, it empties the oldest segment and continues there.
+`used` is set after a record is in place, so a writer that is killed leaves only whole records. A reader copies a
+segment, and discards the copy if the segment was emptied meanwhile.
 """
 
 import mmap
@@ -24,7 +24,7 @@ _WORD = struct.Struct("<Q")
 _FRAME = struct.Struct("<II")  # length and CRC-32 of a record
 FRAME_BYTES = _FRAME.size
 _FIRST = 64  # offset of the first segment
-_HEAD = 2 * _WORD.size  # of a segment: its number, counted from 1 (0: being emptied), and the bytes used
+_HEAD = 2 * _WORD.size  # head of a segment: its number, counted from 1 (0: being emptied), and the bytes used
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Segment:
 
 
 class Ring:
-    """The shared memory. `descriptor` is inherited by the process that writes.
+    """The shared memory. The writing process inherits `descriptor`.
 
     Raises:
-        EngineError: the descriptor is not that of a ring.
+        EngineError: the descriptor does not belong to a ring.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -49,12 +49,12 @@ class Ring:
         self.segment_bytes = int(num_bytes)
         if magic != _MAGIC or _FIRST + NUM_SEGMENTS * self.segment_bytes != len(self._memory):
             raise EngineError(f"file descriptor {descriptor} is not a flight recorder's ring")
-        self._number = 0  # of the segment being written; 0 until this process writes, as another may do so until then
+        self._number = 0  # number of the segment being written; 0 until this process writes for the first time
         self._used = 0
 
     @classmethod
     def create(cls, num_bytes: int) -> "Ring":
-        """Make an empty ring; its pages take memory once they are written."""
+        """Make an empty ring. Its pages take memory only when they are written."""
         segment_bytes = num_bytes // NUM_SEGMENTS // _WORD.size * _WORD.size
         descriptor = _anonymous_file()
         os.ftruncate(descriptor, _FIRST + NUM_SEGMENTS * segment_bytes)
@@ -66,7 +66,7 @@ class Ring:
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def start_segment(self) -> None:
-        """Empty the oldest segment; `append` writes there."""
+        """Empty the oldest segment, to which `append` then writes."""
         self._number = 1 + (self._number or max(self._word(index, 0) for index in range(NUM_SEGMENTS)))
         index = self._number % NUM_SEGMENTS
         self._set_word(index, 0, 0)
@@ -76,16 +76,16 @@ class Ring:
 
     @property
     def longest_record(self) -> int:
-        """Return the length of the longest record that fits an empty segment."""
+        """Return the length of the longest record that fits into an empty segment."""
         return self.segment_bytes - _HEAD - FRAME_BYTES
 
     @property
     def room(self) -> int:
-        """Return the length of the longest record that `append` takes now; negative before the first segment."""
+        """Return the length of the longest record that `append` can take now; negative before the first segment."""
         return self.longest_record - self._used if self._number else -1
 
     def append(self, record: bytes) -> bool:
-        """Add a record to the segment; False, with nothing written, if there is no room."""
+        """Add a record to the segment and return True; if there is no room, write nothing and return False."""
         if len(record) > self.room:
             return False
         index = self._number % NUM_SEGMENTS
@@ -100,7 +100,7 @@ class Ring:
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def read(self) -> list[Segment]:
-        """Return what the ring holds, oldest first, while another process may write."""
+        """Return the segments of the ring, oldest first. Another process may write meanwhile."""
         found = (self._read_segment(index) for index in range(NUM_SEGMENTS))
         return sorted((item for item in found if item is not None), key=lambda item: item.number)
 
@@ -123,7 +123,7 @@ class Ring:
 
 
 def _split(data: bytes) -> list[bytes]:
-    """Return the records up to the first that is not intact."""
+    """Return the records before the first one that is not intact."""
     records, start = [], 0
     while start + FRAME_BYTES <= len(data):
         length, checksum = _FRAME.unpack_from(data, start)
@@ -137,7 +137,7 @@ def _split(data: bytes) -> list[bytes]:
 
 
 def _anonymous_file() -> int:
-    """Return the descriptor of a file without a name: in memory where the system has that."""
+    """Return the descriptor of a file without a name, in memory if the system supports it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("penstock-flight-recorder")
     with tempfile.TemporaryFile() as file:

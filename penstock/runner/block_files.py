@@ -1,10 +1,10 @@
-"""BlockFiles: blocks of the cache as files of one directory, that survive the process.
+"""BlockFiles: blocks of the cache as files in one directory, which outlive the process.
 
     DIR / fingerprint / group-hash:   magic, checksum over name and content (16 bytes each) | content
 
-A file is written beside its place and renamed into it, so it is whole or absent, and several engines may share the
-directory. What is read is checked; a file that is damaged is deleted, and counts as absent. Nothing here raises for
-what a disk does: it is a miss, and the first of a kind is logged.
+A file is written under a temporary name and then renamed, so it is complete or absent, and several engines may share
+the directory. Files are checked when they are read; a damaged file is deleted, and counts as absent. An error of the
+disk is never raised after the start: it counts as a miss, and the first error of each kind is logged.
 """
 
 import hashlib
@@ -19,29 +19,29 @@ logger = logging.getLogger(__name__)
 MAGIC = b"penstock block 1"
 HEADER_BYTES = len(MAGIC) + 16
 TEMPORARY = ".writing-"
-OLD_S = 3600.0  # a file that was being written so long ago is never finished
+OLD_S = 3600.0  # the age from which a temporary file counts as abandoned
 NAME = re.compile(r"[0-9]+-[0-9a-f]{32}")  # nothing else is ever deleted
-KEPT = 0.9  # of the bound is left when files are deleted, so that this is rare
-RESCAN = 64  # files written until others' files are counted again
+KEPT = 0.9  # share of the bound that remains when files are deleted, so that this happens rarely
+RESCAN = 64  # how many files are written before other engines' files are counted again
 
 
 class BlockFiles:
-    """The files below root / name; the bound counts those of all names.
+    """The files below root / name. The bound applies to the files of all names below root together.
 
-    `read` and `has` are for the thread of the engine, `write` for one other.
+    The engine's thread calls `read` and `has`; one other thread calls `write`.
     """
 
     def __init__(self, root: Path, name: str, max_bytes: int) -> None:
-        """Make the directory, readable by its owner alone, and find what is in it.
+        """Make the directory, readable by its owner alone, and count the files in it.
 
         Raises:
-            OSError: it cannot be made, read or written to.
+            OSError: the directory cannot be made, read or written to.
         """
         self.root, self.name, self.max_bytes = root, name, max_bytes
         self._own = root / name
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._known: set[str] = set()  # names of files that this engine has seen
-        self._broken: set[str] = set()  # names of files that could not be read, until they are written anew
+        self._broken: set[str] = set()  # names of files that could not be read, until they are written again
         self._count = itertools.count()
         self._num_bytes = self._num_written = 0
         self._complained: set[str] = set()
@@ -57,7 +57,7 @@ class BlockFiles:
         return f"{group}-{block_hash.hex()}"
 
     def has(self, name: str) -> bool:
-        """Return whether there is such a file, perhaps of another engine."""
+        """Return whether there is a file of this name, which another engine may have written."""
         if name not in self._known:
             if name in self._broken or not os.path.exists(self._own / name):
                 return False
@@ -65,7 +65,7 @@ class BlockFiles:
         return True
 
     def read(self, name: str, num_bytes: int) -> bytes | None:
-        """Return the content of a file; None if there is none, or it is not what was written."""
+        """Return the content of a file; None if it does not exist, cannot be read or is damaged."""
         path = self._own / name
         try:
             with path.open("rb") as file:
@@ -87,19 +87,20 @@ class BlockFiles:
         return None
 
     def read_whole(self, name: str) -> bytes | None:
-        """Return a file as it is, for `write_whole` on another machine; None if there is none."""
+        """Return a file with its header, for `write_whole` on another machine; None if it cannot be read."""
         try:
             return (self._own / name).read_bytes() if NAME.fullmatch(name) else None
         except OSError:
             return None
 
     def write_whole(self, name: str, data: bytes, num_bytes: int) -> bool:
-        """Write a file that `read_whole` gave elsewhere. False if it is damaged, or cannot be written."""
+        """Write a file that `read_whole` returned elsewhere. Return False if it is damaged or cannot be written."""
         content = _content(name, data, num_bytes)
         return content is not None and self.write(name, content)
 
     def write(self, name: str, content: bytes) -> bool:
-        """Write a file, and delete the least recently used ones above the bound. False if it cannot be written."""
+        """Write a file, and delete the least recently used ones if the bound requires it. Return False if it cannot be
+        written."""
         size = HEADER_BYTES + len(content)
         if size > self.max_bytes:
             self._complain("bound", f"a block of {size} bytes exceeds the {self.max_bytes} of {self.root}")
@@ -123,7 +124,7 @@ class BlockFiles:
         return True
 
     def _shrink(self, more: int = 0) -> None:
-        """Count all files, and delete those used longest ago unless `more` bytes still fit."""
+        """Count all files. Unless `more` bytes still fit, delete those used longest ago."""
         found: list[tuple[int, int, Path]] = []
         for path in self.root.glob("penstock-*/*"):
             try:
@@ -144,14 +145,14 @@ class BlockFiles:
         self._num_bytes = total
 
     def _complain(self, kind: str, message: str) -> None:
-        """Log the first of its kind."""
+        """Log a message, if it is the first of its kind."""
         if kind not in self._complained:
             self._complained.add(kind)
             logger.warning("kv_offload_dir: %s", message)
 
 
 def _content(name: str, data: bytes, num_bytes: int) -> bytes | None:
-    """Return the content of what a file of this name holds; None if it is not what was written."""
+    """Return the content from a file's data; None if the data is not what was written under this name."""
     content = data[HEADER_BYTES:]
     if len(content) != num_bytes or data[:HEADER_BYTES] != _header(name, content):
         return None
@@ -159,7 +160,7 @@ def _content(name: str, data: bytes, num_bytes: int) -> bytes | None:
 
 
 def _header(name: str, content: bytes) -> bytes:
-    """Return what precedes a content; the name is in the checksum, so that no file passes for another."""
+    """Return the header of a file. Its checksum covers the name, so that no file passes for another."""
     digest = hashlib.blake2b(name.encode(), digest_size=16)
     digest.update(content)
     return MAGIC + digest.digest()

@@ -1,9 +1,10 @@
-"""TieredBlockStore: full blocks beyond the cache, in main memory and in files; the runner's half of engine/offload.py.
+"""TieredBlockStore: keeps full blocks outside the cache, in main memory and in files. It is the runner's counterpart of
+engine/offload.py.
 
     save: cache -> a copy -> memory, at once; -> files, by a thread beside the steps
     load: memory, or a file that was read and checked when the step was planned -> cache
 
-A content is the block's bytes of every layer of its group, one after the other, named by group and hash.
+The content of a block is its bytes in every layer of its group, one after the other. Its key is group and hash.
 """
 
 import logging
@@ -17,29 +18,29 @@ from penstock.runner.block_files import BlockFiles
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, bytes]  # cache group, block hash
-MAX_QUEUED_BYTES = 2**28  # of contents that wait to be written; what comes on top is dropped
+MAX_QUEUED_BYTES = 2**28  # of contents that wait to be written; further blocks get no file
 
 
 class TieredBlockStore:
-    """Keeps blocks for as long as both bounds allow, the least recently used ones shortest.
+    """Keeps blocks within the bounds of memory and files, and drops the least recently used ones first.
 
     Only the thread that plans and computes steps calls it.
 
     Args:
-        block_bytes: by cache group.
-        max_bytes: in main memory; 0: none.
+        block_bytes: the bytes of a block, by cache group.
+        max_bytes: the bound in main memory; 0 keeps no blocks there.
     """
 
     def __init__(self, block_bytes: list[int], max_bytes: int, files: BlockFiles | None) -> None:
         self.survives = files is not None
         self._block_bytes, self._max_bytes, self._files = block_bytes, max_bytes, files
-        self._memory: OrderedDict[Key, bytes] = OrderedDict()  # the least recently used first
+        self._memory: OrderedDict[Key, bytes] = OrderedDict()  # the least recently used block is first
         self._num_bytes = self._num_saved = self._num_unsaved = 0
-        self._fetched: dict[Key, bytes] = {}  # for the step being planned
+        self._fetched: dict[Key, bytes] = {}  # blocks for the step being planned
         self._queue: queue.SimpleQueue[tuple[Key, bytes] | None] = queue.SimpleQueue()
         self._queued: dict[Key, bytes] = {}
         self._num_queued_bytes = 0
-        self._lock = threading.Lock()  # over the two above and the counters
+        self._lock = threading.Lock()  # guards the two attributes above and the counters
         self._writer: threading.Thread | None = None
         if files is not None:
             self._writer = threading.Thread(target=self._write, args=(files,), name="block-writer", daemon=True)
@@ -47,14 +48,14 @@ class TieredBlockStore:
 
     @property
     def directory(self) -> BlockDirectory | None:
-        """Return where its files are; None if it has none."""
+        """The directory of its files; None if it has no files."""
         files = self._files
         if files is None:
             return None
         return BlockDirectory(str(files.root), files.name, files.max_bytes, self._block_bytes)
 
     def holds(self, group: int, block_hash: bytes) -> bool:
-        """Return whether there is such a block in memory or in a file, as far as can be told without reading it."""
+        """Return whether the block is in memory or in a file. A file is not read, so it may turn out to be damaged."""
         key = group, block_hash
         if key in self._memory or key in self._queued:
             return True
@@ -93,7 +94,7 @@ class TieredBlockStore:
                 self._count(False)
 
     def end_step(self) -> None:
-        """Drop what was fetched and not loaded."""
+        """Drop the blocks that were fetched for the step."""
         self._fetched.clear()
 
     def counters(self) -> dict[str, Any]:
@@ -104,14 +105,14 @@ class TieredBlockStore:
         }
 
     def close(self) -> None:
-        """Write what is queued, and end. A second call does nothing."""
+        """Write the queued blocks, and end the thread. A second call does nothing."""
         if self._writer is not None:
             self._queue.put(None)
             self._writer.join()
             self._writer = None
 
     def _remember(self, key: Key, content: bytes) -> bool:
-        """Put a block into memory, as the one used last. False if it never fits."""
+        """Put a block into memory as the most recently used one. Return False if it is larger than the bound."""
         if len(content) > self._max_bytes:
             return False
         if key not in self._memory:
@@ -127,7 +128,7 @@ class TieredBlockStore:
             key, content = item
             try:
                 is_written = files.write(files.name_of(*key), content)
-            except Exception:  # one block that is not kept must not be the end of all writing
+            except Exception:  # a block that cannot be kept must not end the thread
                 logger.exception("kv_offload_dir: a block could not be written")
                 is_written = False
             with self._lock:
@@ -136,6 +137,7 @@ class TieredBlockStore:
                 self._count(is_written)
 
     def _count(self, is_saved: bool) -> None:
-        """Count a block once its fate is known, so that no counter ever falls. The lock must be held."""
+        """Count a block as saved or not. The caller holds the lock, and calls once the outcome is known, so no counter
+        ever falls."""
         self._num_saved += is_saved
         self._num_unsaved += not is_saved

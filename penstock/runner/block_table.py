@@ -11,12 +11,12 @@ NO_SLOT = -1
 
 
 class BlockTable:
-    """Block ids by position // block_size, -1 where nothing is allocated.
+    """Block ids by position // block_size; -1 where no block is allocated.
 
         row:  [ -1 released (before the window) | block ids | -1 not allocated yet ]
               0                    num_released     num_entries          max_blocks
 
-    A row of a ring repeats its one block id up to max_model_len, so that readers of the table need no case for rings.
+    A row of a ring repeats its only block id up to max_model_len, so that readers need no special case for rings.
 
     Attributes:
         group: the cache group that the table addresses.
@@ -66,7 +66,7 @@ class BlockTable:
     def slots(self, rows: Int64, positions: Int64, ends: Int64) -> Int64:
         """Return the slots [T] int64 of the tokens at `positions` [T] of `rows` [T].
 
-        In a ring, a token whose place a later token of the same step takes is not stored (NO_SLOT). ends: [T], the
+        In a ring, a token is not stored (NO_SLOT) if a later token of the same step takes its place. ends: [T], the
         length of each token's sequence after the step.
 
         Raises:
@@ -80,7 +80,7 @@ class BlockTable:
         return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots
 
     def begins_block(self, positions: Int64) -> bool:
-        """Return whether any of `positions` is the first of a block."""
+        """Return whether any of `positions` is the first position of a block."""
         return bool(np.count_nonzero(positions % self.group.block_size) < len(positions))
 
     def gather(self, rows: Int64, longest: int) -> Int32:

@@ -1,6 +1,6 @@
-"""Custom logits processors (plugins/logits_processors.py) on the rows of a step whose requests name some.
+"""Custom logits processors (plugins/logits_processors.py), applied to the rows of a step whose requests name any.
 
-Every call is limited in time and gets copies; whatever it does wrong ends its own request.
+Every call of a processor is limited in time and gets copies. Whatever it does wrong ends its own request only.
 """
 
 from copy import deepcopy
@@ -12,16 +12,17 @@ from penstock.plugins.logits_processors import PROCESSORS, takes_ids
 from penstock.plugins.time_limit import TimeLimitError, call_limited
 from penstock.runner.input_batch import InputBatch, Positions
 
-PROCESSOR_LIMIT_S = 2.0  # for one call of a custom logits processor, while which everybody waits
+PROCESSOR_LIMIT_S = 2.0  # for one call of a custom logits processor; every request waits meanwhile
 
 
 def apply_custom_processors(
     logits: Tensor, batch: InputBatch, positions: Positions, ops: Ops
 ) -> tuple[Tensor, dict[int, str]]:
-    """Run custom logits processors on the rows whose requests name some.
+    """Run custom logits processors on the rows whose requests name any.
 
-    Returns processed logits [M, V] float32, a copy if any row names a processor, and an error message by index for rows
-    that failed. These keep their logits, so that one function's mistake fails only the requests that named it.
+    Returns processed logits [M, V] float32, a copy if any row names a processor, and the error messages of the rows
+    that failed, by index. These rows keep their logits, so that a faulty function fails only the requests that named
+    it.
     """
     if not batch.sampling.custom_processors:
         return logits, {}
@@ -45,9 +46,9 @@ def apply_custom_processors(
 
 
 def _process_row(logits: Array, wanted: dict[str, Any], token_ids: list[int]) -> Array | str:
-    """Apply the named functions to logits [1, V], in order; return the result, or an error message.
+    """Apply the named functions to logits [1, V], in order. Return the result, or an error message.
 
-    Every function gets a torch.Tensor and lists of its own, so that it cannot change what others see.
+    Every function gets its own torch.Tensor and lists, so that it cannot change what other functions see.
     """
     for name, args in wanted.items():
         function = PROCESSORS[name]
@@ -69,7 +70,7 @@ def _process_row(logits: Array, wanted: dict[str, Any], token_ids: list[int]) ->
 
 
 def _wrong_result(found: Any, shape: tuple[int, ...]) -> str | None:
-    """Return what a processor returned in place of a tensor of this shape; None if it returned one."""
+    """Describe what a processor returned instead of a float tensor of this shape; None if it returned one."""
     import torch
 
     if not isinstance(found, torch.Tensor):

@@ -1,7 +1,7 @@
 """DecodeStep: a decode step that is packed again in place, as long as the same rows have one new token each.
 
 From one decode step to the next only lengths, slots and last tokens change. They are written into the arrays of the
-step before, so that whatever was made of these stays valid: attention metadata, and addresses in a recorded program.
+step before, so that attention metadata and the addresses in a recorded program, which refer to them, stay valid.
 
     step k      rows [ 4 | 7 | 2 ]    seq_lens [ 18 | 33 |  9 ]
     step k+1    the same arrays                [ 19 | 34 | 10 ]
@@ -18,22 +18,22 @@ from penstock.runner.packed_step import Layout, PackedStep
 
 
 class DecodeStep:
-    """A packed step in which each sequence has one token, which is sampled, and no draft."""
+    """A packed step in which each sequence has one token and no draft, and is sampled."""
 
     def __init__(self, step: PackedStep, layout: Layout, block_tables: Sequence[BlockTable], longest: int) -> None:
-        """longest: the tokens of the longest sequence of the step."""
+        """longest: the number of tokens of the longest sequence of the step."""
         self._step = step
         self._layout = layout
         self._longest = longest
         self._tables = tuple(zip(block_tables, step.block_tables, step.slot_mappings, strict=True))
         self._versions = [table.version for table in block_tables]
-        # A longer sequence needs wider tables, and so another step.
+        # A longer sequence needs wider tables, and so a newly packed step.
         self._room = min(ids.shape[1] * table.group.block_size for table, ids, _ in self._tables)
 
     def precedes(self, layout: Layout, computed: Int64, num_tokens: Int64) -> bool:
-        """Return whether a step follows this one: each row has the token that was sampled since, and computes it.
+        """Return whether a step can follow this one: each row has one token more, and that token is computed.
 
-        computed: [B], tokens cached before that step. num_tokens: [max_num_seqs], the tokens of each row.
+        computed: [B], tokens cached before that step. num_tokens: [max_num_seqs], the number of tokens of each row.
         """
         if layout is not self._layout or self._longest >= self._room:
             return False
@@ -41,12 +41,12 @@ class DecodeStep:
         return bool(np.count_nonzero(is_next) == len(computed))
 
     def advance(self, token_ids: Int32) -> PackedStep:
-        """Pack the step that follows. It is the same object if it stays within the same blocks.
+        """Pack the step that follows. It is the same object if no sequence begins a new block.
 
         token_ids: [max_num_seqs, max_model_len], the tokens of each row.
 
         Raises:
-            EngineError: a token has no block. The next step must be packed anew then.
+            EngineError: a token has no block. The next step must then be packed from the beginning.
         """
         step, rows, stays = self._step, self._layout.rows, True
         self._longest += 1

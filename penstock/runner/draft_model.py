@@ -1,8 +1,8 @@
-"""DraftModelProposer: a smaller model with the same vocabulary guesses, one token after the other, the likeliest each.
+"""DraftModelProposer: a smaller model with the same vocabulary drafts the likeliest token, one after the other.
 
-It is a ModelRunner with a KV cache of its own: one block for each of a few requests, which holds the longest sequence.
-A request keeps its block, and what was computed of its text stays: the next guess computes the tokens that came since,
-from the first that was guessed wrongly on. A request without a block gets no drafts until another has ended.
+It uses a ModelRunner with its own KV cache, which has one block for each of a few requests; a block has room for the
+longest sequence. A request keeps its block with what was computed of its text. For the next drafts, only the tokens
+from the first wrong draft on are computed. A request without a block gets no drafts until another request ends.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request as the draft model has it.
+    """The draft model's state of a request.
 
     Attributes:
-        length: tokens of its text that are known.
-        drafts: guessed after these; all but the last are in the cache, too.
-        num_computed: leading tokens in the cache, drafts included.
+        length: the number of known tokens of its text.
+        drafts: the drafts after these tokens; all but the last draft are in the cache, too.
+        num_computed: how many leading tokens are in the cache, drafts included.
     """
 
     block: int
@@ -32,23 +32,24 @@ class _Sequence:
     num_computed: int = 0
 
     def follow(self, token_ids: list[int]) -> None:
-        """Take the text as it is now: drafts that it has not taken leave the cache."""
+        """Take the current text. Drafts that did not become part of it no longer count as cached."""
         right = 0
         for draft, token_id in zip(self.drafts, token_ids[self.length :], strict=False):
             if draft != token_id:
                 break
             right += 1
-        # At least the last token is computed again, to have something to guess from.
+        # At least the last token is computed again, because the next draft needs its logits.
         self.num_computed = min(self.num_computed, self.length + right, len(token_ids) - 1)
         self.length, self.drafts = len(token_ids), []
 
 
 class DraftModelProposer:
-    """Drafts with a runner that nobody else uses.
+    """Makes drafts with a runner that nothing else uses.
 
     Args:
-        num_blocks: requests that it can follow at once; each cache group has as many blocks, of max_model_len or more.
-        max_num_batched_tokens: of a step.
+        num_blocks: how many requests it can follow at once. Each cache group has that many blocks, and each block holds
+            at least max_model_len tokens.
+        max_num_batched_tokens: the largest number of tokens in a step.
     """
 
     is_free = False
@@ -70,7 +71,7 @@ class DraftModelProposer:
         return [self._sequences[query.request_id].drafts if query.request_id in wanted else [] for query in queries]
 
     def _take(self, query: DraftQuery) -> int:
-        """Note a request's text. Return how many drafts it can have."""
+        """Store a request's text. Return how many drafts the request can have."""
         runner = self._runner
         if runner is None:
             return 0
@@ -85,7 +86,7 @@ class DraftModelProposer:
         return count
 
     def _introduce(self, query: DraftQuery) -> bool:
-        """Give a new request a block. False if there is none."""
+        """Give a new request a block. Return False if none is free."""
         runner = self._runner
         if runner is None or not self._free:
             return False
@@ -97,7 +98,7 @@ class DraftModelProposer:
         return True
 
     def _catch_up(self, names: list[str]) -> None:
-        """Compute what is missing of these requests, as far as a step has room for; those that are done get a draft."""
+        """Compute as many of these requests' missing tokens as fit into a step. Complete requests get a draft."""
         room, counts = self._max_tokens, dict[str, int]()
         for name in names:
             sequence = self._sequences[name]
@@ -107,7 +108,7 @@ class DraftModelProposer:
         self._step(counts)
 
     def _step(self, counts: dict[str, int]) -> None:
-        """Compute so many more tokens of each request, and guess the next where no token of its text is left."""
+        """Compute the given number of further tokens of each request. Draft a token for each that is complete then."""
         runner = self._runner
         if runner is None:
             return
@@ -125,7 +126,7 @@ class DraftModelProposer:
                 self._sequences[item.request_id].drafts += results[item.request_id]
 
     def _execute(self, plan: SchedulerOutput) -> dict[str, list[int]]:
-        """Return the tokens of a step. Raises RuntimeError if the draft model cannot compute one."""
+        """Compute a step and return its tokens. Raises RuntimeError if the draft model fails for a request."""
         self._num_steps += 1
         if self._runner is None:
             return {}

@@ -1,4 +1,4 @@
-"""FollowingRunner: the ModelRunner of a rank that does not sample: it computes its part, and another rank chooses."""
+"""FollowingRunner: the ModelRunner of a rank that computes its part and leaves sampling to another rank."""
 
 from penstock.interface.step import RequestStepOutput
 from penstock.kernels.arena import LOGITS_ROWS
@@ -11,7 +11,7 @@ class FollowingRunner(ModelRunner):
     """Computes the same hidden states and its part of the same logits, in the same order, as the rank that samples."""
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
-        """Choose nothing: these are some columns of the logits."""
+        """Sample nothing, because this rank has only some columns of the logits."""
 
     def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[RequestStepOutput]) -> None:
         """Compute this rank's part of the logits of each slice."""

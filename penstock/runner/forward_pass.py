@@ -1,8 +1,8 @@
-"""ForwardPass: one pass over known tokens, for looking into a model: logits of every position, hidden states and
-attention weights of every layer, with the LM head or without it.
+"""ForwardPass: one pass over known tokens, to inspect a model: the logits of every position, and the hidden states and
+attention weights of every layer, with or without the LM head.
 
-It has a cache of its own and disturbs no request. With the native kernels a row's bits do not depend on the rows beside
-it, so what comes out is what the engine computed, or would compute, for a request with these tokens.
+It has its own cache and disturbs no request. With the native kernels a row's bits do not depend on the other rows, so
+the results are those that the engine computes for a request with these tokens.
 """
 
 import re
@@ -28,9 +28,9 @@ from penstock.layers.module import named_modules
 from penstock.runner.model_runner import allocate_kv_caches, layer_groups
 from penstock.spec.model_config import ModelConfig
 
-BLOCK = re.compile(r"(.*?\.\d+)\.")  # the decoder block that a module is in, by the first number in its name
+BLOCK = re.compile(r"(.*?\.\d+)\.")  # the name of the decoder block that a module is in, up to the first number
 BLOCK_SIZE = 16
-MAX_BYTES = 2**30  # of results, unless the caller allows more
+MAX_BYTES = 2**30  # limit of the results' size, unless the caller sets another
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class ForwardOutput:
     """The results of a pass over T tokens, as Transformers' models give them, but without a batch dimension.
 
     Attributes:
-        token_ids: of the pass.
+        token_ids: the tokens of the pass.
         last_hidden_state: [T, hidden] float32, after the final norm.
         logits: [T, V] float32; None with skip_lm_head.
         hidden_states: [T, hidden] float32 each: the input of every decoder block, and last_hidden_state; or None.
@@ -54,7 +54,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a pass gives besides the last hidden state."""
+    """What a pass returns besides the last hidden state."""
 
     logits: bool = True
     hidden_states: bool = False
@@ -63,7 +63,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Seen:
-    """Copies of what the chunks of a pass computed, in order."""
+    """Copies of what the chunks of a pass have computed, in order."""
 
     states: list[list[Array]]  # per block
     queries: list[list[Array]]  # per layer, [t, H, D] each
@@ -72,7 +72,7 @@ class _Seen:
 
 
 class ForwardPass:
-    """Computes passes with a loaded model. It takes memory only while it does."""
+    """Computes passes with a loaded model. It uses memory only during a pass."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ForwardPass:
 
         Raises:
             InvalidRequestError: the results would take more than max_bytes; `param` names the largest.
-            NotSupportedError: the model is not made of penstock.layers, so its inside is not known.
+            NotSupportedError: the model is not made of penstock.layers, so its parts are not known.
         """
         blocks = self._blocks()
         self._check_size(len(token_ids), wanted, max_bytes)
@@ -107,7 +107,7 @@ class ForwardPass:
         return ForwardOutput(list(token_ids), last, logits, states, attentions)
 
     def _blocks(self) -> list[tuple[Any, Attention]]:
-        """Return each decoder block with its attention, in the order of the layers."""
+        """Return each decoder block with its attention, in layer order."""
         if self._config.numerics.load_format == "mock":
             raise NotSupportedError("forward: load_format = mock has no model to look into", param="load_format")
         modules = dict(named_modules(self._model))
@@ -148,7 +148,7 @@ class ForwardPass:
     def _chunk(
         self, token_ids: Sequence[int], rows: slice, caches: tuple[KVCache, ...], seen: _Seen, wanted: Wanted
     ) -> None:
-        """Compute some tokens after those that are in the caches."""
+        """Compute the tokens at `rows`, which follow those in the caches."""
         ops, positions = self._ops, np.arange(rows.start, rows.stop)
         groups = self._groups(len(token_ids))
         attention = tuple(self._plan(group, positions, caches[group.layers[0]]) for group in groups)
@@ -177,7 +177,7 @@ class ForwardPass:
     def _attentions(
         self, blocks: list[tuple[Any, Attention]], caches: tuple[KVCache, ...], seen: _Seen
     ) -> tuple[Array, ...]:
-        """Return each layer's weights [H, T, T], of the keys as its cache holds them."""
+        """Return each layer's weights [H, T, T], computed with the keys as its cache holds them."""
         found = []
         windows = self._numbers.layer_windows
         for (_, attention), cache, queries, window in zip(blocks, caches, seen.queries, windows, strict=True):
@@ -190,7 +190,7 @@ class ForwardPass:
 @contextmanager
 def _watching(blocks: list[tuple[Any, Attention]], seen: _Seen, wanted: Wanted) -> Iterator[None]:
     """Copy the residual stream before each block, and each layer's queries."""
-    from unittest.mock import patch  # nothing that an engine imports as it starts
+    from unittest.mock import patch  # imported here because an engine does not need it to start
 
     with ExitStack() as stack:
         for layer, (block, attention) in enumerate(blocks):
@@ -204,14 +204,17 @@ def _watching(blocks: list[tuple[Any, Attention]], seen: _Seen, wanted: Wanted) 
 
 
 def _watched_block(forward: Callable[..., Any], states: list[Array], x: Tensor, *args: Any) -> Any:
-    """Copy the stream x with the branch h that the block's first norm adds, of a block (x, h, ctx) or (x, ctx)."""
+    """Copy the residual stream x, plus the branch h that the block's first norm adds, if any; then run the block.
+
+    The arguments of a block are (x, h, ctx) or (x, ctx).
+    """
     h = args[0] if len(args) > 1 else None
     states.append(_copy(x) if h is None else _copy(x) + as_array(h))
     return forward(x, *args)
 
 
 class _WatchedOps:
-    """A layer's operations, of which `attend` copies its queries."""
+    """A layer's operations, but `attend` also copies its queries."""
 
     def __init__(self, ops: Ops, queries: list[Array]) -> None:
         self._ops, self._queries = ops, queries
@@ -225,14 +228,14 @@ class _WatchedOps:
 
 
 def attention_weights(q: Array, keys: Array, params: AttentionParams, window: int | None) -> Array:
-    """Return softmax(q k^T), as AttentionParams orders its parts: [H, T, T] float32, 0 where a key is hidden.
+    """Return softmax(q k^T), [H, T, T] float32, with scale, bias and softcap as AttentionParams orders them.
 
-    q [T, H, D] and keys [T, Hkv, D], float32.
+    A hidden key has weight 0. q: [T, H, D], keys: [T, Hkv, D], both float32.
     """
     group = q.shape[1] // keys.shape[1]
     weights = np.matmul(q.transpose(1, 0, 2), keys.repeat(group, axis=1).transpose(1, 2, 0))
     at = np.arange(len(q))
-    distance = at[None, :] - at[:, None]  # of the key from the query
+    distance = at[None, :] - at[:, None]  # key position minus query position
     slopes = None if params.alibi_slopes is None else as_array(params.alibi_slopes)[:, None, None]
     bias = FLOAT32.type(0.0) if slopes is None else slopes * distance.astype(FLOAT32)
     if params.bias_before_scale:

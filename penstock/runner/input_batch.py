@@ -1,7 +1,7 @@
 """InputBatch: the runner's state of every request, and the packing of a step from it.
 
-A request has a row from the step that brings its NewRequest until it is removed. Rows are numpy arrays of fixed size,
-so packing takes a few indexed reads, whatever the number of tokens. The scheduler has decided which tokens are
+A request has a row from the step that brings its NewRequest until it is removed. The rows are those of numpy arrays of
+fixed size, so packing takes a few indexed reads, whatever the number of tokens. The scheduler decides which tokens are
 computed and where they are stored; the batch follows. It handles no model, torch tensor or logits.
 """
 
@@ -21,7 +21,7 @@ from penstock.runner.sampling_rows import SamplingRows
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """What M rows of logits are sampled for. A request with drafts has several rows, one after each draft.
+    """The positions for which M rows of logits are sampled. A request with n drafts has n + 1 of them.
 
     Attributes:
         rows: [M] int64, rows of the InputBatch.
@@ -37,11 +37,11 @@ class Positions:
         return cls(rows, np.zeros(len(rows), dtype=np.int64))
 
     def at(self, chosen: Int64) -> "Positions":
-        """Return those with the indices `chosen` [m]."""
+        """Return the positions with the indices `chosen` [m]."""
         return Positions(self.rows[chosen], self.offsets[chosen])
 
     def __iter__(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Yield each index with its row and offset."""
+        """Yield (index, (row, offset)) for each position."""
         return enumerate(zip(self.rows.tolist(), self.offsets.tolist(), strict=True))
 
 
@@ -63,7 +63,7 @@ class InputBatch:
         self.sampling = SamplingRows(max_num_seqs, max_model_len, eos_token_ids)
         self.block_tables = [BlockTable(group, max_num_seqs, max_model_len) for group in groups]
         self._layout: Layout | None = None  # of the last step
-        self._decode: DecodeStep | None = None  # the last step, if it was one
+        self._decode: DecodeStep | None = None  # the last step, if it was a decode step
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
 
@@ -72,10 +72,10 @@ class InputBatch:
         return len(self._row_of)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Forget requests, learn new ones, and update the block tables, in this order.
+        """Remove requests, add new ones, and update the block tables, in this order.
 
         Raises:
-            EngineError: the scheduler and this batch disagree. The step must not run; the batch is consistent again
+            EngineError: the scheduler and this batch disagree. The step must not run. The batch is consistent again
                 once all requests of the step have been removed.
         """
         for request_id in scheduler_output.removed_request_ids:
@@ -83,11 +83,11 @@ class InputBatch:
         for request in scheduler_output.new_requests:
             self.learn(request)
         for item in scheduler_output.scheduled:
-            if any(item.new_block_ids) or any(item.num_released_blocks):  # few decodes
+            if any(item.new_block_ids) or any(item.num_released_blocks):  # rare in decode steps
                 self._update_blocks(item)
 
     def forget(self, request_id: str) -> None:
-        """Free the request's row. Ignores an unknown id: its first step may have failed before it was learnt."""
+        """Free the request's row. An unknown id is ignored: the request's first step may have failed before `learn`."""
         row = self._row_of.pop(request_id, None)
         if row is None:
             return
@@ -127,7 +127,7 @@ class InputBatch:
                 table.release(row, num_released)
 
     def rewrite(self, row: int, start: int, token_ids: Sequence[int]) -> None:
-        """Replace a row's tokens from position `start` on. Counts of tokens, for penalties, stay as they are."""
+        """Replace a row's tokens from position `start` on. The token counts of penalties are not updated."""
         end = start + len(token_ids)
         if end > self.token_ids.shape[1]:
             raise EngineError(f"{end} tokens, more than max_model_len = {self.token_ids.shape[1]}")
@@ -135,7 +135,7 @@ class InputBatch:
         self.num_tokens[row] = end
 
     def append(self, rows: Int64, token_ids: Int64, offsets: Int64) -> None:
-        """Append a sampled token to each of `rows` [M]. A row may come several times, with the offsets 0, 1, 2 ...
+        """Append a sampled token to each of `rows` [M]. A row may occur several times, with the offsets 0, 1, 2 ...
 
         Raises:
             EngineError: a request has max_model_len tokens already.
@@ -144,13 +144,13 @@ class InputBatch:
         if np.count_nonzero(ends >= self.token_ids.shape[1]):
             raise EngineError(f"a request grew beyond max_model_len = {self.token_ids.shape[1]}")
         self.token_ids[rows, ends] = token_ids
-        self.num_tokens[rows] = ends + 1  # of a row that comes several times, the last one counts
+        self.num_tokens[rows] = ends + 1  # if a row occurs several times, its last value stays
         if any(self.sampling.adjustments):
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 self.sampling.append(row, token_id)
 
     def extend(self, token_ids: Mapping[int, Sequence[int]]) -> None:
-        """Append several tokens to rows, by row. Raises EngineError as `append` does."""
+        """Append several tokens to each row, given by row. Raises EngineError as `append` does."""
         pairs = [(row, token_id) for row, ids in token_ids.items() for token_id in ids]
         if pairs:
             rows, new_ids = np.array(pairs, dtype=np.int64).T
@@ -169,19 +169,20 @@ class InputBatch:
         return row
 
     def history(self, row: int, offset: int = 0) -> Int32:
-        """Return the prompt, the outputs so far and the first `offset` drafts of this step, a view [tokens] int32."""
+        """Return the prompt, the outputs so far and the first `offset` drafts of this step: a view [tokens] int32."""
         view: Int32 = self.token_ids[row, : self.num_tokens[row] + offset]
         return view
 
     def num_outputs(self, row: int) -> int:
-        """Return the number of tokens generated so far, before preemptions included."""
+        """Return the number of tokens generated so far, including those from before a preemption."""
         return int(self.num_tokens[row] - self.num_prompt_tokens[row])
 
     def pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedStep:
-        """Pack the scheduled tokens (at least one) into one flat batch. Nobody may change its arrays, and they hold
-        until the next call: a decode step after one of the same rows is the same object, packed again in place.
+        """Pack the scheduled tokens (at least one) into one flat batch.
 
-        Drafts are written behind their row's tokens, where they count as nothing after this step.
+        Its arrays must not be changed, and are valid until the next call: a decode step that follows one with the same
+        rows may be the same object, packed again in place. Drafts are written behind the row's tokens, and have no
+        meaning there after this step.
 
         Raises:
             EngineError: a scheduled token is not in the batch or has no block.
@@ -189,7 +190,7 @@ class InputBatch:
         layout, has_drafts = self._lay_out(scheduled)
         rows, new = layout.rows, layout.new
         computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
-        decode, self._decode = self._decode, None  # also if this fails
+        decode, self._decode = self._decode, None  # it stays None if this call fails
         if decode is not None and decode.precedes(layout, computed, self.num_tokens):
             step = decode.advance(self.token_ids)
             self._decode = decode
@@ -225,7 +226,7 @@ class InputBatch:
         return step
 
     def _lay_out(self, scheduled: Sequence[ScheduledRequest]) -> "tuple[Layout, bool]":
-        """Return the layout of a step, that of the step before if it is the same, and whether there are drafts."""
+        """Return the layout of a step, which is the last step's object if it is equal, and whether there are drafts."""
         row_of = self._row_of
         key = [
             (row_of.get(item.request_id), item.num_new_tokens, item.num_samples, len(item.draft_token_ids))
@@ -247,7 +248,7 @@ class InputBatch:
                 self.token_ids[row, start:end] = item.draft_token_ids
 
     def _check(self, layout: "Layout", seq_lens: Int64) -> None:
-        """Check that the batch has the scheduled tokens; seq_lens: [B], after the step."""
+        """Check that the batch has the scheduled tokens. seq_lens: [B], the lengths after the step."""
         missing = self.num_tokens[layout.rows] + layout.num_drafts - seq_lens
         if not np.count_nonzero(missing):  # as in most steps
             return
@@ -259,7 +260,7 @@ class InputBatch:
     def _prompt_positions(
         self, rows: Int64, computed: Int64, seq_lens: Int64, starts: Int64
     ) -> tuple[list[Int64], list[PromptPiece]]:
-        """Return the packed indices whose next token is a prompt token to be scored, and their pieces."""
+        """Return the packed indices of positions whose next token is a prompt token to score, and their pieces."""
         indices: list[Int64] = []
         pieces: list[PromptPiece] = []
         num_top = self.sampling.num_prompt_logprobs[rows]

@@ -1,7 +1,8 @@
-"""LogitAdjustments: what one request's parameters and history do to its logits before a token is drawn. No torch here.
+"""LogitAdjustments: how one request's parameters and history change its logits before a token is drawn. No torch here.
 
-Masks, biases and penalties become pairs of row and id, which the kernels apply. What the kernels do not have makes the
-row a shaped one: `shape` computes it here, in numpy, up to the draw. The order, which docs/sampling.md repeats:
+Masks, biases and penalties become pairs of row and id, which the kernels apply. If a request asks for an option that
+the kernels do not have, its row is shaped: `shape` computes everything up to the draw in numpy. The order, which
+docs/sampling.md repeats:
 
     masks          min_tokens, bad words, n-grams, suppressed tokens, ... (masks.py)          -> -inf
     biases         logit_bias, sequence_bias
@@ -10,8 +11,8 @@ row a shaped one: `shape` computes it here, in numpy, up to the draw. The order,
     end tokens     exponential_decay_length_penalty
     temperature    and the truncations (truncations.py); not where the request is greedy
 
-All of it is a function of the parameters and the history, but for mirostat's mu, which the caller keeps. Token counts
-grow by one token at a time and are never rebuilt.
+All of it is a function of the parameters and the history, except for mirostat's mu, which the caller keeps. Token
+counts grow by one token at a time and are never rebuilt.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ SPARE_IDS = 64  # room for new ids before a TokenCounts has to grow
 BIASES = ("logit_bias", "sequence_bias")
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
-SHAPED = ("dry_multiplier", "exponential_decay_length_penalty")  # also where the request is greedy
+SHAPED = ("dry_multiplier", "exponential_decay_length_penalty")  # these shape greedy requests, too
 SHAPED_DRAWS = tuple(name for name in TRUNCATIONS if name not in IN_KERNELS)
 LARGEST = np.finfo(np.float32).max
 
@@ -65,7 +66,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> Float32:
-        """[P] float32, how often each of `ids` occurred; a view too."""
+        """[P] float32, how often each of `ids` occurred; a view as well."""
         return self._counts[: len(self._index)]
 
 
@@ -73,7 +74,7 @@ class LogitAdjustments:
     """One row's adjustments.
 
     Attributes:
-        params: of the request.
+        params: the request's parameters.
         seen: distinct ids of prompt and output, for the repetition penalty; None if that is off.
         generated: distinct ids of the output with their counts, for the other penalties; None if both are off.
     """
@@ -86,7 +87,7 @@ class LogitAdjustments:
         max_model_len: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """token_ids: the history [num_tokens] int32, outputs so far included."""
+        """token_ids: the history [num_tokens] int32, including the outputs so far."""
         self.params = params
         end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
         self._end_ids = ids_of(sorted(end_ids))
@@ -119,7 +120,7 @@ class LogitAdjustments:
             self.generated.add(token_id)
 
     def after(self, drafts: Int32) -> "LogitAdjustments":
-        """Return the adjustments of the token after drafts [n] int32, which count as outputs then. Changes nothing."""
+        """Return the adjustments for the token after drafts [n] int32, counting these as outputs. Changes nothing."""
         if not len(drafts):
             return self
         found = copy(self)
@@ -128,12 +129,12 @@ class LogitAdjustments:
         return found
 
     def masked_ids(self, history: Int32, num_outputs: int) -> list[Int64]:
-        """Return the ids that may not come next, after the history [num_tokens] int32 with that many outputs."""
+        """Return the ids that may not follow the history [num_tokens] int32, which has `num_outputs` outputs."""
         found = [mask(history, num_outputs) for mask in self._masks.values()]
         return [ids for ids in found if ids.size]
 
     def bias(self, history: Int32) -> tuple[Int64, Float32] | None:
-        """Return distinct ids [P] and what is added to their logits [P] float32; None if there are none."""
+        """Return distinct ids [P] and the biases [P] float32 to add to their logits; None if there are no biases."""
         if not self._sequences:
             return self._bias
         total = {} if self._bias is None else dict(zip(*(part.tolist() for part in self._bias), strict=True))
@@ -143,11 +144,11 @@ class LogitAdjustments:
         return (ids_of(total), np.array([*total.values()], np.float32)) if total else None
 
     def shapes(self, history: Int32) -> bool:
-        """Return whether the row after this history is computed by `shape`."""
+        """Return whether `shape` must compute the row that follows this history."""
         return self._is_shaped or self._forced(history) is not None
 
     def shape(self, logits: Float32, history: Int32, num_outputs: int, draw: Draw) -> Float32:
-        """Return logits [V] as everything above leaves them, to be drawn from as they are. Changes nothing."""
+        """Return logits [V] after all adjustments, ready for the draw. Changes nothing."""
         found = self._adjusted(logits, history, num_outputs)
         forced = self._forced(history)
         if forced is not None:
@@ -161,7 +162,7 @@ class LogitAdjustments:
             return found
         with np.errstate(over="ignore"):
             found /= np.float32(self.params.temperature)
-        return truncate(np.minimum(found, LARGEST, out=found), self.params, draw)  # two infinities would make NaN
+        return truncate(np.minimum(found, LARGEST, out=found), self.params, draw)  # inf - inf is NaN
 
     def _adjusted(self, logits: Float32, history: Int32, num_outputs: int) -> Float32:
         """Apply masks, biases and penalties to a copy of logits [V]."""
@@ -186,7 +187,7 @@ class LogitAdjustments:
         return found
 
     def _forced(self, history: Int32) -> Int64 | None:
-        """Return the ids of which the next token must be one, if there are any."""
+        """Return the ids from which the next token must be chosen; None if any id may follow."""
         params = self.params
         if params.forced_bos_token_id is not None and len(history) == 1:
             return ids_of([params.forced_bos_token_id])
@@ -194,7 +195,7 @@ class LogitAdjustments:
         return ids_of(forced) if isinstance(forced, tuple) and forced and len(history) == self._last else None
 
     def _decay(self, logits: Float32, num_outputs: int) -> None:
-        """Make the end tokens of logits [V] likelier, in place, as exponential_decay_length_penalty says."""
+        """Raise the logits [V] of end tokens in place, by exponential_decay_length_penalty."""
         if self.params.exponential_decay_length_penalty is None:
             return
         start, factor = self.params.exponential_decay_length_penalty

@@ -1,7 +1,7 @@
-"""Which token ids may not come next, as functions of the history alone.
+"""Masks: which token ids may not come next, as functions of the history alone.
 
-MASKS has one entry per field of SamplingParams: it makes a Mask, a function of the history and the number of outputs in
-it. So a mask holds no state, and gives for a history what it gave there before a preemption.
+MASKS has an entry per field of SamplingParams that masks tokens. It makes a Mask, a function of the history and the
+number of outputs in it. A mask has no state, so it gives the same ids for the same history after a preemption.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ NO_IDS: Int64 = np.zeros(0, dtype=np.int64)
 
 
 def is_on(params: SamplingParams, name: str) -> bool:
-    """Return whether a field of the parameters asks for anything."""
+    """Return whether a field of the parameters is set to something other than its default."""
     value = getattr(params, name)
     return bool(value != OFF[name] and value not in (None, (), {}))
 
@@ -51,7 +51,7 @@ def _bad_words_ids(params: SamplingParams, end_ids: Int64) -> Mask:
 
 
 def _completions(words: Iterable[tuple[int, ...]]) -> Mask:
-    """Return the mask of the last id of every word whose other ids end the history."""
+    """Return the mask of the last ids of words, where the other ids of a word are the end of the history."""
     listed = list(words)
     single = ids_of(word[0] for word in listed if len(word) == 1)
     longer = [(list(word[:-1]), word[-1]) for word in listed if len(word) > 1]
@@ -72,12 +72,12 @@ def _no_repeat_ngram(params: SamplingParams, end_ids: Int64) -> Mask:
 
 
 def repeated_ngrams(history: Int32, size: int) -> Int64:
-    """Return the ids that would complete a sequence of `size` ids that the history has already."""
+    """Return the ids that would complete a sequence of `size` ids that is in the history already."""
     num_starts = len(history) - size + 1
     if num_starts < 1:
         return NO_IDS
     start = history[len(history) - size + 1 :]
-    at = np.arange(num_starts)  # where such a sequence may begin
+    at = np.arange(num_starts)  # positions at which such a sequence may begin
     for offset, token_id in enumerate(start.tolist()):
         at = at[history[at + offset] == token_id]
     return history[at + size - 1].astype(np.int64)
@@ -89,7 +89,7 @@ def _suppress(params: SamplingParams, end_ids: Int64) -> Mask:
 
 
 def _begin_suppress(params: SamplingParams, end_ids: Int64) -> Mask:
-    """Return the mask of the first output; where that one is forced (forced_bos_token_id), of the second."""
+    """Return the mask of the first output, or of the second where forced_bos_token_id forces the first."""
     ids = ids_of(params.begin_suppress_tokens or ())
     is_forced = params.forced_bos_token_id is not None
 
@@ -100,8 +100,8 @@ def _begin_suppress(params: SamplingParams, end_ids: Int64) -> Mask:
     return mask
 
 
-OF_LENGTH = ("min_tokens", "min_new_tokens", "min_length")  # a form knows when it may end (structured.py)
-MASKS: dict[str, Callable[[SamplingParams, Int64], Mask]] = {  # field of SamplingParams -> mask of it and the end ids
+OF_LENGTH = ("min_tokens", "min_new_tokens", "min_length")  # structured.py applies these where there is a form
+MASKS: dict[str, Callable[[SamplingParams, Int64], Mask]] = {  # field of SamplingParams -> function that makes its mask
     "min_tokens": _min_tokens,
     "min_new_tokens": _min_tokens,
     "min_length": _min_length,
@@ -111,4 +111,4 @@ MASKS: dict[str, Callable[[SamplingParams, Int64], Mask]] = {  # field of Sampli
     "suppress_tokens": _suppress,
     "begin_suppress_tokens": _begin_suppress,
 }
-AFTER_FORCED = ("suppress_tokens", "begin_suppress_tokens")  # also where another token is forced
+AFTER_FORCED = ("suppress_tokens", "begin_suppress_tokens")  # these apply to forced tokens, too

@@ -1,12 +1,12 @@
-"""ModelRunner: computes steps on one device, from a SchedulerOutput to a StepOutput; LocalExecutor: the engine's way to
-it.
+"""ModelRunner: computes steps on one device, from a SchedulerOutput to a StepOutput. LocalExecutor: runs it for the
+engine.
 
     scheduler_output -> InputBatch.update, pack -> model(input_ids, ctx) -> hidden [T, hidden]
       -> logits at the M sampled positions -> Sampler -> ids, log-probabilities
       -> logits at the P prompt positions, a slice at a time -> prompt log-probabilities
 
-A row whose logits are not finite, or that leave nothing to choose, becomes an error of its own request; the others go
-on. The runner decides nothing about scheduling or blocks, and handles no text.
+If the logits of a row are not finite, or allow no token, only that row's request fails; the others continue. The runner
+decides nothing about scheduling or blocks, and handles no text.
 """
 
 import sys
@@ -55,8 +55,8 @@ class ModelRunner:
     """Computes steps one after the other, with a model and its KV caches.
 
     Attributes:
-        batch: the requests it knows.
-        cache_bytes: memory of all KV caches.
+        batch: the state of its requests.
+        cache_bytes: the bytes of all its KV caches.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class ModelRunner:
         """Allocate the caches of a loaded model.
 
         Args:
-            stage: the part of the model that it is; None: all of it.
+            stage: the part of the model that it computes; None: all of it.
             kv_scales: per-channel scales of an int8 cache, one per layer.
-            forms: compiles forms of answers; without it a request that has one fails.
+            forms: compiles forms of answers; without it, requests with a form fail.
 
-        Sets the number of torch's threads, which belongs to the process: of two engines in one process the later one
-        decides for both. Native kernels have their own threads, and torch's would only take the cores from them.
+        Sets the number of torch's threads, which is a setting of the process: if a process has two engines, the later
+        one decides for both. Native kernels have their own threads, and torch's would only compete for the cores.
 
         Raises:
             EngineError: the config is not resolved, or the groups or scales do not fit the layers.
@@ -102,18 +102,18 @@ class ModelRunner:
         self._sampler = Sampler(ops)
         self._pooler = Pooler()
         self._packed: PackedStep | None = None  # the last step
-        self._unplanned: dict[int, AttentionMetadata] = {}  # its metadata, by cache group
+        self._unplanned: dict[int, AttentionMetadata] = {}  # metadata of the last step, by cache group
         self._checksum_step: int | None = None  # the step being computed, if it asks for checksums
         self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
         self._structured = StructuredRows(forms, self.batch, ops)
-        self.store: TieredBlockStore | None = None  # of blocks beyond the cache
+        self.store: TieredBlockStore | None = None  # for blocks beyond the cache
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
-        """Compute a step. A step without tokens only forgets requests.
+        """Compute a step. A step without tokens only removes requests.
 
         Raises:
-            EngineError: scheduler and runner disagree. Whatever is raised, no token was appended, and later steps
-                work once the requests of this one have been removed.
+            EngineError: scheduler and runner disagree. After any exception, no token was appended, and later steps
+                work once the requests of this step have been removed.
         """
         self.batch.update(scheduler_output)
         self._structured.update(scheduler_output)
@@ -126,7 +126,7 @@ class ModelRunner:
             return self._compute(scheduler_output)
 
     def compute_stage(self, scheduler_output: SchedulerOutput) -> Any:
-        """Do so with a stage that is not the last: nothing is sampled. Return what it hands on; None without tokens."""
+        """Compute a step with a stage that is not the last. Return what it hands on; None for a step without tokens."""
         self.batch.update(scheduler_output)
         self._copy_blocks(scheduler_output.block_copies)
         if not scheduler_output.scheduled:
@@ -136,7 +136,7 @@ class ModelRunner:
             return self._model(self._ops.tensor(step.input_ids), self._context(step))
 
     def note_outputs(self, outputs: Mapping[str, Sequence[int]]) -> None:
-        """Append tokens that the last stage has sampled; of requests that are gone they are dropped."""
+        """Append tokens that the last stage has sampled. Tokens of removed requests are dropped."""
         self.batch.extend({self.batch.row(name): ids for name, ids in outputs.items() if self.batch.knows(name)})
 
     @property
@@ -149,7 +149,7 @@ class ModelRunner:
         return [self._ops.block_bytes(self._kv_caches[layer], block_id) for layer in self._groups[group].layers]
 
     def _transfer_blocks(self, plan: SchedulerOutput) -> None:
-        """Save blocks to the store, and load those that it has fetched."""
+        """Save blocks to the store, and load blocks that the store has fetched."""
         if self.store is None:
             return
         for item in plan.block_saves:
@@ -187,7 +187,7 @@ class ModelRunner:
         return StepOutput(scheduler_output.step_id, finished)
 
     def _pool(self, hidden: Tensor, step: PackedStep, plan: SchedulerOutput, results: list[RequestStepOutput]) -> None:
-        """Take what pooling requests want of hidden [T, hidden]."""
+        """Pass hidden [T, hidden] to the pooler, and note the vectors of finished pooling requests."""
         for b, pooled in self._pooler.take(hidden, step.query_start_loc, plan.scheduled).items():
             results[b].pooled = pooled
             results[b].error = HIDDEN_NOT_FINITE if pooled is None else None
@@ -204,14 +204,14 @@ class ModelRunner:
             self._sample(self._model.compute_logits(hidden), step, results)
 
     def _context(self, step: PackedStep) -> ForwardContext:
-        if step is not self._packed:  # else nothing but its lengths has changed
+        if step is not self._packed:  # else the step was advanced in place, and the metadata still holds
             self._packed = step
             self._unplanned = {index: self._attention(step, index) for index in self._first_layers}
         planned = {
             index: self._ops.plan(meta, self._heads, self._kv_caches[self._first_layers[index]])
             for index, meta in self._unplanned.items()
         }
-        unused = next(iter(planned.values()))  # in the places of groups whose layers are all on other stages
+        unused = next(iter(planned.values()))  # a placeholder for groups whose layers are all on other stages
         attention = tuple(planned.get(index, unused) for index in range(len(self._groups)))
         return ForwardContext(self._ops.tensor(step.positions), self._kv_caches, attention, self._layer_group)
 
@@ -228,7 +228,7 @@ class ModelRunner:
         )
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
-        """Sample a token from each row of logits [M, V'], and give each sequence those that count."""
+        """Sample a token from each row of logits [M, V'], and give each sequence its valid tokens."""
         logits = self._without_padding(logits)
         sequences = step.sampled.tolist()
         if self._checksum_step is not None:
@@ -253,9 +253,9 @@ class ModelRunner:
         self._take_forced(step, results)
 
     def _take_forced(self, step: PackedStep, results: list[RequestStepOutput]) -> None:
-        """Give each sequence the tokens of which its form leaves no choice, unless it had drafts that were wrong.
+        """Append the tokens that a sequence's form dictates, unless the sequence had wrong drafts.
 
-        They are outputs as if sampled; the next step computes them together.
+        They are outputs as if sampled. The next step computes them together.
         """
         if not self._structured:
             return
@@ -270,9 +270,9 @@ class ModelRunner:
     def _choose(
         self, logits: Tensor, positions: Positions, failed: npt.NDArray[np.bool_] | None
     ) -> tuple[Sampled, dict[int, str]]:
-        """Sample logits [M, V] at rows without an error, and return why other rows have no token, by index.
+        """Sample the rows of logits [M, V] that have no error. Also return the error messages of rows that fail here.
 
-        failed: [M], rows whose sequence has an error already; None: none has.
+        failed: [M], rows whose sequence has an error already; None if no row has.
         """
         healthy = as_array(self._ops.finite_rows(logits)).astype(bool)
         usable = healthy if failed is None else healthy & ~failed
@@ -290,7 +290,7 @@ class ModelRunner:
         return found, errors
 
     def _choose_healthy(self, logits: Tensor, positions: Positions) -> tuple[Sampled, dict[int, str]]:
-        """Do so where every row is finite."""
+        """Do the work of `_choose` for logits whose rows are all finite."""
         processed, wrong = apply_custom_processors(logits, self.batch, positions, self._ops)
         processed, unfit = self._structured.apply(processed, positions)
         sampled = self._sampler.sample(logits, self.batch, positions, processed)
@@ -300,7 +300,7 @@ class ModelRunner:
         return sampled, {}
 
     def _without_padding(self, logits: Tensor) -> Tensor:
-        """Drop the padding of the LM head, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""
+        """Remove the LM head's padding, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""
         if logits.shape[1] == self._vocab_size:
             return logits
         return self._ops.tensor(np.ascontiguousarray(as_array(logits)[:, : self._vocab_size]))
@@ -317,9 +317,9 @@ class ModelRunner:
             start = end
 
     def _scored(self, hidden: Tensor, piece: PromptPiece) -> Iterator[TokenLogprobs]:
-        """Yield one entry per row of hidden [n, hidden], up to logits that are not finite.
+        """Yield one entry per row of hidden [n, hidden], up to the first slice whose logits are not finite.
 
-        All are computed, because ranks that share the model compute all of theirs.
+        The later slices are computed all the same, because the other ranks of the model compute all slices.
         """
         is_finite = True
         for start in range(0, len(piece.targets), LOGITS_ROWS):
@@ -335,8 +335,8 @@ class ModelRunner:
 class LocalExecutor:
     """A `step.Executor` with one ModelRunner in this process. The handle of a step is its SchedulerOutput.
 
-    A step runs when it is collected, in the thread that collects it: its kernels take every core, so that Python beside
-    them would only take one of these away (docs/perf_log.md, What was tried and did not help).
+    A step runs when it is collected, in the thread that collects it: its kernels use every core, and Python running
+    beside them would only take one away (docs/perf_log.md, "What was tried and did not help").
     """
 
     depth = 1
@@ -346,7 +346,7 @@ class LocalExecutor:
         self._submitted: deque[SchedulerOutput] = deque()
 
     def use_store(self, make: Callable[[list[int]], TieredBlockStore | None]) -> TieredBlockStore | None:
-        """Keep blocks beyond the cache in the store that `make` returns for blocks of so many bytes in each group."""
+        """Keep blocks beyond the cache in the store that `make` returns; `make` gets the bytes of a block per group."""
         if self._runner is None:
             raise EngineError("the executor was shut down")
         self._runner.store = make(self._runner.block_bytes)
@@ -361,9 +361,9 @@ class LocalExecutor:
         """Run the step and return its results. Steps are collected once each, in the order submitted.
 
         Raises:
-            EngineError: another step comes first, and nothing was run; or the executor was shut down.
-            Exception: whatever the step raised as a whole. Later steps still work; the requests of this one must be
-                removed in the next.
+            EngineError: another step must be collected first (nothing was run), or the executor was shut down.
+            Exception: whatever the step raised as a whole. Later steps still work; the requests of this step must be
+                removed in the next one.
         """
         if not self._submitted or self._submitted[0] is not handle:
             raise EngineError("steps are collected once each, in the order in which they were submitted")
@@ -383,10 +383,11 @@ class LocalExecutor:
 def _accept(
     sampled: Sampled, errors: Mapping[int, str], step: PackedStep, results: list[RequestStepOutput]
 ) -> list[int]:
-    """Give each sequence of a step its tokens up to the first that is not the draft at its place; return their indices.
+    """Give each sequence its tokens up to and including the first that differs from the draft at its place; return
+    their indices.
 
-    What comes after, an error too, was computed for a text that is not this one; an error after an accepted draft comes
-    again in the next step.
+    Later tokens and errors are dropped, because they were computed after a wrong draft. An error after accepted drafts
+    is dropped, too: it occurs again in the next step.
     """
     token_ids, taken, is_open = sampled.token_ids.tolist(), [], [result.error is None for result in results]
     for index, (b, draft) in enumerate(zip(step.sampled.tolist(), step.drafts.tolist(), strict=True)):
@@ -406,13 +407,13 @@ def _accept(
 
 
 def _failed(result: RequestStepOutput) -> RequestStepOutput:
-    """Return what counts of the results of a request that failed."""
+    """Return the result of a request that failed: its error and checksum only."""
     return RequestStepOutput([], error=result.error, checksum=result.checksum)
 
 
 def _is_alike_every_time(config: EngineConfig, model: ModelConfig) -> bool:
-    """Return whether each pass over as many tokens makes the same calls on the same memory, as a program does. Where
-    ranks share experts it depends on the tokens, and a sharding map may move results to new memory."""
+    """Return whether all passes over the same number of tokens make the same calls on the same memory, as programs do.
+    Where ranks share experts the calls depend on the tokens, and a sharding map may put results in new memory."""
     return config.parallel.num_ranks == 1 or (not model.num_experts and config.parallel.sharding_config is None)
 
 
@@ -449,8 +450,8 @@ def allocate_kv_caches(
     """Allocate one cache per decoder layer, in layer order.
 
     scales: per-channel scales of an int8 cache, one per layer.
-    own_layers: those that are computed here, at least one; the places of the others have a cache of these, which
-        nobody writes to. None: all.
+    own_layers: the layers that are computed here, at least one; None: all. In the place of every other layer stands the
+        cache of one of these; it is not used there.
 
     Raises:
         EngineError: the groups do not hold every layer exactly once, or there are not as many scales as layers.

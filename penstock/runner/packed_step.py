@@ -1,4 +1,4 @@
-"""PackedStep: one step as a flat batch, and its Layout, what of it is the same from decode step to decode step."""
+"""PackedStep: one step as a flat batch. Layout: the part of it that stays the same from decode step to decode step."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class PromptPiece:
     """The prompt positions of one sequence whose log-probabilities a step reports.
 
     Attributes:
-        sequence: index in the step.
+        sequence: the sequence's index in the step.
         targets: [n] int64, the prompt token after each position.
         num_top: number of most likely tokens to report beside the token itself.
     """
@@ -28,7 +28,7 @@ class PromptPiece:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """One step as a flat batch: B sequences with T tokens, of which M are sampled and P scored as prompt.
+    """One step as a flat batch of B sequences with T tokens. M positions are sampled, P are scored as prompt.
 
         tokens  [ sequence 0 | sequence 1 | ... ]          query_start_loc points at the bars
         logits  [ M sampled positions | P prompt positions ]
@@ -40,12 +40,12 @@ class PackedStep:
         input_ids, positions: [T] int64.
         query_start_loc: [B+1] int32.    seq_lens: [B] int32, cached plus new tokens.
         block_tables: per cache group [B, max_blocks] int32, cut to the longest sequence of the step.
-        slot_mappings: per cache group [T] int64; -1 for the tokens of a ring that are not stored.
+        slot_mappings: per cache group [T] int64; -1 for tokens that are not stored, which only a ring has.
         logits_indices: [M + P] int64 into the T tokens.
         sampled, sampled_rows: [M] int64, the sequence of each sampled position, and its row.
-        offsets: [M] int64, how many of the sequence's drafts stand before the token that is sampled.
-        drafts: [M] int64, the draft at the place of the token that is sampled; NO_DRAFT after the last one.
-        has_drafts: some are not NO_DRAFT.
+        offsets: [M] int64, how many of the sequence's drafts precede the token that is sampled.
+        drafts: [M] int64, the draft at the place of the token that is sampled; NO_DRAFT after the last draft.
+        has_drafts: whether any of `drafts` is not NO_DRAFT.
         prompt_pieces: the P positions, in order.
     """
 
@@ -67,17 +67,19 @@ class PackedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What of a packed step depends on who takes part with how many tokens, not on where they stand. So decode steps
-    have that of the step before, until a request comes or goes. Nobody may change its arrays.
+    """The part of a packed step that depends on which requests take part with how many tokens, but not on their
+    positions. A decode step uses the layout of the step before, until a request comes or goes. Its arrays must not be
+    changed.
 
     Attributes:
-        key: what it was made of: of each sequence its row, new tokens, samples and drafts.
-        rows, new, num_drafts, starts: [B] int64, and [B+1] for starts, which is query_start_loc as int64.
-        is_decode: every sequence has one token, which is sampled, and no draft.
+        key: what it was made from: the row, new tokens, samples and drafts of each sequence.
+        rows, new, num_drafts, starts: [B] int64, but [B+1] for starts, which is query_start_loc as int64.
+        is_decode: whether every sequence has one token and no draft, and is sampled.
         catches_up: [B] bool, sequences whose last token must be in the step.
         token_rows: [T] int64, the row of each token.
         indices: [M] int64, logits_indices of the sampled positions.
-        query_start_loc, sampled, sampled_rows, offsets: see PackedStep; no_drafts: its drafts, if there are none.
+        query_start_loc, sampled, sampled_rows, offsets: see PackedStep.
+        no_drafts: `drafts` of PackedStep for a step without drafts.
     """
 
     key: list[tuple[int | None, int, int, int]]
@@ -101,7 +103,7 @@ class Layout:
         """Lay out the sequences of a step.
 
         Raises:
-            EngineError: a sequence comes twice, has no tokens, or is sampled anywhere but at its end.
+            EngineError: a sequence occurs twice, has no tokens, or is not sampled after its last token and each draft.
         """
         rows, new, num_samples, num_drafts = np.array(key, dtype=np.int64).T.copy()
         if len(set(rows.tolist())) < len(rows) or new.min() < 1:

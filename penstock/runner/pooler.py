@@ -1,7 +1,8 @@
-"""Pooler: folds the final hidden states of prompts into vectors, chunk by chunk (interface/pooling.py).
+"""Pooler: turns the final hidden states of prompts into vectors, chunk by chunk (interface/pooling.py).
 
-The bits depend on the hidden states alone, never on where a prompt was cut: MEAN adds them one after the other, in
-float64, and the length of a vector is an exact sum, rounded once. A request that is preempted begins anew.
+The bits depend on the hidden states alone, never on where a prompt was cut: MEAN adds the states one after the other,
+in float64, and the length of a vector is an exact sum, rounded once. A preempted request starts again from the
+beginning.
 """
 
 import math
@@ -16,19 +17,19 @@ from penstock.interface.pooling import PoolingParams
 from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.kernels.tensors import FLOAT32, FLOAT64, Tensor, as_array
 
-ROWS_AT_ONCE = 64  # copied; a whole chunk would be megabytes
+ROWS_AT_ONCE = 64  # rows copied at once; a copy of a whole chunk would take megabytes
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class _Pooled:
-    """What is known of a request.
+    """The state of a pooling request.
 
     Attributes:
-        num_tokens: of its prompt.
-        kept: rows of hidden states [n, hidden], in order: what LAST, CLS and ALL return.
-        total: the sum of the rows so far, [hidden]; of MEAN only.
+        num_tokens: the length of its prompt.
+        kept: rows of hidden states [n, hidden], in order: the result of LAST, CLS and ALL.
+        total: the sum of the rows so far, [hidden]; for MEAN only.
     """
 
     params: PoolingParams
@@ -44,7 +45,7 @@ class _Pooled:
         if kind == "MEAN":
             total = np.zeros(rows.shape[1], FLOAT64) if self.total is None else self.total
             for first in range(0, rows.shape[0], ROWS_AT_ONCE):
-                for row in _copy(rows[first : first + ROWS_AT_ONCE]):  # numpy may add them up in another order
+                for row in _copy(rows[first : first + ROWS_AT_ONCE]):  # numpy's own sum may use another order
                     total += row
             self.total = total
         elif kind == "ALL":
@@ -53,7 +54,7 @@ class _Pooled:
             self.kept = [_copy(rows[-1:] if kind == "LAST" else rows[:1])]
 
     def result(self) -> bytes | None:
-        """Return the vectors; None if one of their numbers is not finite."""
+        """Return the vectors as bytes; None if any number is not finite."""
         found = np.concatenate(self.kept) if self.total is None else (self.total / self.num_tokens)[None]
         if not np.isfinite(found).all():
             return None
@@ -64,7 +65,7 @@ class _Pooled:
 
 
 def normalized(vector: npt.NDArray[np.floating]) -> Float64:
-    """Return a vector [n] divided by its length; zeros as they are."""
+    """Return a vector [n] divided by its length; a zero vector stays zero."""
     numbers = vector.astype(FLOAT64)
     length = math.sqrt(math.fsum((numbers * numbers).tolist()))
     return numbers / length if length else numbers
@@ -77,7 +78,7 @@ class Pooler:
         self._requests: dict[str, _Pooled] = {}
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Forget and learn requests as the InputBatch does."""
+        """Remove and add requests as the InputBatch does."""
         for request_id in scheduler_output.removed_request_ids:
             self._requests.pop(request_id, None)
         for request in scheduler_output.new_requests:
@@ -87,9 +88,9 @@ class Pooler:
     def take(
         self, hidden: Tensor, starts: npt.NDArray[np.int32], scheduled: Sequence[ScheduledRequest]
     ) -> dict[int, bytes | None]:
-        """Take a step's hidden states [T, hidden]. Return the vectors of prompts that it ends, by index in the step.
+        """Take a step's hidden states [T, hidden]. Return the vectors of prompts that end in it, by index in the step.
 
-        starts: where each request's rows begin. A value is None where numbers are not finite.
+        starts: where each request's rows begin. A vector with numbers that are not finite is None.
         """
         if not self._requests:
             return {}

@@ -1,5 +1,5 @@
-"""RecordedModel: a model whose forward pass over few tokens is recorded as a program, one per number of tokens, and
-from then on run without the model's Python, as other engines do with CUDA graphs."""
+"""RecordedModel: a model whose forward pass over few tokens is recorded as a program, one per number of tokens. Later
+passes run the program without the model's Python, as other engines do with CUDA graphs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class _Recorded:
 
 
 class RecordedModel:
-    """A CausalLM with the results of its model, whose passes it records until one does more than call operations."""
+    """A CausalLM that gives its model's results. It stops recording if a pass does more than call operations."""
 
     def __init__(self, model: CausalLM, ops: RecordingOps) -> None:
         self._model = model

@@ -1,9 +1,9 @@
-"""DRY ("don't repeat yourself"), as llama.cpp has it: what a token that continues a repetition loses.
+"""DRY ("don't repeat yourself"), as in llama.cpp: a penalty for tokens that continue a repetition.
 
     history:  a b c x a b      the last two tokens were there before, followed by c: c would make it three
 
-The longer the repetition, the more its next token loses. A repetition does not reach across a sequence breaker, and a
-token that is a breaker by itself loses nothing. All of it is a function of the history.
+The longer the repetition, the larger the penalty. A repetition does not reach across a sequence breaker, and a token
+that is a breaker by itself gets no penalty. The penalties depend on the history and the parameters only.
 """
 
 import math
@@ -14,12 +14,12 @@ import numpy as np
 from penstock.interface.sampling_params import SamplingParams
 from penstock.runner.masks import Float32, Int32, Int64
 
-LOG_OF_LARGEST = 88.7228391  # of a float32
-WORK = 16  # comparisons per token of the history, before the slower search that never needs more takes over
+LOG_OF_LARGEST = 88.7228391  # the natural logarithm of the largest float32
+WORK = 16  # comparisons per token of the history after which the search in linear time takes over
 
 
 class Repetitions:
-    """The penalties of one request's parameters."""
+    """Computes penalties with one request's parameters."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
@@ -28,7 +28,7 @@ class Repetitions:
             self._breakers.setdefault(first, []).append(tuple(others))
 
     def penalties(self, history: Int32) -> tuple[Int64, Float32]:
-        """Return ids [P] and what is subtracted from their logits [P]."""
+        """Return ids [P] and the penalties [P] to subtract from their logits."""
         params = self._params
         last_n = params.dry_penalty_last_n
         window = history if last_n < 0 else history[max(0, len(history) - last_n) :]
@@ -45,12 +45,12 @@ class Repetitions:
 
     def _penalty(self, excess: int) -> float:
         base = self._params.dry_base
-        most = int(LOG_OF_LARGEST / math.log(base)) if base > 1.000001 else 0  # beyond it a float32 overflows
+        most = int(LOG_OF_LARGEST / math.log(base)) if base > 1.000001 else 0  # a larger exponent overflows a float32
         penalty = self._params.dry_multiplier * base ** (min(excess, most) if most else excess)
         return min(penalty, float(np.finfo(np.float32).max))
 
     def _limit(self, window: Int32) -> int:
-        """Return how many tokens follow the last sequence breaker: no repetition counts as longer."""
+        """Return how many tokens follow the last sequence breaker, which is the longest repetition that counts."""
         if not self._breakers:
             return len(window)
         ids = window[::-1].tolist()  # the last one first
@@ -70,7 +70,7 @@ def _follows(ids: Sequence[int], index: int, tail: tuple[int, ...]) -> bool:
 
 
 def _repeats(window: Int32, least: int) -> list[tuple[int, int]]:
-    """Return (end, length) wherever at least `least` of the last tokens are also found ending at `end`, earlier."""
+    """Return (end, length) for each earlier `end` at which the last `length` >= `least` tokens occur as well."""
     num_tokens, work = len(window), 0
     ends = np.flatnonzero(window[:-1] == window[-1])
     found: list[tuple[int, int]] = []
@@ -88,7 +88,7 @@ def _repeats(window: Int32, least: int) -> list[tuple[int, int]]:
 
 
 def _repeats_of_all(ids: list[int], least: int) -> list[tuple[int, int]]:
-    """Do the same for any history in a time that grows with its length: the Z algorithm, from the end."""
+    """Return what `_repeats` does, in linear time for any history: the Z algorithm, from the end."""
     num_tokens = len(ids)
     ids = ids[::-1]
     lengths = [0] * num_tokens

@@ -1,10 +1,10 @@
-"""Sampler: one token per row of logits, and the log-probabilities that were asked for.
+"""Sampler: chooses one token per row of logits, and computes the log-probabilities that were asked for.
 
 Log-probabilities are of the raw distribution: they are taken before masks, bias, penalties and temperature. The
-arithmetic is the backend's (`ops.log_softmax`, `ops.sample`); here parameters are collected, and tokens compared and
-picked. What no row of a step needs is None in SamplingTensors, so that its pass over the logits is skipped. Rows
-without LogitAdjustments cost a few indexed reads and no Python of their own. A row that asks for what the kernels do
-not have is shaped in numpy first (logit_adjustments.py), and drawn from as it is.
+backend does the arithmetic (`ops.log_softmax`, `ops.sample`); this module collects its parameters and ranks tokens. A
+parameter that no row of a step needs is None in SamplingTensors, so that its pass over the logits is skipped. Rows
+without LogitAdjustments cost a few indexed reads and no Python per row. Rows that ask for an option that the kernels
+do not have are shaped in numpy first (logit_adjustments.py); the kernels then only draw from them.
 
 Order: higher log-probability first, the lower id first on a tie. Rank: 1 + the number of tokens with a strictly
 greater log-probability, so tied tokens share a rank.
@@ -25,7 +25,7 @@ from penstock.runner.logit_adjustments import LogitAdjustments
 from penstock.runner.masks import Float32, Int64
 from penstock.runner.truncations import Draw, next_mu
 
-_Part = tuple[int, Int64, Float32]  # a row of the step, ids [P], their values [P] or none
+_Part = tuple[int, Int64, Float32]  # a row of the step, ids [P], their values [P] or NO_VALUES
 NO_VALUES: Float32 = np.zeros(0, dtype=np.float32)
 
 
@@ -36,7 +36,7 @@ class Sampled:
     Attributes:
         token_ids: [M] int64, NO_TOKEN where nothing may be chosen.
         logprobs: [M], None for a row that does not ask for any.
-        mirostat_mu: mirostat's next state, by index of the row, of those that have one and drew a token.
+        mirostat_mu: mirostat's next state, by index, for the rows that have one and drew a token.
     """
 
     token_ids: Int64
@@ -46,12 +46,12 @@ class Sampled:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What stays the same from step to step, while rows and requests do.
+    """What stays the same from step to step as long as the rows and their requests do.
 
     Attributes:
-        batch, rows, version, vocab_size: of what it holds; `rows` is the same array in steps of the same layout.
+        batch, rows, version, vocab_size: what it is valid for; `rows` is the same array in steps of the same layout.
         asked: indices of the rows [M] that ask for log-probabilities.
-        params: None where a row has adjustments: they change with every token.
+        params: None if any row has adjustments, because they change with every token.
     """
 
     batch: InputBatch
@@ -78,9 +78,9 @@ class Sampler:
     def sample(
         self, logits: Tensor, batch: InputBatch, positions: Positions, processed: Tensor | None = None
     ) -> Sampled:
-        """Sample logits [M, V] float32; no row has a NaN or is -inf throughout. Changes neither.
+        """Sample logits [M, V] float32, in which no row has a NaN or only -inf. Changes neither argument.
 
-        processed: the logits to sample from, if custom processors have changed them.
+        processed: the logits to sample from, if custom processors or forms have changed them.
         """
         rows = positions.rows
         known = self._remembered(batch, rows, logits.shape[1])
@@ -106,7 +106,7 @@ class Sampler:
         return Sampled(token_ids, logprobs, _next_mus(batch, rows, shaped, token_ids) if shaped else {})
 
     def _remembered(self, batch: InputBatch, rows: Int64, vocab_size: int) -> _Known:
-        """Return what is known of these rows, anew if they or their requests are others than in the last step."""
+        """Return what is known of these rows; collect it anew if they or their requests differ from the last step's."""
         known = self._known
         if known is None or not known.holds_for(batch, rows, vocab_size):
             asked = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
@@ -116,7 +116,7 @@ class Sampler:
     def _tensors(
         self, known: _Known, batch: InputBatch, positions: Positions, logits: Tensor
     ) -> tuple[SamplingTensors, dict[int, Float32]]:
-        """Return `sampling_tensors`, those of the last step if they are known, and `shaped_rows`."""
+        """Return `sampling_tensors`, from the last step if they are still valid, and `shaped_rows`."""
         if known.params is None:
             shaped = shaped_rows(logits, batch, positions)
             made = sampling_tensors(batch, positions, logits.shape[1], self._ops, shaped)
@@ -128,7 +128,7 @@ class Sampler:
         return known.params, {}
 
     def _with_shaped(self, logits: Tensor, shaped: dict[int, Float32]) -> Tensor:
-        """Return a copy of logits [M, V] with these rows in place of their own."""
+        """Return a copy of logits [M, V] in which shaped rows replace the original ones."""
         found = as_array(logits).copy()
         for index, row in shaped.items():
             found[index] = row
@@ -136,7 +136,7 @@ class Sampler:
 
 
 def shaped_rows(logits: Tensor, batch: InputBatch, positions: Positions) -> dict[int, Float32]:
-    """Return the shaped logits [V] of those rows [M] that need it, by index. Changes nothing."""
+    """Return the shaped logits [V] of the rows that need shaping, by index in [M]. Changes nothing."""
     found: dict[int, Float32] = {}
     for index, (row, offset) in positions:
         item = batch.sampling.adjustments[row]
@@ -151,7 +151,7 @@ def shaped_rows(logits: Tensor, batch: InputBatch, positions: Positions) -> dict
 
 
 def _next_mus(batch: InputBatch, rows: Int64, shaped: dict[int, Float32], token_ids: Array) -> dict[int, float]:
-    """Return mirostat's next state, by index, of the shaped rows that have one and drew a token."""
+    """Return mirostat's next state, by index, for the shaped rows that have one and drew a token."""
     found: dict[int, float] = {}
     for index, logits in shaped.items():
         row, token_id = int(rows[index]), int(token_ids[index])
@@ -162,7 +162,7 @@ def _next_mus(batch: InputBatch, rows: Int64, shaped: dict[int, Float32], token_
 
 
 def top_ids(logprobs: Array, count: int) -> Int64:
-    """Return the ids of the `count` greatest of logprobs [M, V]: [M, count] int64, best first, lowest id on a tie."""
+    """Return the ids of the `count` greatest logprobs per row [M, V]: [M, count] int64, best first, then lowest id."""
     ids = np.empty((len(logprobs), count), dtype=np.int64)
     for row, values in enumerate(logprobs):
         least = np.partition(values, -count)[-count]
@@ -172,7 +172,7 @@ def top_ids(logprobs: Array, count: int) -> Int64:
 
 
 def token_logprobs(logprobs: Array, token_ids: Int64, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Return one entry per row of logprobs [M, V], for its token of token_ids [M] int64 and its num_top best."""
+    """Return one entry per row of logprobs [M, V]: for the row's token in token_ids [M] int64 and its num_top best."""
     columns = token_ids[:, None]
     own = np.take_along_axis(logprobs, columns, axis=-1)
     ranks = ((logprobs > own).sum(axis=-1) + 1).tolist()
@@ -187,9 +187,9 @@ def token_logprobs(logprobs: Array, token_ids: Int64, num_top: Sequence[int]) ->
 def sampling_tensors(
     batch: InputBatch, positions: Positions, vocab_size: int, ops: Ops, shaped: Collection[int] = ()
 ) -> SamplingTensors:
-    """Collect the parameters for logits [M, vocab_size]; None where no row needs one.
+    """Collect the parameters for logits [M, vocab_size]. A parameter that no row needs is None.
 
-    shaped: indices of rows whose logits are shaped already: nothing is left but the draw.
+    shaped: indices of rows whose logits are shaped already, so that only the draw remains.
     """
     own, rows = batch.sampling, positions.rows
     temperature = own.temperature[rows]
@@ -213,7 +213,7 @@ def sampling_tensors(
 def _adjustments(
     batch: InputBatch, positions: Positions, vocab_size: int, ops: Ops, shaped: Collection[int]
 ) -> dict[str, Any]:
-    """Return masked, bias, repetition and counts of SamplingTensors as far as a row has LogitAdjustments."""
+    """Return those of masked, bias, repetition and counts of SamplingTensors that any row's LogitAdjustments need."""
     rows = positions.rows
     adjusted: list[tuple[int, int, int, LogitAdjustments]] = [
         (index, row, offset, item)
@@ -249,9 +249,9 @@ def _adjustments(
 
 
 def _pairs(parts: list[_Part], vocab_size: int, ops: Ops) -> tuple[Tensor, Tensor] | None:
-    """Copy all (row, id) pairs [P, 2] int64 and their values [P] float32 (or none, [0]); None if there are no pairs.
+    """Return all (row, id) pairs [P, 2] int64 and their values, [P] float32 or [0] without; None if there are no pairs.
 
-    Ids beyond the vocabulary are left out: they have no logit.
+    Ids beyond the vocabulary are left out, because they have no logit.
     """
     if not parts:
         return None
@@ -264,7 +264,7 @@ def _pairs(parts: list[_Part], vocab_size: int, ops: Ops) -> tuple[Tensor, Tenso
 
 
 def _noise_key(batch: InputBatch, positions: Positions) -> Int64:
-    """Return [M, 3] int64: seed, choice, and the number of outputs so far, which is the position of the next one."""
+    """Return [M, 3] int64: seed, choice, and the number of outputs so far, which is the position of the next output."""
     rows = positions.rows
     num_outputs = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + positions.offsets
     return np.concatenate([batch.sampling.noise_key[rows], num_outputs[:, None]], axis=1)

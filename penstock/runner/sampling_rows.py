@@ -1,7 +1,7 @@
 """SamplingRows: the sampling parameters of every row of the InputBatch. No torch here.
 
-A row has LogitAdjustments (logit_adjustments.py) only if its parameters set any: masks, biases, penalties, and what the
-kernels do not have. The arithmetic and its order are in `kernels/sampling.py` and the backends.
+A row has LogitAdjustments (logit_adjustments.py) only if its parameters ask for any: masks, biases, penalties, and
+options that the kernels do not have. The arithmetic and its order are in `kernels/sampling.py` and the backends.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from penstock.interface.step import NewRequest
 from penstock.runner.logit_adjustments import LogitAdjustments
 from penstock.runner.masks import Bool, Float32, Int32, Int64
 
-NOT_ASKED = -1  # in the arrays of logprobs counts
+NOT_ASKED = -1  # in num_logprobs and num_prompt_logprobs
 
 
 class SamplingRows:
@@ -26,10 +26,10 @@ class SamplingRows:
         noise_key: [max_num_seqs, 2] int64, the seed's 64 bits and the choice index.
         num_logprobs, num_prompt_logprobs: [max_num_seqs] int64, -1 where not asked for.
         adjustments: masks, bias and penalties; None for most rows.
-        searches: [max_num_seqs] bool, whether it is a beam, which goes on only with what may be chosen.
-        mirostat_mu: the state of mirostat, None where it is off.
-        custom_processors: the arguments of custom logits processors, by name; of the rows that have any.
-        version: incremented by every `set`; a row's parameters do not change in between.
+        searches: [max_num_seqs] bool, whether it is a beam, which continues only with tokens that are not masked.
+        mirostat_mu: the state of mirostat; None where it is off.
+        custom_processors: the arguments of custom logits processors, by name, for the rows that have any.
+        version: incremented by every `set`; parameters do not change otherwise.
 
     For greedy rows top_k, top_p and min_p are off: they cannot change the most likely token.
     """
@@ -89,5 +89,5 @@ class SamplingRows:
 
 
 def _first_mu(params: SamplingParams) -> float | None:
-    """Return mirostat's mu before the first output; None without mirostat."""
+    """Return mirostat's mu before the first output; None if mirostat is off."""
     return 2.0 * params.mirostat_tau if params.mirostat and not params.greedy else None

@@ -1,10 +1,10 @@
 """StageRunner: a ModelRunner for the layers of one stage. Every rank gets every step, in the same order.
 
-    a step        the plan, and what has been sampled since the last one, which only one rank knows by itself
+    a step        the plan, and the tokens sampled since the last step, which only the rank that samples knows already
     handed        x and h of the stage before, or the failure that it hands on instead
 
-A step that fails in one stage is a step without tokens in those behind it: they forget who has left, and compute
-nothing.
+If a step fails in one stage, the later stages treat it as a step without tokens: they remove the requests that have
+left, and compute nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,17 +27,17 @@ class StageRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """The memory of its caches."""
+        """The bytes of its KV caches."""
         return self._runner.cache_bytes
 
     def skip(self, plan: SchedulerOutput, outputs: Mapping[str, Sequence[int]]) -> None:
-        """Note a step that an earlier stage could not compute."""
+        """Process a step that an earlier stage could not compute: remove requests and append outputs only."""
         self._compute(replace(plan, new_requests=[], scheduled=[], block_copies=[]), outputs)
 
     def compute(self, plan: SchedulerOutput, outputs: Mapping[str, Sequence[int]], handed: Sequence[Any] | None) -> Any:
-        """Compute a step. Return what the next stage goes on with, x and h, or, as the last stage, a StepOutput.
+        """Compute a step. Return x and h for the next stage or, from the last stage, a StepOutput.
 
-        handed: what the stage before has returned, for all but the first.
+        handed: what the stage before returned; None for the first stage.
         """
         if handed is not None:
             self._stage.receive(handed[0], handed[1])

@@ -1,11 +1,11 @@
-"""Structured outputs in a step: what the forms of its requests allow, found in a thread while the model computes.
+"""Structured outputs in a step: the tokens that the requests' forms allow, found in a thread while the model computes.
 
     begin   every row with a form: follow the answer so far (and its drafts), find what may come next   in a thread
     apply   logits of what may not come next -> -inf                                                    after the model
-    forced  tokens of which there is no choice, which are outputs without another step
+    forced  tokens that the form dictates; they become outputs without another step
 
-A form that cannot be followed any further ends its own request. Matchers hold no state of their own: they follow the
-history of a row, back and forth (tokenizer/grammars.py has them).
+If a form cannot be followed any further, its request fails. Matchers (tokenizer/grammars.py) follow the history of a
+row forwards and backwards, and have no other state.
 """
 
 from dataclasses import dataclass, field
@@ -24,8 +24,8 @@ from penstock.runner.masks import Bool, Int64, is_on
 from penstock.runner.packed_step import PackedStep
 from penstock.runner.worker import Worker
 
-LIMIT_S = 1.0  # of processor time beyond the model's step, for what one row may have next, while which everybody waits
-MAX_FORCED = 64  # tokens at once
+LIMIT_S = 1.0  # processor time after the model's pass to find one row's allowed tokens; all requests wait meanwhile
+MAX_FORCED = 64  # the most tokens forced at once
 MASKS_OF_TEXT = ("bad_words_token_ids", "bad_words_ids", "no_repeat_ngram_size", "suppress_tokens",
                  "begin_suppress_tokens")  # fmt: skip
 
@@ -50,10 +50,10 @@ class Forms(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Mask:
-    """What may come at one position. Most forms allow a few tokens or nearly all, so the few are named.
+    """The tokens allowed at one position. Most forms allow few tokens or nearly all, so the smaller set is listed.
 
     Attributes:
-        are_allowed: the token ids may come, and no others; else they may not, and all others may.
+        are_allowed: whether token_ids lists the allowed tokens; else it lists those that are not allowed.
     """
 
     token_ids: Int64
@@ -66,7 +66,7 @@ class _Mask:
         return cls(np.flatnonzero(allowed), True)
 
     def apply(self, logits: Array) -> None:
-        """Set logits [V] of what may not come to -inf."""
+        """Set the logits [V] of tokens that are not allowed to -inf."""
         if not self.are_allowed:
             logits[self.token_ids] = -np.inf
             return
@@ -80,11 +80,12 @@ class _Row:
     """A request with a form.
 
     Attributes:
-        may_force: tokens of which there is no choice may be taken.
-        matcher: None before its first step, and once the form could not be followed.
-        answer, count: of the step that was asked for: the outputs with its drafts, and how many positions are sampled.
-        masks: what may come at each of these; after a draft that may not come, all may: what is sampled there counts as
-            nothing.
+        may_force: whether tokens that the form dictates may be taken without sampling them.
+        matcher: None before the first step, and after the form could not be followed.
+        answer, count: for the step asked for last: the outputs including its drafts, and the number of sampled
+            positions.
+        masks: the mask of each of these positions. None, after a draft that is not allowed or ends the answer, masks
+            nothing: what is sampled there is dropped.
     """
 
     row: int
@@ -110,7 +111,7 @@ class StructuredRows:
         self._worker = Worker[_Row]("structured outputs", self._find)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Forget requests, and learn new ones, after the batch has."""
+        """Remove requests, and add new ones. Call it after the batch's `update`."""
         for request_id in scheduler_output.removed_request_ids:
             known = self._rows.pop(request_id, None)
             if known is not None and self._of_row.get(known.row) is known:
@@ -123,10 +124,10 @@ class StructuredRows:
                 self._rows[request.request_id] = self._of_row[row] = known
 
     def begin(self, step: PackedStep) -> None:
-        """Find what may come next in the rows of a step, in a thread."""
+        """Begin to find, in a thread, which tokens may come next in the rows of a step."""
         if not self._of_row:
             return
-        self._worker.wait(LIMIT_S)  # for those of a step that failed before it came to its masks
+        self._worker.wait(LIMIT_S)  # for the rows of an earlier step that failed before it applied its masks
         asked, counts = [], np.bincount(step.sampled, minlength=len(step.rows))
         for row, count in zip(step.rows.tolist(), counts.tolist(), strict=True):
             known = self._of_row.get(row)
@@ -138,14 +139,14 @@ class StructuredRows:
             self._worker.start(asked)
 
     def _find(self, known: _Row) -> None:
-        """Find the masks of a row, or why there are none."""
+        """Set the masks of a row, or the error if its form cannot be followed."""
         try:
             known.masks = self._masks(known)
         except (ValueError, InvalidRequestError) as error:
             known.error, known.matcher = str(error).removeprefix(f"{FIELD}: "), None
 
     def _masks(self, known: _Row) -> list[_Mask | None]:
-        """Return what may come after the answer without its last `count - 1` tokens, which are drafts, and after each.
+        """Return the mask after the answer without its drafts (the last `count - 1` tokens), and after each draft.
 
         Raises:
             ValueError: the form cannot be followed.
@@ -166,7 +167,7 @@ class StructuredRows:
         return found + [None] * (known.count - len(found))
 
     def apply(self, logits: Tensor, positions: Positions) -> tuple[Tensor, dict[int, str]]:
-        """Mask logits [M, V], in a copy if some are asked for raw; return why rows have no token, too, by index."""
+        """Mask logits [M, V], in a copy if any row also needs the raw logits. Also return error messages by index."""
         if not self._of_row:
             return logits, {}
         asked = [(index, row, offset) for index, (row, offset) in positions if row in self._of_row]
@@ -190,9 +191,9 @@ class StructuredRows:
         return len(self._rows)
 
     def forced(self, row: int) -> list[int]:
-        """Return the tokens that must follow the history of a row, of which the last were sampled in this step.
+        """Return the tokens that must follow a row's history, which ends with tokens sampled in this step.
 
-        None where the draw itself is asked for, or where something else may forbid the token.
+        There are none if the request asks for a draw of each token, or if other masks may forbid the token.
         """
         known = self._of_row.get(row)
         if known is None or known.matcher is None or not known.may_force:
@@ -208,13 +209,13 @@ class StructuredRows:
                     break
                 found.append(token_id)
                 answer.append(token_id)
-        except ValueError:  # the next step says so
+        except ValueError:  # the next step reports it
             known.matcher = None
         return found
 
 
 def _at_length(known: _Row, matcher: Matcher, allowed: Bool, num_outputs: int) -> Bool:
-    """Leave out end tokens that may not come yet, unless nothing else may: then the answer is complete."""
+    """Leave out end tokens that may not come yet, unless nothing else is allowed: then the answer is complete."""
     params = known.params
     early = num_outputs < max(params.min_tokens, params.min_new_tokens)
     early = early or known.num_prompt_tokens + num_outputs < params.min_length
@@ -227,7 +228,7 @@ def _at_length(known: _Row, matcher: Matcher, allowed: Bool, num_outputs: int) -
 
 
 def _ends(known: _Row, matcher: Matcher, token_id: int) -> bool:
-    """Return whether an answer may end with a token."""
+    """Return whether a token may end the answer."""
     return token_id in matcher.end_ids or token_id in (known.params.stop_token_ids or ())
 
 

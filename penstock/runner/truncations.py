@@ -1,9 +1,9 @@
-"""Truncations: which tokens stay in the draw. Each gets the logits [n] float32 of the n tokens that are left, after the
-temperature and by ascending id, and returns which of them stay [n] bool: at least one.
+"""Truncations: functions that decide which tokens stay in the draw. Each gets the logits [n] float32 of the remaining n
+tokens, divided by the temperature and ordered by id, and returns which of them stay, [n] bool: at least one.
 
-TRUNCATIONS lists them in the order in which they apply. They are numpy's, in float64, and run only on rows that ask for
-one that the kernels do not have; min_p, top_k and top_p mean there what they mean in `kernels/sampling.py`. What a
-truncation does depends on the logits, the parameters and a Draw, and on nothing else.
+TRUNCATIONS lists them in the order in which they apply. They compute in numpy, in float64, and only for rows that ask
+for a truncation that the kernels do not have. There, min_p, top_k and top_p mean the same as in `kernels/sampling.py`.
+A truncation depends on the logits, the parameters and a Draw, and on nothing else.
 """
 
 import math
@@ -21,8 +21,8 @@ Float64 = npt.NDArray[np.float64]
 Kept = npt.NDArray[np.bool_]
 NEVER = np.float32(-np.inf)
 TOP_H_TOKENS = 100
-MIROSTAT_TOKENS = 100  # from which version 1 estimates the shape of the distribution
-FIRST_LOOK = 256  # tokens that are put in order at first, in place of the whole vocabulary
+MIROSTAT_TOKENS = 100  # the most likely tokens, from which version 1 estimates the shape of the distribution
+FIRST_LOOK = 256  # how many tokens are sorted at first, instead of the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Draw:
 
     Attributes:
         noise_key: seed, choice and output position.
-        mu: mirostat's largest surprise, in bits.
+        mu: mirostat's limit of surprise, in bits.
         vocab_size: set by `truncate`.
     """
 
@@ -41,7 +41,7 @@ class Draw:
 
 
 def log_probabilities(logits: Float32) -> Float64:
-    """Return log-softmax of logits [n], of which one is above -inf."""
+    """Return the log-softmax of logits [n]; at least one of them is above -inf."""
     shifted = logits.astype(np.float64) - float(logits.max())
     found: Float64 = shifted - math.log(float(np.exp(shifted).sum()))
     return found
@@ -59,7 +59,7 @@ def _only(logits: Float32, indices: Int64) -> Kept:
 
 
 def _smallest(keys: Float64 | Float32, count: int) -> Int64:
-    """Return the indices of the `count` smallest keys [n], or more on a tie: smallest first, lowest index on a tie."""
+    """Return the indices of the `count` smallest keys [n], in order of key and index; more on a tie at the end."""
     found = np.arange(len(keys))
     if count < len(keys):
         found = np.flatnonzero(keys <= np.partition(keys, count - 1)[count - 1])
@@ -68,8 +68,8 @@ def _smallest(keys: Float64 | Float32, count: int) -> Int64:
 
 
 def _in_order(keys: Float64 | Float32, probabilities: Float64, mass: float) -> tuple[Int64, Float64]:
-    """Return the indices of the smallest keys in order, as many as reach a probability of `mass`, and the sums up to
-    each. Only the beginning is sorted: a whole vocabulary takes long."""
+    """Return the indices of the smallest keys in order, at least as many as have a total probability of `mass`, and the
+    cumulative sums. Only the beginning is sorted, because sorting a whole vocabulary takes long."""
     count = FIRST_LOOK
     while True:
         indices = _smallest(keys, count)
@@ -149,7 +149,7 @@ def mirostat(logits: Float32, params: SamplingParams, draw: Draw) -> Kept:
 
 
 def _mirostat_count(logs: Float64, draw: Draw) -> int:
-    """Return how many of the most likely tokens version 1 keeps: the exponent of a Zipf distribution is estimated."""
+    """Return how many of the most likely tokens version 1 keeps, from an estimated exponent of Zipf's distribution."""
     best = logs[_smallest(-logs, MIROSTAT_TOKENS)[:MIROSTAT_TOKENS]]
     best = best[best > -np.inf]
     if len(best) < 2:
@@ -163,13 +163,13 @@ def _mirostat_count(logs: Float64, draw: Draw) -> int:
 
 
 def next_mu(logits: Float32, token_id: int, params: SamplingParams, mu: float) -> float:
-    """Return mirostat's mu after a token was drawn from what the truncations have left of logits [V]."""
+    """Return mirostat's mu after token_id was drawn from truncated logits [V]."""
     surprise = -float(log_probabilities(logits)[token_id]) / math.log(2.0)
     return mu - params.mirostat_eta * (surprise - params.mirostat_tau)
 
 
 Truncation = Callable[[Float32, SamplingParams, Draw], Kept]
-TRUNCATIONS: dict[str, Truncation] = {  # field of SamplingParams that turns it on -> truncation, in order
+TRUNCATIONS: dict[str, Truncation] = {  # in order: the field of SamplingParams that turns it on -> truncation
     "top_h": top_h,
     "min_p": min_p,
     "top_k": top_k,
@@ -180,11 +180,11 @@ TRUNCATIONS: dict[str, Truncation] = {  # field of SamplingParams that turns it 
     "xtc_probability": xtc,
     "mirostat": mirostat,
 }
-IN_KERNELS = ("min_p", "top_k", "top_p")  # what the kernels do themselves, if nothing else is asked for
+IN_KERNELS = ("min_p", "top_k", "top_p")  # the kernels apply these, unless the row asks for another truncation
 
 
 def truncate(logits: Float32, params: SamplingParams, draw: Draw) -> Float32:
-    """Apply those that are on to logits [V]: what is dropped becomes -inf. Changes nothing."""
+    """Return logits [V] after the truncations that are on: dropped tokens become -inf. Does not change `logits`."""
     wanted = [truncation for name, truncation in TRUNCATIONS.items() if is_on(params, name)]
     if not wanted:
         return logits

@@ -1,7 +1,7 @@
-"""Worker: a thread that works on items, one after the other, beside the model's step. One that takes too long is given
-up, with the thread.
+"""Worker: a thread that works on items, one after the other, beside the model's step. An item that takes too long is
+given up together with the thread.
 
-What counts is the thread's processor time: an item is not to blame for a thread that gets no processor.
+The limit is on the thread's processor time, so that an item is not blamed while its thread gets no processor.
 """
 
 import threading
@@ -14,23 +14,25 @@ Item = TypeVar("Item")
 
 
 class Worker(Generic[Item]):
-    """Calls `work` with items, in a thread of its own, which begins with the first of them."""
+    """Calls `work` with items, in a thread of its own that is started with the first items."""
 
     def __init__(self, name: str, work: Callable[[Item], None]) -> None:
         self._name, self._work = name, work
         self._thread: _Thread[Item] | None = None
 
     def start(self, items: Sequence[Item]) -> None:
-        """Begin to work on these. Those that were started before have been waited for."""
+        """Begin to work on these items. The caller has waited for the items before."""
         if self._thread is None:
             self._thread = _Thread(self._name, self._work)
         self._thread.start(items)
 
     def wait(self, limit_s: float) -> list[Item]:
-        """Wait until all is done. Return the items that were given up: of each the work took about `limit_s` of
-        processor time from now on, or from its beginning, and was not done.
+        """Wait until all items are done or given up. Return those given up.
 
-        Raises what the work has raised; the items after that one are not begun.
+        An item is given up if it is not done after about `limit_s` of processor time, counted from this call or from
+        the item's start, whichever is later.
+
+        Raises whatever `work` raised; the items after that one are not begun.
         """
         given_up = list[Item]()
         while self._thread is not None and not self._thread.ends_within(limit_s):
@@ -42,7 +44,7 @@ class Worker(Generic[Item]):
 
 
 class _Thread(Generic[Item]):
-    """A thread with a clock."""
+    """A thread and the clock of its processor time."""
 
     def __init__(self, name: str, work: Callable[[Item], None]) -> None:
         self._work = work
@@ -50,7 +52,7 @@ class _Thread(Generic[Item]):
         self._clock: int | None = None
         self._lock = threading.Lock()
         self._items: Sequence[Item] = ()
-        self._index, self._began_s = 0, 0.0  # of the item in work
+        self._index, self._began_s = 0, 0.0  # the current item, and the clock when it began
         self._is_given_up = False
         self._done: Future[None] | None = None
 
@@ -84,7 +86,7 @@ class _Thread(Generic[Item]):
         return True
 
     def give_up(self) -> tuple[Item, Sequence[Item]]:
-        """Begin no other item. Return the one in work, and those after it."""
+        """Begin no further item. Return the current item and those after it."""
         with self._lock:
             self._is_given_up = True
             self._pool.shutdown(wait=False)

@@ -1,8 +1,8 @@
-"""Accepts the connections that wait, all of them at once.
+"""Accepts the waiting connections, up to 16 at a time.
 
-libuv, and with it uvloop, accepts one connection in each turn of its loop. A turn takes some milliseconds where many
-streams are served, so at a few hundred new connections per second the rest wait in the kernel, where nobody refuses
-them: a client that should have had its 429 at once is answered after the clients before it have been served.
+libuv, and so uvloop, accepts one connection per turn of its loop. With many open streams a turn takes some
+milliseconds, so at a few hundred new connections per second the rest wait in the kernel, where nothing refuses them. A
+client that should get a 429 at once would then be answered only after the clients before it have been served.
 """
 
 import asyncio
@@ -12,15 +12,15 @@ import math
 import socket
 from collections.abc import Callable
 
-MAX_AT_ONCE = 16  # connections in one turn; streams go on in between
-LINGER_S, MAX_LINGER_S = 0.2, 2.0  # after the last connection, and in all
-RETRY_S = 0.2  # after the system had no file handle or memory left for another connection
+MAX_AT_ONCE = 16  # connections per turn of the event loop; streams continue in between
+LINGER_S, MAX_LINGER_S = 0.2, 2.0  # time to accept more: after the last connection, and in all
+RETRY_S = 0.2  # pause when the system has no file handle or memory left for another connection
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LOGGER = logging.getLogger("penstock")
 
 
 class Acceptor:
-    """Gives each new connection of a listening, non-blocking socket to a new protocol, from `start` to `close`."""
+    """Gives each new connection of a listening, non-blocking socket to a new protocol, between `start` and `close`."""
 
     def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
         self._sock = sock
@@ -35,10 +35,10 @@ class Acceptor:
         self._loop.add_reader(self._sock, self._accept)
 
     async def linger(self) -> None:
-        """Return when no connection has come for a moment, or soon although they keep coming.
+        """Return when no connection has come for LINGER_S, and after MAX_LINGER_S at the latest.
 
-        A socket that is closed resets the connections that wait in the kernel, whose clients may have sent a request
-        long ago. Accepted, they are told that the server stops.
+        Closing the socket resets the connections that wait in the kernel, whose clients may have sent a request long
+        ago. If they are accepted, they get an answer that says the server is stopping.
         """
         began = now = self._loop.time()
         while now < (until := min(max(began, self._accepted_at) + LINGER_S, began + MAX_LINGER_S)):
@@ -46,7 +46,7 @@ class Acceptor:
             now = self._loop.time()
 
     def close(self) -> None:
-        """Accept nothing any more; the open connections go on."""
+        """Stop accepting; the open connections continue."""
         self._loop.remove_reader(self._sock)
         if self._retry is not None:
             self._retry.cancel()
@@ -61,7 +61,7 @@ class Acceptor:
                 if exc.errno in NO_RESOURCES:
                     self._pause(exc)
                     return
-                continue  # this connection has ended already
+                continue  # this connection has already ended
             connection.setblocking(False)
             self._accepted_at = self._loop.time()
             task = self._loop.create_task(self._connect(connection))
@@ -71,11 +71,11 @@ class Acceptor:
     async def _connect(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection)
-        except OSError:  # it ended meanwhile
+        except OSError:  # the connection has ended meanwhile
             connection.close()
 
     def _pause(self, exc: OSError) -> None:
-        """Leave new connections to the kernel for a while, instead of asking it again and again."""
+        """Leave new connections to the kernel for RETRY_S, instead of failing again and again."""
         LOGGER.error("cannot accept a connection: %s; trying again in %g s", exc.strerror, RETRY_S)
         self._loop.remove_reader(self._sock)
         self._retry = self._loop.call_later(RETRY_S, self.start)

@@ -1,4 +1,4 @@
-"""OpenAI's error object, and the status of every exception. Knows every failure, no route.
+"""OpenAI's error object, and the HTTP status of every exception. Knows no routes.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -15,14 +15,14 @@ from starlette.responses import Response
 
 from penstock import errors
 
-MAX_MESSAGE = 500  # characters of an error message that are sent
+MAX_MESSAGE = 500  # characters of an error message that are sent; the rest is cut off
 MAX_PARAM = 100
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A failure as the client sees it. `beside`: what the answer has beside the error object."""
+    """A failure as the client sees it. `beside` holds the fields that the body has next to the error object."""
 
     status: int
     message: str
@@ -51,17 +51,17 @@ def not_found(message: str, code: str, param: str | None = None) -> ApiError:
 
 
 def unavailable(message: str, **beside: str) -> ApiError:
-    """Return a 503: the request is right, and may succeed later."""
+    """Return a 503: the request is valid, and may succeed later."""
     return ApiError(503, message, code="engine_unavailable", headers={"Retry-After": "1"}, beside=beside)
 
 
 def internal_error() -> ApiError:
-    """Return a 500 that shows nothing of the inside; the log has the traceback."""
+    """Return a 500 without internal details; the log has the traceback."""
     return ApiError(500, "The server had an error while processing the request.", code="internal_error")
 
 
 def from_exception(exc: Exception) -> ApiError:
-    """Return what the client sees of an exception: of an unexpected one, only that it happened."""
+    """Return what the client sees of an exception. An unexpected exception shows no details."""
     first_line = str(exc).partition("\n")[0]
     if isinstance(exc, ApiError):
         return exc

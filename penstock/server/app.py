@@ -1,6 +1,6 @@
-"""The web application: its table of routes, the layers around them, and the routes about the server itself.
+"""The web application: its table of routes, its middleware, and the routes about the server itself.
 
-Knows nothing of sockets or processes.
+Knows nothing about sockets or processes.
 """
 
 import os
@@ -57,12 +57,12 @@ SHOWN_PREFIXES = 10
 
 
 def create_app(client: EngineClient, options: ServerOptions | None = None) -> Starlette:
-    """Return the application over an engine client; it neither starts nor ends the engine.
+    """Return the application over an engine client. It neither starts nor stops the engine.
 
-    `app.state.context.draining = True` makes it refuse new requests. With a journal, `app.state.context.kept` has to be
-    started and closed.
+    `app.state.context.draining = True` makes it refuse new requests. With a journal, the caller has to start and close
+    `app.state.context.kept`.
 
-    Raises InvalidRequestError where the journal cannot be used.
+    Raises InvalidRequestError if the journal cannot be used.
     """
     options = options or ServerOptions()
     metrics, keys = Metrics(client), KeyRing(options.api_key, options.api_key_file)
@@ -121,7 +121,7 @@ def _routes() -> list[Route]:
 
 
 def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing) -> list[Middleware]:
-    """Return the layers from the outside in. CORS comes before the key: a browser's preflight carries none."""
+    """Return the middleware from the outside in. CORS comes before the key check: a browser's preflight has no key."""
     layers = [Middleware(BoundaryMiddleware, options=options, metrics=metrics)]
     if options.allowed_origins:
         methods, headers = (
@@ -143,12 +143,12 @@ def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing) -> list
 
 
 async def live(request: Request) -> Response:
-    """Answer 200 while this process answers at all."""
+    """Answer 200 as long as this process can answer."""
     return Response()
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 only while the engine makes progress; a 503 has its state, or "stuck", as `status`."""
+    """Answer 200 only while the engine makes progress. A 503 has the engine's state, or "stuck", as `status`."""
     context = context_of(request)
     now = context.client.status()
     state = EngineState.DRAINING if context.draining else now.state
@@ -170,7 +170,7 @@ async def version(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    """Answer with the engine's state and counters at this moment; which prefixes are used, only administrators see."""
+    """Answer with the engine's current state and counters. Only administrators see which prefixes are used."""
     context = context_of(request)
     prefixes = context.client.most_used_prefixes(SHOWN_PREFIXES) if is_administrator(request) else []
     now = context.client.status()
@@ -207,7 +207,7 @@ async def status(request: Request) -> Response:
 
 
 async def record(request: Request) -> Response:
-    """Answer with a bundle of an engine's flight recorder, without its text: a client may not read what others sent."""
+    """Answer with a bundle of an engine's flight recorder, without texts: a client may not read what others sent."""
     engine = request.query_params.get("engine", "0")
     if not engine.isdecimal():
         raise check.fail("engine", engine[:100], "the index of an engine, from 0")
@@ -222,13 +222,13 @@ async def record(request: Request) -> Response:
 
 
 async def list_timelines(request: Request) -> Response:
-    """Answer with the last calls, newest first, and where most of their time went."""
+    """Answer with the last calls, newest first, each with the kind of interval that took the most time."""
     calls = context_of(request).timelines.visible_to(_reader(request))
     return json_response({"object": "list", "data": [call.summary() for call in calls]})
 
 
 async def retrieve_timeline(request: Request) -> Response:
-    """Answer with the timeline of one of the last calls, by the id of its answer or by its X-Request-Id."""
+    """Answer with the timelines of one of the last calls, found by its answer's id or its X-Request-Id."""
     wanted = request.path_params["id"]
     for call in context_of(request).timelines.visible_to(_reader(request)):
         if wanted in (call.id, call.log.request_id):
@@ -238,7 +238,7 @@ async def retrieve_timeline(request: Request) -> Response:
 
 
 def _reader(request: Request) -> str | None:
-    """Return the key whose calls the request may see; None for all of them."""
+    """Return the name of the key whose calls the request may see; None for all keys."""
     return None if is_administrator(request) else log_of(request).key
 
 
@@ -308,12 +308,12 @@ async def create_text(request: Request) -> Response:
 
 
 async def not_built(request: Request) -> Response:
-    """Refuse a route that clients know and this server does not have yet."""
+    """Refuse a route that clients know but this server does not have yet."""
     raise not_found(f"{request.scope['path'][:100]} is not built yet.", "not_implemented")
 
 
 def _process(engine: EngineStatus) -> dict[str, Any]:
-    """Return what /status says of an engine process, or of all of them."""
+    """Return what /status reports about one engine process, or about all of them."""
     return {
         "pid": engine.pid,
         "state": engine.state.value,
@@ -324,7 +324,7 @@ def _process(engine: EngineStatus) -> dict[str, Any]:
 
 
 def _load(stats: EngineStats) -> dict[str, Any]:
-    """Return what /status says of an engine's work, or of that of all engines."""
+    """Return what /status reports about the load of one engine, or of all of them."""
     return {
         "running": stats.num_running,
         "waiting": stats.num_waiting,
@@ -357,7 +357,7 @@ def _memory(engine: EngineStatus) -> dict[str, Any]:
 
 
 def _kv_offload(stats: EngineStats) -> dict[str, int]:
-    """Return what /status says of the store beyond the cache."""
+    """Return what /status reports about the store beyond the cache."""
     return {
         "saved_blocks_total": stats.num_saved_blocks_total,
         "loaded_blocks_total": stats.num_loaded_blocks_total,

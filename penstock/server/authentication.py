@@ -1,7 +1,7 @@
-"""The layer that asks for the key, as plain ASGI, and holds its owner to the limits of the key file.
+"""The layer that checks the API key, as plain ASGI, and enforces the limits of the key file.
 
-The key is required by default: only a path that is exactly one of OPEN_PATHS needs none, compared as the router
-compares it.
+A key is required by default. Only a path that is exactly one of OPEN_PATHS needs no key; paths are compared as the
+router compares them.
 """
 
 import base64
@@ -18,10 +18,10 @@ from penstock.server.middleware import OPEN_PATHS
 
 
 class KeyMiddleware:
-    """Answers 401 unless the request carries a key: as a bearer token or, for browsers, as a Basic password.
+    """Answers 401 unless the request carries a known key, as a bearer token or, for browsers, as a Basic password.
 
-    The owner of the key is the request's `state.account`. Where a limit is reached, a POST gets 429; what only looks
-    at the server is not limited.
+    The owner of the key is the request's `state.account`. A POST beyond a limit gets 429; other methods are not
+    limited.
     """
 
     def __init__(self, app: ASGIApp, *, keys: KeyRing, metrics: Metrics) -> None:
@@ -61,14 +61,14 @@ class KeyMiddleware:
 
 
 def _wrong_key(path: str) -> ApiError:
-    # Basic makes a browser ask its user for the key; only the page itself needs that
+    # Basic makes a browser ask its user for the key, which only the web page needs
     challenge = 'Basic realm="penstock: the API key as password"' if path == "/" else "Bearer"
     message = 'The API key is missing or wrong; send it as "Authorization: Bearer KEY".'
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
 
 
 def sent_key(header: str) -> bytes:
-    """Return the key in an Authorization header, b"" where it has none."""
+    """Return the key in an Authorization header, or b"" if it has none."""
     scheme, _, value = header.partition(" ")
     sent = value.strip().encode("latin-1", "replace")
     if scheme.lower() == "bearer":

@@ -1,8 +1,8 @@
 """Runs a file of OpenAI's batch requests through the application, as if each line were an HTTP request to the server.
 
-A line of the output is a finished request, so the output file is all that a run needs to go on after a kill: ids that
-it has are not computed again, and a last line that a kill has cut off is removed. A request without a seed gets one
-from the engine's seed and its line, so that it has the same answer in every run.
+Each line of the output file is a finished request, so a run that was killed can continue from that file alone: requests
+whose ids are in it are not computed again, and a last line that the kill cut off is removed. A request without a seed
+gets one derived from the engine's seed and its line number, so that it has the same answer in every run.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
-MAX_SHOWN = 3  # wrong lines that an error names
+MAX_SHOWN = 3  # number of wrong lines that an error names
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A line of the input."""
+    """A line of the input file."""
 
     custom_id: str
     url: str
@@ -38,10 +38,10 @@ class Line(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Counts:
-    """What a run has done.
+    """The progress of a run, in requests.
 
     Attributes:
-        skipped: requests that the output file had already.
+        skipped: requests that were already in the output file.
         failed: requests whose answer is an error.
     """
 
@@ -52,7 +52,7 @@ class Counts:
 
 
 def read_input(path: str) -> list[Line]:
-    """Return the lines of an input file. Raise InvalidRequestError if one is malformed, or an id comes twice."""
+    """Return the lines of an input file. Raise InvalidRequestError if a line is malformed or an id occurs twice."""
     lines: list[Line] = []
     wrong: list[str] = []
     seen: set[str] = set()
@@ -88,10 +88,10 @@ def _reading(path: str, param: str) -> Iterator[IO[bytes]]:
 
 
 class Output:
-    """The output file. Raises InvalidRequestError where it is not one of a batch.
+    """The output file. Raises InvalidRequestError if the file exists and is not the output of a batch.
 
     Attributes:
-        done: by custom_id, whether the request succeeded, of the answers that it had when it was opened.
+        done: the answers found when the file was opened: custom_id -> whether the request succeeded.
     """
 
     def __init__(self, path: str) -> None:
@@ -103,7 +103,7 @@ class Output:
         try:
             self._lock(path)
             end = self._read(path)
-            self._file.truncate(end)  # of a line that a kill has cut off
+            self._file.truncate(end)  # remove a line that a kill has cut off
         except BaseException:
             self._file.close()
             raise
@@ -117,7 +117,7 @@ class Output:
             raise InvalidRequestError(f"output_file: {path}: another run writes it", param="output_file") from None
 
     def _read(self, path: str) -> int:
-        """Note the ids of the whole lines. Returns where the last of them ends."""
+        """Record the ids of the complete lines, and return the offset at which the last of them ends."""
         end = 0
         self._file.seek(0)
         for text in self._file:
@@ -133,12 +133,12 @@ class Output:
         return end
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line, and hand it to the operating system."""
+        """Append a line and flush it to the operating system."""
         self._file.write(msgspec.json.encode(line) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Put the file on the disk and close it."""
+        """Sync the file to disk and close it."""
         with self._file:
             os.fsync(self._file.fileno())
 
@@ -147,15 +147,15 @@ async def run_batch(
     client: EngineClient, lines: list[Line], output: Output, *, seed: int, max_concurrency: int,
     advance: Callable[[int], None],
 ) -> Counts:  # fmt: skip
-    """Compute the requests that the output lacks, and write their answers as they come.
+    """Compute the requests that are not in the output yet, and write their answers as they come.
 
     Args:
-        seed: of the engine, for requests without one.
-        max_concurrency: requests that are open at the same time.
-        advance: called with the number of finished requests.
+        seed: the engine's seed, for requests without one.
+        max_concurrency: number of requests that are open at the same time.
+        advance: called with the number of requests finished since the last call.
 
     Raises:
-        EngineDeadError: the engine cannot be restarted; what is finished is in the output.
+        EngineDeadError: the engine cannot be restarted; the finished requests are in the output.
         OSError: the output cannot be written.
     """
     todo = [(number, line) for number, line in enumerate(lines) if line.custom_id not in output.done]
@@ -168,7 +168,7 @@ async def run_batch(
         queue = iter(todo)
 
         async def work() -> None:
-            for number, line in queue:  # shared: each takes the next one
+            for number, line in queue:  # all tasks share `queue`, and each takes the next line
                 status, answer = await _answer(http, client, line, assigned_seed(seed, number))
                 output.write({"id": f"batch_req_{uuid4().hex}", "custom_id": line.custom_id, **answer})
                 counts.done += 1
@@ -179,13 +179,13 @@ async def run_batch(
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(max_concurrency, len(todo))):
                     group.create_task(work())
-        except BaseExceptionGroup as errors:  # the first one has ended the others
+        except BaseExceptionGroup as errors:  # the first failure has cancelled the other tasks
             raise errors.exceptions[0] from None
     return counts
 
 
 async def _answer(http: httpx.AsyncClient, client: EngineClient, line: Line, seed: int) -> tuple[int, dict[str, Any]]:
-    """Return the status of a request and its part of the output line."""
+    """Return the status of a request, and the fields that its answer adds to the output line."""
     problem = _problem(line)
     if problem is not None:
         error = {"message": problem, "type": "invalid_request_error", "param": None, "code": "invalid_batch_line"}
@@ -210,7 +210,7 @@ def _problem(line: Line) -> str | None:
 
 
 def _settled(line: Line, seed: int) -> dict[str, Any]:
-    """Return the body with a seed; several prompts of one line get different seeds from the engine, as elsewhere."""
+    """Return the body with a seed; responses are not stored. A list of prompts gets its seeds from the engine."""
     prompt = line.body.get("prompt")
     is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     body = line.body if line.body.get("seed") is not None or is_list else {**line.body, "seed": seed}

@@ -1,6 +1,7 @@
-"""The answers of one chat call in OpenAI's shapes: messages, or the deltas of a stream, with reasoning and tool calls.
+"""The answers of one chat call in OpenAI's format: messages or stream deltas, with reasoning and tool calls.
 
-What is said of a choice, ids of calls included, depends on its tokens alone, so that a stream can be computed again.
+The output for a choice, including the ids of tool calls, depends on its tokens alone, so that a stream can be computed
+again.
 """
 
 from penstock.interface.outputs import CompletionOutput, FinishReason
@@ -14,10 +15,10 @@ TOOL_CALLS = "tool_calls"
 
 
 class ChatAnswers:
-    """Reads the choices of one call by its rules.
+    """Parses the choices of one call according to its rules.
 
     Attributes:
-        num_reasoning_tokens: of all choices, so far.
+        num_reasoning_tokens: in all choices so far.
     """
 
     def __init__(self, answer_id: str, rules: Rules, tokenizer: Tokenizer | None) -> None:
@@ -29,7 +30,7 @@ class ChatAnswers:
         self._counters: dict[int, ReasoningCounter] = {}
 
     def message(self, choice: CompletionOutput) -> ChatMessage:
-        """Return a whole choice as a message; content is null beside calls without any."""
+        """Return a whole choice as a message. If it has tool calls and no text, its content is null."""
         message = Message()
         message.add(self.parts(choice))
         shaped = ChatMessage(role="assistant", content=message.content)
@@ -48,7 +49,7 @@ class ChatAnswers:
         return shaped
 
     def deltas(self, choice: CompletionOutput) -> list[Delta]:
-        """Return what the new part of a choice adds to its message: one delta per part."""
+        """Return the deltas for the new part of a choice, one per parsed part."""
         return [self._delta(choice.index, part) for part in self.parts(choice)]
 
     def finish_reason(self, choice: CompletionOutput) -> str | None:
@@ -60,7 +61,7 @@ class ChatAnswers:
         return TOOL_CALLS if calls else choice.finish_reason.value
 
     def parts(self, choice: CompletionOutput) -> list[Part]:
-        """Return what the new text of a choice adds, or all of a whole one."""
+        """Return the parsed parts of a choice: those that its new text adds, or all of a whole choice."""
         parser = self._parsers.get(choice.index) or self._rules.parser()
         if parser is None:
             return [Part(Kind.CONTENT, choice.text)] if choice.text else []
@@ -69,7 +70,7 @@ class ChatAnswers:
         return parser.push(choice.text) + (parser.finish() if choice.finish_reason is not None else [])
 
     def call_id(self, choice: int, call: int) -> str:
-        """Return the id of a choice's call, which counts from 0."""
+        """Return the id of tool call number `call` of a choice, counted from 0."""
         assert self._rules.tool_format is not None
         return call_id(self._rules.tool_format, self._id, choice, call)
 

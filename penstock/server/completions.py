@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions: one path from the request to the answer, two shapes."""
+"""POST /v1/completions and /v1/chat/completions: one path from request to answer, and two answer formats."""
 
 import time
 from abc import ABC, abstractmethod
@@ -47,7 +47,7 @@ async def _answer(
     params_of: Callable[[Body, ModelInfo], SamplingParams],
     prompts_of: Callable[[ServerContext, Body, ModelInfo], Awaitable[list[EncodedPrompt]]],
 ) -> Response:
-    """Validate the request, run it and send the answer, whole or as a stream."""
+    """Validate the request, run it, and send the answer whole or as a stream."""
     context, log = context_of(request), log_of(request)
     body = await read_body(request, body_type)
     body.check()
@@ -55,7 +55,7 @@ async def _answer(
     envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
     if (rest := continued(request, kind, body)) is not None:
         return rest
-    context.arrive(log)  # before anything is spent on the prompt
+    context.arrive(log)  # refuse it before spending time on the prompt
     params = params_of(body, info)
     await check_form(context, body, params)
     prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
@@ -79,7 +79,7 @@ async def _answer(
 
 
 def source_of(context: ServerContext, call: KeptCall, generation: Generation) -> Source:
-    """Return what computes the stream of a kept call."""
+    """Return the source that computes the stream of a kept call."""
     begun = call.begun
     body = msgspec.json.decode(begun.body, type=CompletionRequest if begun.kind == "completions" else ChatRequest)
     envelope = {"created": begun.created, "model": begun.model, "system_fingerprint": begun.fingerprint}
@@ -95,7 +95,7 @@ def _shape(kind: str, body: Any, generation: Generation, envelope: dict[str, Any
 
 @dataclass(slots=True)
 class Shape(ABC, Generic[Body]):
-    """Turns the outputs of one call into OpenAI's answer, or into its chunks.
+    """Formats the outputs of one call as OpenAI's answer, or as its chunks.
 
     Attributes:
         names: present whenever log-probabilities are requested.
@@ -110,15 +110,15 @@ class Shape(ABC, Generic[Body]):
     generation: Generation
     names: shapes.TokenNames | None
     envelope: dict[str, Any]
-    _begun: set[int] = field(default_factory=set)  # choices of which a part has been shaped
+    _begun: set[int] = field(default_factory=set)  # choices whose first part has been shaped
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> Any:
-        """Return a choice of prompt `index` in the API's shape."""
+        """Return a choice of prompt `index` in the form that the API defines."""
 
     @abstractmethod
     def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Answer]:
-        """Yield the chunks that an output of prompt `index` brings."""
+        """Yield the chunks for one output of prompt `index`."""
 
     async def whole(self) -> shapes.Answer:
         outputs = await self.generation.collect()
@@ -132,7 +132,7 @@ class Shape(ABC, Generic[Body]):
         return shapes.Answer(object=self.whole_object, choices=choices, **self.envelope, **more)
 
     async def chunks(self) -> AsyncGenerator[shapes.Answer | None, None]:
-        """Yield the chunks as they come; None after each silent keep-alive interval."""
+        """Yield the chunks as they come, and None after each keep-alive interval without output."""
         async with aclosing(self.generation.outputs()) as outputs:
             async for item in outputs:
                 if item is None:
@@ -149,14 +149,14 @@ class Shape(ABC, Generic[Body]):
         return self.generation.timeline.shown() if self.body.timeline else UNSET
 
     def _chunk(self, choice: Any, **more: Any) -> shapes.Answer:
-        """Return a chunk with one choice. Its usage is null where the usage comes at the end of the stream."""
+        """Return a chunk with one choice. Its usage is null if the usage comes at the end of the stream."""
         usage: shapes.Usage | UnsetType | None = None if self.body.usage_at_end else UNSET
         if self.body.usage_always:
             usage = self.generation.usage()
         return shapes.Answer(object=self.chunk_object, choices=[choice], usage=usage, **self.envelope, **more)
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """Return what a whole answer says of the prompt outside its choices."""
+        """Return the fields about the prompt that a whole answer has outside its choices."""
         return {}
 
     def _ending(self, choice: CompletionOutput) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Shape(ABC, Generic[Body]):
 
 @dataclass(slots=True)
 class ChatShape(Shape[ChatRequest]):
-    """Chat: per choice of a stream the role, what it says as it comes, and an empty delta with the finish reason."""
+    """The chat format. A streamed choice begins with its role and ends with an empty delta and the finish reason."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -206,7 +206,7 @@ class ChatShape(Shape[ChatRequest]):
             self.generation.num_reasoning_tokens = self._answers.num_reasoning_tokens
             if not deltas and choice.token_ids and self._shows_tokens():
                 deltas = [shapes.Delta(content="")]
-            for number, delta in enumerate(deltas):  # the tokens are shown once
+            for number, delta in enumerate(deltas):  # only the first delta shows the tokens
                 shaped = self._content(choice, delta=delta) if number == 0 else None
                 yield self._chunk(shaped or shapes.ChatChoice(index=choice.index, delta=delta))
             if choice.finish_reason is not None:
@@ -217,7 +217,7 @@ class ChatShape(Shape[ChatRequest]):
         return {**Shape._ending(self, choice), "finish_reason": self._answers.finish_reason(choice)}
 
     def _shows_tokens(self) -> bool:
-        """Return whether a token that completes no text gets a chunk."""
+        """Return whether a token that completes no text still gets a chunk."""
         return bool(self.body.logprobs or self.body.return_token_ids or self.body.usage_always)
 
     def _content(self, choice: CompletionOutput, **more: Any) -> shapes.ChatChoice:
@@ -230,14 +230,14 @@ class ChatShape(Shape[ChatRequest]):
 
 @dataclass(slots=True)
 class CompletionShape(Shape[CompletionRequest]):
-    """The legacy shape. A choice's index is its prompt's index * n + its index among the prompt's choices."""
+    """The legacy completions format. A choice's index is its prompt's index * n + its index for that prompt."""
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
     _writers: dict[int, shapes.LegacyWriter] = field(default_factory=dict)
     _prompt_logprobs: dict[int, list[LogprobsAt | None]] = field(default_factory=dict)  # sent once in a stream
-    _held: dict[int, list[CompletionOutput]] = field(default_factory=dict)  # pieces that wait for them
+    _held: dict[int, list[CompletionOutput]] = field(default_factory=dict)  # choices that wait for _prompt_logprobs
 
     def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Answer]:
         for choice in self._ready(index, output):
@@ -248,7 +248,7 @@ class CompletionShape(Shape[CompletionRequest]):
                 yield self._chunk(shaped, seed=seed)
 
     def _ready(self, index: int, output: RequestOutput) -> list[CompletionOutput]:
-        """Return the choices to send now: an echo with log-probabilities waits until those of the prompt are known."""
+        """Return the choices to send now. An echo with log-probabilities waits until the prompt's are known."""
         held = self._held.pop(index, []) + output.outputs
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = output.prompt_logprobs
@@ -259,7 +259,7 @@ class CompletionShape(Shape[CompletionRequest]):
         return held
 
     def _choice(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> shapes.CompletionChoice:
-        """Return a choice, or the new part of it. The first part echoes the prompt where that is requested."""
+        """Return a choice, or its new part in a stream. The first part echoes the prompt if `echo` is set."""
         index = prompt_index * self.generation.params.n + choice.index
         first = index not in self._begun
         self._begun.add(index)

@@ -1,7 +1,7 @@
-"""The context of every route: the state of the app with its metrics, the log of the request, its body, a JSON answer.
+"""What every route uses: the app's state and metrics, the request's log, its body, and JSON answers.
 
-One ServerContext belongs to one app and is reached through the request (`context_of`), never through a global. So does
-one registry of metrics: two servers in one process do not share counts.
+Each app has its own ServerContext, which is reached through the request (`context_of`), never through a global. Each
+app also has its own metrics registry, so that two servers in one process do not share counts.
 """
 
 import asyncio
@@ -77,11 +77,11 @@ class ServerContext:
     Attributes:
         draining: set once, when the server stops accepting requests.
         kept: the calls that outlive their connection.
-        mark_tokens: the token that a mark of tool calls is, where it is one, as far as that was looked up.
+        mark_tokens: marks looked up so far -> the token id, or None if the mark is not a single token.
         timelines: where the time of the last calls went.
-        sources: per kind of kept call, what makes its stream of the context, the call and its generation.
-        num_arriving: requests that are here, and not with the engine yet. Many may be in the same turn of the event
-            loop: without them in the count, all of them would find the queue as it was before the first.
+        sources: kind of kept call -> a function of the context, the call and its generation that makes its Source.
+        num_arriving: requests that have arrived but are not with the engine yet. Many may arrive in one turn of the
+            event loop; if they were not counted, each of them would see the queue as it was before the first.
     """
 
     client: EngineClient
@@ -101,26 +101,26 @@ class ServerContext:
         self.tokenizing = asyncio.Semaphore(self.options.max_parallel_tokenizations)
 
     def info(self) -> ModelInfo:
-        """Return the model; EngineDeadError (503) until the engine has been ready once, 503 too while draining."""
+        """Return the model. Raise EngineDeadError (503) until the engine has been ready, ApiError (503) if draining."""
         if self.draining:
             raise unavailable("the server is shutting down")
         return self.known_info()
 
     def known_info(self) -> ModelInfo:
-        """Return the model, also while draining. An engine that could not be built is not the request's fault: 503."""
+        """Return the model, even while draining. Raise ApiError (503) if the engine could not be built."""
         try:
             return self.client.model_info
         except (InvalidRequestError, ModelLoadError):
             raise unavailable("the engine could not be started") from None
 
     def arrive(self, log: "RequestLog") -> None:
-        """Count a request whose body is here. Raise EngineOverloadedError or EngineDeadError if it is refused now."""
+        """Count a request whose body has arrived. Raise EngineOverloadedError or EngineDeadError if it is refused."""
         self.client.check_admission(log.flow, num_arriving=self.num_arriving)
         self.num_arriving += 1
         log.is_arriving = True
 
     def arrived(self, log: "RequestLog") -> None:
-        """Count a request no longer: the engine's client decides about it now, or it has ended. Twice does no harm."""
+        """Stop counting a request: the engine client has it, or it has ended. A second call does nothing."""
         self.num_arriving -= log.is_arriving
         log.is_arriving = False
 
@@ -128,7 +128,7 @@ class ServerContext:
         return self.options.served_model_names or (self.known_info().model,)
 
     def check_model(self, name: str | None) -> str:
-        """Return the name that the answer carries; 404 for a model that is not served."""
+        """Return the model name for the answer. Raise ApiError (404) for a model that is not served."""
         names = self.model_names()
         if name is not None and name not in names:
             message = f"The model {ascii(name)[:100]} does not exist; this server has {', '.join(names)}."
@@ -145,16 +145,16 @@ class ServerContext:
 
 @dataclass(slots=True)
 class RequestLog:
-    """The log line and metrics of one HTTP request. The middleware creates it, the routes fill it.
+    """The data of one HTTP request for its log line and metrics. The middleware creates it, the routes fill it.
 
     Attributes:
         request_id: the caller's X-Request-Id or a new one, for the log and the answer's header only.
         labels: the body's labels (`user`, ...), ready to print.
-        key: the name of the API key, "" where it has none.
-        priority, timeout_s: what its body says of its turn, and of the time that it may take.
-        traceparent, tracestate: the caller's span, as W3C's headers name it.
-        timeline: of the call, once it is computed.
-        is_arriving: counted in ServerContext.num_arriving.
+        key: the name of the API key, "" if it has no name.
+        priority, timeout_s: the request's priority, and how long it may take.
+        traceparent, tracestate: the W3C headers that identify the caller's span.
+        timeline: of the call, set when its generation begins.
+        is_arriving: whether the request is counted in ServerContext.num_arriving.
     """
 
     request_id: str
@@ -173,14 +173,14 @@ class RequestLog:
 
     @property
     def flow(self) -> str | None:
-        """Return whose turn the request takes: that of its key's name. None: its own."""
+        """Return the flow under which the request is scheduled: one per named key. None: the request alone."""
         return f"key {self.key}" if self.key else None
 
     def age_s(self) -> float:
         return time.monotonic() - self.started
 
     def tokens(self) -> str:
-        """Return the token counts as a piece of a log line; empty where none were counted."""
+        """Return the token counts as part of a log line, or "" if the request has no prompt tokens."""
         if not self.num_prompt_tokens:
             return ""
         return (
@@ -230,13 +230,13 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engines' statistics at each scrape. Counters go on where an engine is replaced."""
+    """Reads the engines' statistics at each scrape. Counters continue when an engine is replaced."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
     def describe(self) -> Iterable[Metric]:
-        return []  # registering must not ask the engine
+        return []  # registering the collector must not query the engine
 
     def collect(self) -> Iterable[Metric]:
         status = self._client.status()
@@ -254,7 +254,7 @@ class _EngineCollector(Collector):
 
 
 def _of_engines(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
-    """Yield the metrics that each engine has; where there are several, with its index as their label `engine`."""
+    """Yield the metrics of each engine. If there are several engines, the label `engine` is the index."""
     labels: list[list[str]] = [[str(index)] for index in range(len(engines))] if len(engines) > 1 else [[]]
     names = ["engine"] if len(engines) > 1 else []
     stats = [engine.stats for engine in engines]
@@ -295,26 +295,26 @@ def log_of(request: Request) -> RequestLog:
 
 
 def account_of(request: Request) -> Account | None:
-    """Return the owner of the request's API key; None where the server has no keys."""
+    """Return the owner of the request's API key; None if the server has no keys."""
     account: Account | None = getattr(request.state, "account", None)
     return account
 
 
 def is_administrator(request: Request) -> bool:
-    """Return whether the request may pin prefixes and see which are used: anybody's where the server has no keys."""
+    """Return whether the request has an administrator's rights; every request has them if the server has no keys."""
     account = account_of(request)
     return account is None or account.rules.admin
 
 
 def check_administrator(request: Request) -> None:
-    """Refuse a request whose key is not an administrator's: 403."""
+    """Raise ApiError (403) if the request's key is not an administrator's."""
     if not is_administrator(request):
         message = "This route is for administrators: keys with admin = true in the file of API keys, and --api-key."
         raise ApiError(403, message, code="not_administrator")
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """Return the JSON body as a `kind` and log its labels; 415 where a header says that it is something else."""
+    """Return the JSON body as a `kind` and log its labels. Raise ApiError (415) if a header says it is not JSON."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         message = f"Content-Encoding {ascii(encoding)[:40]} is not supported; send the body uncompressed"

@@ -1,7 +1,7 @@
-"""POST /v1/embeddings, /score and /rerank: texts become vectors, and vectors are compared.
+"""POST /v1/embeddings, /score and /rerank: compute vectors of texts, and compare them.
 
-All three compute one embedding per text, as requests like any others, of which a call has only as many in the engine as
-run at once: a long list keeps nobody else out.
+All three compute one embedding per text, each as an ordinary engine request. A call has at most max_num_seqs of them in
+the engine at a time, so that a long list does not keep other calls out.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ from penstock.server.openai_requests import check_timeout
 from penstock.server.records import EncodedPrompt
 from penstock.tokenizer.tokenizer import check_prompt_length
 
-MAX_INPUTS = 2048  # texts of a call, as OpenAI allows
+MAX_INPUTS = 2048  # texts per call, as at OpenAI
 KINDS = "a text, a list of texts, a list of token ids or a list of lists of token ids"
-# A body's first field -> how the answer's id begins.
+# The name of a body's first field -> the prefix of the answer's id.
 ANSWER_IDS = {"input": "embd", "text_1": "score", "query": "rerank"}
 Item = str | list[int]
-Answer = Callable[[str, str, list[RequestOutput]], msgspec.Struct]  # of the answer's id, the model's name, the vectors
+Answer = Callable[[str, str, list[RequestOutput]], msgspec.Struct]  # arguments: answer id, model name, vectors
 
 
 async def create_embeddings(request: Request) -> Response:
@@ -57,7 +57,7 @@ async def create_embeddings(request: Request) -> Response:
 
 
 async def create_scores(request: Request) -> Response:
-    """Handle POST /score: how similar pairs of texts are."""
+    """Handle POST /score: return the similarity of pairs of texts."""
     body = await read_body(request, bodies.ScoreRequest)
     first, second = ([item] if isinstance(item, str) else item for item in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
@@ -76,7 +76,7 @@ async def create_scores(request: Request) -> Response:
 
 
 async def create_ranking(request: Request) -> Response:
-    """Handle POST /rerank: documents in the order of their similarity to a query."""
+    """Handle POST /rerank: return documents in the order of their similarity to a query."""
     body = await read_body(request, bodies.RankingRequest)
     check.check_int("top_n", body.top_n, 0, MAX_INPUTS, optional=True)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
@@ -109,13 +109,13 @@ async def _pooled(
     params: PoolingParams,
     answer: Answer,
 ) -> Response:
-    """Compute one vector per item, of all fields in turn, and send the answer that is made of them."""
+    """Compute one vector per item, field by field, and send the answer that `answer` makes of them."""
     context, log = context_of(request), log_of(request)
     check_timeout(body.timeout)
     info = context.info()
     model = context.check_model(body.model)
     context.client.check_admission(log.flow)
-    info.pooler.settle(params, 1)  # refuses what no text could have, before any is tokenised
+    info.pooler.settle(params, 1)  # refuses impossible parameters before any text is tokenised
     _check_count(fields)
     items = [(name, item) for name, listed in fields.items() for item in listed]
     total = sum(len(item) for _, item in items if isinstance(item, str))
@@ -123,7 +123,7 @@ async def _pooled(
     prompts = []
     for name, item in items:
         prompts.append(EncodedPrompt(await _ids(context, info, name, item, params, special, total)))
-        await asyncio.sleep(0)  # lets other requests run in between
+        await asyncio.sleep(0)  # let other requests run in between
     prompts = salted(request, body.cache_salt, prompts)
     sampling, account = SamplingParams.for_pooling(params), account_of(request)
     if account is not None:
@@ -131,7 +131,7 @@ async def _pooled(
     log.timeout_s, log.priority = body.timeout, priority_of(account, body.priority)
     answer_id = f"{ANSWER_IDS[next(iter(fields))]}-{uuid4().hex}"
     generation = Generation(context, answer_id, prompts, sampling, log, at_once=info.max_num_seqs)
-    generation.is_patient = len(prompts) > 1  # the call was let in: others that come meanwhile must not end it half-way
+    generation.is_patient = len(prompts) > 1  # the call was admitted: later arrivals must not end it half-way
     outputs = await until_disconnect(request.receive, generation.collect())
     encoded = await asyncio.to_thread(lambda: msgspec.json.encode(answer(answer_id, model, outputs)))
     return Response(encoded, media_type="application/json")
@@ -147,7 +147,7 @@ def _check_count(fields: dict[str, Sequence[Item]]) -> None:
 
 
 def _inputs(given: str | list[Any]) -> Sequence[Item]:
-    """Return the texts, or lists of ids, of an `input`."""
+    """Return the texts or lists of token ids in an `input`."""
     if isinstance(given, str):
         return [given]
     if given and type(given[0]) is int:
@@ -161,7 +161,7 @@ def _inputs(given: str | list[Any]) -> Sequence[Item]:
 async def _ids(
     context: ServerContext, info: ModelInfo, name: str, item: Item, params: PoolingParams, special: bool, total: int
 ) -> list[int]:
-    """Return the token ids of an item that are computed."""
+    """Return the token ids to compute for an item, truncated if the parameters say so."""
     if isinstance(item, str):
         if not item:
             raise check.fail(name, item, "a text of at least one character")
@@ -183,7 +183,7 @@ def _usage(outputs: Sequence[RequestOutput]) -> bodies.PoolingUsage:
 
 
 def _encoded(output: RequestOutput, encoding: str) -> msgspec.Raw | str:
-    """Return a vector as JSON holds it; of a long list, its numbers as Python's would take five times as much."""
+    """Return a vector as encoded JSON or as base64. As Python floats, a long list would take five times the memory."""
     numbers = _numbers(output)
     if encoding == "base64":
         return base64.b64encode(numbers).decode()

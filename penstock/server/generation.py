@@ -1,8 +1,8 @@
-"""Runs one call and delivers what it gives: as one answer, or as server-sent events. Knows no shape of an answer.
+"""Runs one call and delivers its outputs, as one answer or as server-sent events. Knows no answer format.
 
-A call is one `generate` per prompt; they are merged, counted, and aborted together when the client disconnects.
-Nothing runs ahead of the consumer: a prompt's next output is requested when its last one has been taken, so while the
-client does not read, at most one event is held here.
+A call is one `generate` per prompt. Their outputs are merged and counted, and all are aborted when the client
+disconnects. Nothing runs ahead of the consumer: a prompt's next output is requested when its last one has been taken,
+so at most one event is held here while the client does not read.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from penstock.server.records import EncodedPrompt
 from penstock.server.timelines import CallTimeline
 
 Indexed = tuple[int, RequestOutput]  # a prompt's index, and an output of it
-Events = AsyncGenerator[msgspec.Struct | bytes | None, None]  # bytes: as sent; None: silent for the keep-alive interval
+Events = AsyncGenerator[msgspec.Struct | bytes | None, None]  # bytes are sent as they are; None: send a keep-alive
 T = TypeVar("T")
 
-SOON_S = 1e-3  # time left of a call whose time is over
+SOON_S = 1e-3  # time left that is given to the engine for a call whose time is over
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -45,10 +45,10 @@ class Generation:
 
     Attributes:
         id: the answer's id; never the caller's X-Request-Id.
-        on_output: called with each output of a prompt.
-        is_patient: where the queue is full, it waits and tries again.
-        num_reasoning_tokens: counted by whoever shapes the answer.
-        at_once: prompts that the engine has at a time; None: all.
+        on_output: called with a prompt's index and each output of that prompt.
+        is_patient: whether the call waits and tries again when the queue is full.
+        num_reasoning_tokens: set by the code that formats the answer.
+        at_once: how many prompts the engine has at a time; None: all.
     """
 
     context: ServerContext
@@ -72,7 +72,7 @@ class Generation:
         self.timeline.begin(time.monotonic())
 
     async def outputs(self) -> AsyncGenerator[Indexed | None, None]:
-        """Yield every output as it comes, and None after each silent keep-alive interval. Closing it aborts all."""
+        """Yield each output as it comes, and None after each silent keep-alive interval. Closing it aborts the call."""
         streams = [self._generate(index) for index in range(len(self.prompts))]
         try:
             async with aclosing(merged(streams, self._silence_s, self.at_once)) as outputs:
@@ -88,7 +88,7 @@ class Generation:
         self.context.metrics.request.observe(self.log.age_s())
 
     def _silence_s(self) -> float:
-        """Return how long nothing may come before the client is told so."""
+        """Return how long to wait for an output before a keep-alive is sent."""
         keep_alive_s, limit = self.context.options.keep_alive_s, self._limit_s
         return keep_alive_s if limit is None else max(0.0, min(keep_alive_s, limit - self.log.age_s()))
 
@@ -114,7 +114,7 @@ class Generation:
         return final
 
     def usage(self) -> Usage:
-        """Return the tokens so far."""
+        """Return the number of tokens so far."""
         log = self.log
         return Usage(
             prompt_tokens=log.num_prompt_tokens,
@@ -136,7 +136,7 @@ class Generation:
         )
 
     def seed(self) -> Seed:
-        """Return the seed that repeats the answer: one number, or for a list of prompts one per prompt."""
+        """Return the seed that reproduces the answer: one number, or one per prompt for a list of prompts."""
         seeds = [None if output is None else output.seed for output in self._latest]
         return seeds[0] if len(seeds) == 1 else seeds
 
@@ -160,13 +160,13 @@ class Generation:
                     async for output in outputs:
                         yield output
                 return
-            except EngineOverloadedError as error:  # comes before the first output
+            except EngineOverloadedError as error:  # raised only before the first output
                 if not self.is_patient:
                     raise
                 await asyncio.sleep(error.retry_after_s)
 
     def _time_left_s(self) -> float | None:
-        """Return when the answer is due, for an engine that goes by it."""
+        """Return in how many seconds the answer is due, or None if the engine does not schedule by deadlines."""
         limit = self._limit_s
         if limit is None or self.context.known_info().scheduling_policy != "deadline":
             return None
@@ -195,7 +195,7 @@ class Generation:
 
 
 def _raise_failure(output: RequestOutput) -> None:
-    """End the whole call where one choice failed or was aborted."""
+    """Raise the error that ends the whole call if one choice failed or was aborted."""
     reasons = {choice.finish_reason for choice in output.outputs}
     if output.error is not None or FinishReason.ERROR in reasons:
         raise RequestFailedError(output.error or "the computation of this request failed")
@@ -206,16 +206,16 @@ def _raise_failure(output: RequestOutput) -> None:
 async def merged(
     streams: Sequence[AsyncIterator[RequestOutput]], idle_s: Callable[[], float], at_once: int | None = None
 ) -> AsyncGenerator[Indexed | None, None]:
-    """Yield the outputs of all streams as they come; None after idle_s() of silence. The first error ends them all.
+    """Yield the outputs of all streams as they come, and None after idle_s() of silence. The first error ends them all.
 
-    at_once: streams that are begun before others have ended; None: all.
+    At most `at_once` streams run at the same time; None means all of them.
     """
     pending: dict[asyncio.Task[RequestOutput | None], int] = {}
     waiting = iter(enumerate(streams))
     try:
         for index, stream in islice(waiting, at_once):
             pending[_step(stream)] = index
-            await asyncio.sleep(0)  # starts one prompt at a time; other requests run in between
+            await asyncio.sleep(0)  # start one prompt at a time, so that other requests can run in between
         while pending:
             done, _ = await asyncio.wait(pending, timeout=idle_s(), return_when=asyncio.FIRST_COMPLETED)
             if not done:
@@ -233,7 +233,7 @@ async def merged(
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         for stream in streams:
-            if isinstance(stream, AsyncGenerator):  # would otherwise wait for the garbage collector
+            if isinstance(stream, AsyncGenerator):  # otherwise it stays open until garbage collection
                 await stream.aclose()
 
 
@@ -245,10 +245,10 @@ def _step(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutput |
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it, wait for its end and raise ClientGoneError when the client disconnects.
+    """Return the result of `work`. If the client disconnects, cancel it, wait for its end and raise ClientGoneError.
 
-    Starlette cancels nothing by itself, so a plain handler would run on. The request's body must have been read: every
-    message from here on says that the client has disconnected.
+    Starlette cancels nothing by itself, so a plain handler would run on. The request's body must have been read, so
+    that the only message left to receive is the disconnect.
     """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
@@ -269,7 +269,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def sse_data(body: bytes) -> bytes:
-    """Return one event. JSON has no line breaks, so one `data:` line holds it."""
+    """Return one server-sent event. Encoded JSON has no line breaks, so it fits on one `data:` line."""
     return b"data: " + body + b"\n\n"
 
 
@@ -277,7 +277,7 @@ class EventStream(Response):
     """A response that streams events and cancels their source when the client disconnects.
 
     The first event is awaited before the status line is sent, so a request that fails at once gets its real status.
-    After the keep-alive interval the status is 200, and a later failure is sent as `data: {"error": ...}`.
+    If the first event is a keep-alive, the status is 200, and a later failure is sent as `data: {"error": ...}`.
     """
 
     def __init__(self, events: Events, *, stall_timeout_s: float, done: bytes = DONE) -> None:
@@ -307,7 +307,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, body: bytes) -> None:
-        """Send one piece; the server makes this wait while the client does not read."""
+        """Send one piece. The HTTP server makes this wait while the client does not read."""
         try:
             async with asyncio.timeout(self._stall_timeout_s):
                 await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,7 +1,7 @@
-"""From a request body to what the engine takes: prompts as token ids, and SamplingParams.
+"""Turns a request body into what the engine takes: prompts as token ids, and SamplingParams.
 
-Lengths are checked before any text is tokenised, and ids before anything is computed for them. Values come from the
-request first, then from the model's defaults, then from OpenAI's; SamplingParams checks its own ranges.
+Lengths are checked before any text is tokenised, and ids before anything is computed for them. A value comes from the
+request, else from the model's defaults, else from OpenAI's defaults. SamplingParams checks the ranges.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from penstock.tokenizer.conversation import RenderedChat, render_chat, turn_of
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
-LONG_TEXT = 4096  # characters or ids above which only few texts are tokenised at the same time
+LONG_TEXT = 4096  # characters or ids; only a few longer texts are tokenised at the same time
 NOISE = ("temperature", "top_p", "top_k", "min_p")  # the fields that say how to sample
 # Body fields that are fields of SamplingParams under the same name.
 COPIED = tuple({field.name for field in dataclasses.fields(SamplingParams)} & {*GenerationRequest.__struct_fields__})
@@ -47,7 +47,7 @@ COPIED = tuple({field.name for field in dataclasses.fields(SamplingParams)} & {*
 async def encode(
     context: ServerContext, text: str | RenderedChat, *, add_special_tokens: bool, total: int = 0
 ) -> list[int]:
-    """Return the ids of a text or conversation; `total` is the number of characters of all texts of the call."""
+    """Return the ids of a text or conversation. `total` is the number of characters in all texts of the call."""
     tokenizer = context.tokenizer()
     if isinstance(text, RenderedChat):
         work = partial(text.token_ids, tokenizer, add_special_tokens=add_special_tokens)
@@ -63,7 +63,7 @@ async def decode(context: ServerContext, ids: list[int], *, skip_special_tokens:
 
 
 async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) -> T:
-    """Run tokenizer work in a thread, so that streams continue; `size` (characters or ids): few large ones at once."""
+    """Run tokenizer work in a thread, so that streams continue. Work on more than LONG_TEXT items waits for a slot."""
     if size <= LONG_TEXT:
         return await asyncio.to_thread(work)
     async with context.tokenizing:
@@ -84,7 +84,7 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
     for item in items:
         if not isinstance(item, str):
             _check_ids(item, info)
-            await asyncio.sleep(0)  # lets other requests run in between
+            await asyncio.sleep(0)  # let other requests run in between
     total = sum(len(item) for item in items if isinstance(item, str))
     prompts = []
     for item in items:
@@ -120,7 +120,7 @@ def _check_ids(ids: list[Any], info: ModelInfo) -> None:
 
 
 async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[EncodedPrompt]:
-    """Return the conversation, rendered by the model's own template, as the call's only prompt."""
+    """Return the call's only prompt: the conversation as the model's own template renders it."""
     continue_final = bool(body.continue_final_message)
     add_generation = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
     flags = {"add_generation_prompt": add_generation, "continue_final_message": continue_final}
@@ -130,7 +130,7 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
 
 
 async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
-    """Return the ids for POST /tokenize. A text that is too long for a prompt is refused as a prompt would be."""
+    """Return the ids for POST /tokenize. A text that is too long for a prompt is refused as it would be as a prompt."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
     if body.messages is None:
@@ -175,7 +175,7 @@ def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
 async def _render(
     context: ServerContext, messages: list[Message], info: ModelInfo, tools: Sequence[Tool] | None, **flags: bool
 ) -> RenderedChat:
-    """Return a conversation as the model's own template renders it with `flags`; errors name `messages`."""
+    """Render a conversation with the model's own template and `flags`. Errors name the field `messages`."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(message, param="messages")
@@ -188,7 +188,7 @@ async def _render(
 
 
 def _turn(message: Message) -> dict[str, Any]:
-    """Return what the template sees. Templates know `system`, of which `developer` is the newer name."""
+    """Return a message as the template sees it. The role `developer` becomes `system`, the name that templates know."""
     if message.role == "function":
         text = "messages: the role function is not supported; its newer name is tool, with a tool_call_id"
         raise NotSupportedError(text, param="messages")
@@ -203,10 +203,10 @@ def _turn(message: Message) -> dict[str, Any]:
 
 
 def salted(request: Request, given: str | None, prompts: list[EncodedPrompt]) -> list[EncodedPrompt]:
-    """Return the prompts of a call with its cache_salt, and with the name of its key where requests are salted by key.
+    """Return the prompts with the call's cache_salt, which includes the key's name where requests are salted by key.
 
     Raises:
-        InvalidRequestError: what was given is no salt.
+        InvalidRequestError: the given value is not a valid salt.
     """
     check_salt(given)
     account = account_of(request)
@@ -222,8 +222,8 @@ def salted(request: Request, given: str | None, prompts: list[EncodedPrompt]) ->
 def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParams:
     """Return the SamplingParams of a completion; it generates 16 tokens by default.
 
-    `echo` with `logprobs` needs the prompt's log-probabilities too. Where `prompt_logprobs` requests another number of
-    them, the larger number is computed, and the answer shows each field the number it requested.
+    `echo` with `logprobs` needs the prompt's log-probabilities too. If `prompt_logprobs` asks for a different number of
+    them, the larger number is computed, and each field of the answer shows the number asked for.
     """
     own: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:

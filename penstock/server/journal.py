@@ -1,15 +1,15 @@
-"""Journal: a file of records that survives a kill of the process or of the machine. Knows nothing of what they mean.
+"""Journal: a file of records that survives a kill of the process or of the machine. Knows nothing about their meaning.
 
     file:    MAGIC, then records one after the other
     record:  MARK | length | crc32 of length and body | body
 
-Records are appended, and made durable in groups: while one fdatasync runs in a thread, the records after it gather for
-the next. When the file has doubled, what is still wanted (`snapshot`) is written to a new file that takes its name, so
-the file stays within twice the size of that, plus MIN_REWRITE_BYTES. The same is done after any error of the disk: what
-reached the disk is then unknown, and memory has it all.
+Records are appended, and made durable in groups: while one fdatasync runs in a thread, later records gather for the
+next. When the file has doubled, the records still needed (`snapshot`) are written to a new file that replaces it, so
+the file never exceeds twice their size plus MIN_REWRITE_BYTES. The file is also rewritten after any disk error, because
+it is then unknown what reached the disk, while memory has everything.
 
-A record that a crash has cut off is dropped when the file is opened. One that has rotted in the middle is reported, and
-reading goes on at the next record that is whole.
+A record that a crash has cut off is dropped when the file is opened. Damage in the middle of the file is reported, and
+reading continues at the next whole record.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ MAGIC = b"PENSTOCK JOURNAL 1\n"
 MARK = b"\xff\xfeJRNL\xfe\xff"  # bytes that neither UTF-8 nor a list of token ids contains
 HEADER = struct.Struct(f"<{len(MARK)}sII")
 MAX_RECORD_BYTES = 2**28
-MIN_REWRITE_BYTES = 2**20  # a smaller file is never rewritten for its size
-GROUP_S = 0.05  # records that nobody waits for are written this late, in one group
-RETRY_S = 1.0  # after an error of the disk
+MIN_REWRITE_BYTES = 2**20  # a smaller file is never rewritten because of its size
+GROUP_S = 0.05  # delay before records that nobody waits for are written together
+RETRY_S = 1.0  # delay before the next attempt after a disk error
 LOGGER = logging.getLogger("penstock.journal")
 
 
@@ -49,12 +49,12 @@ def _checksum(body: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a file holds.
+    """The content of a journal file.
 
     Attributes:
-        bodies: of the whole records, in order.
-        end: where the last of them ends; what follows was cut off.
-        damage: (offset, bytes) of what was skipped between two of them.
+        bodies: the bodies of the whole records, in order.
+        end: where the last whole record ends; the rest was cut off.
+        damage: (offset, size in bytes) of each damaged part that was skipped between two records.
     """
 
     bodies: list[bytes]
@@ -63,7 +63,7 @@ class Content:
 
 
 def unpack(data: bytes) -> Content:
-    """Return the records of a file that begins with MAGIC, whatever has happened to the rest of it."""
+    """Return the records of a file that begins with MAGIC; the rest of it may be damaged in any way."""
     bodies: list[bytes] = []
     damage: list[tuple[int, int]] = []
     end = len(MAGIC)
@@ -90,18 +90,18 @@ def _record_at(data: bytes, start: int) -> bytes | None:
 
 
 class Journal:
-    """An open journal. One process at a time has it.
+    """An open journal. Only one process at a time can open it.
 
     Args:
-        path: of the file, which is made if there is none.
-        snapshot: returns what the file has to hold from now on, as functions that give the bodies of its records; they
-            run in a thread.
+        path: of the file, which is created if it does not exist.
+        snapshot: returns all records that the file still has to hold, as functions that make their bodies; these
+            functions run in a thread.
 
     Attributes:
         error: why the file cannot be written at the moment; None while it can.
 
     Raises:
-        InvalidRequestError: the file is another's, not a journal, or cannot be read or written.
+        InvalidRequestError: the file is in use by another server, is not a journal, or cannot be read or written.
     """
 
     def __init__(self, path: str, snapshot: Callable[[], Iterable[Callable[[], bytes]]]) -> None:
@@ -130,7 +130,7 @@ class Journal:
         return self._size
 
     def _load(self) -> list[bytes]:
-        """Read the file and make it ready to be appended to."""
+        """Read the file and prepare it for appending."""
         with open(self._file, "rb", closefd=False) as file:
             data = file.read()
         if not MAGIC.startswith(data[: len(MAGIC)]):
@@ -153,12 +153,12 @@ class Journal:
         return found
 
     def append(self, make_body: Callable[[], bytes]) -> None:
-        """Add a record; `make_body` is called in a thread, soon. `synced` waits until it is on the disk."""
+        """Add a record; `make_body` is called later in a thread. `synced` waits until the record is on disk."""
         self._pending.append(make_body)
         self._work.set()
 
     async def synced(self) -> None:
-        """Wait until all that was appended is on the disk. Raise JournalError if the disk does not take it."""
+        """Wait until every appended record is on disk. Raise JournalError if the file cannot be written."""
         if self.error is not None:
             raise JournalError(self.error)
         if self._closing or self._writer is None:
@@ -170,11 +170,11 @@ class Journal:
         await future
 
     def start(self) -> None:
-        """Write from now on, in the running event loop. Nothing is written before."""
+        """Start writing in the running event loop. Nothing is written before."""
         self._writer = asyncio.create_task(self._write(), name="journal")
 
     async def close(self) -> None:
-        """Write what is left and free the file for another process."""
+        """Write the remaining records and release the file for another process."""
         self._closing = True
         self._work.set()
         self._urgent.set()
@@ -239,7 +239,7 @@ class Journal:
         self._size = self._rewritten_size = os.fstat(self._file).st_size
 
     def _replace(self, bodies: Iterable[bytes]) -> None:
-        """Put a new file with these records in the place of the old one; a crash leaves the one or the other."""
+        """Replace the file with a new one that has these records; a crash leaves either the old or the new file."""
         temporary = f"{self.path}.new"
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
@@ -260,7 +260,7 @@ class Journal:
 
 
 def _open_locked(path: str) -> int:
-    """Return the open file, locked for this process; it is empty if it did not exist."""
+    """Open the file, or create it empty, and lock it for this process. Return its descriptor."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
         try:
@@ -273,7 +273,7 @@ def _open_locked(path: str) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # its owner has put another file in its place since
+        os.close(file)  # its owner has replaced the file meanwhile
 
 
 def _lock(file: int, path: str) -> None:

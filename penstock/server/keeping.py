@@ -1,8 +1,8 @@
-"""KeptCalls: the table of calls that outlive their connection. Runs them, bounds them, and remembers them in a journal.
+"""KeptCalls: the table of calls that outlive their connection. Runs them, limits them, and records them in a journal.
 
-With a journal a call is on the disk before its client hears of it. Its tokens follow in groups, without anyone waiting
-for them: a token that a client has seen and the journal has not is computed again, and is the same. So a kill costs
-time, and nothing else.
+With a journal, a call is on disk before its client gets an answer. Its tokens are written later in groups, and nothing
+waits for them: a token that the client has seen but the journal lacks is computed again, and is the same. So a kill
+costs only time.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from penstock.server.kept_calls import KeptCall, Source
 from penstock.server.records import Begun, Deleted, Ended, Failure, Tokens, decode, encode, failure_of
 
 MAX_UNFINISHED = 4096  # kept calls that wait or run
-FIRST_READER_S = 5.0  # a call whose client left before it read anything ends so late at the latest
+FIRST_READER_S = 5.0  # least time that a new call waits for its first reader
 LOGGER = logging.getLogger("penstock.journal")
 
 
@@ -32,16 +32,16 @@ class KeptCalls:
     """The kept calls of one server.
 
     Args:
-        journal: path of the file that remembers them; None: they live as long as the process.
-        max_bytes: of memory for them together. The answers that ended first make room for new calls.
+        journal: path of the file that records the calls; None: they live as long as the process.
+        max_bytes: of memory for all kept calls. Those that ended first make room for new ones.
 
-    Raises InvalidRequestError where the journal cannot be used.
+    Raises InvalidRequestError if the journal cannot be used.
     """
 
     def __init__(self, journal: str | None = None, *, max_bytes: int = 2**28) -> None:
         self._calls: dict[str, KeptCall] = {}
         self._max_bytes = max_bytes
-        self._unwritten: dict[tuple[str, int, int], int] = {}  # first token that is not on its way to the journal
+        self._unwritten: dict[tuple[str, int, int], int] = {}  # first token that no record has taken yet
         self.journal = None if journal is None else Journal(journal, self._snapshot)
         for body in () if self.journal is None else self.journal.take_found():
             self._restore(body)
@@ -52,7 +52,7 @@ class KeptCalls:
 
     @property
     def unfinished(self) -> list[KeptCall]:
-        """Return the calls that wait or run."""
+        """Return the calls that are waiting or running."""
         return [call for call in self._calls.values() if not call.ended]
 
     def _restore(self, body: bytes) -> None:
@@ -73,11 +73,11 @@ class KeptCalls:
         elif isinstance(record, Ended):
             call.restore(record)
         elif not call.ended:
-            with contextlib.suppress(ValueError):  # a gap: what comes after it is computed again
+            with contextlib.suppress(ValueError):  # a gap: the tokens after it are computed again
                 call.note(record.prompt, record.choice, record.start, record.token_ids)
 
     def status(self) -> dict[str, Any] | None:
-        """Return what /status says of the journal's file; None without one."""
+        """Return what /status reports about the journal file; None without a journal."""
         if self.journal is None:
             return None
         unfinished = len(self.unfinished)
@@ -85,12 +85,12 @@ class KeptCalls:
         return {"path": self.journal.path, **counts, "error": self.journal.error}
 
     def start(self) -> None:
-        """Write the journal, in the running event loop, from now on."""
+        """Start writing the journal in the running event loop."""
         if self.journal is not None:
             self.journal.start()
 
     async def close(self) -> None:
-        """Stop all calls; with a journal, the next server goes on with them."""
+        """Stop all calls; with a journal, the next server continues them."""
         tasks = [call.task for call in self._calls.values() if call.task is not None]
         for task in tasks:
             task.cancel()
@@ -102,7 +102,7 @@ class KeptCalls:
             await self.journal.close()
 
     async def suspend(self) -> None:
-        """Stop the calls that nobody reads and the journal remembers: the next server goes on with them."""
+        """Stop the calls that are in the journal and have no reader: the next server continues them."""
         calls = [call for call in self.unfinished if call.on_disk and not call.num_readers and call.task is not None]
         for call in calls:
             await self._stop(call)
@@ -110,7 +110,7 @@ class KeptCalls:
     # --- the life of a call ----------------------------------------------------------------------------------------
 
     async def begin(self, begun: Begun) -> KeptCall:
-        """Accept a call; if it shall outlive its connection, it is on the disk on return. Raises ApiError."""
+        """Accept a call. If it is to outlive its connection, it is on disk on return. Raises ApiError."""
         self._make_room(begun.num_bytes)
         call = self._calls[begun.id] = KeptCall(begun)
         if self.journal is not None and begun.grace_s != 0:
@@ -137,7 +137,7 @@ class KeptCalls:
             raise ApiError(429, message, code="too_many_kept", headers={"Retry-After": "10"})
 
     def run(self, call: KeptCall, source: Source) -> None:
-        """Compute a call in a task of its own."""
+        """Start computing a call in a separate task."""
         call.source = source
         if call.begun.grace_s is not None and not call.num_readers:
             loop = asyncio.get_running_loop()
@@ -177,7 +177,7 @@ class KeptCalls:
         self.journal.append(lambda: encode(call.end_record()))
 
     def take_restored(self) -> list[KeptCall]:
-        """Return, once, the unfinished calls that the journal remembers. The time of the ended ones counts from now."""
+        """Return, once, the unfinished calls from the journal. The ended ones get their removal timers now."""
         restored, self._to_resume = self._to_resume, []
         for call in list(self._calls.values()):
             if call.ended and call.timer is None:
@@ -185,12 +185,12 @@ class KeptCalls:
         return [call for call in restored if not call.ended]
 
     def fail(self, call: KeptCall, error: ApiError, source: Source) -> None:
-        """End a call that cannot be computed any more."""
+        """End a call that can no longer be computed."""
         call.source = source
         self._end(call, source, failure_of(error))
 
     async def cancel(self, call: KeptCall) -> None:
-        """Stop computing a call; what it has is kept as its answer."""
+        """Stop computing a call; its output so far is kept as the answer."""
         await self._stop(call)
         if not call.ended:
             call.end(None, None if call.source is None else call.source.result(status="cancelled"))
@@ -209,7 +209,7 @@ class KeptCalls:
         await self._synced()
 
     async def _synced(self) -> None:
-        """Wait until the disk has all that happened. Raise ApiError (503) if it does not take it."""
+        """Wait until every record is on disk. Raise ApiError (503) if it cannot be written."""
         try:
             if self.journal is not None:
                 await self.journal.synced()
@@ -217,7 +217,7 @@ class KeptCalls:
             raise unavailable(str(error)) from None
 
     def remove(self, call: KeptCall) -> None:
-        """Forget a call; if it runs, it is stopped."""
+        """Forget a call; if it is running, cancel it."""
         self._calls.pop(call.begun.id, None)
         if call.timer is not None:
             call.timer.cancel()
@@ -229,7 +229,7 @@ class KeptCalls:
             call.end(failure_of(not_found("The answer was deleted.", "not_found", "id")), None)
 
     def _schedule_removal(self, call: KeptCall) -> None:
-        """Have a call removed that nobody reads, when nobody may come back for it any more."""
+        """Schedule the removal of a call without readers for the time when no client may come back to it."""
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
@@ -244,7 +244,7 @@ class KeptCalls:
     # --- its readers -----------------------------------------------------------------------------------------------
 
     def get(self, call_id: str, kind: str, owner: str) -> KeptCall:
-        """Return a call of this owner. Raise ApiError (404) where there is none."""
+        """Return a call of this owner. Raise ApiError (404) if there is no such call."""
         call = self._calls.get(call_id)
         if call is None or call.begun.kind != kind or call.begun.owner != owner:
             shown = ascii(call_id)[1:-1][:100]
@@ -254,7 +254,7 @@ class KeptCalls:
     async def read(
         self, call: KeptCall, after: Sequence[int], keep_alive_s: float
     ) -> AsyncGenerator[bytes | None, None]:
-        """Yield the events of a call after a position, as KeptCall.read does, and keep the call meanwhile."""
+        """Yield the events of a call after a position, as KeptCall.read does. The call is not removed meanwhile."""
         call.num_readers += 1
         self._schedule_removal(call)
         try:
@@ -270,7 +270,7 @@ class KeptCalls:
     def note_output(
         self, call: KeptCall, starts: dict[tuple[int, int], int], index: int, output: RequestOutput
     ) -> None:
-        """Note the tokens of an output of prompt `index`; `starts` counts those before it in this computation."""
+        """Record the tokens of an output of prompt `index`. `starts` counts the earlier tokens of this computation."""
         for choice in output.outputs:
             key = (index, choice.index)
             start = starts.get(key, 0)
@@ -286,13 +286,13 @@ class KeptCalls:
                 self.journal.append(partial(self._take_tokens, place, call.known_tokens(*key)))
 
     def _take_tokens(self, place: tuple[str, int, int], known: list[int]) -> bytes:
-        """Return the record of a choice's tokens that the journal lacks. Runs in a thread."""
+        """Return a record of the tokens of a choice that the journal lacks. Runs in a thread."""
         start = self._unwritten.pop(place, len(known))
         record: bytes = encode(Tokens(*place, start, known[start:]))
         return record
 
     def _snapshot(self) -> Iterable[Callable[[], bytes]]:
-        """Return the records of all that the journal has to hold, as functions that give their bytes."""
+        """Return all the records that the journal has to hold, as functions that encode them."""
         self._unwritten.clear()
         on_disk = [call for call in self._calls.values() if call.on_disk]
         return [make_body for call in on_disk for make_body in _records(call)]

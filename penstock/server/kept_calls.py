@@ -1,8 +1,8 @@
-"""Calls that outlive the connection that made them: their streams are kept, and read from any position, by id.
+"""Calls that outlive their connection. Their streams are kept, and can be read from any position by the call's id.
 
-What a stream says of a choice depends on the tokens of that choice alone, piece by piece. So a position in it is one
-number per choice (a *lane*): how many of its pieces the client has. It holds across a new computation of the same call,
-by another engine or another server, although the lanes then interleave in another way.
+A stream has a *lane* for each choice, and each piece of a lane depends on the tokens of its choice alone. A position in
+the stream is one number per lane: how many of its pieces the client has. It stays valid if another engine or another
+server computes the call again, although the lanes may then interleave differently.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ import msgspec
 from penstock.server.api_errors import ApiError
 from penstock.server.records import Begun, Ended, Failure
 
-Frame = tuple[int, bytes]  # its lane, and the server-sent event without its id
-NAMED = b"event: "  # such events carry a number of their own, and one of them tells of a failure
-MAX_LANES = 65  # choices of a stream that can be continued, and one lane for what belongs to none
+Frame = tuple[int, bytes]  # the lane, and the server-sent event without its id
+NAMED = b"event: "  # such events have their own sequence numbers, and one of them reports a failure
+MAX_LANES = 65  # for up to 64 choices, and one lane for events that belong to no choice
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(list[Frame]).decode
 
@@ -27,29 +27,29 @@ class Source(Protocol):
     """Computes a call, piece by piece."""
 
     def frames(self) -> AsyncGenerator[Frame | None, None]:
-        """Yield the pieces of the stream; None where nothing came for a while."""
+        """Yield the pieces of the stream, and None when nothing came for a while."""
 
     def last_frames(self, failure: Failure | None) -> list[Frame]:
-        """Return what ends the stream."""
+        """Return the frames that end the stream."""
 
     def result(self, failure: Failure | None = None, status: str | None = None) -> bytes | None:
-        """Return the whole answer as JSON, as it is now; None where the API gives none. `status` replaces its own."""
+        """Return the whole answer so far as JSON; None if the API has no whole answer. `status` replaces its status."""
 
 
 class KeptCall:
-    """One call: what was asked, the tokens and the stream so far, and its readers.
+    """One call: its request, the tokens and the stream so far, and its readers.
 
     Attributes:
-        begun: what was asked.
-        tokens: received so far, by prompt and choice; once it has ended, its frames are all that is needed.
+        begun: the accepted request.
+        tokens: tokens received so far, by prompt and choice; dropped when the call has ended.
         failure: why it failed, as its readers see it.
         result: the whole answer, where the API has one.
-        ended: nothing more comes.
-        is_lost: it ended for want of an engine only, and the journal keeps it as unfinished.
-        source: gives its stream; None while nobody computes it.
-        task: computes it.
-        timer: of its removal.
-        on_disk: its beginning is in the journal.
+        ended: whether the stream is complete.
+        is_lost: whether it ended only because the engine died; the journal then keeps it as unfinished.
+        source: computes its stream; None while nothing computes it.
+        task: the task that runs the source.
+        timer: timer of its removal.
+        on_disk: whether its beginning is in the journal.
     """
 
     def __init__(self, begun: Begun) -> None:
@@ -66,23 +66,23 @@ class KeptCall:
         self.on_disk = False
         self.num_readers = 0
         self._frames: list[Frame] = []
-        self._packed = b""  # takes the place of the frames, once a journal has them
+        self._packed = b""  # replaces the frames once a journal has them
         self._num_frame_bytes = 0
         self._grown = asyncio.Event()
 
     @property
     def num_bytes(self) -> int:
-        """Return roughly how much memory it takes."""
+        """Return roughly how much memory the call takes."""
         return self.begun.num_bytes + self._num_frame_bytes + len(self._packed) + len(self.result or b"")
 
     def known_tokens(self, prompt: int, choice: int) -> list[int]:
-        """Return the tokens of a choice, a list that grows."""
+        """Return the list of a choice's tokens, which `note` extends."""
         return self.tokens.setdefault((prompt, choice), [])
 
     def note(self, prompt: int, choice: int, start: int, ids: Sequence[int]) -> tuple[int, list[int]]:
-        """Take tokens of a choice, of which some may be known. Returns the new ones and where they start.
+        """Add tokens of a choice, some of which may be known. Return where the new ones start, and the new ones.
 
-        Raises ValueError if they contradict what is known, or leave a gap.
+        Raises ValueError if the tokens contradict the known ones or leave a gap.
         """
         known = self.known_tokens(prompt, choice)
         old = known[start : start + len(ids)]
@@ -100,13 +100,13 @@ class KeptCall:
         self._wake()
 
     def end(self, failure: Failure | None, result: bytes | None) -> None:
-        """Note that nothing more comes."""
+        """Record that the stream is complete."""
         self.failure, self.result = failure, result
         self.ended, self.ended_at = True, time.time()
         self._wake()
 
     def restore(self, ended: Ended) -> None:
-        """Take the end that a journal remembers."""
+        """Restore the end of the call from its journal record."""
         self.failure, self.result = ended.failure, ended.result
         self.ended, self.ended_at = True, ended.at
         self._packed, self._frames = ended.frames, []
@@ -119,12 +119,12 @@ class KeptCall:
         return _unpack(zlib.decompress(self._packed)) if self._packed else self._frames
 
     async def read(self, after: Sequence[int], keep_alive_s: float) -> AsyncGenerator[bytes | None, None]:
-        """Yield the stream's events; None after each silent keep-alive interval.
+        """Yield the stream's events, and None after each silent keep-alive interval.
 
         Args:
             after: per lane, how many pieces the client has; lanes that are not listed begin at 0.
 
-        Raises ApiError at the end of a stream that failed.
+        Raises ApiError at the end of a stream that failed, unless an event has reported the failure.
         """
         position = list(after)
         seen: list[int] = []
@@ -159,7 +159,7 @@ class KeptCall:
         return f"id: {event_id(self.begun.id, position)}\n".encode() + frame
 
     def end_record(self) -> Ended:
-        """Return what a journal has to hold of its end. For a thread: packing a long stream takes a while."""
+        """Return the journal's record of the end. Call it in a thread, because packing a long stream takes time."""
         if not self._packed:
             self._packed = zlib.compress(_pack(self._frames), 1)
             self._frames, self._num_frame_bytes = [], 0
@@ -167,12 +167,12 @@ class KeptCall:
 
 
 def event_id(call_id: str, position: Sequence[int]) -> str:
-    """Return the id of an event: the call, and after it how many pieces of each lane the client then has."""
+    """Return an event's id: the call's id, and how many pieces of each lane the client has after this event."""
     return f"{call_id}:{'.'.join(map(str, position))}"
 
 
 def position_of(last_event_id: str) -> tuple[str, list[int]]:
-    """Return the call's id and the position in a Last-Event-ID. Raise ApiError (400) if it is none of ours."""
+    """Return the call's id and the position from a Last-Event-ID. Raise ApiError (400) if it is not such an id."""
     call_id, colon, counts = last_event_id.partition(":")
     parts = counts.split(".") if counts else []
     if not colon or len(parts) > MAX_LANES or not all(p.isascii() and p.isdigit() and len(p) < 10 for p in parts):

@@ -1,16 +1,16 @@
-"""API keys: who may call, under which name, and how much. A file of them looks like this (TOML):
+"""API keys with names, limits and rights. A key file is TOML and looks like this:
 
-    [alice]                          # the name: in the log and in /metrics, where the key never is
+    [alice]                          # the name, shown in the log and in /metrics; the key is never shown
     key = "sk-..."                   # at least 16 characters
     max_concurrent_requests = 8      # the limits are optional
     requests_per_minute = 600
-    tokens_per_minute = 100_000      # of prompts and answers; counted when a request ends
-    priority = 5                     # of its requests, which may ask for less urgency (a higher number), not for more
-    max_choices = 4                  # prompts times n of one call
-    max_tokens = 2048                # of one answer
-    admin = false                    # true: may pin prefixes, and see which are used
+    tokens_per_minute = 100_000      # tokens of prompts and answers, counted when a request ends
+    priority = 5                     # requests may ask for a higher number (less urgent), but not for a lower one
+    max_choices = 4                  # prompts times n in one call
+    max_tokens = 2048                # in one answer
+    admin = false                    # true: may pin prefixes and see which are used
 
-A limit per minute is a bucket that holds one minute's worth and fills steadily. Knows no HTTP.
+A limit per minute is a token bucket that holds one minute's worth and fills steadily. This module knows no HTTP.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from penstock.interface.sampling_params import SamplingParams
 
 MIN_KEY_LENGTH = 16
 MAX_FILE_BYTES = 1 << 20
-SOME = 1e-3  # of a token or request
+SOME = 1e-3  # fraction of a token or request that must be in a bucket before anything is let through
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 Limit = Annotated[int, msgspec.Meta(ge=1, le=2**40)] | None
 
@@ -49,7 +49,7 @@ class KeyRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bucket:
-    """A limit per minute: full at first; it may be overdrawn, and then nothing is let out until it is above zero."""
+    """A limit per minute. It starts full and may be overdrawn; then it lets nothing out until it is above zero."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -57,7 +57,7 @@ class Bucket:
         self._level, self._at = float(per_minute), clock()
 
     def wait_s(self, amount: float = 0.0) -> float:
-        """Return the seconds until there is something, and at least `amount`; 0.0 for now."""
+        """Return the seconds until the bucket is above zero and holds `amount`; 0.0 if it does now."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
         self._at = now
@@ -65,12 +65,12 @@ class Bucket:
         return missing * 60 / self.per_minute if missing > SOME * 1e-3 else 0.0
 
     def take(self, amount: float) -> None:
-        """Take tokens or requests out."""
+        """Take tokens or requests out of the bucket."""
         self._level -= amount
 
 
 class Account:
-    """A key's name and limits, and what has been used of them. It outlives a reload that keeps the name."""
+    """A key's name, its limits and their use. An account outlives a reload of the file if its name is still there."""
 
     def __init__(self, name: str, rules: KeyRules, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
@@ -79,7 +79,7 @@ class Account:
         self.apply(rules)
 
     def apply(self, rules: KeyRules) -> None:
-        """Take new rules; what was used of a limit that stays is kept."""
+        """Apply new rules. The use of a limit that does not change is kept."""
         before: KeyRules | None = getattr(self, "rules", None)
         self.rules = rules
         if before is None or before.requests_per_minute != rules.requests_per_minute:
@@ -88,7 +88,7 @@ class Account:
             self._tokens = _bucket(rules.tokens_per_minute, self._clock)
 
     def enter(self) -> None:
-        """Begin a request; `leave` ends it. Raise EngineOverloadedError where a limit does not allow it now."""
+        """Begin a request; `leave` ends it. Raise EngineOverloadedError if a limit does not allow it now."""
         rules = self.rules
         if rules.max_concurrent_requests is not None and self.num_open >= rules.max_concurrent_requests:
             raise self._exceeded(f"max_concurrent_requests = {rules.max_concurrent_requests}", 1.0)
@@ -101,16 +101,16 @@ class Account:
         self.num_open += 1
 
     def leave(self, num_tokens: int) -> None:
-        """End a request that used so many tokens."""
+        """End a request that used `num_tokens` tokens."""
         self.num_open -= 1
         if self._tokens is not None:
             self._tokens.take(num_tokens)
 
     def limited(self, params: SamplingParams, num_prompts: int) -> SamplingParams:
-        """Return the parameters of a call, with the key's max_tokens where they have none.
+        """Return the parameters of a call, with the key's max_tokens if they have no max_tokens.
 
         Raises:
-            InvalidRequestError: the key may not ask for so much in one call.
+            InvalidRequestError: the call asks for more choices or tokens than the key allows.
         """
         limits, asked = self.rules, num_prompts * params.n
         if limits.max_choices is not None and asked > limits.max_choices:
@@ -132,7 +132,7 @@ class Account:
 
 
 def priority_of(account: Account | None, asked: int | None) -> int:
-    """Return the priority of a call: what it asks for, or its key's where it asks for nothing, or for more urgency."""
+    """Return the priority of a call: the one it asks for, or its key's if it asks for none or for a more urgent one."""
     own = None if account is None else account.rules.priority
     if own is None:
         return asked or 0
@@ -147,11 +147,11 @@ class KeyRing:
     """All keys of a server.
 
     Args:
-        api_key: an administrator's, without limits and without a name, or None.
-        file: of further keys, or None.
+        api_key: an administrator's key without limits and without a name, or None.
+        file: path of a key file, or None.
 
     Raises:
-        InvalidRequestError: the file cannot be read, or something in it is wrong; the message names file and line.
+        InvalidRequestError: the file cannot be read or has an error; the message names the file and the line.
     """
 
     def __init__(self, api_key: str | None, file: str | None) -> None:
@@ -165,7 +165,7 @@ class KeyRing:
         return bool(self._own) or self._file is not None
 
     def reload(self) -> int:
-        """Read the file again; on an error nothing changes. Return the number of its keys."""
+        """Read the file again and return the number of its keys. On an error nothing changes."""
         if self._file is None:
             return 0
         found = read_key_file(self._file)
@@ -179,7 +179,7 @@ class KeyRing:
         return len(accounts)
 
     def find(self, key: bytes) -> Account | None:
-        """Return whose key this is. The time that it takes depends on the number of keys alone."""
+        """Return the owner of a key. The time that this takes depends only on the number of keys."""
         digest, found = hashlib.sha256(key).digest(), None
         for known, account in [*self._own.items(), *self._accounts.items()]:
             if hmac.compare_digest(digest, known):
@@ -192,7 +192,7 @@ def _digest(key: str) -> bytes:
 
 
 def read_key_file(file: Path) -> dict[str, KeyRules]:
-    """Return the rules of each name. Raise InvalidRequestError with file and line where something is wrong."""
+    """Return the rules of each name. Raise InvalidRequestError with file and line if something is wrong."""
     try:
         with open(file, "rb") as opened:
             text = opened.read(MAX_FILE_BYTES + 1).decode()
@@ -220,7 +220,7 @@ def read_key_file(file: Path) -> dict[str, KeyRules]:
 
 
 def _problem(name: str, table: Any) -> tuple[str | None, str]:
-    """Return what is wrong with a table, and the field that it is about; never the key itself."""
+    """Return what is wrong with a table, and the field concerned. The text never contains the key itself."""
     if not NAME.fullmatch(name):
         return f"{name!r:.80} is no name; use letters, digits and _ . @ -", ""
     if not isinstance(table, dict):
@@ -238,7 +238,7 @@ def _problem(name: str, table: Any) -> tuple[str | None, str]:
 
 
 def _line_of(text: str, name: str, field: str) -> int:
-    """Return the line of a field of a table, or of the table's head."""
+    """Return the line number of a field of a table, or of the table's header."""
     head = re.compile(
         r"\s*\[\s*[\"']?" + re.escape(name) + r"[\"']?\s*\]|\s*[\"']?" + re.escape(name) + r"[\"']?\s*[.=]"
     )

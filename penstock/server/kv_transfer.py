@@ -1,6 +1,6 @@
-"""The routes of /v1/kv: a prefill server computes prompts for decode servers, and gives them the blocks of its cache.
+"""The routes of /v1/kv: a prefill server computes prompts for decode servers, and sends them blocks of its cache.
 
-Only with `--kv-role prefill`, and for administrators only: what a block holds was computed from somebody's prompt.
+They exist only with `--kv-role prefill` and only for administrators, because a block is computed from a user's prompt.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from penstock.client.kv_blocks import KVBlocks
 
 MAX_NAME = 64  # characters
-POLL_S = 0.005  # between two looks at the directory, which the engine's process writes to
-SILENCE_S = 1.0  # after which a line says that the prompt is still being computed
-WRITTEN_S = 1.0  # a block that is not in its file so long after it was computed will never be
-# One token: the engine has no request without outputs, and the blocks before it are whole then.
+POLL_S = 0.005  # seconds between two checks of the directory that the engine process writes to
+SILENCE_S = 1.0  # after this long without a new block, a line reports that the prompt is still being computed
+WRITTEN_S = 1.0  # a block that is not in its file this long after its computation is given up
+# Every engine request generates at least one token; when it is sampled, the prompt's blocks are complete.
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 async def create_prefill(request: Request) -> Response:
-    """Handle POST /v1/kv/prefill: compute a prompt, and answer with lines of how many of its blocks are there."""
+    """Handle POST /v1/kv/prefill: compute a prompt, and stream lines that count its available blocks."""
     check_administrator(request)
     context, log = context_of(request), log_of(request)
     body = await read_body(request, PrefillRequest)
@@ -50,7 +50,7 @@ async def create_prefill(request: Request) -> Response:
 
 
 async def create_blocks(request: Request) -> Response:
-    """Handle POST /v1/kv/blocks: answer with files of blocks, each of which has its own checksum, or null."""
+    """Handle POST /v1/kv/blocks: answer with the block files, each with its own checksum, or null if one is missing."""
     check_administrator(request)
     body = await read_body(request, BlocksRequest)
     check.string_tuple("names", body.names, max_items=MAX_BATCH, max_length=MAX_NAME)
@@ -69,7 +69,7 @@ def _blocks(context: ServerContext) -> "KVBlocks":
 async def _lines(
     context: ServerContext, log: RequestLog, blocks: "KVBlocks", body: PrefillRequest
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a line as often as there are more blocks, or nothing was said for a while. Closing it aborts the prompt."""
+    """Yield a line when there are new blocks, and after each SILENCE_S without one. Closing it aborts the prompt."""
     hashes = blocks.hashes(body.prompt_token_ids, body.cache_salt)
     computing = asyncio.create_task(_compute(context, log, body))
     loop, error, done = asyncio.get_running_loop(), None, False
@@ -83,7 +83,7 @@ async def _lines(
                 error, written_by = computing.result(), loop.time() + WRITTEN_S
             elif written_by is not None:
                 await asyncio.sleep(POLL_S)
-            is_written = not hashes or blocks.has(hashes[-1])  # the last one is in no group behind its window
+            is_written = not hashes or blocks.has(hashes[-1])  # every cache group holds the last block
             done = written_by is not None and (error is not None or is_written or loop.time() > written_by)
             if done or count > said or loop.time() - said_at > SILENCE_S:
                 said, said_at = count, loop.time()
@@ -93,7 +93,7 @@ async def _lines(
 
 
 async def _compute(context: ServerContext, log: RequestLog, body: PrefillRequest) -> str | None:
-    """Compute the prompt, whose blocks the engine saves. Return why that failed, if it did."""
+    """Compute the prompt; the engine saves its blocks. Return the error message if that failed, else None."""
     prompt = {"prompt_token_ids": body.prompt_token_ids, "cache_salt": body.cache_salt}
     try:
         async with aclosing(context.client.generate(prompt, PARAMS, flow=log.flow)) as outputs:

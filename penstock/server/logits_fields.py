@@ -1,4 +1,4 @@
-"""The fields of request bodies that are fields of LogitsParams, under the same names; all may be null."""
+"""The fields that request bodies share with LogitsParams, under the same names. All of them may be null."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Layers that every request passes, as plain ASGI: the boundary (id, log, last resort), the site, the body limits. The
-key has a file of its own (authentication.py). No decision rests on a URL that was put together from the Host header.
+"""Layers that every request passes, as plain ASGI: the boundary (id, log line, unexpected errors), the site check and
+the body limits. The key check is in authentication.py. No decision depends on a URL built from the Host header.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
 MAX_REQUEST_ID = 128
 HOST = re.compile(r"(?P<name>\[[^]]*\]|[^:]*)(:\d*)?")
-FREE_BODY_BYTES = 64 * 1024  # of each body are not counted against the common budget
-MAX_REFUSAL_LINES = 10  # in the access log, per second
+FREE_BODY_BYTES = 64 * 1024  # bytes of each body that are not counted against the common budget
+MAX_REFUSAL_LINES = 10  # lines about refused requests in the access log, per second
 TOO_MANY = 429
 CLIENT_GONE = 499  # never sent, only logged
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("penstock.server")
 
 
 class _SentResponse:
-    """A `send` that notes the status, whether the response streams and whether it ended, and adds common headers."""
+    """A `send` that adds common headers and records the status, whether the response streams and whether it ended."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -55,7 +55,7 @@ class _SentResponse:
 
 
 class BoundaryMiddleware:
-    """The outermost layer: gives the request an id, answers unexpected exceptions, writes the log line."""
+    """The outermost layer: gives the request an id, answers unexpected exceptions and writes the log line."""
 
     def __init__(self, app: ASGIApp, *, options: ServerOptions, metrics: Metrics) -> None:
         self._app = app
@@ -102,14 +102,14 @@ class BoundaryMiddleware:
 
 
 class _RefusalLines:
-    """How many lines the log has of refusals: a few each second, so that they do not cost more than to refuse."""
+    """Limits the log lines about refusals to a few per second, so that logging does not cost more than refusing."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._second = self._written = self._left_out = 0
 
     def may_write(self) -> bool:
-        """Return whether another line may be written; say, once a second, how many were not."""
+        """Return whether another line may be written; log, once a second, how many were left out."""
         second = int(self._clock())
         if second != self._second:
             if self._left_out:
@@ -122,14 +122,14 @@ class _RefusalLines:
 
 
 def _abort_connection(scope: Scope) -> None:
-    """Close the connection at once and discard what is still buffered for a client that does not read."""
+    """Close the connection at once and discard the output that is still buffered for the client."""
     abort: Callable[[], None] | None = scope["state"].get("abort_connection")
     if abort is not None:
         abort()
 
 
 async def _report_failure(sent: _SentResponse, scope: Scope, receive: Receive) -> None:
-    """Tell the client of an internal error, as far as the response has not been sent."""
+    """Report an internal error to the client, unless the response is already complete."""
     if sent.status is None:
         await internal_error().response()(scope, receive, sent)
     elif not sent.ended:
@@ -138,16 +138,16 @@ async def _report_failure(sent: _SentResponse, scope: Scope, receive: Receive) -
 
 
 def visible_request_id(given: str | None) -> str:
-    """Return the caller's id, cut to MAX_REQUEST_ID characters, if it is visible ASCII; else a new one."""
+    """Return the caller's id, cut to MAX_REQUEST_ID characters, if it is visible ASCII, or else a new id."""
     cut = (given or "")[:MAX_REQUEST_ID]
     return cut if cut and all("!" <= char <= "~" for char in cut) else uuid4().hex
 
 
 class SiteMiddleware:
-    """Answers 403 to requests that a web page of another site makes, in the browser of a user who can reach the server.
+    """Answers 403 to requests from pages of other web sites, made in the browser of a user who can reach the server.
 
-    Such a page may give its own name the address of this machine (DNS rebinding), and then read answers as its own. So
-    the Host header must be a name in `hosts`, and an Origin the same site or one of `origins`.
+    Such a site may point its own host name at this machine (DNS rebinding), and then read the answers as its own. So
+    the Host header must be a name in `hosts`, and an Origin header must be the same site or one of `origins`.
     """
 
     def __init__(self, app: ASGIApp, *, hosts: Collection[str], origins: Collection[str]) -> None:
@@ -175,10 +175,10 @@ class SiteMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Answers 413 for a body that is too long, announced or not, and 408 for one that does not arrive in time.
+    """Answers 413 for a body that is too long, with or without Content-Length, and 408 for one that is too slow.
 
-    The bodies of all open requests share a budget; a request that exceeds it is answered with 503. The rest of a
-    refused body is left to the HTTP server, which drops it.
+    The bodies of all open requests share a budget; a request that exceeds it gets 503. The HTTP server drops the rest
+    of a refused body.
     """
 
     def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
@@ -198,7 +198,7 @@ class BodyLimitMiddleware:
             self._budget += body.taken
 
     def take(self, num_bytes: int) -> None:
-        """Take bytes from the common budget; the end of the request gives them back."""
+        """Take bytes from the common budget; they are returned when the request ends."""
         if num_bytes > self._budget:
             message = "The server has too many large requests at the moment; try again later."
             raise ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
@@ -209,13 +209,13 @@ class BodyLimitMiddleware:
 
 
 class _LimitedBody:
-    """A `receive` that applies the limits until the body has ended, and then passes every message on."""
+    """A `receive` that applies the limits until the body is complete, and then passes every message on."""
 
     def __init__(self, receive: Receive, limits: BodyLimitMiddleware) -> None:
         self._receive = receive
         self._limits = limits
         self._size = 0
-        self.taken = 0  # of the budget
+        self.taken = 0  # bytes taken from the budget
         self._deadline: float | None = None
         self._complete = False
 

@@ -1,7 +1,7 @@
-"""Request bodies as OpenAI and vLLM spell them, decoded strictly. Knows no engine.
+"""Request bodies with the field names of OpenAI and vLLM, decoded strictly. Knows no engine.
 
-The structs hold what is built; `unsupported` lists the parameters that clients know and this server refuses. Any
-other name is an error. Every parameter may be null, which means "not given". SamplingParams checks the ranges.
+The structs declare the supported parameters; `unsupported` lists parameters that clients know and this server refuses.
+Any other name is an error. Every parameter may be null, which means "not given". SamplingParams checks the ranges.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from penstock.server.tool_fields import Tool, ToolCall, ToolChoice, ToolUse, che
 from penstock.server.unsupported import strip_unsupported
 from penstock.validation import check_float, shown
 
-MAX_LABEL = 64  # characters of a label that the log shows
-MAX_LABEL_ITEMS = 6  # of an object or a list, one more than `shown` shows
+MAX_LABEL = 64  # characters of a label in the log
+MAX_LABEL_ITEMS = 6  # items kept of an object or a list, one more than `shown` prints
 LABELS = ("user", "metadata", "safety_identifier", "session_id", "request_id", "prompt_cache_key")
 
 
 def check_timeout(seconds: float | None) -> None:
-    """Raise InvalidRequestError for a time that a request cannot be given."""
+    """Raise InvalidRequestError if the timeout of a request is out of range."""
     if seconds is not None:
         check_float("timeout", seconds, 0.0, 86400.0, low_open=True)
 
 
 class Strict(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base of all request bodies. `place` is its name in the table of `unsupported`."""
+    """Base of all request bodies. `place` is the body's name in the table of `unsupported`."""
 
     place: ClassVar[str] = ""
 
@@ -113,7 +113,7 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
-    """POST /v1/completions. `inputs` checks which of the four kinds of prompt it is."""
+    """POST /v1/completions. `inputs` determines which of the four kinds of prompt it has."""
 
     place: ClassVar[str] = "completions"
 
@@ -134,8 +134,8 @@ ROLES = get_args(Role)
 class Message(Strict, kw_only=True, frozen=True):
     """One turn of a conversation.
 
-    Reasoning comes back under the name that the client knows; `parsed` is the openai client's own, and
-    `provider_specific_fields` litellm's: they say nothing new.
+    Clients send reasoning back in `reasoning_content` or `reasoning`. `parsed` is added by the openai client, and
+    `provider_specific_fields` by litellm; both are ignored.
     """
 
     role: Role
@@ -190,7 +190,7 @@ class TokenizeRequest(Strict, kw_only=True, frozen=True):
 
 
 class PinRequest(Strict, kw_only=True, frozen=True):
-    """POST /v1/cache/pin: a prompt, or messages that conversations begin with."""
+    """POST /v1/cache/pin: a prompt, or the messages with which conversations begin."""
 
     model: str | None = None
     prompt: str | list[Any] | None = None
@@ -206,7 +206,7 @@ class PrefillRequest(Strict, kw_only=True, frozen=True):
     """POST /v1/kv/prefill: a prompt to be computed for an engine elsewhere.
 
     Attributes:
-        store: name of its directory of blocks.
+        store: name of that engine's block directory.
     """
 
     store: str
@@ -215,7 +215,7 @@ class PrefillRequest(Strict, kw_only=True, frozen=True):
 
 
 class BlocksRequest(Strict, kw_only=True, frozen=True):
-    """POST /v1/kv/blocks: names of files."""
+    """POST /v1/kv/blocks: names of block files."""
 
     names: list[str]
 
@@ -230,10 +230,10 @@ class DetokenizeRequest(Strict, kw_only=True, frozen=True):
 # --- from bytes to a body ---------------------------------------------------------------------------------------------
 
 Body = TypeVar("Body", bound=Strict)
-MAX_MISSPELT = 40  # characters of an unknown field that is compared with the known ones
+MAX_MISSPELT = 40  # characters; a longer unknown name is not compared with the known ones
 MISSING = "Object missing required field `"
 UNKNOWN = "Object contains unknown field `"
-HINTS = {  # names of Transformers, llama.cpp and TGI -> what it is here
+HINTS = {  # name in Transformers, llama.cpp or TGI -> its equivalent here
     "do_sample": "temperature: 0 is greedy",
     "max_length": "it is max_tokens here, which counts the answer alone",
     "max_new_tokens": "it is max_tokens here",
@@ -248,16 +248,16 @@ HINTS = {  # names of Transformers, llama.cpp and TGI -> what it is here
 
 
 def parse(data: bytes, kind: type[Strict]) -> Any:
-    """Return the JSON of a request for a `kind`; raise InvalidRequestError where it is none."""
+    """Return the decoded JSON of a request of type `kind`. Raise InvalidRequestError if it is not valid JSON."""
     with _naming_the_field():
         try:
             return msgspec.json.decode(data)
-        except msgspec.ValidationError:  # a number out of range: only the typed decoder knows in which field
+        except msgspec.ValidationError:  # a number is out of range, and only the typed decoder names its field
             return msgspec.json.decode(data, type=kind)
 
 
 def to_request(parsed: Any, kind: type[Body]) -> Body:
-    """Return what `parse` gave as a `kind`; raise InvalidRequestError, naming the field, where it is none."""
+    """Convert the result of `parse` to a `kind`. Raise InvalidRequestError, naming the field, if it does not fit."""
     strip_unsupported(parsed, kind.place)
     if isinstance(parsed, dict):
         for name in parsed:
@@ -269,7 +269,7 @@ def to_request(parsed: Any, kind: type[Body]) -> Body:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """Return what the error about an unknown field adds: what it is called here, or a field that is nearly the same."""
+    """Return the end of the error about an unknown field: its name here, or a known field with a similar name."""
     if name in HINTS:
         return f"; {HINTS[name]}"
     similar = difflib.get_close_matches(name, known, 1, cutoff=0.8) if len(name) <= MAX_MISSPELT else []
@@ -292,7 +292,7 @@ def _naming_the_field() -> Iterator[None]:
 def _invalid_field(message: str) -> InvalidRequestError:
     """Turn "Expected `int`, got `str` - at `$.n`" into an error about n.
 
-    The path comes last; a name before it is the caller's and may look like a path.
+    The path is the last part. A field name before it comes from the caller, and may look like a path.
     """
     what, found, path = message.rpartition("`$")
     if not found:
@@ -313,7 +313,7 @@ def _invalid_field(message: str) -> InvalidRequestError:
 
 
 def label_text(parsed: Any) -> str:
-    """Return the labels of a parsed body as a piece of a log line: printable, short, on one line."""
+    """Return the labels of a parsed body as part of a log line: printable, short and on one line."""
     given = [(name, parsed[name]) for name in LABELS if name in parsed] if isinstance(parsed, dict) else []
     return " ".join(f"{name}={_label(value)}" for name, value in given if value is not None)
 
@@ -323,7 +323,7 @@ def _label(value: Any) -> str:
 
 
 def _first_items(value: Any, depth: int = 2) -> Any:
-    """Return the first items of a JSON value: megabytes of labels must not delay other requests."""
+    """Return the first items of a JSON value, so that megabytes of labels do not delay other requests."""
     if not isinstance(value, dict | list):
         return value
     if depth == 0:

@@ -1,6 +1,6 @@
-"""Response bodies, exactly OpenAI's shapes, plus the fields vLLM adds; and how log-probabilities are written in them.
+"""Response bodies in OpenAI's format with the fields that vLLM adds, and the log-probabilities in them.
 
-Knows no engine. A field of type `... | UnsetType` is left out of the JSON until it is set.
+Knows no engine. A field of type `... | UnsetType` is left out of the JSON unless it is set.
 """
 
 import codecs
@@ -21,7 +21,7 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    """Drafts of speculative decoding, no part of completion_tokens unless accepted; and what of those was reasoning."""
+    """Draft tokens, of which only the accepted ones are part of completion_tokens, and reasoning tokens."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -29,7 +29,7 @@ class CompletionTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """The tokens of a call. completion_tokens_details: only where drafts were computed, or the model has reasoned."""
+    """The tokens of a call. completion_tokens_details is present only if there were drafts or reasoning."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """One alternative for one prompt token, in vLLM's shape."""
+    """One alternative for one prompt token, in vLLM's format."""
 
     logprob: float
     rank: int | None
@@ -60,7 +60,7 @@ class LegacyLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A choice of the legacy API, whole or the new part of it."""
+    """A choice of the legacy API, or its new part in a chunk."""
 
     index: int
     text: str
@@ -88,14 +88,14 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """The function of a tool call, or of a piece of one, which has the name or more of the arguments."""
+    """The function of a tool call. A delta has only the name or the next piece of the arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A tool call of a message; or a piece of one, whose index says of which."""
+    """A tool call of a message, or a delta of one, whose index says which call it continues."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -104,7 +104,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """A whole message. `reasoning` is vLLM's newer name of `reasoning_content`; clients know one or the other."""
+    """A whole message. `reasoning` is vLLM's newer name for `reasoning_content`; clients know one or the other."""
 
     role: str
     content: str | None
@@ -137,7 +137,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """A whole answer of either API, or one chunk of it; `object` says which."""
+    """A whole answer of either API, or one chunk of an answer; `object` says which."""
 
     id: str
     object: str
@@ -156,12 +156,12 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 def finite(logprob: float) -> float:
-    """Return the number itself, or FLOOR where it is lower or NaN."""
+    """Return the number itself, or FLOOR if it is lower or NaN."""
     return logprob if logprob > FLOOR else FLOOR
 
 
 class TokenNames:
-    """Names of tokens: their text, or `token_id:7` where the request asked for ids."""
+    """Names of tokens: their text, or `token_id:7` if the request asked for ids."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self.tokenizer = tokenizer
@@ -191,7 +191,7 @@ def chat_logprobs(names: TokenNames, token_ids: Sequence[int], places: Sequence[
 
 
 def cut(token_ids: Sequence[int], places: Sequence[LogprobsAt | None], top: int) -> list[LogprobsAt | None]:
-    """Return the prompt's log-probabilities, reduced to the `top` most likely tokens and the prompt's own."""
+    """Return the prompt's log-probabilities, reduced to the `top` most likely tokens and the prompt's own token."""
     return [
         None if at is None else {key: entry for key, entry in at.items() if key == token_id or (entry.rank or 0) <= top}
         for token_id, at in zip(token_ids, places, strict=False)
@@ -201,8 +201,8 @@ def cut(token_ids: Sequence[int], places: Sequence[LogprobsAt | None], top: int)
 class LegacyWriter:
     """The four parallel lists of one choice, written piece by piece.
 
-    A token's text_offset is the number of characters that the bytes of the tokens before it complete: a character made
-    of several tokens counts once, at the last of them. Special tokens that the text leaves out count nothing.
+    A token's text_offset is the number of characters completed by the tokens before it. A character made of several
+    tokens counts once, at the last of them. Special tokens that are left out of the text do not count.
     """
 
     def __init__(self, names: TokenNames, *, skip_special_tokens: bool) -> None:
@@ -222,7 +222,7 @@ class LegacyWriter:
         return lists
 
     def _top(self, at: LogprobsAt) -> dict[str, float]:
-        """Return log-probabilities by name; of two tokens with the same name the more likely one counts."""
+        """Return log-probabilities by token name. If two tokens have the same name, the more likely one counts."""
         found: dict[str, float] = {}
         for token_id, entry in at.items():
             name = self._names.name(token_id, entry)
@@ -237,13 +237,13 @@ class LegacyWriter:
 
 
 def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
-    """Return the lists of two pieces as one."""
+    """Return the lists of two pieces, concatenated."""
     names = LegacyLogprobs.__struct_fields__
     return LegacyLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
 def prompt_logprobs(names: TokenNames, places: Sequence[LogprobsAt | None]) -> PromptLogprobs:
-    """Return, in vLLM's shape, one object per prompt token from token id to log-probability."""
+    """Return one object per prompt token in vLLM's format, with token ids as keys and log-probabilities as values."""
 
     def shaped(token_id: int, entry: Logprob) -> PromptLogprob:
         return PromptLogprob(logprob=finite(entry.logprob), rank=entry.rank, decoded_token=names.name(token_id, entry))

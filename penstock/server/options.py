@@ -1,4 +1,4 @@
-"""ServerOptions: the options of the HTTP side, checked when constructed. Knows no engine option."""
+"""ServerOptions: the options of the HTTP server, checked when constructed. Engine options are elsewhere."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from penstock.tokenizer.answers.formats import TOOL_FORMATS
 
 MIB = 1 << 20
 TOOL_CALL_PARSERS = ("auto", "none", *TOOL_FORMATS)
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as the Host header has them
-LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")  # as --host has them
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as written in the Host header
+LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")  # as written for --host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,40 +20,40 @@ class ServerOptions:
     """Where the server listens and what it refuses.
 
     Attributes:
-        port: 0 lets the system choose; the start-up line says which.
+        port: 0 lets the system choose a port, which the start-up line prints.
         api_key: if given, every route but /health, /ping, /live and /ready requires it.
-        api_key_file: further keys, with names and limits (server/keys.py); read again on SIGHUP.
-        cache_salt_by_key: requests find only those cached prefixes that requests of the same key have left, and the
-            public pins.
-        served_model_names: the names that requests may use; answers carry the first. None: the model as the user
-            named it.
+        api_key_file: more keys, with names and limits (server/keys.py); read again on SIGHUP.
+        cache_salt_by_key: requests find only the public pins and the cached prefixes of requests with the same key.
+        served_model_names: the names that requests may use; with None it is the model as the user named it. Answers
+            to requests without a name carry the first.
         max_body_bytes: a longer request body is refused with 413.
-        max_inflight_body_bytes: for the bodies of all open requests together; beyond it a request is refused with 503.
+        max_inflight_body_bytes: for the bodies of all open requests together; a request beyond it is refused with 503.
             The first 64 KiB of each body are not counted, so that a few large ones cannot keep the small ones out.
         max_choices: upper bound of prompts times n in one call.
-        max_parallel_tokenizations: long texts that are tokenised at the same time; more wait.
-        receive_timeout_s: how long a client may take to send its headers, and again its body.
+        max_parallel_tokenizations: how many long texts are tokenised at the same time; more have to wait.
+        receive_timeout_s: how long a client may take to send its headers, and then again its body.
         keep_alive_s: a stream that has been silent for this long sends a comment.
-        stall_timeout_s: a client that reads nothing of its stream, or not all of its answer, for this long is
-            disconnected.
-        request_timeout_s: how long a call may take from its first byte to its last; None: any time.
+        stall_timeout_s: a client is disconnected if it reads nothing of its stream for this long, or has not read its
+            complete answer by then.
+        request_timeout_s: how long a call may take from its first byte to its last; None: no limit.
         drain_timeout_s: how long open requests may continue after SIGTERM.
-        allowed_hosts: names that the Host header may have. None: any name, but only those of loopback where the server
-            listens on loopback and has no key, because then a web page could reach it under a name of its own.
+        allowed_hosts: names that the Host header may have. None: any name, unless the server listens on loopback and
+            has no key. Then only the names of loopback are allowed, because otherwise a web page could reach the server
+            under a host name of its own.
         allowed_origins: web origins whose pages may call the API; none by default.
         access_log: write one line per request to the logger `penstock.access`.
-        log_level: of what goes to standard error where the process has not configured logging: info, warning, error.
-        tool_call_parser: how the model writes tool calls: hermes, llama3_json or mistral; auto goes by the chat
-            template, none leaves calls in the text.
-        reasoning_parser: qwen3 takes what is between <think> and </think> out of an answer's text; deepseek_r1 too,
-            also where no <think> comes first; auto is qwen3 if the chat template knows </think>, none leaves it there.
-        journal: a file that remembers responses in the background and streams to be continued, so that they survive
-            a kill of the server.
-        max_kept_bytes: of memory for stored responses and streams to be continued; the oldest ended ones make room.
-        resume_grace_s: how long a stream to be continued waits for its client, and is kept after its end.
+        log_level: level of the log on standard error, if the process has not configured logging: info, warning, error.
+        tool_call_parser: how the model writes tool calls: hermes, llama3_json or mistral. auto chooses by the chat
+            template; none leaves calls in the text.
+        reasoning_parser: qwen3 takes the text between <think> and </think> out of an answer; deepseek_r1 does so even
+            if no <think> comes first; auto is qwen3 if the chat template contains </think>; none leaves it in the text.
+        journal: a file that records background responses and resumable streams, so that they survive a kill of the
+            server.
+        max_kept_bytes: of memory for stored responses and resumable streams; those that ended first make room.
+        resume_grace_s: how long a resumable stream waits for its client, and is kept after its end.
         response_retention_s: how long a stored response may be fetched.
         otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP, like http://host:4318/v1/traces) that
-            gets a trace of each call; None: the environment's OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, if it has one.
+            gets a trace of each call; None: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT from the environment, if it is set.
         started_at: time.monotonic() when the process began, for the "ready in" of the start-up line.
     """
 

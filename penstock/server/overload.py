@@ -1,7 +1,7 @@
-"""The innermost layer of a server that has too much to do: what is refused is refused before its body is read.
+"""A layer that refuses requests before their body is read while the server is overloaded.
 
-Beyond what the machine can bear, most requests are refused, and each refusal takes processor time from those that are
-served. Most of that time is spent on a request's body, parameters and prompt; a full queue needs none of them.
+Under overload most requests are refused, and each refusal takes processor time from the requests that are served. Most
+of that time goes into the body, the parameters and the prompt, none of which is needed to see that the queue is full.
 """
 
 from starlette.datastructures import Headers
@@ -15,9 +15,9 @@ GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
 class OverloadMiddleware:
-    """Answers 429 to a request for tokens while any of its flow would be refused, whatever its body says.
+    """Answers 429 to a request for tokens while every request of its flow would be refused, whatever its body.
 
-    The route asks again when the body is here. A request that continues a stream is no new one.
+    The route checks again when the body has arrived. A request that continues a stream is not new, and passes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -42,6 +42,6 @@ def _refusal(context: ServerContext, log: RequestLog) -> EngineOverloadedError |
         context.client.check_admission(log.flow, num_arriving=context.num_arriving)
     except EngineOverloadedError as exc:
         return exc
-    except PenstockError:  # the route has more to say of an engine that is dead or drains
+    except PenstockError:  # the route gives a better answer about an engine that is dead or draining
         pass
     return None

@@ -1,7 +1,8 @@
-"""The web page: to chat with the model, and to watch the engine.
+"""The web page for chatting with the model and watching the engine.
 
-It is one document, put together from the files of static/, that loads nothing but this server's answers. The policy
-allows its script and its style by their hashes, and no others, so text that came to be read as markup could do nothing.
+It is one document, assembled from the files in static/, and loads nothing but this server's answers. Its content
+security policy allows only its own script and style, by their hashes, so text that was parsed as markup could do
+nothing.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 STATIC = Path(__file__).parent / "static"
-PARTS = re.compile(r"<(style|script)>(.*?)</\1>")  # of index.html: names of the files that go there
+PARTS = re.compile(r"<(style|script)>(.*?)</\1>")  # in index.html; holds the names of the files to insert
 POLICY = (
     "default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,7 +32,7 @@ async def page(request: Request) -> Response:
 
 @cache
 def _page() -> tuple[str, str]:
-    """Return the document and its policy."""
+    """Return the document and its content security policy."""
     hashes: dict[str, str] = {}
 
     def put_in(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""The routes of /v1/cache/pin: prefixes that stay in the cache, such as a system prompt. For administrators only."""
+"""The routes of /v1/cache/pin, which keep prefixes, such as a system prompt, in the cache. For administrators only."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,14 +18,14 @@ from penstock.server.records import EncodedPrompt
 
 
 async def create_pin(request: Request) -> Response:
-    """Handle POST /v1/cache/pin: compute a prefix, and keep it until it is deleted or the server ends."""
+    """Handle POST /v1/cache/pin: compute a prefix and keep it until it is deleted or the server stops."""
     check_administrator(request)
     context, log = context_of(request), log_of(request)
     body = await read_body(request, PinRequest)
     info = context.info()
     context.check_model(body.model)
     (prompt,) = salted(request, body.cache_salt, [await _prompt(context, body, info)])
-    if body.cache_salt is None:  # public, also where requests are salted by key
+    if body.cache_salt is None:  # the pin is public, even where requests are salted by key
         prompt = replace(prompt, cache_salt=None)
     log.num_prompt_tokens = len(prompt.token_ids)
     use = await until_disconnect(request.receive, context.client.pin_prefix(prompt.as_given(), body.name))
@@ -33,7 +33,7 @@ async def create_pin(request: Request) -> Response:
 
 
 async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> EncodedPrompt:
-    """Return the prefix: a text or token ids, or the beginning of a conversation through the chat template."""
+    """Return the prefix: a text, token ids, or the beginning of a conversation rendered by the chat template."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -73,6 +73,6 @@ def pin_object(use: PrefixUse) -> dict[str, Any]:
 
 
 def use_object(use: PrefixUse) -> dict[str, Any]:
-    """Return what /status and the pins tell of a prefix: never its text."""
+    """Return what /status and the pin routes show of a prefix, which is never its text."""
     counts = {"tokens": use.num_tokens, "hits": use.hits, "tokens_saved": use.tokens_saved}
     return {"name": use.name, **counts, "last_used": use.last_used}

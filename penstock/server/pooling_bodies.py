@@ -1,4 +1,4 @@
-"""Bodies of /v1/embeddings, /score and /rerank, and of their answers, as OpenAI, vLLM, Jina and Cohere spell them."""
+"""Request and answer bodies of /v1/embeddings, /score and /rerank, in the formats of OpenAI, vLLM, Jina and Cohere."""
 
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -10,7 +10,7 @@ from penstock.server.openai_requests import Strict
 
 
 class PoolingRequest(Strict, kw_only=True, frozen=True):
-    """The fields that all three share. `user` and the like are labels for the log."""
+    """The fields that all three share. `user` and those after it are labels for the log."""
 
     place: ClassVar[str] = "pooling"
 
@@ -28,13 +28,16 @@ class PoolingRequest(Strict, kw_only=True, frozen=True):
     request_id: str | None = None
 
     def params(self) -> PoolingParams:
-        """Return what the engine is asked for. Raise InvalidRequestError for a value that is not allowed."""
+        """Return the body's PoolingParams. Raise InvalidRequestError for a value that is not allowed."""
         side = "right" if self.truncation_side is None else self.truncation_side
         return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=side)
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
-    """POST /v1/embeddings. input: a text, token ids, or a list of either. normalize: vLLM's, None is the model's."""
+    """POST /v1/embeddings. `input` is a text, token ids, or a list of either. `normalize` is vLLM's field.
+
+    If `normalize` is None, the model decides.
+    """
 
     input: str | list[Any]
     encoding_format: Literal["float", "base64"] | None = None
@@ -46,7 +49,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
 
 
 class ScoreRequest(PoolingRequest, kw_only=True, frozen=True):
-    """POST /score: one text_1 to each text_2, or each to the one at its place."""
+    """POST /score: compares one text_1 with every text_2, or each text_1 with the text_2 at the same index."""
 
     text_1: str | list[str]
     text_2: str | list[str]
@@ -57,7 +60,7 @@ class Document(Strict, kw_only=True, frozen=True):
 
 
 class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
-    """POST /rerank. return_documents: whether the answer repeats their texts (default: yes)."""
+    """POST /rerank. `return_documents` says whether the answer repeats the texts (default: yes)."""
 
     query: str
     documents: list[str | Document]
@@ -74,7 +77,7 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """embedding: the JSON of numbers, or with base64 their float32 bytes, little endian."""
+    """One vector, as a JSON list of numbers, or with base64 as its float32 bytes in little-endian order."""
 
     object: str = "embedding"
     index: int

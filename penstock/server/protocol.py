@@ -1,14 +1,15 @@
-"""uvicorn's HTTP/1.1 protocol with what it lacks: deadlines for receiving a request, and a cap on its head.
+"""uvicorn's HTTP/1.1 protocol, with deadlines for receiving a request and a limit on the size of its head.
 
-A client that sends its headers, or then its body, too slowly is disconnected, and so is one that does not read a
-complete answer. A head that is too large gets 431. Trailers after a chunked body are counted and dropped: they must not
-pass for headers. What the parser refuses gets OpenAI's error object like every other failure. Knows no route.
+A client that sends its headers or its body too slowly is disconnected, and so is a client that does not read its
+complete answer. A head that is too large gets 431. Trailers after a chunked body are counted and dropped, so that they
+cannot pass for headers. Input that the parser refuses gets OpenAI's error object, like every other failure. This module
+knows no routes.
 
-This subclasses a class that uvicorn does not document, because its public options cannot express any of it: Config has
-no deadline for receiving and none for writing, h11_max_incomplete_event_size bounds heads for h11 only, and the
-application is first called when the head is complete, so no middleware sees a slow or endless one. A protocol of our
-own in front of uvicorn's would have to parse every byte a second time. Of the internals only the parser's callbacks and
-the state of the response (`cycle`) are used; tests/server/test_sockets.py fails if an update of uvicorn changes them.
+It subclasses a class that uvicorn does not document, because uvicorn's public options cannot express these limits:
+Config has no deadline for receiving or for writing, h11_max_incomplete_event_size limits heads for h11 only, and the
+application is first called when the head is complete, so no middleware sees a slow or endless head. A separate protocol
+in front of uvicorn's would have to parse every byte a second time. The only internals used are the parser's callbacks
+and the state of the response (`cycle`); tests/server/test_sockets.py fails if an update of uvicorn changes them.
 """
 
 import asyncio
@@ -22,18 +23,18 @@ from penstock.server.api_errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
-BODY_GRACE = 1.2  # the application answers a slow body with 408 first; this is for a body that no route reads
-FLUSH_CHECKS = 10  # per stall timeout, of whether the client still has to read
+BODY_GRACE = 1.2  # times the receive timeout: the application answers 408 first, unless no route reads the body
+FLUSH_CHECKS = 10  # checks per stall timeout of whether the client has read its answer
 
 logger = logging.getLogger("penstock.connection")
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Drop uvicorn's traceback for each task that is cancelled at shutdown."""
+    """Return False for the traceback that uvicorn logs for each task cancelled at shutdown."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-logger.setLevel(logging.ERROR)  # uvicorn warns of each bad request
+logger.setLevel(logging.ERROR)  # uvicorn logs a warning for each bad request
 logger.addFilter(_is_worth_logging)
 
 
@@ -41,9 +42,9 @@ class GuardedProtocol(HttpToolsProtocol):
     """One connection.
 
     Args:
-        receive_timeout_s: how long the client may take to send its headers, and again its body.
-        stall_timeout_s: how long it may leave a complete answer unread.
-        uvicorn: the arguments that uvicorn constructs its protocols with.
+        receive_timeout_s: how long the client may take to send its headers, and then again its body.
+        stall_timeout_s: how long the client may leave a complete answer unread.
+        uvicorn: the arguments with which uvicorn constructs its protocols.
     """
 
     def __init__(self, *, receive_timeout_s: float, stall_timeout_s: float, **uvicorn: Any) -> None:
@@ -53,8 +54,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stall_timeout_s = stall_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
-        self._head_bytes = 0  # of the head; after it, bytes since the last piece of the body that are no body
-        self._begun = False  # the first byte of a request has arrived, its last has not
+        self._head_bytes = 0  # bytes of the head; after it, bytes outside the body since the last piece of body
+        self._begun = False  # the first byte of a request has arrived, the last has not
         self._in_head = True  # the request's headers are not complete
         self._saw_body = False
         self._refused = False
@@ -75,11 +76,11 @@ class GuardedProtocol(HttpToolsProtocol):
         before = (self._begun, self._in_head)
         self._saw_body = False
         super().data_received(data)
-        # the whole piece was head, or trailers; a request's first piece is counted when its head is complete
+        # all of `data` was head or trailers; the first piece of a request is counted when its head is complete
         if before[0] and before == (self._begun, self._in_head) and not self._saw_body:
             self._head_bytes += len(data)
             self._check_head()
-        if self._deadline is None and not self._refused:  # bytes between two requests do not begin one
+        if self._deadline is None and not self._refused:  # bytes between two requests do not begin a request
             self._arm(self._receive_timeout_s)
 
     def on_message_begin(self) -> None:
@@ -89,7 +90,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; count a trailer and drop it, so that it cannot pass for a header."""
+        """Keep a header. Count a trailer and drop it, so that it cannot pass for a header."""
         if self._in_head:
             return super().on_header(name, value)
         self._head_bytes += len(name) + len(value)
@@ -130,7 +131,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._watch_flush()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser cannot read, in OpenAI's shape instead of uvicorn's."""
+        """Refuse input that the parser cannot read, with OpenAI's error object instead of uvicorn's text."""
         self._refuse(ApiError(400, "The request is not valid HTTP.", code="invalid_http"))
 
     def _check_head(self) -> None:
@@ -139,7 +140,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(431, message, code="request_head_too_large"))
 
     def _check_framing(self) -> None:
-        """Refuse framing that the parser accepts and a proxy on the way may read differently."""
+        """Refuse framing that the parser accepts but a proxy in front may interpret differently."""
         names = [name for name, _ in self.headers]
         version = self.parser.get_http_version()
         if names.count(b"host") > 1 or (version == "1.1" and b"host" not in names):
@@ -150,7 +151,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, "The request must be HTTP/1.1 or HTTP/1.0.", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application and close; abort the connection where a response has begun."""
+        """Send the error without the application and close; if a response has begun, abort the connection."""
         self._disarm()
         if self._refused or self.transport.is_closing():
             return
@@ -159,7 +160,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()
             return
-        if cycle is not None:  # the application may be waiting for the body: wake it as for a disconnect
+        if cycle is not None:  # the application may be waiting for the body: wake it as a disconnect would
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.write(_raw_response(error))
@@ -170,7 +171,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._watch_flush()
 
     def _watch_flush(self, checks: int = 0) -> None:
-        """Disconnect a client that has not read all that was written for it within the stall timeout."""
+        """Disconnect a client that has not read everything written to it within the stall timeout."""
         if checks == 0 and self._flush is not None:
             return  # an earlier answer is still being watched
         self._flush = None
@@ -200,12 +201,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, "The request did not arrive in time.", code="request_timeout"))
 
     def _answer_is_due(self) -> bool:
-        """Return whether an answer is due first: to the request before a pipelined one that is half here."""
+        """Return whether an earlier request still waits for its answer while a pipelined one is arriving."""
         before = self._in_head and self.cycle is not None and not self.cycle.response_complete
         return before or bool(self.pipeline) or self.flow.read_paused
 
     def _owes_no_answer(self) -> bool:
-        """Return whether no byte of a request came, or only the rest of one that has been answered."""
+        """Return whether no request has begun, or the one that is arriving has already been answered."""
         return not self._begun or (not self._in_head and self.cycle is not None and self.cycle.response_complete)
 
 

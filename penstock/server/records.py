@@ -1,5 +1,5 @@
-"""What the journal's records say of a call, as typed msgpack. Only `Begun` is needed to answer a call: the others spare
-work, and any of them may be lost, since the same request gives the same tokens.
+"""The journal's records about a call, as typed msgpack. Only `Begun` is needed to answer a call. The other records save
+work, and any of them may be lost, because the same request gives the same tokens.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class EncodedPrompt:
     """A prompt as the engine takes it.
 
     Attributes:
-        text: only where the answer may repeat it.
-        seed: settled here; None leaves it to the parameters.
-        output_token_ids: what an earlier computation gave, one list per choice.
-        cache_salt: with the name of the key where requests are salted by key.
+        text: present only where the answer may repeat it.
+        seed: the seed to use; None leaves it to the parameters.
+        output_token_ids: tokens from an earlier computation, one list per choice.
+        cache_salt: includes the name of the key where requests are salted by key.
     """
 
     token_ids: list[int]
@@ -29,24 +29,25 @@ class EncodedPrompt:
     cache_salt: str | None = None
 
     def as_given(self) -> dict[str, Any]:
-        """Return it as an engine client takes it."""
+        """Return the prompt in the form that an engine client takes."""
         return {"prompt_token_ids": self.token_ids, "cache_salt": self.cache_salt}
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A call that has been accepted: all that its answer depends on.
+    """A call that has been accepted: everything that its answer depends on.
 
     Attributes:
         id: of the answer.
-        kind: a key of server/resumption.py's table of APIs.
-        owner: of the key that the call carried, a hash; only it may fetch the answer.
-        created: when, in seconds since 1970.
-        body: as JSON, checked.
-        fingerprint: of the engine that computes it; another one would give other tokens.
-        grace_s: without a reader for so long it is given up; None: never.
-        keep_s: how long it may be fetched after its end.
-        key: name of its API key, whose turns it takes.
-        priority, timeout_s: what it says of its turn, and of the time that it may take, from `created` on.
+        kind: the API, a key of `ServerContext.sources`.
+        owner: hash of the key that the call carried; only that key may fetch the answer.
+        created: time of acceptance, in seconds since 1970.
+        body: the checked body as JSON.
+        fingerprint: of the engine that computes it; an engine with another one would give other tokens.
+        grace_s: how long the call goes on without a reader; None: forever.
+        keep_s: how long the answer may be fetched after the call has ended.
+        key: name of its API key, under which it is scheduled.
+        priority: its priority, where the scheduling policy uses one.
+        timeout_s: how long it may take, counted from `created`.
     """
 
     id: str
@@ -66,12 +67,12 @@ class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Return roughly how much memory it takes."""
+        """Return roughly how much memory the call takes."""
         return 1024 + len(self.body) + 8 * sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
-    """Tokens of a choice, from its output number `start` on."""
+    """Tokens of a choice, beginning at its output position `start`."""
 
     id: str
     prompt: int
@@ -97,7 +98,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     """The end of a call.
 
     Attributes:
-        at: when, in seconds since 1970.
+        at: time of the end, in seconds since 1970.
         frames: the whole stream, packed.
         result: the whole answer as JSON, where the API has one.
     """
@@ -110,7 +111,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 
 class Deleted(msgspec.Struct, tag=True, frozen=True):
-    """Nobody may fetch the call any more."""
+    """The call has been deleted: nobody may fetch it any more."""
 
     id: str
 

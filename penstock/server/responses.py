@@ -1,5 +1,5 @@
-"""The routes of /v1/responses. A response is always a kept call: it is stored unless `store` is false, runs on without
-a connection where `background` is true, and its stream can be read again from any sequence_number.
+"""The routes of /v1/responses. A response is always a kept call: it is stored unless `store` is false, it runs on
+without a connection if `background` is true, and its stream can be read again from any sequence_number.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ async def create_response(request: Request) -> Response:
 
 
 def _with_previous(request: Request, body: ResponseRequest) -> ResponseRequest:
-    """Return the body with the whole conversation as its input."""
+    """Return the body with the conversation of the previous response, if it names one, before its own input."""
     if body.previous_response_id is None:
         return body
     try:
@@ -92,12 +92,12 @@ def _json(call: KeptCall) -> Response:
 def _fetch(request: Request) -> KeptCall:
     context = context_of(request)
     context.info()
-    resume(context)  # does nothing but in the first moments of a server with a journal
+    resume(context)  # only has work right after a server with a journal has started
     return context.kept.get(request.path_params["id"], KIND, owner_of(request))
 
 
 async def retrieve_response(request: Request) -> Response:
-    """Handle GET /v1/responses/{id}: the response as it is now, or with ?stream=true its events."""
+    """Handle GET /v1/responses/{id}: return the response as it is now, or its events with ?stream=true."""
     given = _query(request)
     call = _fetch(request)
     if not given["stream"]:
@@ -106,7 +106,7 @@ async def retrieve_response(request: Request) -> Response:
 
 
 def _query(request: Request) -> dict[str, Any]:
-    """Return `stream` and `starting_after`; raise ApiError for any other parameter that asks for something."""
+    """Return `stream` and `starting_after`. Raise ApiError for other parameters, except include_obfuscation=false."""
     query = dict(request.query_params)
     stream = query.pop("stream", "false")
     if stream not in TRUE + FALSE:
@@ -124,7 +124,7 @@ def _query(request: Request) -> dict[str, Any]:
 
 
 async def cancel_response(request: Request) -> Response:
-    """Handle POST /v1/responses/{id}/cancel. A response that has ended is returned as it is."""
+    """Handle POST /v1/responses/{id}/cancel. A response that has ended is returned unchanged."""
     call = _fetch(request)
     if call.begun.grace_s is not None:
         raise ApiError(400, "Only a response in the background can be cancelled.", code="not_in_background")
@@ -133,7 +133,7 @@ async def cancel_response(request: Request) -> Response:
 
 
 async def delete_response(request: Request) -> Response:
-    """Handle DELETE /v1/responses/{id}; a response that runs is stopped."""
+    """Handle DELETE /v1/responses/{id}; a running response is stopped."""
     call = _fetch(request)
     await context_of(request).kept.delete(call)
     return json_response({"id": call.begun.id, "object": "response", "deleted": True})

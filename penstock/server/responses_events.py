@@ -1,7 +1,7 @@
-"""OpenAI's Response object and its stream events, made of the outputs of one generation.
+"""OpenAI's Response object and its stream events, made from the outputs of one generation.
 
-Every event carries a sequence_number. What it says depends on the tokens alone, so a number means the same place of the
-stream however often the response is computed.
+Every event has a sequence_number. The events depend on the tokens alone, so a number means the same place in the stream
+however often the response is computed.
 """
 
 import time
@@ -25,7 +25,7 @@ from penstock.tokenizer.answers.reader import Kind, Part
 _encode = msgspec.json.Encoder().encode
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "prompt_cache_key", "user",
           "safety_identifier")  # fmt: skip
-FIXED = {  # what is not built has one value
+FIXED = {  # fields of features that are not built
     "reasoning": {"effort": None, "summary": None},
     "service_tier": "default",
     "top_logprobs": 0,
@@ -50,7 +50,7 @@ class ResponseSource:
     # --- the stream ------------------------------------------------------------------------------------------------
 
     async def frames(self) -> AsyncGenerator[Frame | None, None]:
-        """Yield the events. A response that is refused at once has none, unless it runs in the background."""
+        """Yield the events. A response that is refused at once has no events, unless it runs in the background."""
         if self._body.background:
             for frame in self._head():
                 yield frame
@@ -152,7 +152,7 @@ class ResponseSource:
         }
 
     def _output(self, status: str) -> list[dict[str, Any]]:
-        """Return the items; only the last one can be cut, or still grow."""
+        """Return the items. Only the last one can be incomplete or in progress."""
         last = status if status in ("completed", "in_progress") else "incomplete"
         final = len(self._items) - 1
         return [item.shown(last if index == final else "completed") for index, item in enumerate(self._items)]
@@ -172,7 +172,7 @@ class ResponseSource:
 
 
 def _code(failure: Failure) -> str:
-    """Return OpenAI's code of a response's error."""
+    """Return OpenAI's error code for the failure of a response."""
     if failure.status == 429:
         return "rate_limit_exceeded"
     return "server_error" if failure.status >= 500 else "invalid_prompt"

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and what it means: a conversation for the chat template, and SamplingParams."""
+"""The body of POST /v1/responses, and its conversion to a conversation for the chat template and SamplingParams."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from penstock.server.responses_items import items_of, messages_of
 from penstock.server.structured import form_of
 from penstock.server.tool_fields import FunctionTool, ResponseToolChoice
 
-NAMES = {"messages": "input", "response_format": "text", "tools": "tools"}  # of a chat's fields in a response
+NAMES = {"messages": "input", "response_format": "text", "tools": "tools"}  # field of a chat -> field of a response
 
 
 class StreamOptions(Strict, kw_only=True, frozen=True):
@@ -25,7 +25,7 @@ class StreamOptions(Strict, kw_only=True, frozen=True):
 
 
 class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
-    """POST /v1/responses: OpenAI's fields, vLLM's sampling fields, and last the labels."""
+    """POST /v1/responses: OpenAI's fields, vLLM's sampling fields, and finally the labels for the log."""
 
     place: ClassVar[str] = "responses"
 
@@ -69,7 +69,7 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     prompt_cache_key: str | None = None
 
     def check(self) -> None:
-        """Raise InvalidRequestError for parameters that contradict each other, or that are not built."""
+        """Raise InvalidRequestError for parameters that contradict each other or are not built."""
         if self.background and self.store is False:
             raise InvalidRequestError(
                 "background: a response in the background is stored; leave out store", param="store"
@@ -83,10 +83,10 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
-    """Return the chat that a response is: its conversation, its tools and the form of its answer.
+    """Return a response's body as a chat request: its conversation, its tools and the form of its answer.
 
     Raises:
-        InvalidRequestError: for what is malformed, under the names that a response has for it.
+        InvalidRequestError: something is malformed; the error uses the names of a response's fields.
     """
     messages = messages_of(items_of(body.input))
     if body.instructions is not None:
@@ -129,5 +129,8 @@ def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
 
 
 def continuing(body: ResponseRequest, previous: ResponseRequest, output: list[Any]) -> ResponseRequest:
-    """Return the body with the conversation of an earlier response before its own input, without its instructions."""
+    """Return the body with the conversation of an earlier response before its own input.
+
+    The earlier response's instructions are left out.
+    """
     return msgspec.structs.replace(body, input=[*items_of(previous.input), *output, *items_of(body.input)])

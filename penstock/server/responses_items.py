@@ -1,7 +1,8 @@
-"""The items that a response is made of, as OpenAI's Responses spell them, and the conversation that they are.
+"""The items of OpenAI's Responses API, and their conversion to the messages of a chat.
 
-A model's output is a list of items: what it thinks, says and calls. They come back as input of the next response, with
-the results of the calls among them; a chat template wants messages, in which the items of one turn stand together.
+A model's output is a list of items: reasoning, messages and tool calls. The client sends them back as input of the
+next response, together with the results of the calls. A chat template takes messages, and one message holds all items
+of a turn.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.server.unsupported import MAX_MESSAGES
 
 TEXT_PARTS = ("input_text", "output_text", "text")
-PART_FIELDS = {"type", "text", "annotations", "logprobs", "parsed"}  # the last three come back with an answer
+PART_FIELDS = {"type", "text", "annotations", "logprobs", "parsed"}  # the last three occur in answers sent back
 ITEM_FIELDS = {
     "message": {"role", "content", "phase"},
     "function_call": {"call_id", "name", "arguments", "parsed_arguments"},
@@ -35,7 +36,7 @@ def messages_of(items: list[Any]) -> list[Message]:
     """Return items as messages of a chat.
 
     Raises:
-        InvalidRequestError: an item is malformed, or it is the result of a call that is not there.
+        InvalidRequestError: an item is malformed, or is the result of a call that does not precede it.
     """
     conversation = _Conversation()
     for item in items:
@@ -44,7 +45,7 @@ def messages_of(items: list[Any]) -> list[Message]:
 
 
 class _Conversation:
-    """Messages that grow item by item. Thoughts begin a turn of the assistant; its text and calls go on with it."""
+    """Builds messages item by item. Reasoning begins an assistant turn; the text and calls after it join that turn."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -75,13 +76,13 @@ class _Conversation:
         return self.messages[-1]
 
     def _thinking_turn(self) -> Message | None:
-        """Return the last message if it is a turn with nothing but thoughts."""
+        """Return the last message if it holds only reasoning."""
         last = self.messages[-1] if self.messages else {}
         return last if "reasoning_content" in last and not last["content"] and "tool_calls" not in last else None
 
 
 def _kind_of(item: Any) -> str:
-    """Return the type of an item. Raise InvalidRequestError for one that is not built, and for unknown fields."""
+    """Return the type of an item. Raise InvalidRequestError for an unsupported type or an unknown field."""
     if not isinstance(item, dict):
         raise check.fail("input", item, "a text, or a list of messages, calls and their results")
     kind = item.get("type") or "message"
@@ -96,7 +97,7 @@ def _kind_of(item: Any) -> str:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    """Return a call in the shape of a chat."""
+    """Return a tool call in the form that chat messages use."""
     for name in ("call_id", "name"):
         check.check_str(f"input.{name}", item.get(name))
     if not isinstance(item.get("arguments"), str):
@@ -106,7 +107,7 @@ def _call(item: Item) -> dict[str, Any]:
 
 
 def _result(item: Item, calls: set[str]) -> Message:
-    """Return the result of a call as a message."""
+    """Return the result of a tool call as a message."""
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or call_id not in calls:
         raise check.fail("input.call_id", call_id, "the call_id of a function_call before it")
@@ -114,7 +115,7 @@ def _result(item: Item, calls: set[str]) -> Message:
 
 
 def _thoughts(item: Item) -> str:
-    """Return what was thought; another server may have sent a summary only."""
+    """Return the text of a reasoning item, or its summary, which may be all that another server sent."""
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         raise check.fail("input", parts, 'parts of a reasoning item, like {"type": "reasoning_text", "text": "..."}')

@@ -1,4 +1,4 @@
-"""The items of a response's output as they grow: thoughts, messages and calls, each with the events that tell of it."""
+"""The items of a response's output (reasoning, messages and tool calls) as they grow, and their stream events."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 from penstock.tokenizer.answers.reader import Kind
 
 Event = tuple[str, dict[str, Any]]  # its type, and its fields
-PREFIXES = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}  # of the ids, as OpenAI's begin
+PREFIXES = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}  # of the items' ids, as at OpenAI
 TEXT_TYPES = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text"}
 
 
 class OutputItem:
-    """One item.
+    """One item of the output.
 
     Args:
-        kind: CONTENT makes it a message, REASONING thoughts, CALL a call.
+        kind: CONTENT for a message, REASONING for reasoning, CALL for a tool call.
         index: its place in the output.
-        response_id: its own id follows from both.
-        call: of a call, `call_id` and `name`.
+        response_id: the item's id is made of this and `index`.
+        call: `call_id` and `name` of a tool call.
     """
 
     def __init__(self, kind: Kind, index: int, response_id: str, **call: str) -> None:
@@ -28,19 +28,19 @@ class OutputItem:
         self._texts: list[str] = []
 
     def begin(self) -> Iterator[Event]:
-        """Yield the events that come before its text."""
+        """Yield the events before the item's text."""
         item = self._shown("in_progress", "", content=[])
         yield "response.output_item.added", {"output_index": self._index, "item": item}
         if self.kind is not Kind.CALL:
             yield "response.content_part.added", {**self._place(), "part": self._part("")}
 
     def grow(self, text: str) -> Event:
-        """Add text and return the event that tells of it."""
+        """Add text and return the event for it."""
         self._texts.append(text)
         return f"response.{self._text_type}.delta", {**self._place(), "delta": text, **self._logprobs()}
 
     def end(self, status: str) -> Iterator[Event]:
-        """Yield the events that come after its text."""
+        """Yield the events after the item's text."""
         text = "".join(self._texts)
         done = f"response.{self._text_type}.done"
         if self.kind is Kind.CALL:
@@ -51,7 +51,7 @@ class OutputItem:
         yield "response.output_item.done", {"output_index": self._index, "item": self.shown(status)}
 
     def shown(self, status: str) -> dict[str, Any]:
-        """Return it as the response shows it."""
+        """Return the item as the response object shows it."""
         text = "".join(self._texts)
         return self._shown(status, text, content=[] if self.kind is Kind.CALL else [self._part(text)])
 

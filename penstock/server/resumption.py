@@ -1,7 +1,7 @@
-"""Streams that a client can continue after it has lost the connection, and kept calls that a new server goes on with.
+"""Streams that a client can continue after losing the connection, and kept calls that a new server continues.
 
-A client that asks for it (`resumable: true`) finds an id at each event. It sends the last one back as Last-Event-ID,
-with the same POST or to GET /v1/completions/{id}?stream=true, and gets what comes after it.
+With `resumable: true`, each event of a stream has an id. After losing the connection, the client sends the last id that
+it received as Last-Event-ID, with the same POST or with GET /v1/completions/{id}?stream=true, and gets the rest.
 """
 
 import time
@@ -32,7 +32,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Chunks(Protocol):
-    """A shape of server/completions.py."""
+    """A Shape of server/completions.py."""
 
     generation: Generation
 
@@ -42,7 +42,7 @@ class Chunks(Protocol):
 
 @dataclass(slots=True)
 class ChunkSource:
-    """The chunks of a completion as frames: a lane for each choice, and one for the usage at the end."""
+    """The chunks of a completion as frames, in one lane per choice and one for the usage at the end."""
 
     shape: Chunks
 
@@ -64,7 +64,7 @@ class ChunkSource:
 
 
 def owner_of(request: Request) -> str:
-    """Return what tells clients apart: a hash of the key that they send."""
+    """Return a hash of the key that the client sends, which tells clients apart."""
     keys = request.headers.getlist("authorization")
     return blake2b(sent_key(keys[0]) if keys else b"", digest_size=16, person=b"penstock owner").hexdigest()
 
@@ -73,7 +73,7 @@ async def keep(
     request: Request, call_id: str, kind: str, body: Strict, params: SamplingParams, prompts: Sequence[EncodedPrompt],
     *, grace_s: float | None, keep_s: float,
 ) -> KeptCall:  # fmt: skip
-    """Accept a call that is kept, settle its seeds and compute it. See Begun for the arguments."""
+    """Accept a call to keep, settle its seeds and start computing it. See Begun for the arguments."""
     context = context_of(request)
     info, log = context.info(), log_of(request)
     if len(prompts) * params.n >= MAX_LANES:
@@ -106,7 +106,7 @@ def _settled(context: ServerContext, prompt: EncodedPrompt, params: SamplingPara
 
 
 def _generation(context: ServerContext, call: KeptCall, log: RequestLog) -> Generation:
-    """Return the computation of a call, which begins with the tokens that are known."""
+    """Return the computation of a call, which continues from the tokens already known."""
     begun = call.begun
     prompts = [replace(prompt, output_token_ids=_known(call, index)) for index, prompt in enumerate(begun.prompts)]
     generation = Generation(context, begun.id, prompts, begun.params, log)
@@ -116,9 +116,9 @@ def _generation(context: ServerContext, call: KeptCall, log: RequestLog) -> Gene
 
 
 def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
-    """Return the known tokens of each choice but the last one, which is computed again to learn whether it is the end.
+    """Return the known tokens of each choice but the last, which is computed again to see whether it ends the choice.
 
-    Log-probabilities and mirostat's state are not known, so a call that has them is computed from its beginning.
+    Log-probabilities and the state of mirostat are not stored, so a call that uses them is computed from its beginning.
     """
     params = call.begun.params
     if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
@@ -128,7 +128,7 @@ def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
 
 
 def resume(context: ServerContext) -> None:
-    """Go on with the calls that a journal remembers as unfinished; called when the engine is ready."""
+    """Continue the calls that the journal has as unfinished. Called when the engine is ready."""
     info = context.known_info()
     for call in context.kept.take_restored():
         _resume_one(context, call, info)
@@ -137,7 +137,7 @@ def resume(context: ServerContext) -> None:
 def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo) -> None:
     generation = _generation(context, call, _restored_log(call.begun, info))
     generation.is_patient = True
-    generation.timeline.answered(200)  # its connection ended with the server before
+    generation.timeline.answered(200)  # its connection ended with the previous server
     source = context.sources[call.begun.kind](context, call, generation)
     if call.begun.fingerprint == info.system_fingerprint:
         context.kept.run(call, source)
@@ -148,7 +148,7 @@ def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo) -> None
 
 
 def _restored_log(begun: Begun, info: ModelInfo) -> RequestLog:
-    """Return what a call from the journal says of its turn, as far as this server's policy knows it."""
+    """Return a log for a call from the journal, with its time left and, if the policy uses it, its priority."""
     log = RequestLog(begun.id, key=begun.key)
     if info.scheduling_policy == "priority":
         log.priority = begun.priority
@@ -158,16 +158,16 @@ def _restored_log(begun: Begun, info: ModelInfo) -> RequestLog:
 
 
 def stream_of(context: ServerContext, call: KeptCall, after: Sequence[int], *, done: bytes = DONE) -> EventStream:
-    """Return the events of a call after a position."""
+    """Return the stream of a call's events after a position."""
     options = context.options
     events = context.kept.read(call, after, options.keep_alive_s)
     return EventStream(events, stall_timeout_s=options.stall_timeout_s, done=done)
 
 
 def continued(request: Request, kind: str, body: Strict) -> Response | None:
-    """Return the rest of the stream that a POST names with Last-Event-ID; None if it names none.
+    """Return the rest of the stream that a POST names in Last-Event-ID; None if it has no such header.
 
-    Raises ApiError: there is no such stream, or it has another body.
+    Raises ApiError if there is no such stream, or if its request had another body.
     """
     last = request.headers.get("last-event-id")
     if last is None:
@@ -196,7 +196,7 @@ def _continue(request: Request, kind: str) -> Response:
         raise ApiError(400, message, param="stream", code="not_implemented")
     context = context_of(request)
     context.info()
-    resume(context)  # does nothing but in the first moments of a server with a journal
+    resume(context)  # only has work right after a server with a journal has started
     call = context.kept.get(request.path_params["id"], kind, owner_of(request))
     call_id, after = position_of(request.headers.get("last-event-id", f"{call.begun.id}:"))
     if call_id != call.begun.id:

@@ -1,10 +1,10 @@
-"""Runs the application under uvicorn: listen, print a line when ready, drain on a signal, return an exit code.
+"""Runs the application under uvicorn: listens, prints a line when ready, drains on a signal, returns an exit code.
 
     0   ended by SIGTERM or SIGINT after draining
     1   could not listen
     70  the engine failed and cannot be restarted
 
-The caller's engine client has been shut down on return, in every case.
+In every case, the caller's engine client has been shut down on return.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from penstock.server.resumption import resume
 EXIT_OK = 0
 EXIT_CANNOT_LISTEN = 1
 EXIT_ENGINE_FAILED = 70
-WATCH_INTERVAL_S = 0.02  # between looks at whether the engine is ready or has failed
-CLOSE_TIMEOUT_S = 3  # for clients to read the end of their answers
+WATCH_INTERVAL_S = 0.02  # seconds between checks of whether the engine is ready or has failed
+CLOSE_TIMEOUT_S = 3  # seconds that clients have to read the end of their answers
 BACKLOG = 2048
 LOGGER = logging.getLogger("penstock")
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raise OSError where the address is taken or unknown, UnicodeError for a bad name."""
+    """Return a listening socket. Raise OSError if the address is taken or unknown, UnicodeError for a bad name."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -60,9 +60,9 @@ async def run_server(client: EngineClient, options: ServerOptions) -> int:
     """Serve until a signal or the engine's failure; return the process's exit code.
 
     Args:
-        client: may still be starting; /health is 503 until it is ready.
+        client: may still be starting; /health answers 503 until it is ready.
 
-    Raises InvalidRequestError or ModelLoadError where that is why the engine could not start.
+    Raises InvalidRequestError or ModelLoadError if one of them kept the engine from starting.
     """
     started_at = time.monotonic() if options.started_at is None else options.started_at
     try:
@@ -82,7 +82,7 @@ async def run_server(client: EngineClient, options: ServerOptions) -> int:
 
 
 def run(client: EngineClient, options: ServerOptions) -> int:
-    """Run `run_server` in an event loop of its own, uvloop's except on Windows."""
+    """Run `run_server` in a new event loop, uvloop's except on Windows."""
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if sys.platform != "win32":
         import uvloop
@@ -149,7 +149,7 @@ class Serving:
         return EXIT_ENGINE_FAILED
 
     async def _serve(self) -> None:
-        """Run uvicorn's server step by step: its `serve` would install signal handlers that do not drain."""
+        """Run uvicorn's server step by step, because its `serve` would install signal handlers that do not drain."""
         server, config = self._server, self._server.config
         config.load()
         server.lifespan = config.lifespan_class(config)
@@ -165,7 +165,7 @@ class Serving:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Drain on SIGTERM or SIGINT, stop waiting on a second one, read the key file again on SIGHUP.
+        """Drain on SIGTERM or SIGINT, end the drain on a second one, and read the key file again on SIGHUP.
 
         Works in the main thread only.
         """
@@ -175,7 +175,7 @@ class Serving:
             with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
                 loop.add_signal_handler(number, self.stop)
                 caught.append(number)
-        if self._options.api_key_file is not None:  # else it ends the process, as a closed terminal means it to
+        if self._options.api_key_file is not None:  # otherwise SIGHUP ends the process, as when its terminal closes
             with contextlib.suppress(AttributeError, ValueError, RuntimeError, NotImplementedError):
                 loop.add_signal_handler(signal.SIGHUP, self.reload)
                 caught.append(signal.SIGHUP)
@@ -186,11 +186,11 @@ class Serving:
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Start draining; called again, end the drain."""
+        """Start draining; a second call ends the drain."""
         (self._hurry if self._stop.is_set() else self._stop).set()
 
     def reload(self) -> None:
-        """Read the key file again. One that is wrong changes nothing, and the log says why."""
+        """Read the key file again. A file with an error changes nothing, and the log says why."""
         systemd.notify_reloading()
         try:
             number = self._app.state.context.keys.reload()
@@ -201,12 +201,12 @@ class Serving:
         systemd.notify("READY=1")
 
     async def _watch_engine(self) -> None:
-        """Announce the first time that the engine is ready; stop the server when it has failed.
+        """Announce that the engine is ready for the first time; stop the server when the engine has failed.
 
-        Each turn also tells systemd's watchdog that this event loop is alive; a stuck engine is the supervisor's task.
+        Also tell systemd's watchdog that this event loop is alive. A stuck engine is left to the supervisor.
         """
         announced, watchdog_s, told_at = False, systemd.watchdog_interval_s(), -math.inf
-        while not self._stop.is_set():  # after a signal, the engine's end is no failure
+        while not self._stop.is_set():  # after a signal, the end of the engine is not a failure
             state = self._client.status().state
             if state is EngineState.FAILED:
                 self._failure = self._reason()
@@ -222,7 +222,7 @@ class Serving:
             await asyncio.sleep(WATCH_INTERVAL_S if not announced else 10 * WATCH_INTERVAL_S)
 
     def _reason(self) -> PenstockError:
-        """Return why: an engine that was never ready has no model_info, and reading it raises the reason."""
+        """Return why the engine failed. If it was never ready, reading its model_info raises the reason."""
         try:
             return EngineDeadError(
                 f"the engine of {self._client.model_info.model} cannot be restarted; the log says why"
@@ -243,7 +243,7 @@ class Serving:
         return f"http://{host}:{self._sock.getsockname()[1]}"
 
     async def _stop_on_request(self) -> None:
-        """Refuse new requests, wait for the open ones, then shut down the engine, which fails those that are left."""
+        """Refuse new requests, wait for the open ones, then shut down the engine, which fails those still open."""
         await self._stop.wait()
         self._app.state.context.draining = True
         systemd.notify("STOPPING=1\nSTATUS=open requests finish")
@@ -260,7 +260,7 @@ class Serving:
             self._server.should_exit = True
 
     async def _drain(self) -> None:
-        """Wait until what has arrived is with the engine, or has been refused, and then for the open requests."""
+        """Wait until the requests that have arrived are with the engine or refused, and then for the open ones."""
         context, deadline = self._app.state.context, time.monotonic() + self._options.drain_timeout_s
         while context.num_arriving and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

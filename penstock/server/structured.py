@@ -1,4 +1,4 @@
-"""The form of an answer as request bodies spell it: OpenAI's `response_format`, `text.format` of a response, and vLLM's
+"""The form of an answer in request bodies: OpenAI's `response_format`, `text.format` of /v1/responses, and vLLM's
 `structured_outputs`."""
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ def form_of(body: Any) -> StructuredOutputsParams | None:
     """Return the form that a body asks for; None: any text.
 
     Raises:
-        InvalidRequestError: it is malformed, or given in two fields; `param` is the field.
+        InvalidRequestError: the form is malformed, or given in two fields; `param` is the field.
     """
     given = getattr(body, FIELD)
     spelt = _format_field(body)
@@ -39,7 +39,7 @@ def form_of(body: Any) -> StructuredOutputsParams | None:
 
 
 def spelling(body: Any) -> str:
-    """Return the field in which a body gives the form, as errors about it name it."""
+    """Return the name of the field in which a body gives the form."""
     return FIELD if getattr(body, FIELD) is not None else _format_field(body)
 
 
@@ -56,7 +56,7 @@ async def check_form(context: ServerContext, body: Any, params: SamplingParams) 
 
 @contextmanager
 def naming(field: str) -> Iterator[None]:
-    """Turn errors about the form into errors about the field that the body gives it in."""
+    """Turn errors about the form into errors about the field in which the body gives it."""
     try:
         yield
     except InvalidRequestError as error:
@@ -67,7 +67,7 @@ def naming(field: str) -> Iterator[None]:
 
 
 def _of_text(value: Any) -> StructuredOutputsParams | None:
-    """Return the form of the field `text` of a response; {} and a format of type text ask for none."""
+    """Return the form from the field `text` of /v1/responses; None for {} and for a format of type text."""
     if not isinstance(value, Mapping):
         raise check.fail(TEXT, value, 'an object like {"format": {"type": "text"}}')
     if value.get("verbosity") is not None:
@@ -92,13 +92,13 @@ def _of_format(field: str, value: Any, schema_of: Any) -> StructuredOutputsParam
 
 
 def _nested_schema(value: Mapping[str, Any]) -> Any:
-    """Return what describes the schema: chat has it in a field of its own, a response beside the type."""
+    """Return the schema's description, which chat has in a separate field, and /v1/responses next to the type."""
     _check_keys(FORMAT, value, ("type", "json_schema"))
     return value.get("json_schema")
 
 
 def _of_schema(field: str, value: Any) -> StructuredOutputsParams:
-    """Return the form of a schema with a name. `strict` may be false: a schema is followed, or refused, either way."""
+    """Return the form for a named schema. `strict` changes nothing: a schema is always followed or refused."""
     if not isinstance(value, Mapping) or value.get("schema") is None:
         raise check.fail(field, value, 'a format with a name and a schema: {"name": "answer", "schema": {...}}')
     _check_keys(field, value, ("type", *SCHEMA_KEYS))

@@ -1,4 +1,4 @@
-"""systemd's readiness protocol: datagrams to the socket that the environment names. Without systemd, nothing happens.
+"""systemd's readiness protocol: datagrams to the socket named in the environment. Does nothing without systemd.
 
 https://www.freedesktop.org/software/systemd/man/latest/sd_notify.html
 """
@@ -10,7 +10,7 @@ import time
 
 
 def notify(state: str) -> None:
-    """Send a state like "READY=1", where $NOTIFY_SOCKET names a socket; a service manager that is gone is no error."""
+    """Send a state like "READY=1" to the socket in $NOTIFY_SOCKET, if it is set. Errors of the socket are ignored."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
@@ -20,12 +20,12 @@ def notify(state: str) -> None:
 
 
 def notify_reloading() -> None:
-    """Say that a reload has begun; READY=1 ends it."""
+    """Report that a reload has begun; READY=1 ends it."""
     notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
 
 def watchdog_interval_s() -> float | None:
-    """Return how often WATCHDOG=1 should be sent, half of what $WATCHDOG_USEC allows; None for never."""
+    """Return the interval at which to send WATCHDOG=1, half of $WATCHDOG_USEC; None if there is no watchdog."""
     usec = os.environ.get("WATCHDOG_USEC", "")
     for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     return int(usec) / 2e6 if usec.isdigit() and int(usec) and for_us else None

@@ -1,7 +1,7 @@
-"""Why was it slow: the timelines of the last calls, for answers, /status/requests, metrics and traces.
+"""The timelines of the last calls, which show where their time went, for answers, /status/requests, metrics and traces.
 
-A call has a timeline for each choice. Each of them divides the call's wall time, from the first byte of the request to
-the last one of the answer, and so each sums to it. No text and no token is kept.
+A call has one timeline per choice. Each timeline divides the whole wall time of the call, from the first byte of the
+request to the last byte of the answer, into intervals. No text and no tokens are kept.
 """
 
 import time
@@ -13,12 +13,12 @@ from penstock.interface.outputs import RequestOutput
 from penstock.interface.timeline import Interval, IntervalKind, RequestMetrics, Timeline
 
 MAX_CALLS = 1000
-MAX_CHOICES = 16  # of one call whose timelines are kept: the first ones
-MAX_KEPT_INTERVALS = 100_000  # of all calls that have ended, some 20 MiB
+MAX_CHOICES = 16  # timelines are kept for this many choices of a call, the first ones
+MAX_KEPT_INTERVALS = 100_000  # in all calls that have ended, about 20 MiB
 
 
 class Log(Protocol):
-    """What the log line of a call knows (RequestLog)."""
+    """The fields of RequestLog that a timeline uses."""
 
     request_id: str
     started: float
@@ -35,7 +35,7 @@ Finished = Callable[["CallTimeline"], None]
 
 
 class TimelineTable:
-    """The last calls, open ones among them; bounded in number and in size.
+    """The last calls, including open ones; limited in number and in size.
 
     Args:
         listeners: called with each call that has ended.
@@ -47,12 +47,12 @@ class TimelineTable:
         self._num_intervals = 0
 
     def add(self, call: "CallTimeline") -> None:
-        self._drop(self._calls.pop(call.id, None))  # a journal's call, computed again
+        self._drop(self._calls.pop(call.id, None))  # a call from the journal that is computed again
         self._calls[call.id] = call
         self._make_room()
 
     def finish(self, call: "CallTimeline") -> None:
-        """Count a call that has ended, and tell the listeners of it."""
+        """Count a call that has ended, and pass it to the listeners."""
         if self._calls.get(call.id) is call:
             self._num_intervals += call.num_intervals
             self._make_room()
@@ -60,7 +60,7 @@ class TimelineTable:
             listener(call)
 
     def visible_to(self, key: str | None) -> "list[CallTimeline]":
-        """Return the calls of a key, newest first; None: of everybody."""
+        """Return the calls of a key, newest first; None: the calls of all keys."""
         return [call for call in reversed(self._calls.values()) if key is None or call.log.key == key]
 
     def _make_room(self) -> None:
@@ -74,12 +74,12 @@ class TimelineTable:
 
 @dataclass(slots=True)
 class CallTimeline:
-    """One call. It has ended when it is computed and its connection is done with, whichever is later.
+    """One call. It has ended when both its computation and its connection have ended.
 
     Attributes:
-        arrived_at: when its first byte came, in seconds of the Unix epoch.
-        begun: when the client of the engine got it; before, it was prepared.
-        timelines: of the choices; those of the client while it is open, and then what the call's time was divided into.
+        arrived_at: when its first byte arrived, in seconds since 1970.
+        begun: time.monotonic() when preparing it was finished and the engine client took it over.
+        timelines: of its choices, set when it has ended.
     """
 
     table: TimelineTable
@@ -104,23 +104,23 @@ class CallTimeline:
         return sum(len(line.intervals) for line in self.timelines)
 
     def begin(self, now: float) -> None:
-        """Put it into the table: its prompt is known."""
+        """Add the call to the table; its prompt is known now."""
         self.begun = now
         self.arrived_at = time.time() - (now - self.log.started)
         self.log.timeline = self
         self.table.add(self)
 
     def follow(self, index: int, output: RequestOutput) -> None:
-        """Note the newest output of a prompt, which has the timelines of its choices."""
+        """Keep the newest output of a prompt, which has the timelines of its choices."""
         self._latest[index] = output
 
     def computed(self) -> None:
-        """Note that nothing more will come from the engine."""
+        """Record that the engine has nothing more to send."""
         self._is_computed = True
         self._end_if_done()
 
     def answered(self, status: int) -> None:
-        """Note that the connection has had all that it gets."""
+        """Record that the connection has ended, with an HTTP status."""
         self.status, self._is_answered = status, True
         self._end_if_done()
 
@@ -140,14 +140,14 @@ class CallTimeline:
             self.num_rejected_tokens = sum(output.num_rejected_tokens for output in self._latest.values())
 
     def _divided(self, at: float) -> list[Timeline]:
-        """Return the time up to a moment as a timeline of each choice."""
+        """Return a timeline of each choice that covers the call's time up to `at`."""
         known = [line for _, output in sorted(self._latest.items()) for line in output.timelines]
         lines = known[:MAX_CHOICES] or [Timeline(self.begun)]
         last = max((line.end for line in known if line.state is IntervalKind.DELIVERY), default=at)
         return [self._whole(line, last, at) for line in lines]
 
     def _whole(self, line: Timeline, last: float, at: float) -> Timeline:
-        """Return one choice's timeline from the first byte of the request on. last: when the last choice had ended."""
+        """Return a choice's timeline from the request's first byte to `at`. The call's last choice ended at `last`."""
         whole = Timeline(self.log.started, IntervalKind.PREPARING)
         whole.advance(line.start)
         whole.state = IntervalKind.QUEUED
@@ -160,7 +160,7 @@ class CallTimeline:
         return whole
 
     def shown(self) -> dict[str, Any]:
-        """Return the timeline as JSON: the parts of each choice up to now, or to the end."""
+        """Return the call's timelines as JSON: the intervals of each choice up to now, or up to the end."""
         at = time.monotonic() if self.ended is None else self.ended
         lines = self._divided(at) if self.ended is None else self.timelines
         choices = [
@@ -170,7 +170,7 @@ class CallTimeline:
         return {**self._facts(at), "choices": choices, "choices_left_out": self.num_choices - len(choices)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the line of a list of calls."""
+        """Return the call's entry in the list of calls."""
         at = time.monotonic() if self.ended is None else self.ended
         lines = self._divided(at) if self.ended is None else self.timelines
         return {**self._facts(at), "largest": _largest(lines[0])}
@@ -195,13 +195,13 @@ class CallTimeline:
 
 
 def _largest(line: Timeline) -> str | None:
-    """Return the state that took most of the time."""
+    """Return the kind of interval that took the most time."""
     kinds = {interval.kind for interval in line.intervals}
     return max(sorted(kinds), key=line.seconds).value if kinds else None
 
 
 def _part(interval: Interval, start: float) -> dict[str, Any]:
-    """Return an interval as JSON, without the counts that are 0."""
+    """Return an interval as JSON. Counts that are 0 are left out."""
     part: dict[str, Any] = {
         "kind": interval.kind.value,
         "at_s": interval.start - start,

@@ -1,4 +1,4 @@
-"""The fields of a chat request that are about tools, as OpenAI spells them."""
+"""The fields of a request that are about tools, with OpenAI's names."""
 
 import re
 from typing import Any, Literal
@@ -14,7 +14,7 @@ NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class _Strict(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base of the structs here: unknown fields are errors."""
+    """Base of the structs in this file: unknown fields are errors."""
 
 
 class FunctionDefinition(_Strict, kw_only=True, frozen=True):
@@ -33,7 +33,7 @@ class Tool(_Strict, kw_only=True, frozen=True):
     function: FunctionDefinition
 
     def as_shown(self) -> dict[str, Any]:
-        """Return it as the chat template sees it: `strict` is for us."""
+        """Return the tool as the chat template sees it, without `strict`, which concerns only the server."""
         function = {"name": self.function.name}
         for name in ("description", "parameters"):
             if getattr(self.function, name) is not None:
@@ -41,7 +41,7 @@ class Tool(_Strict, kw_only=True, frozen=True):
         return {"type": "function", "function": function}
 
     def as_function(self) -> Function:
-        """Return what a grammar needs to know of it."""
+        """Return the tool in the form that the grammar needs."""
         return Function(self.function.name, self.function.parameters, bool(self.function.strict))
 
 
@@ -50,7 +50,7 @@ class FunctionName(_Strict, kw_only=True, frozen=True):
 
 
 class NamedChoice(_Strict, kw_only=True, frozen=True, tag_field="type", tag="function"):
-    """The `tool_choice` of one function, which is called."""
+    """The `tool_choice` that forces a call of one function."""
 
     function: FunctionName
 
@@ -66,7 +66,7 @@ class Allowed(_Strict, kw_only=True, frozen=True):
 
 
 class AllowedChoice(_Strict, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
-    """The `tool_choice` of some of the tools; the others are shown to the model all the same."""
+    """The `tool_choice` that allows only some of the tools. The model is still shown all of them."""
 
     allowed_tools: Allowed
 
@@ -74,7 +74,7 @@ class AllowedChoice(_Strict, kw_only=True, frozen=True, tag_field="type", tag="a
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 
 
-# --- the same in a response, where a function's fields stand beside its type ------------------------------------------
+# --- the same for /v1/responses, where a function's fields are on the same level as its type --------------------------
 
 
 class FunctionTool(FunctionDefinition, kw_only=True, frozen=True):
@@ -83,7 +83,7 @@ class FunctionTool(FunctionDefinition, kw_only=True, frozen=True):
     type: Literal["function"]
 
     def as_tool(self) -> Tool:
-        """Return it as a chat has it."""
+        """Return the same in the form of a chat request."""
         fields = {name: getattr(self, name) for name in FunctionDefinition.__struct_fields__}
         return Tool(type="function", function=FunctionDefinition(**fields))
 
@@ -92,7 +92,7 @@ class FunctionChoice(_Strict, kw_only=True, frozen=True, tag_field="type", tag="
     name: str
 
     def as_choice(self) -> NamedChoice:
-        """Return it as a chat has it."""
+        """Return the same in the form of a chat request."""
         return NamedChoice(function=FunctionName(name=self.name))
 
 
@@ -106,7 +106,7 @@ class AllowedFunctions(_Strict, kw_only=True, frozen=True, tag_field="type", tag
     tools: list[AllowedFunction]
 
     def as_choice(self) -> AllowedChoice:
-        """Return it as a chat has it."""
+        """Return the same in the form of a chat request."""
         entries = [AllowedEntry(type="function", function=FunctionName(name=tool.name)) for tool in self.tools]
         return AllowedChoice(allowed_tools=Allowed(mode=self.mode, tools=entries))
 
@@ -118,7 +118,7 @@ ResponseToolChoice = Literal["none", "auto", "required"] | FunctionChoice | Allo
 
 
 class CalledFunction(_Strict, kw_only=True, frozen=True):
-    """The function of a call. `parsed_arguments` is the openai client's own, which comes back with its messages."""
+    """The function of a tool call. `parsed_arguments` is added by the openai client, which sends its messages back."""
 
     name: str
     arguments: str
@@ -126,7 +126,7 @@ class CalledFunction(_Strict, kw_only=True, frozen=True):
 
 
 class ToolCall(_Strict, kw_only=True, frozen=True):
-    """A call in a message of the assistant; `index` comes back from those who have put it together from a stream."""
+    """A tool call in a message of the assistant. `index` occurs if a client built the message from a stream."""
 
     id: str
     function: CalledFunction
@@ -135,13 +135,13 @@ class ToolCall(_Strict, kw_only=True, frozen=True):
     provider_specific_fields: dict[str, Any] | None = None
 
     def as_shown(self) -> dict[str, Any]:
-        """Return it as the chat template sees it."""
+        """Return the tool call as the chat template sees it."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class ToolUse:
-    """What the fields of a body say together. A mixin of ChatRequest, which has the fields."""
+    """What the tool fields of a body mean together. A mixin for ChatRequest, which has the fields."""
 
     __slots__ = ()
 
@@ -150,12 +150,12 @@ class ToolUse:
 
     @property
     def offered(self) -> list[Tool]:
-        """Return the tools that the model hears of: with tool_choice "none" it hears of none, and so calls none."""
+        """Return the tools that the model is shown: none if tool_choice is "none", so that it calls none."""
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
     @property
     def callable_names(self) -> list[str]:
-        """Return the names of those that it may call."""
+        """Return the names of the tools that the model may call."""
         choice = self.tool_choice
         if isinstance(choice, NamedChoice):
             return [choice.function.name]
@@ -165,14 +165,14 @@ class ToolUse:
 
     @property
     def must_call(self) -> bool:
-        """Return whether the answer has to be a call."""
+        """Return whether the answer has to be a tool call."""
         choice = self.tool_choice
         if isinstance(choice, AllowedChoice):
             return choice.allowed_tools.mode == "required"
         return choice == "required" or isinstance(choice, NamedChoice)
 
     def check_tools(self) -> None:
-        """Raise InvalidRequestError for tools that cannot be, and for a choice of none of them."""
+        """Raise InvalidRequestError for invalid tools, and for a tool_choice that names no offered tool."""
         check_tools(self.tools)
         known = {tool.function.name for tool in self.tools or ()}
         if not known and self.tool_choice not in (None, "none", "auto"):
@@ -185,7 +185,7 @@ class ToolUse:
 
 
 def check_tools(tools: list[Tool] | None) -> None:
-    """Raise InvalidRequestError for tools that no model can be offered."""
+    """Raise InvalidRequestError for too many tools, a bad or repeated name, or parameters that are no object schema."""
     if len(tools or ()) > MAX_TOOLS:
         raise InvalidRequestError(f"tools: {len(tools or ())} are too many; at most {MAX_TOOLS}", param="tools")
     names: set[str] = set()
@@ -203,7 +203,7 @@ def check_tools(tools: list[Tool] | None) -> None:
 
 
 def check_calls(messages: list[Any]) -> None:
-    """Raise InvalidRequestError where a tool's result answers no call, or a turn has calls that it cannot have."""
+    """Raise InvalidRequestError if a tool's result answers no earlier call, or if a wrong role has calls or results."""
     known: set[str] = set()
     for index, message in enumerate(messages):
         place = f"messages[{index}]"

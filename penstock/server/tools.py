@@ -1,4 +1,4 @@
-"""What a chat request and its model say of tools and reasoning: how answers are read, and what they have to obey."""
+"""Tools and reasoning: how the answers to a chat request are parsed, and which grammar they have to follow."""
 
 import asyncio
 import json
@@ -22,16 +22,16 @@ from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, 
 
 PLACE = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
 RULE = re.compile(r"call_(\d+)_arguments: %json")
-TAIL = 16  # tokens of a prompt's end that may spell <think> and a line break
+TAIL = 16  # tokens at the end of a prompt in which <think> is looked for
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How an answer is read.
+    """How an answer is parsed.
 
     Attributes:
-        tool_format: how its calls are written; None: it has none.
-        names: of the functions that it may call.
+        tool_format: how its tool calls are written; None: it has no tool calls.
+        names: the functions that it may call.
         reasoning, is_thinking: as in AnswerParser.
     """
 
@@ -41,20 +41,20 @@ class Rules:
     is_thinking: bool = False
 
     def parser(self) -> AnswerParser | None:
-        """Return a parser for one answer; None where all of it is content."""
+        """Return a parser for one answer; None if all of it is content."""
         if self.tool_format is None and not self.reasoning:
             return None
         return AnswerParser(self.tool_format, self.names, reasoning=self.reasoning, is_thinking=self.is_thinking)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the texts that tell the parts of an answer apart."""
+        """Return the texts that separate the parts of an answer."""
         thoughts = (THINK, END_OF_THINKING) if self.reasoning else ()
         return (*thoughts, *(() if self.tool_format is None else self.tool_format.marks))
 
 
 def rules_of(context: ServerContext, body: ChatRequest, prompt: EncodedPrompt) -> Rules:
-    """Return the rules of a request's answers. They follow from what a journal keeps."""
+    """Return the rules for a request's answers. They depend only on data that a journal keeps."""
     tokenizer, options = context.tokenizer(), context.options
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
     reasoning = _is_told_apart(options, template) and not _has_another_form(body)
@@ -73,16 +73,16 @@ def _is_told_apart(options: ServerOptions, template: str) -> bool:
 
 
 def _has_another_form(body: ChatRequest) -> bool:
-    """Return whether an answer has a form that leaves no room for thoughts: any but JSON."""
+    """Return whether the answer must have a form other than JSON, which leaves no room for reasoning."""
     return body.structured_outputs is not None and not body.structured_outputs.keys() & {"json", "json_object"}
 
 
 async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, params: SamplingParams) -> SamplingParams:
-    """Return the parameters of an answer that obeys its request's tools, and shows the marks that are special tokens.
+    """Return parameters that enforce the request's tools, and keep marks that are special tokens in the text.
 
     Raises:
-        InvalidRequestError: the form that the request asks for cannot be had together with its tools, or how the model
-            calls tools is not known.
+        InvalidRequestError: the requested form cannot be combined with the tools, or it is not known how the model
+            calls tools.
     """
     is_raw = context.options.tool_call_parser == "none" and not _constrains(body)
     if body.offered and rules.tool_format is None and not is_raw:
@@ -111,7 +111,7 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
 
 
 def _refusal(error: InvalidRequestError, lines: list[str], functions: Sequence[Function]) -> InvalidRequestError:
-    """Return an error about a grammar that no user has written as one about the function whose schema it is of."""
+    """Turn an error about the generated grammar into an error about the function whose schema caused it."""
     place = PLACE.search(error.message)
     rule = None if place is None else RULE.match(lines[int(place[1]) - 1])
     if place is None or rule is None:
@@ -122,7 +122,7 @@ def _refusal(error: InvalidRequestError, lines: list[str], functions: Sequence[F
 
 
 def _constrains(body: ChatRequest) -> bool:
-    """Return whether a request says more of its calls than that they may come."""
+    """Return whether a request restricts its tool calls beyond offering the tools."""
     some = len(body.callable_names) < len(body.offered)
     strict = any(tool.function.strict for tool in body.offered)
     return bool(body.offered) and (body.must_call or some or strict or body.parallel_tool_calls is False)
@@ -133,7 +133,7 @@ def _is_one(body: ChatRequest) -> bool:
 
 
 def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> str | None:
-    """Return the JSON schema of an answer that calls nothing."""
+    """Return the JSON schema of an answer without a tool call; None if its form is free."""
     if form is None:
         return None
     if body.must_call:
@@ -150,7 +150,7 @@ def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> s
 
 
 async def _tokens_of(context: ServerContext, marks: Sequence[str]) -> dict[str, int]:
-    """Return the marks that are one token each."""
+    """Return the marks that are a single token, with the token's id."""
     tokenizer = context.tokenizer()
     unknown = [mark for mark in marks if mark not in context.mark_tokens]
     encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -162,5 +162,5 @@ async def _tokens_of(context: ServerContext, marks: Sequence[str]) -> dict[str, 
 
 
 def _term(tokens: dict[str, int], mark: str) -> str:
-    """Return a mark as a term of a grammar, in which a token of its own is no text."""
+    """Return a mark as a term of the grammar: as a token if it is a single token, else as text."""
     return f"<[{tokens[mark]}]>" if mark in tokens else literal(mark)

@@ -1,7 +1,7 @@
-"""Timelines as OpenTelemetry traces: a span for each call, and one for each part of its choices.
+"""Timelines as OpenTelemetry traces: a span for each call, and one for each interval of its choices.
 
-Spans are made when a call has ended, with the times of its timeline, and sent by a thread of their own from a queue of
-bounded length: a collector that is slow or down costs spans, never a request. The caller's `traceparent` is the parent.
+The spans of a call are made from its timeline when it has ended. A separate thread sends them from a queue of bounded
+length, so a collector that is slow or down loses spans but delays no request. The caller's `traceparent` is the parent.
 """
 
 import logging
@@ -19,7 +19,7 @@ LOGGER = logging.getLogger("penstock")
 
 
 class _Once(logging.Filter):
-    """Drops the exporter's own lines, one per failed batch, and logs the first as a warning of the server."""
+    """Drops the exporter's log lines, one per failed batch, and logs only the first failure as a server warning."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Once(logging.Filter):
 class Tracing:
     """Sends the calls that have ended to an OTLP/HTTP collector.
 
-    Raises InvalidRequestError where the extra `otel` is not installed or the endpoint is no URL.
+    Raises InvalidRequestError if the extra `otel` is not installed or the endpoint is not a URL.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -85,12 +85,12 @@ class Tracing:
         span.end(_ns((call.ended or call.log.started) + to_epoch))
 
     def close(self) -> None:
-        """Send what is queued, for EXPORT_TIMEOUT_S at most."""
+        """Send the queued spans, taking EXPORT_TIMEOUT_S at most."""
         self._provider.shutdown()
 
 
 def _attributes(call: CallTimeline) -> dict[str, Any]:
-    """Return the attributes of OpenTelemetry's conventions for generative AI, with vLLM's names of latencies."""
+    """Return the attributes that OpenTelemetry defines for generative AI, and latencies under vLLM's names."""
     found: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if call.id.startswith("cmpl") else "chat",
         "gen_ai.provider.name": "penstock",

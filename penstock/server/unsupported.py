@@ -1,7 +1,7 @@
 """Parameters and routes of OpenAI and vLLM that this server refuses.
 
-The table of parameters is applied to the decoded JSON before it becomes a request body, so that the bodies declare only
-what is built.
+The table of parameters is applied to the decoded JSON before it is converted to a request body, so the body types
+declare only supported fields.
 """
 
 from itertools import islice
@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.validation import shown
 
-MAX_MESSAGES = 4096  # of a conversation; of a message's parts, no more than this are searched
+MAX_MESSAGES = 4096  # in a conversation; also the number of parts of a message that are searched
 INSIDE = {
     "chat": ("messages", "message"),
     "message": ("content", "part"),
     "responses": ("tools", "tool"),
     "tokenize": ("messages", "message"),
 }
-OF_TYPE = {"part": "messages", "tool": "tools"}  # places with a type that may be unsupported -> the field they are in
+OF_TYPE = {"part": "messages", "tool": "tools"}  # places whose `type` may be unsupported -> the field that holds them
 
 
 class Unsupported(NamedTuple):
     """How a parameter is refused.
 
     Attributes:
-        places: the routes, or parts of a body, where clients send it; elsewhere it is an unknown name.
-        neutral: values that mean the same as leaving it out. Like null, they are accepted.
-        forbidden: a request may never set it; otherwise it is planned.
+        places: the routes, or parts of a body, where clients send the parameter; elsewhere it is an unknown name.
+        neutral: values that mean the same as leaving the parameter out. Like null, they are accepted.
+        forbidden: whether a request may never set it; otherwise support is planned.
     """
 
     places: str = "completions chat"
@@ -121,8 +121,8 @@ def strip_unsupported(body: Any, place: str) -> None:
     """Remove from `body`, in place, the unsupported parameters whose value changes nothing.
 
     Args:
-        body: decoded JSON; the typed decoding refuses what is not an object.
-        place: which rows of the table apply: one of their `places`.
+        body: decoded JSON. Anything but an object is ignored here, and refused by the typed decoding.
+        place: selects the rows of the table that apply, by their `places`.
 
     Raises NotSupportedError for a planned parameter and InvalidRequestError for a forbidden one.
     """
@@ -141,7 +141,7 @@ def strip_unsupported(body: Any, place: str) -> None:
 
 
 def _check_best_of(body: dict[str, Any]) -> None:
-    """Refuse best_of: 1 beside a larger n: the best one of one answer cannot be several."""
+    """Refuse a best_of that is less than n: the best of one answer cannot be several."""
     best_of, n = body.get("best_of"), body.get("n")
     if type(best_of) is int and type(n) is int and best_of < n:
         raise InvalidRequestError(f"best_of: {best_of} is less than n = {shown(n)}", param="best_of")

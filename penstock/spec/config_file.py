@@ -1,4 +1,4 @@
-"""Finds and reads the JSON files of a model directory that describe its architecture."""
+"""Find and read the JSON files of a model directory that describe its architecture."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ from penstock.spec.unsupported import SUPPORTED
 from penstock.validation import one_line, shown
 
 CONFIG = "config.json"
-MAX_BYTES = 2**27  # of a file; the largest, indexes of many shards, have a few million
-# Files that a directory of another kind has instead of config.json.
+MAX_BYTES = 2**27  # size limit of a file; the largest files, indexes of many shards, have a few million bytes
+# Files that other kinds of directories have instead of config.json.
 OTHER_KINDS = {
     "model_index.json": f"a diffusion pipeline; {SUPPORTED}",
     "adapter_config.json": "a LoRA adapter; give the base model's directory; adapters are not supported yet",
@@ -25,10 +25,10 @@ def has_config(directory: Path) -> bool:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json, or else Mistral's params.json in Transformers' keys.
+    """Return config.json, or else Mistral's params.json with Transformers' keys.
 
     Raises:
-        ModelLoadError: there is neither, or it cannot be read.
+        ModelLoadError: there is neither file, or the file cannot be read.
     """
     config, params = directory / CONFIG, directory / params_json.NAME
     for name, kind in OTHER_KINDS.items():
@@ -43,9 +43,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds. Raise ModelLoadError if there is none."""
+    """Return the JSON object in a file. Raise ModelLoadError if there is none."""
     if path.exists() and not path.is_file():
-        raise ModelLoadError(f"{path}: is no file")  # a pipe, which would be read for ever
+        raise ModelLoadError(f"{path}: is no file")  # reading a pipe would never end
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes; at most {MAX_BYTES} are allowed")

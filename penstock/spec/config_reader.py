@@ -1,6 +1,7 @@
 """Typed reads of one JSON object: every key is read with its type and range, and unread keys are found.
 
-It knows no key and no model. Every error is a ModelLoadError that names file, key, value and what is allowed.
+The reader knows no keys and no models. Every error is a ModelLoadError that names the file, the key, its value and what
+is allowed.
 """
 
 import json
@@ -20,9 +21,9 @@ def same(value: Any, expected: Any) -> bool:
 
 
 class ConfigReader:
-    """Reads one JSON object, which errors call `where`. A key that is null counts as absent if it has a default.
+    """Reads one JSON object, which errors call `where`. A null key counts as absent if the read has a default.
 
-    The default ... means that the key must be present.
+    The default `...` means that the key must be present.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -45,7 +46,7 @@ class ConfigReader:
         return key in self._values and self.raw(key) is None
 
     def raw(self, key: str) -> Any:
-        """Return the value unchecked, None if absent, and mark the key as read."""
+        """Return the value unchecked, or None if it is absent, and mark the key as read."""
         self._read.add(key)
         return self._values.get(key)
 
@@ -59,7 +60,7 @@ class ConfigReader:
         """Return a number from low to high, both finite."""
         value = self._value_or(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not low <= value <= high:  # NaN compares false; an integer may be too long for a float
+        if not number or not low <= value <= high:  # NaN compares false; an integer may be too large for a float
             raise self.fail(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
@@ -84,7 +85,7 @@ class ConfigReader:
         return value
 
     def section(self, key: str) -> "ConfigReader | None":
-        """Return a reader of a nested object; None if absent."""
+        """Return a reader of a nested object, or None if the key is absent."""
         value = self.raw(key)
         if value is None:
             return None
@@ -93,17 +94,17 @@ class ConfigReader:
         return ConfigReader(value, f"{self.where}: {key}")
 
     def neutral(self, values: Mapping[str, Any]) -> None:
-        """Raise ModelLoadError if a key that would change what is computed has another value than this neutral one."""
+        """Raise ModelLoadError if a key has a value other than this neutral one, which would change the computation."""
         for key, value in values.items():
             if self.has(key) and not same(self.raw(key), value):
                 raise self.fail(key, f"{json.dumps(value)}, or absent")
 
     def unread(self, harmless: Collection[str]) -> list[str]:
-        """Return the keys, sorted, that were not read, are not harmless and do not begin with an underscore."""
+        """Return the sorted keys that were not read, are not harmless and do not begin with an underscore."""
         return sorted(key for key in self._values if key not in self._read and key not in harmless and key[:1] != "_")
 
     def finish(self, harmless: Collection[str]) -> None:
-        """Check that no key is unread. Raise ModelLoadError if one is."""
+        """Raise ModelLoadError if a key that is not harmless is still unread."""
         unknown = self.unread(harmless)
         if unknown:
             key = unknown[0]

@@ -1,6 +1,6 @@
 """Rules for reading a config.json that families share: shapes, activations, biases, windows. No torch.
 
-A family's config.py (models/<family>/) calls those that hold, with its own spellings and defaults.
+A family's config.py (models/<family>/) calls the rules that apply to it, with its own spellings and defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ ACTIVATIONS = {  # Hugging Face's name -> the mathematical one in kernels/ops.py
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# Sizes that a file must give, and the largest allowed: far beyond any model, small enough for arithmetic.
+# Sizes that a file must give, and the largest allowed: far larger than in any model, but safe for arithmetic.
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -41,13 +41,13 @@ def decoder_shape(
 ) -> Numbers:
     """Read the sizes of a decoder: those of LARGEST, num_key_value_heads and head_dim.
 
-    spelling: the file's key for a size, if it is not Transformers' common name; that one is read too.
-    defaults: for a size that the file may leave out, a function of the sizes without a default.
-    head_dim: the default; None is hidden_size / num_attention_heads.
+    spelling: the file's key for a size, if it is not Transformers' common name; the common name is accepted too.
+    defaults: for each size that the file may leave out, a function of the sizes without a default.
+    head_dim: the default; None means hidden_size / num_attention_heads.
     """
     shape: Numbers = {}
     defaults = defaults or {}
-    for name in sorted(LARGEST, key=lambda name: name in defaults):  # those with a default last
+    for name in sorted(LARGEST, key=lambda name: name in defaults):  # sizes with a default last
         key = spelled(read, name, spelling)
         if name in defaults and not read.has(key):
             shape[name] = defaults[name](shape)
@@ -75,9 +75,9 @@ def gated_decoder(
     original_context: int | None = None,
     tied: bool = False,
 ) -> Numbers:
-    """Read what decoders of Llama's kind share: sizes, RMS norms, a gated activation, rotary embedding.
+    """Read what decoders similar to Llama share: sizes, RMS norms, a gated activation, rotary embedding.
 
-    The keywords are defaults for keys that the file leaves out; read_rope explains those of rotary embedding.
+    The keywords are defaults for keys that the file leaves out; read_rope explains those for rotary embedding.
     """
     shape = decoder_shape(read, head_dim=head_dim)
     require_even_heads(read, shape["head_dim"])
@@ -91,13 +91,13 @@ def gated_decoder(
 
 
 def spelled(read: ConfigReader, name: str, spelling: Mapping[str, str] | None) -> str:
-    """Return the key that the file uses for a number of that name."""
+    """Return the key that the file uses for the number `name`."""
     own = (spelling or {}).get(name, name)
     return name if own != name and not read.has(own) and read.has(name) else own
 
 
 def require_even_heads(read: ConfigReader, head_dim: int) -> None:
-    """Check that a head has pairs of elements for rotary embedding. Raise ModelLoadError if head_dim is odd."""
+    """Raise ModelLoadError if head_dim is odd, because rotary embedding rotates pairs of elements."""
     if head_dim % 2:
         raise read.fail("head_dim", f"even, because rotary embedding rotates pairs; here it is {head_dim}")
 
@@ -108,14 +108,14 @@ def activation(read: ConfigReader, key: str = "hidden_act", default: str = "silu
 
 
 def fixed(read: ConfigReader, key: str, value: bool) -> bool:
-    """Return a switch that the architecture decides. Raise ModelLoadError if the file contradicts it."""
+    """Return a switch whose value the architecture fixes. Raise ModelLoadError if the file contradicts it."""
     if read.boolean(key, value) != value:
         raise read.fail(key, f"{str(value).lower()} for this architecture, or absent")
     return value
 
 
 def no_windows(read: ConfigReader, num_layers: int) -> Windows:
-    """Return no window for any layer; a file that says otherwise is refused."""
+    """Return None for every layer. Raise ModelLoadError if the file asks for a window."""
     _full_attention(read, num_layers)
     fixed(read, "use_sliding_window", False)
     if read.has("sliding_window"):
@@ -124,7 +124,7 @@ def no_windows(read: ConfigReader, num_layers: int) -> Windows:
 
 
 def same_windows(read: ConfigReader, num_layers: int, default: int | None) -> Windows:
-    """Return `sliding_window` for every layer. Null is no window; `default` holds if the key is absent."""
+    """Return `sliding_window` for every layer. Null means no window; `default` applies if the key is absent."""
     _full_attention(read, num_layers)
     window = sliding_window(read, default)
     if window is not None and not read.boolean("use_sliding_window", True):
@@ -139,14 +139,14 @@ def _full_attention(read: ConfigReader, num_layers: int) -> None:
 
 
 def sliding_window(read: ConfigReader, default: int | None) -> int | None:
-    """Return `sliding_window`. Null is no window; `default` holds if the key is absent."""
+    """Return `sliding_window`. Null means no window; `default` applies if the key is absent."""
     if default is None and not read.has("sliding_window"):
         return None
     return None if read.is_null("sliding_window") else read.integer("sliding_window", 1, MAX_SIZE, default or 0)
 
 
 def windows_by_type(read: ConfigReader, num_layers: int, window: int | None, default: list[str]) -> Windows:
-    """Return the window of each layer that `layer_types` gives one; `default` holds if the key is absent."""
+    """Return the windows of the layers, as `layer_types` says; `default` applies if that key is absent."""
     types = read.raw("layer_types") if read.has("layer_types") else default
     allowed: dict[str, int | None] = {"full_attention": None, "attention": None, "sliding_attention": window}
     if not isinstance(types, list) or len(types) != num_layers or not all(item in list(allowed) for item in types):
@@ -159,7 +159,7 @@ def windows_by_type(read: ConfigReader, num_layers: int, window: int | None, def
 
 
 def harmless(read: ConfigReader, *keys: str) -> Numbers:
-    """Mark keys of an architecture as read that change nothing in a forward pass for inference. Return {}."""
+    """Mark keys that do not affect a forward pass for inference as read. Return {}."""
     for key in keys:
         read.raw(key)
     return {}

@@ -1,9 +1,9 @@
-"""Cuts: a rank's part of every parameter, and what the ranks have to tell each other because of it. No torch.
+"""Cuts: a rank's part of every parameter, and what the ranks must exchange because of it. No torch.
 
-A branch of a block is a product that begins it (the table splits its rows), something in between that each rank can do
-for a part of the features, heads or neurons, and a product that ends it (the table splits its depth). Whether the
-features in between are split is a matter of its own (Degrees.attention, Degrees.mlp), so every form of both weights
-fits:
+A branch of a block consists of a product that begins it (the table splits its rows), an operation in between that each
+rank can do for a part of the features (heads or neurons), and a product that ends it (the table splits its depth).
+Whether the features in between are split is decided separately (Degrees.attention, Degrees.mlp), so each weight may
+have any form:
 
                     features in between split             features in between whole
     begins: rows    -                                     gather its results
@@ -12,8 +12,8 @@ fits:
             rows    gather its input; gather its results  gather its results
             whole   gather its input                      -
 
-Whatever is gathered is put together in the order of the features, and sums are trees of whole leaves: so no form
-changes a bit. A weight whose depth one process sums in one piece has no leaves; along its depth it cannot be cut.
+Gathered parts are joined in the order of the features, and sums are trees of whole leaves, so no form changes a bit. A
+weight whose depth one process sums in one piece has no leaves, and cannot be cut along its depth.
 """
 
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, leaf_bounds
 from penstock.spec.shares import EXPERT, IN_A_LAYER, LEAVES, WHOLE, Form, Part, Share, general
 
-Ranges = tuple[tuple[int, int], ...]  # [first, past-the-last) each
+Ranges = tuple[tuple[int, int], ...]  # [first, past-the-last) of each range
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What is done with the columns of a product's input and result, beside the product; () is nothing.
+    """What is done with the columns of a product's input and result in addition to the product; (): nothing.
 
     Attributes:
-        gathers_input: where the parts of all ranks begin, and where the last one ends.
+        gathers_input: where the part of each rank begins, and where the last one ends.
         takes_input: the part of a whole input that the product needs.
         gathers_result: as gathers_input.
-        takes_result: the parts of a whole result that are wanted, joined in this order.
+        takes_result: the parts of a whole result that are kept, joined in this order.
     """
 
     gathers_input: tuple[int, ...] = ()
@@ -51,8 +51,8 @@ class Cut:
     """A rank's part of a parameter.
 
     Attributes:
-        own: the part, as a parameter of the rank's model: its name counts the rank's experts only.
-        ranges: [first, past-the-last) along `axis`, joined in this order; () is everything.
+        own: the part, as a parameter of the rank's model; its name counts only the rank's experts.
+        ranges: [first, past-the-last) along `axis`, joined in this order; (): the whole axis.
     """
 
     own: Parameter
@@ -64,16 +64,16 @@ class Cut:
 
     @property
     def is_summed(self) -> bool:
-        """Whether a product with it gives a part of a sum over ranks."""
+        """Whether a product with this part is one term of a sum over ranks."""
         return bool(self.ranges) and self.whole.leaves > 1 and self.axis == len(self.own.shape) - 1 == 1
 
     def borders(self) -> list[int]:
-        """Return where the parts of all ranks begin on an axis that has one piece, and where the last one ends."""
+        """Return where the part of each rank begins, and where the last one ends, on an axis of one piece."""
         return list(_borders(self.whole.shape[self.axis], self.part.degree))
 
 
 def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConfig) -> dict[str, Cut]:
-    """Return the rank's part of each parameter that it has any of, by the name in the rank's model."""
+    """Return a rank's part of each parameter, by the name in the rank's model. Other ranks' experts are left out."""
     first, last = share.experts.even_bounds(config.num_experts)
     cuts: dict[str, Cut] = {}
     for whole in parameters.values():
@@ -92,33 +92,33 @@ def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConf
 
 
 def is_looked_up(parameter: Parameter) -> bool:
-    """Return whether a parameter is a table whose rows are looked up: of tokens or positions."""
+    """Return whether a parameter is a table whose rows are looked up, by token or by position."""
     return len(parameter.shape) == 2 and not parameter.quant and not IN_A_LAYER.search(parameter.name)
 
 
 def is_beginning(parameter: Parameter) -> bool:
-    """Return whether a parameter is the weight of the product that begins a branch, not an expert's."""
+    """Return whether a parameter is the weight of the product that begins a branch, other than an expert's."""
     in_a_layer = IN_A_LAYER.search(parameter.name) and not EXPERT.search(parameter.name)
     return bool(in_a_layer) and len(parameter.shape) == 2 and parameter.shard is not None and parameter.leaves == 1
 
 
 def module_of(parameter: Parameter) -> str:
-    """Return the name of the module that a weight is in, with * for numbers."""
+    """Return the name of the module that holds a weight's layer, with * for numbers."""
     return general(parameter.name).rpartition(".")[0].rpartition(".")[0]
 
 
 def depth_degree(parameter: Parameter, size: int) -> int:
-    """Return into how many of at most `size` parts the depth of a weight with leaves is cut, so that none is empty."""
+    """Return the largest number of parts, at most `size`, into which the depth can be cut with no part empty."""
     units = parameter.num_units if parameter.unit is not None else parameter.shape[-1]
     return max(degree for degree in (1, 2, 4, 8) if degree <= min(size, units))
 
 
 def _by_form(whole: Parameter, weight: Parameter, share: Share, form: Form) -> Cut:
-    """Return the part of a parameter of which `weight`, itself or the weight that it is the bias of, has a form."""
+    """Return the part of a parameter that lies in a form. weight: the parameter itself, or the weight of this bias."""
     every, inside = Part(share.rank % share.degrees.size, share.degrees.size), share.part_of(weight)
     if form == "columns":
         return _cut(whole, every, 1, (whole.shape[1],), whole.shape[1])
-    if weight.shard is None or not IN_A_LAYER.search(weight.name):  # of no branch
+    if weight.shard is None or not IN_A_LAYER.search(weight.name):  # in no branch
         return _rows(whole, every) if form == "rows" else Cut(whole, whole, WHOLE)
     if weight.leaves > 1:
         return _ending(whole, weight, form, every, inside)
@@ -149,8 +149,8 @@ def _ending(whole: Parameter, weight: Parameter, form: Form, every: Part, inside
 
 
 def _rows(whole: Parameter, every: Part) -> Cut:
-    """Return a part of the rows of a weight or bias whose results are gathered. A gated one has rows of both its
-    pieces, which become one column each."""
+    """Return a part of the rows of a weight or bias whose results are gathered. A part of a gated one has rows of both
+    pieces, and each pair of rows gives one column."""
     pieces = whole.layouts[-1].pieces if whole.layouts[-1].join_axis == 0 and whole.unit is None else ()
     sizes = pieces or (whole.shape[0],)
     return replace(
@@ -168,7 +168,7 @@ def _by_table(whole: Parameter, part: Part) -> Cut:
 
 
 def _cut(whole: Parameter, part: Part, axis: int, sizes: tuple[int, ...], units: int) -> Cut:
-    """Cut each of the pieces of an axis alike, between some of its units."""
+    """Cut every piece of an axis in the same way, at the borders between its units."""
     first, last = part.bounds(units)
     ranges, start = [], 0
     for size in sizes:

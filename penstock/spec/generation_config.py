@@ -1,6 +1,6 @@
-"""Reads Transformers' GenerationConfig, of a model's generation_config.json or of a call, as fields of SamplingParams.
+"""Read Transformers' GenerationConfig, from a model's generation_config.json or a call, as fields of SamplingParams.
 
-Every field is in one of the tables: it is honoured, it changes no token here, or it is refused (docs/sampling.md).
+Every field is in one of the tables: it is honoured, changes no token here, or is refused (docs/sampling.md).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import MAX_TOKENS, MIN_TEMPERATURE, SamplingParams
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader, same
 
-# Honoured wherever they are given. -> the name in SamplingParams, which checks the value.
+# Keys that are always honoured -> the name in SamplingParams, which checks the value.
 HONOURED = {
     "no_repeat_ngram_size": "no_repeat_ngram_size",
     "suppress_tokens": "suppress_tokens",
@@ -26,11 +26,11 @@ HONOURED = {
     "stop_strings": "stop",
 }
 DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
-# Honoured if do_sample is true; else Transformers does not apply them either.
+# Keys honoured only if do_sample is true; Transformers also ignores them otherwise.
 HONOURED_DRAWING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-# Keys that become defaults of SamplingParams if the file says do_sample, with their ranges.
+# Keys that become defaults of SamplingParams if do_sample is true, with their ranges.
 SAMPLING_RANGES = {"temperature": (0.0, 100.0), "top_p": (1e-12, 1.0), "min_p": (0.0, 1.0)}
-# Read by name: the others that are honoured.
+# The other honoured keys, which are read by name.
 READ = ("repetition_penalty", "max_new_tokens", "do_sample", "top_k", "eos_token_id", "bos_token_id")
 
 # Keys that change no token here, whatever their value.
@@ -38,8 +38,8 @@ HARMLESS_KEYS = """
     transformers_version _from_model_config pad_token_id decoder_start_token_id use_model_defaults chat_format
     renormalize_logits disable_compile compile_config max_cache_len
 """
-# Keys that change no token here either, but say how to compute or what to return: a model's file may have them, and a
-# call that sets one would get something else than it asks for. -> the values that ask for nothing.
+# Keys that change no token here either, but say how to compute or what to return -> the values that ask for nothing.
+# A model's file may have these keys. A call may not set another value, because it would not get what it asks for.
 OF_A_CALL: dict[str, tuple[Any, ...]] = {
     "use_cache": (True,),
     "cache_implementation": (),
@@ -67,7 +67,7 @@ OF_A_CALL: dict[str, tuple[Any, ...]] = {
     "continuous_batching_config": (),
 }
 HARMLESS = frozenset((*HARMLESS_KEYS.split(), *OF_A_CALL))
-# Keys that would change tokens, unless they have this value, and why they are refused. Null and [] are neutral for all.
+# Keys that would change tokens -> the neutral value, and why others are refused. Null and [] are always neutral.
 BEAMS = "beam search is asked for in another way: LLM.beam_search, or use_beam_search over HTTP"
 ENCODER = "only models without an encoder are served"
 NOT_BUILT = "it is not built"
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 def read_sampling(read: ConfigReader) -> dict[str, Any]:
-    """Return defaults of SamplingParams. Keys that do not apply without do_sample need only be numbers."""
+    """Return defaults of SamplingParams. Without do_sample, keys that apply only to sampling need only be numbers."""
     sampling: dict[str, Any] = {}
     if read.has("repetition_penalty"):
         sampling["repetition_penalty"] = read.number("repetition_penalty", 0.01, 100.0)
@@ -131,7 +131,7 @@ def _read_drawing(read: ConfigReader, samples: bool) -> dict[str, Any]:
 
 
 def _checked(read: ConfigReader, key: str, name: str) -> Any:
-    """Return a key's value as SamplingParams has it under a name; the default if it is absent or null."""
+    """Return a key's value as the SamplingParams field `name` holds it, or the default if it is absent or null."""
     if not read.has(key):
         return DEFAULTS[name]
     try:
@@ -141,12 +141,12 @@ def _checked(read: ConfigReader, key: str, name: str) -> Any:
 
 
 def read_ignored(read: ConfigReader) -> tuple[str, ...]:
-    """Return every other key whose value is not neutral; to be called last."""
+    """Return every key that was not read and whose value is not neutral. Must be called last."""
     return tuple(_not_neutral(read, HARMLESS))
 
 
 def read_refused(read: ConfigReader) -> dict[str, str]:
-    """Return, of a call's config, every other key that asks for something, and why it is refused; to be called last."""
+    """Return each unread key of a call's config that asks for something, and why it is refused. Must be called last."""
     found = {key: REFUSED.get(key, (None, "nothing of this name is known"))[1] for key in _not_neutral(read, HARMLESS)}
     for key, neutral in OF_A_CALL.items():
         value = read.raw(key)

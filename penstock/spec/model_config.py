@@ -14,18 +14,18 @@ class ModelConfig:
         hidden_act: "silu", "gelu" (exact) or "gelu_tanh".
         dtype: type of the checkpoint: "float32", "bfloat16" or "float16"; float32 if the file does not say.
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
-        rope: None: positions enter otherwise (ALiBi, or learned positions).
-        local_rope: for the layers with a window, if theirs differs.
-        attention_bias, attention_out_bias, mlp_bias: whether the products for q, k and v, the one after attention, and
-            those of the feed-forward branch have a bias.
+        rope: rotary embedding; None: positions enter in another way (ALiBi, or learned positions).
+        local_rope: rotary embedding of the layers with a window, if it differs.
+        attention_bias, attention_out_bias, mlp_bias: whether there is a bias in the products for q, k and v, in the
+            product after attention, and in those of the feed-forward branch.
         qk_norm: q and k are RMS-normed before the rotation.
         embedding_scale: factor of the token embeddings.
         attention_scale: factor of the scores; None is 1 / sqrt(head_dim).
         attn_logit_softcapping, final_logit_softcapping: soft caps of scores and of logits.
-        alibi: scores have a bias that falls with the distance (Press et al., 2022), before they are scaled.
-        num_parallel_norms: attention and feed-forward read the same residual stream, after one norm or one each; 0:
-            one branch follows the other.
-        num_experts: of a sparse feed-forward branch; 0: there is none.
+        alibi: scores get a bias that falls with the distance (Press et al., 2022) before they are scaled.
+        num_parallel_norms: attention and feed-forward read the same residual stream, after one shared norm (1) or one
+            each (2); 0: one branch follows the other.
+        num_experts: number of experts in a sparse feed-forward branch; 0: no such branch.
         norm_topk_prob: the weights of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether its feed-forward branch is a mixture of experts.
         extra: values that only a family in a user's own file knows.
@@ -33,10 +33,11 @@ class ModelConfig:
         default_sampling: temperature, top_p, top_k, min_p, repetition_penalty, max_tokens as far as
             generation_config.json gives them. Transformers samples only if `do_sample` is true, so the first four
             apply only then, and `do_sample: false` means temperature 0. The repetition penalty and max_tokens (there
-            `max_new_tokens`) always apply.
-        model_impl: the registered version of the architecture that computes it, an engine option; "auto": the default.
-        ignored_generation: keys of generation_config.json, sorted, that would change the answer or are unknown, and are
-            not applied; the user is warned of them.
+            called `max_new_tokens`) always apply.
+        model_impl: the registered version of the architecture that computes the model, an engine option; "auto": the
+            default version.
+        ignored_generation: sorted keys of generation_config.json that would change the answer or are unknown. They are
+            not applied, and the user is warned.
     """
 
     architecture: str
@@ -76,11 +77,11 @@ class ModelConfig:
     bos_token_id: int | None = None
     default_sampling: dict[str, Any] = field(default_factory=dict, hash=False)
     model_impl: str = "auto"
-    ignored_generation: tuple[str, ...] = field(default=(), repr=False)  # repr shows what answers depend on
+    ignored_generation: tuple[str, ...] = field(default=(), repr=False)  # repr has only what answers depend on
 
     @property
     def context(self) -> int:
-        """Return the most tokens of a text: max_position_embeddings, times the factor of dynamic rotary scaling."""
+        """Return the largest number of tokens in a text: max_position_embeddings times any dynamic rotary factor."""
         stretch = self.rope.factor if self.rope is not None and self.rope.rope_type == "dynamic" else 1.0
         return int(self.max_position_embeddings * stretch)
 

@@ -1,6 +1,6 @@
-"""ParamTable: every parameter of a model family, once, read from its YAML file. No torch.
+"""ParamTable: every parameter of a model family, listed once, read from its YAML file. No torch.
 
-The loader takes checkpoint names from it, sharding the axes, the quantiser what to pack, the planner the sizes.
+It tells the loader the checkpoint names, the sharding code the axes, the quantiser what to pack, the planner the sizes.
 spec/table_rows.py reads the file; this module expands its rows with the numbers of one model: names, shapes, and the
 layouts in which a checkpoint may hold the parameters.
 """
@@ -25,7 +25,8 @@ class Layout:
     Attributes:
         sources: checkpoint tensors and their shapes. Several are joined along `join_axis`.
         pieces: sizes of the joined pieces along `join_axis`, whether they are in one tensor or in several.
-        groups: one tensor holds all pieces as `groups` times an equal share of each; 1: one piece after the other.
+        groups: one tensor holds all pieces in `groups` groups with an equal share of each piece; 1: one piece after the
+            other.
         transposed: the tensors are [K, N] in the checkpoint.
         paired_head: head size if all tensors but the last interleave rotated rows as pairs; 0: as halves.
         index: this parameter's index on the first axis of a stacked tensor; None: the tensor is not stacked.
@@ -45,12 +46,12 @@ class Parameter:
     """One parameter of one model.
 
     Attributes:
-        layouts: how checkpoints may hold it; Transformers' layout first, the one under its own name last.
-        shard: the axis that tensor parallelism splits; None: every rank has all of it.
+        layouts: how checkpoints may hold it; Transformers' layout is first, the layout under its own name last.
+        shard: the axis that tensor parallelism splits; None: every rank has the whole parameter.
         quant: False, True or "int8".
         tied_to: name of the parameter whose values it shares.
-        unit_size: elements of the last axis that stay in one leaf.
-        num_units: units on the split axis, of a parameter that has a unit.
+        unit_size: number of neighbouring elements of the last axis that stay in one leaf.
+        num_units: number of units on the split axis, if the parameter has a unit.
         ends: where the leaves end in a rank's part of the last axis; None: the parameter is whole.
     """
 
@@ -77,7 +78,7 @@ class Parameter:
 
     @property
     def leaf_ends(self) -> tuple[int, ...]:
-        """Return where the leaves of the last axis end; none if it reduces in one piece."""
+        """Return where the leaves of the last axis end; () if it is reduced in one piece."""
         if self.ends is not None:
             return self.ends
         if self.leaves == 1:
@@ -87,7 +88,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ParamTable:
-    """The parameter table of one family; spec/table_rows.py explains its fields."""
+    """The parameter table of one family. spec/table_rows.py explains the fields."""
 
     rows: tuple[Row, ...]
     ignore: tuple[str, ...]
@@ -100,14 +101,15 @@ class ParamTable:
 
     @classmethod
     def from_file(cls, path: Path) -> "ParamTable":
-        """Read a YAML file. Raise ModelLoadError if it cannot be read, or is not a table."""
+        """Read a YAML file. Raise ModelLoadError if it cannot be read or is not a table."""
         return cls.from_text(read_text(path), path.name)
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """Return every parameter of a model by name, in the order of the table.
 
         Raises:
-            ModelLoadError: two parameters claim one checkpoint tensor, or one is tied to no parameter of its shape.
+            ModelLoadError: two parameters claim one checkpoint tensor, or one is tied to a name that is not a
+                parameter of its shape.
         """
         expanded = [item for row in self.rows for item in _expand(row, config)]
         result = {item.name: item for item in expanded}
@@ -128,7 +130,7 @@ class ParamTable:
 
 
 def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Return [first, past-the-last) element of each leaf of an axis of k elements that is cut between units only.
+    """Return the [first, past-the-last) elements of each leaf, on an axis of k elements that is cut only between units.
 
     Raises:
         ValueError: k is not a multiple of the unit.
@@ -140,12 +142,12 @@ def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:
 
 
 def num_elements(parameters: Iterable[Parameter]) -> int:
-    """Count the stored elements; tied parameters count once."""
+    """Return the number of stored elements; tied parameters count once."""
     return sum(item.num_elements for item in parameters if item.tied_to is None)
 
 
 def _expand(row: Row, config: ModelConfig) -> list[Parameter]:
-    """Return the parameters of one row: one for each layer and expert for which it exists."""
+    """Return the parameters of one row: one for each layer and expert that has it."""
     layers = range(config.num_hidden_layers if "*" in row.pattern else 1)
     experts = range(config.num_experts if row.pattern.count("*") > 1 else 1)
     existing = [layer for layer in layers if _holds(row.when, config, layer)]
@@ -177,7 +179,7 @@ class _Expansion:
         )
 
     def _layout(self, held: Held, pieces: list[tuple[int, ...]]) -> Layout:
-        """Return the layout. pieces: for each axis, the sizes of its pieces; at most one axis has several."""
+        """Return the layout. pieces: the sizes of the pieces of each axis; at most one axis has several."""
         shape = tuple(map(sum, pieces))
         axis = next((index for index, sizes in enumerate(pieces) if len(sizes) > 1), 0)
         sizes = pieces[axis] if len(held.names) > 1 else (shape[axis],)
@@ -208,7 +210,7 @@ class _Expansion:
 
 
 def _holds(when: Conditions, config: ModelConfig, layer: int) -> bool:
-    """Return whether every field has one of its allowed values in this layer."""
+    """Return whether every field of the conditions has one of its allowed values in this layer."""
     for name, allowed in when.items():
         value = config.extra.get(name.removeprefix(EXTRA)) if name.startswith(EXTRA) else getattr(config, name)
         if isinstance(value, tuple):

@@ -1,9 +1,9 @@
-"""Mistral's own params.json, translated into the config.json that says the same. No torch.
+"""Mistral's own params.json, translated into the equivalent config.json. No torch.
 
     {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
      "norm_eps": 1e-05, "vocab_size": 32000, "sliding_window": 4096}
 
-Its weights are in consolidated.safetensors, under the names that the tables of Llama and Mixtral list under `or`.
+The weights are in consolidated.safetensors, under the names that the tables of Llama and Mixtral list under `or`.
 """
 
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 
 NAME = "params.json"
-CONTEXT = 32768  # if the file does not say
-WINDOW_THETA, THETA = 1e4, 1e6  # rotary base if the file does not say: with a window, and without one
-BOS, EOS = 1, 2  # in all of Mistral's tokenizers
+CONTEXT = 32768  # default context
+WINDOW_THETA, THETA = 1e4, 1e6  # default rotary base, with a window and without one
+BOS, EOS = 1, 2  # the same in all Mistral tokenizers
 SIZES = {  # Mistral's keys -> Transformers'
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -27,7 +27,7 @@ NEUTRAL = {"use_biases": False, "causal": True}
 
 
 def config_of(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the equivalent config.json. Raise ModelLoadError if a key is missing, wrong or unknown."""
+    """Return the equivalent config.json. Raise ModelLoadError if a key is missing, invalid or unknown."""
     read = ConfigReader(params, NAME)
     read.neutral(NEUTRAL)
     window, windowed = _windows(read)
@@ -60,9 +60,10 @@ def config_of(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(read: ConfigReader) -> tuple[int | None, dict[str, Any]]:
-    """Return the window, and `layer_types` if not all layers have it.
+    """Return the window, and `layer_types` if only some layers have it.
 
-    The file then has a list, repeated from the first layer to the last. Ministral's key is `_sliding_window`.
+    In that case the file has a list that repeats from the first layer to the last. Ministral's key is
+    `_sliding_window`.
     """
     key = "sliding_window" if read.has("sliding_window") else "_sliding_window"
     if key == "sliding_window" and read.has("_sliding_window"):

@@ -1,12 +1,12 @@
-"""Placement: how the ranks of a model split it, where a sharding map says so. No torch.
+"""Placement: how the ranks of a model split it according to a sharding map. No torch.
 
-The map gives an axis, or none, to every weight. What each rank computes, and what the ranks tell each other, follows
-from these alone (cuts.py). Three kinds of parameters do not lie quite as the map says:
+The map gives every weight an axis, or none. These axes alone determine what each rank computes and what the ranks
+exchange (cuts.py). Three kinds of parameters do not follow the map exactly:
 
-- A weight whose depth one process sums in one piece cannot be cut along it without another order of the sum. It is cut
-  along its rows instead, which gives every rank the same share.
-- Experts are split in both of their weights or in none.
-- Vectors are too small to be worth a meeting: a bias lies as its weight does, and every rank has the norms.
+- A weight whose depth one process sums in one piece cannot be cut along its depth without changing the order of the
+  sum. It is cut along its rows instead, which gives every rank a share of the same size.
+- Experts are split in both of their weights or in neither.
+- Vectors are too small to be worth an exchange: a bias is split as its weight is, and every rank has the norms.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from penstock.spec.cuts import depth_degree, is_beginning, is_looked_up, module_
 from penstock.spec.param_table import Parameter
 from penstock.spec.shares import EXPERT, Degrees, Form, general
 
-Hints = Mapping[str, bool]  # module that computes a branch, with * for numbers: whether the features in it are split
+Hints = Mapping[str, bool]  # module of a branch, with * for numbers -> whether the features in it are split
 
 
 def place(
     degrees: Degrees, axes: Mapping[str, int | None], hints: Hints, parameters: Mapping[str, Parameter]
 ) -> Degrees:
-    """Return how ranks split a model after a map.
+    """Return how ranks split a model according to a sharding map.
 
     Args:
-        degrees: how they would after its table; the attention's is the most that its heads allow.
-        axes: of each parameter (ShardingMap.resolve).
-        hints: where a branch is to be computed split, or whole, rather than as its first weight lies.
+        degrees: how they would split it by its table; the degree of attention is the largest that its heads allow.
+        axes: the axis of each parameter (ShardingMap.resolve).
+        hints: whether a branch is computed split or whole, for branches that do not follow their first weight.
 
     Raises:
         ValueError: a hint asks for a split of heads that the model does not allow.
@@ -37,7 +37,7 @@ def place(
     for parameter in parameters.values():
         name = general(parameter.name)
         axis = axes[parameter.name]
-        if axis is None and parameter.tied_to is not None:  # left out of the map: it lies as what it shares values with
+        if axis is None and parameter.tied_to is not None:  # not in the map: as the parameter it is tied to
             axis = axes[parameter.tied_to]
         forms[name] = form = _form(parameter, axis, degrees.size)
         if EXPERT.search(parameter.name):

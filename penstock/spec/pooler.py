@@ -1,10 +1,10 @@
-"""Reads how a model's embeddings are meant: the files that sentence-transformers writes beside config.json. No torch.
+"""Read how a model's embeddings are computed, from the files that sentence-transformers writes. No torch.
 
     modules.json             a list of steps: Transformer, Pooling, perhaps Normalize, perhaps more
     1_Pooling/config.json    which tokens count (the path is in modules.json)
     config.json              is_matryoshka, matryoshka_dimensions
 
-Without modules.json a decoder's embedding is the hidden state of its last token, normalised.
+Without modules.json, a decoder's embedding is the normalised hidden state of the last token.
 """
 
 import json
@@ -26,7 +26,7 @@ def read_pooler(directory: Path, hidden_size: int) -> PoolerConfig:
     """Return the pooler that a model directory describes.
 
     Raises:
-        ModelLoadError: a file cannot be read, or is not what sentence-transformers writes.
+        ModelLoadError: a file cannot be read, or does not have the format that sentence-transformers writes.
     """
     dimensions = _dimensions(directory / CONFIG)
     if not (directory / MODULES).exists():
@@ -47,7 +47,7 @@ def read_pooler(directory: Path, hidden_size: int) -> PoolerConfig:
 
 
 def _dimensions(file: Path) -> dict[str, Any]:
-    """Return what config.json says of shorter embeddings, if there is one and it is right."""
+    """Return what config.json, if it exists, says about shorter embeddings. Raise ModelLoadError if it is invalid."""
     config = read_json(file) if file.is_file() else {}
     ids = config.get("matryoshka_dimensions") or ()
     if not isinstance(ids, list | tuple) or any(type(item) is not int or not 0 < item < MAX_DIMENSIONS for item in ids):
@@ -68,7 +68,7 @@ def _read_modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _inside(directory: Path, path: Any) -> Path:
-    """Return the config.json of a module. Raise ModelLoadError if it would be outside of the directory."""
+    """Return the config.json of a module. Raise ModelLoadError if it would be outside the directory."""
     parts = PurePosixPath(path if isinstance(path, str) else "")
     if not parts.parts or parts.is_absolute() or ".." in parts.parts:
         raise ModelLoadError(f"{directory / MODULES}: path = {shown(path)} is not allowed; it must be a folder in here")
@@ -76,7 +76,7 @@ def _inside(directory: Path, path: Any) -> Path:
 
 
 def _pooling_type(file: Path) -> tuple[str, str | None]:
-    """Return the pooling type, and why it is not supported."""
+    """Return the pooling type, and the reason if the file's type is not supported."""
     config = read_json(file)
     prefix = "pooling_mode_"
     asked = [name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True]

@@ -1,9 +1,9 @@
-"""Falcon's original config.json, from before Transformers had the family, as the one that says the same today.
+"""Falcon's original config.json, from before Transformers had the family, translated into today's keys.
 
     {"architectures": ["RWForCausalLM"], "model_type": "RefinedWeb", "n_head": 128, "n_head_kv": 8, "n_layer": 60, ...}
 
-RefinedWeb is 40B: parallel branches with a norm each, key/value groups. RefinedWebModel is 7B and RW, whose file says
-which branches and heads it has. The weights have today's names.
+RefinedWeb is Falcon-40B, with parallel branches that have a norm each, and key/value groups. RefinedWebModel is
+Falcon-7B or RW; the file says which branches and heads the model has. The weights have today's names.
 """
 
 from typing import Any
@@ -11,12 +11,16 @@ from typing import Any
 from penstock.spec.config_reader import ConfigReader
 
 TYPES = ("RefinedWeb", "RefinedWebModel")
-# How one accelerator's implementation of 40B computes; its copies of the file list them, and no number depends on them.
+# Settings of one accelerator's implementation of 40B, found in its copies of the file; no number depends on them.
 SETTINGS = ("batch_users", "efficient_40b", "flash_decode", "fracture_vocab", "padded_lmh", "split_mq", "user_rows")
 
 
 def modern_falcon(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config in today's keys; one of another model_type unchanged. Raise ModelLoadError if keys disagree."""
+    """Return the config in today's keys, or unchanged if its model_type is not in TYPES.
+
+    Raises:
+        ModelLoadError: keys contradict each other or are missing.
+    """
     kind = config.get("model_type")
     if kind not in TYPES:
         return config

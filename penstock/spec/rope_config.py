@@ -1,4 +1,4 @@
-"""RopeConfig: rotary embedding and how its frequencies are scaled, read from either spelling of Transformers.
+"""RopeConfig: rotary embedding and the scaling of its frequencies, read from either spelling of Transformers.
 
 The tables of cosines and sines are made in layers/rotary.py.
 """
@@ -21,16 +21,16 @@ class RopeConfig:
     """Rotary embedding with the frequencies theta^(-2i/D), scaled as `rope_type` says.
 
     Attributes:
-        rope_type: "default"; "linear" divides all frequencies by factor; "llama3" and "yarn" divide the slow ones only;
+        rope_type: "default"; "linear" divides all frequencies by factor; "llama3" and "yarn" divide only the slow ones;
             "dynamic" raises theta with the position; "longrope" divides each frequency by a number of its own.
-        partial_rotary_factor: the fraction of each head that is rotated, from its first element on.
-        original_max_position_embeddings: context before scaling.
-        low_freq_factor, high_freq_factor: "llama3": a frequency is divided if it makes fewer turns within that context
-            than the first, and kept if it makes more than the second.
-        beta_slow, beta_fast: "yarn": the same two bounds; `truncate` widens them to whole dimensions.
-        short_factor, long_factor: "longrope": divisors of each frequency if the original context is long enough for
-            the served one, and if it is not.
-        attention_factor: "yarn", "longrope": factor of cosines and sines.
+        partial_rotary_factor: the fraction of each head that is rotated, starting with its first element.
+        original_max_position_embeddings: the context before scaling.
+        low_freq_factor, high_freq_factor: for "llama3". A frequency is divided if it makes fewer turns than the first
+            within the original context, and kept if it makes more turns than the second.
+        beta_slow, beta_fast: for "yarn", the same two bounds; `truncate` widens them to whole dimensions.
+        short_factor, long_factor: for "longrope", divisors of each frequency: the short ones if the served context is
+            within the original context, otherwise the long ones.
+        attention_factor: for "yarn" and "longrope", a factor of cosines and sines.
     """
 
     theta: float = 10000.0
@@ -48,7 +48,7 @@ class RopeConfig:
     attention_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return D, the number of rotated elements of a head. If it is odd, the last frequency rotates one more."""
+        """Return D, the number of rotated elements of a head. If D is odd, one more element is rotated."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:
@@ -76,12 +76,12 @@ def read_rope(
     partial_rotary: float | None = None,
     original_context: int | None = None,
 ) -> RopeConfig:
-    """Read `rope_parameters`, or `rope_scaling` and `rope_theta` as older files spell it.
+    """Read `rope_parameters`, or `rope_scaling` and `rope_theta` from older files.
 
-    partial_rotary: the fraction of a head that is rotated if the file does not say; None: the architecture rotates all
-        of it, and the file may say nothing else.
-    original_context: `original_max_position_embeddings` if the file does not say, for an architecture that has it
-        beside the section; one inside may only repeat it. None: it is read from the section, default the context.
+    partial_rotary: the default fraction of a head that is rotated; None: the architecture rotates the whole head, and
+        the file must not say otherwise.
+    original_context: the default of `original_max_position_embeddings`, for an architecture that has this key outside
+        the section; inside, it may only be repeated. None: it is read from the section, and the default is the context.
     """
     theta = read.number("rope_theta", 1.001, MAX_SIZE, default_theta)
     context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, original_context or max_position_embeddings)
@@ -107,7 +107,7 @@ def read_rope(
 def read_scaling(
     read: ConfigReader, plain: RopeConfig, max_position_embeddings: int, *, partial_rotary: bool = False
 ) -> RopeConfig:
-    """Read one section; what it leaves out is as in `plain`. Keys that its rope_type does not have are refused."""
+    """Read one section; `plain` has the defaults. Keys that do not belong to its rope_type are refused."""
     kind = _read_kind(read)
     rope = replace(
         plain,
@@ -142,10 +142,10 @@ def _read_partial(read: ConfigReader, default: float | None) -> float:
 
 
 def _read_numbers(read: ConfigReader, kind: str, context: int, max_position_embeddings: int) -> dict[str, Any]:
-    """Return the fields of RopeConfig that a rope_type has of its own; `context` is the default before scaling."""
+    """Return the RopeConfig fields specific to a rope_type. context: the default of the context before scaling."""
     if kind == "default":
         return {}
-    if kind == "dynamic":  # frequencies change beyond max_position_embeddings, which is the context before scaling
+    if kind == "dynamic":  # max_position_embeddings is the context before scaling; frequencies change beyond it
         factor = read.number("factor", 1.0, MAX_SIZE)
         return {"factor": factor, "original_max_position_embeddings": max_position_embeddings}
     if kind == "linear":
@@ -167,7 +167,7 @@ def _read_llama3(read: ConfigReader) -> dict[str, Any]:
 
 
 def _read_longrope(read: ConfigReader, context: int, max_position_embeddings: int) -> dict[str, Any]:
-    """Read the fields; attention_factor defaults to a function of how much longer the context has become."""
+    """Read the fields of "longrope". By default attention_factor depends on the growth of the context."""
     factor = read.number("factor", 1e-6, MAX_SIZE, max_position_embeddings / context)
     by_factor = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(context))
     return {
@@ -179,7 +179,7 @@ def _read_longrope(read: ConfigReader, context: int, max_position_embeddings: in
 
 
 def _read_yarn(read: ConfigReader, factor: float) -> dict[str, Any]:
-    """Read the fields; attention_factor defaults to a function of the factor (YaRN's, or DeepSeek's)."""
+    """Read the fields of "yarn". By default attention_factor depends on the factor, by YaRN's or DeepSeek's formula."""
     slow, fast = read.number("beta_slow", 1e-6, MAX_SIZE, 1.0), read.number("beta_fast", 1e-6, MAX_SIZE, 32.0)
     if fast <= slow:
         raise read.fail("beta_fast", f"above beta_slow = {slow:g}")

@@ -2,14 +2,15 @@
 
     layers.*.self_attn.wo.weight : 1 # -1, 1] #  torch.float32 (2048, 2048)
 
-This is the format of JetStream's sharding files: a name, with * for every number, and an axis of that tensor, -1 for
+This is the format of JetStream's sharding files: a name, with * for every number, and an axis of that tensor, or -1 for
 none; # begins a comment. Names are those of the parameter table or of the checkpoint's tensors, with or without the
-table's prefix. A map must fit the model: every parameter is named, as itself or by all of its pieces, and not twice
-with different axes. What may be named without being there: the bias of a weight, and what the table ignores.
+table's prefix. A map must fit the model: every parameter is named, either by its own name or by those of all its
+pieces, and not twice with different axes. Two kinds of names may be absent from the model: biases of its weights, and
+names that the table ignores.
 
-The name of a module that computes a branch is a hint: how the features in it lie, [tokens, features].
+The name of a module that computes a branch is a hint: it gives the split axis of the [tokens, features] inside it.
 
-    layers.*.mlp : 1         each rank computes some of the neurons; -1: every rank all of them
+    layers.*.mlp : 1         each rank computes some of the neurons; with -1 every rank computes all of them
 """
 
 import re
@@ -33,8 +34,8 @@ class ShardingMap:
     """The axes in a sharding file, which errors call `where`: name, with * for numbers -> axis.
 
     Attributes:
-        prefix: that names may lack.
-        ignored: names that may be there without being parameters.
+        prefix: a prefix that names may lack.
+        ignored: names that are allowed without being parameters.
     """
 
     where: str
@@ -57,18 +58,18 @@ class ShardingMap:
 
     @classmethod
     def from_file(cls, file: Path) -> "ShardingMap":
-        """Read a file. Raise ModelLoadError if it cannot be read, or is not a map."""
+        """Read a file. Raise ModelLoadError if it cannot be read or is not a map."""
         return cls.from_text(read_text(file), file.name)
 
     def of(self, table: ParamTable) -> "ShardingMap":
-        """Return the map with the prefix of a table, and the names that it ignores."""
+        """Return the map with a table's prefix and ignored names."""
         return replace(self, prefix=table.prefix, ignored=frozenset(name for name in self.axes if table.ignores(name)))
 
     def hints(self, parameters: Mapping[str, Parameter]) -> dict[str, bool]:
-        """Return whether the features in a branch are to be split, by the name of its module.
+        """Return whether the features in a branch are split, by the name of its module.
 
         Raises:
-            ModelLoadError: the axis is not that of the features.
+            ModelLoadError: a hint names the axis of the tokens.
         """
         modules = {module_of(item) for item in parameters.values() if is_beginning(item)}
         full = self._full(modules)
@@ -78,16 +79,16 @@ class ShardingMap:
         return {name: axis == 1 for name, axis in full.items() if name in modules}
 
     def _full(self, known: Collection[str]) -> dict[str, int]:
-        """Return the axes with the prefix at those names that only that makes known ones."""
+        """Return the axes, with the prefix added to names that are known only with it."""
         full = {name: name if name in known else self.prefix + name for name in self.axes}
         return {full[name] if full[name] in known else name: axis for name, axis in self.axes.items()}
 
     def resolve(self, parameters: Mapping[str, Parameter]) -> dict[str, int | None]:
-        """Return the axis of every parameter of a model, None if it is not split. A tied one may be left out.
+        """Return the axis of every parameter of a model, None if it is not split. The map may leave out a tied one.
 
         Raises:
-            ModelLoadError: a name matches no parameter, or an axis is out of range; or a parameter is named twice, not
-                at all, or with pieces that are split differently.
+            ModelLoadError: a name matches no parameter, or an axis is out of range; or a parameter is not named, is
+                named twice with different axes, or has pieces that are split differently.
         """
         known = {general(name) for item in parameters.values() for layout in item.layouts for name in layout.sources}
         biases = {re.sub(r"\.weight$", ".bias", name) for name in known}
@@ -96,10 +97,10 @@ class ShardingMap:
         return full._resolve(parameters, known)
 
     def _resolve(self, parameters: Mapping[str, Parameter], known: Collection[str]) -> dict[str, int | None]:
-        """Do so with full names. known: the names of all tensors that a checkpoint may hold."""
+        """Return what `resolve` does, from full names. known: the names of all tensors that a checkpoint may hold."""
         axes: dict[str, int | None] = {}
         used: set[str] = set()
-        problems: dict[str, None] = {}  # as an ordered set: all layers have the same
+        problems: dict[str, None] = {}  # used as an ordered set, because all layers have the same problems
         for parameter in parameters.values():
             found = [layout for layout in parameter.layouts if self._names(layout)]
             used |= {name for layout in found for name in self._names(layout)}
@@ -118,7 +119,7 @@ class ShardingMap:
         return [name for name in map(general, layout.sources) if name in self.axes]
 
     def _axis(self, parameter: Parameter, found: list[Layout]) -> int | None:
-        """Return the axis of a parameter whose layouts `found` the map names. Raise ValueError unless it is one."""
+        """Return a parameter's axis; `found` has the layouts that the map names. Raise ValueError if they differ."""
         name = general(parameter.name)
         if not found:
             if parameter.tied_to is not None:
@@ -136,7 +137,7 @@ class ShardingMap:
         return next(iter(spellings.values()))
 
     def _layout_axis(self, name: str, layout: Layout) -> int | None:
-        """Return the axis of a parameter that is named in a layout. Raise ValueError unless it is one."""
+        """Return the axis that a layout's tensors give. Raise ValueError if one is not named, or their axes differ."""
         missing = [source for source in map(general, layout.sources) if source not in self.axes]
         if missing:
             raise ValueError(f"{missing[0]} is not named, another piece of {name}")
@@ -146,7 +147,7 @@ class ShardingMap:
         return split.pop()
 
     def _own_axis(self, source: str, shape: tuple[int, ...], layout: Layout) -> int | None:
-        """Return the parameter's axis for that of a tensor. Raise ValueError if the tensor has no such axis."""
+        """Return a tensor's axis as an axis of the parameter. Raise ValueError if the tensor has no such axis."""
         axis = self.axes[source]
         if axis == REPLICATED:
             return None

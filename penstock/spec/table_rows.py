@@ -1,16 +1,17 @@
 """The rows of a parameter table: the format of models/<family>/table.yaml, and how it is read. No torch.
 
-One entry per parameter; the first `*` stands for the layer number, a second one for the expert's:
+The file has one entry per parameter. The first `*` stands for the layer number, the second for the expert number:
 
     model.layers.*.self_attn.qkv_proj.weight:
       {shape: [[q, kv, kv], hidden], from: [q_proj, k_proj, v_proj], shard: 0, unit: kv_group, quant: true}
     ignore: ["model.layers.*.self_attn.rotary_emb.inv_freq"]
 
     shape    sizes of the axes: words of SIZES, integer fields of ModelConfig by name (`extra.NAME`: from its extra), or
-             integers. A list in place of a size: the pieces of that axis, joined in this order.
-    from     how checkpoints of Transformers hold it, if they do so otherwise: a list of names. A bare name replaces the
-             module's own (the last part but one), one with dots is a whole name. One name per piece of the shape, or
-             one for all pieces. A mapping says more: {names: [...], order: ..., transposed: ..., stacked: ...}
+             integers. A list in place of a size gives the pieces of that axis, joined in this order.
+    from     how Transformers' checkpoints hold the parameter, if they do so differently: a list of names, one per piece
+             of the shape or one for all pieces. A bare name replaces the module's own name (the last part but one); a
+             name with dots is a whole name. A mapping says more: {names: [...], order: ..., transposed: ...,
+             stacked: ...}
                order: kv_group     one tensor holds all pieces, and for each key/value head in turn, that head's share
                                    of every piece
                order: rotary_pairs one tensor per piece; all but the last piece are rotated, and the checkpoint
@@ -18,13 +19,13 @@ One entry per parameter; the first `*` stands for the layer number, a second one
                transposed: true    [in, out] in the checkpoint
                stacked: true       one tensor for all experts, which are its first axis
     or       a list of other ways in which a checkpoint may hold it, each as in `from`. Its own name, for the whole
-             parameter, is always allowed, unless `from` or `or` give that name another meaning.
-    shard    the axis that tensor parallelism splits; absent or -1: every rank has all of it.
+             parameter, is always allowed, unless `from` or `or` gives that name another meaning.
+    shard    the axis that tensor parallelism splits; absent or -1: every rank has the whole parameter.
     unit     the smallest part of that axis that stays on one rank: "kv_group" is one key/value head with its query
              heads.
-    quant    true: may be stored in any quantised form; "int8": in int8 at the finest.
-    leaves   the product over the last axis reduces in this many pieces (kernels/ops.py). leaf_bounds gives the elements
-             of each if K does not divide evenly: with U units of `unit`, leaf i has the units i*U//leaves ..
+    quant    true: the parameter may be stored in any quantised form; "int8": in int8, but in no coarser form.
+    leaves   the product over the last axis is reduced in this many pieces (kernels/ops.py). leaf_bounds gives the
+             elements of each if K does not divide evenly: with U units of `unit`, leaf i has the units i*U//leaves ..
              (i+1)*U//leaves, possibly none. Rank r of R takes the leaves r*leaves/R .. (r+1)*leaves/R, so that 1, 2, 4
              and 8 ranks cut at the ends of leaves.
     tied_to  the parameter whose values it shares if the model ties its word embeddings.
@@ -59,8 +60,8 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "expert_intermediate": lambda config: config.moe_intermediate_size,
     "positions": lambda config: config.max_position_embeddings,
 }
-MAX_YAML = 2**20  # characters; tables and maps have a few thousand
-MAX_DEPTH = 64  # of brackets
+MAX_YAML = 2**20  # characters in a file; tables and maps have a few thousand
+MAX_DEPTH = 64  # nested brackets
 FIELDS = ("shape", "from", "or", "shard", "unit", "quant", "leaves", "tied_to", "when")
 UNIT_SIZES: dict[str | None, Callable[[ModelConfig], int]] = {
     None: lambda config: 1,
@@ -77,7 +78,7 @@ Conditions = Mapping[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A row's `from`, or one entry of its `or`: a Layout before layer, expert and sizes are known."""
+    """A row's `from` or one entry of its `or`: a Layout whose layer, expert and sizes are not yet known."""
 
     names: tuple[str, ...]
     order: str | None = None
@@ -87,7 +88,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table: a Parameter for each layer, before the sizes are known."""
+    """One row of the table: a Parameter for each layer, whose sizes are not yet known."""
 
     pattern: str
     shape: tuple[Axis, ...]
@@ -98,10 +99,10 @@ class Row:
     leaves: int
     tied_to: str | None
     when: Conditions
-    fields: Mapping[str, Any] = field(compare=False)  # as the file holds them, in the order of FIELDS
+    fields: Mapping[str, Any] = field(compare=False)  # as in the file, in the order of FIELDS
 
 
-@lru_cache(maxsize=16)  # planner, loader and fingerprint read the same text, and YAML takes longer than all the rest
+@lru_cache(maxsize=16)  # planner, loader and fingerprint read the same text, and YAML is slow to parse
 def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...], str]:
     """Return the rows, `ignore` and `prefix` of a table; see ParamTable.from_text."""
     entries = read_yaml(text, where)
@@ -120,7 +121,7 @@ def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...],
 def read_text(file: Path) -> str:
     """Read a text file. Raise ModelLoadError if it cannot be read."""
     if file.exists() and not file.is_file():
-        raise ModelLoadError(f"{file}: is no file")  # a pipe, which would be read for ever
+        raise ModelLoadError(f"{file}: is no file")  # reading a pipe would never end
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -141,11 +142,11 @@ def read_yaml(text: str, where: str) -> Any:
     except RecursionError:
         raise ModelLoadError(f"{where}: not YAML that can be read: it is nested too deep") from None
     except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
-        raise ModelLoadError(f"{where}: not YAML: {one_line(error)}") from None  # of values: dates, base64, keys
+        raise ModelLoadError(f"{where}: not YAML: {one_line(error)}") from None  # or a bad date, base64 value or key
 
 
 def _check_depth(text: str) -> None:
-    """Raise RecursionError for brackets nested too deep, for which the scanner takes quadratic time."""
+    """Raise RecursionError for brackets nested too deeply, on which the scanner takes quadratic time."""
     depth = 0
     for char in text:
         depth = max(0, depth + (char in "[{") - (char in "]}"))
@@ -154,7 +155,7 @@ def _check_depth(text: str) -> None:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """The safe loader, which would let the second of two equal keys win, made to refuse them."""
+    """The safe loader, but duplicate keys are refused instead of the last one winning."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
@@ -227,7 +228,7 @@ class _RowReader:
         return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in when.items()}
 
     def _all_held(self, shape: tuple[Axis, ...]) -> tuple[Held, ...]:
-        """Return `from`, every entry of `or`, and the parameter's own name if none of them uses it alone."""
+        """Return `from`, every entry of `or`, and the parameter's own name unless one of them consists of it alone."""
         others = self._fields.get("or", [])
         if not isinstance(others, list):
             raise self._wrong("or", "a list")
@@ -237,7 +238,7 @@ class _RowReader:
         return tuple(dict.fromkeys([*given, *own]))
 
     def _held(self, field: str, value: Any, shape: tuple[Axis, ...]) -> Held:
-        """Return one way of holding the parameter, with whole checkpoint names, `*` still in them."""
+        """Return one way of holding the parameter, with whole checkpoint names that still contain `*`."""
         given = value if isinstance(value, dict) else {"names": value}
         names, order = given.get("names"), given.get("order")
         flags = {name: given.get(name, False) for name in ("transposed", "stacked")}
@@ -247,8 +248,8 @@ class _RowReader:
         if not isinstance(names, list) or len(names) not in counts or not all(isinstance(name, str) for name in names):
             raise self._wrong(field, allowed)
         known = set(given) <= {"names", "order", *flags} and all(isinstance(flag, bool) for flag in flags.values())
-        names_of_order = {None: counts, "kv_group": [1], "rotary_pairs": [pieces]}  # how many it takes
-        unordered = order is not None and (pieces == 1 or not isinstance(shape[0], tuple))  # orders are of rows
+        names_of_order = {None: counts, "kv_group": [1], "rotary_pairs": [pieces]}  # how many names the order takes
+        unordered = order is not None and (pieces == 1 or not isinstance(shape[0], tuple))  # only rows have an order
         taken = names_of_order.get(order, ()) if isinstance(order, str | None) else ()
         if not known or len(names) not in taken or unordered:
             raise self._wrong(field, allowed)

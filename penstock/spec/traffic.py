@@ -1,4 +1,4 @@
-"""Traffic: how many bytes a rank gets from the others to compute a step, from the split of a model alone. No torch."""
+"""Traffic: how many bytes a rank receives from other ranks in a step, computed from the model's split. No torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a rank receives: for each token that a step computes, and for each row of logits."""
+    """Bytes that a rank receives for each token that a step computes, and for each row of logits."""
 
     per_token: int = 0
     per_logits: int = 0
 
     def of(self, num_tokens: int, num_logits: int) -> int:
-        """Return the bytes of so many tokens and rows of logits."""
+        """Return the bytes for `num_tokens` tokens and `num_logits` rows of logits."""
         return num_tokens * self.per_token + num_logits * self.per_logits
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -26,7 +26,7 @@ class Traffic:
 
 
 def predict(cuts: Iterable[Cut], share: Share, config: ModelConfig, element: int) -> Traffic:
-    """Return what a rank that has these cuts receives. element: bytes of an activation that a product multiplies."""
+    """Return what a rank with these cuts receives. element: bytes of an activation that a product multiplies."""
     per_token = per_logits = 0
     mixtures: set[str] = set()  # modules whose experts the ranks share
     for cut in cuts:
@@ -46,8 +46,8 @@ def predict(cuts: Iterable[Cut], share: Share, config: ModelConfig, element: int
 
 
 def handed_on(num_stages: int, config: ModelConfig) -> Traffic:
-    """Return what the stages of a pipeline get: the residual stream, and the branch that is not added yet. (OLMo 2 has
-    none, and gets half of that.)"""
+    """Return what the stages of a pipeline receive: the residual stream and the branch not yet added to it. (OLMo 2 has
+    no such branch, so its stages receive half of that.)"""
     return Traffic((num_stages - 1) * 2 * config.hidden_size * FLOAT32_BYTES)
 
 
@@ -59,7 +59,7 @@ def _of_table(cut: Cut) -> int:
 
 
 def _of_product(cut: Cut, element: int, rank: int) -> int:
-    """Return the bytes for a product's input and result, of a token."""
+    """Return the bytes received for a product's input and result, per token."""
     received = 0
     if cut.wiring.gathers_input:
         received += element * _others(cut.wiring.gathers_input, rank % (len(cut.wiring.gathers_input) - 1))
@@ -72,5 +72,5 @@ def _of_product(cut: Cut, element: int, rank: int) -> int:
 
 
 def _others(borders: tuple[int, ...], own: int) -> int:
-    """Return how many columns the others have."""
+    """Return how many columns the other ranks have."""
     return borders[-1] - (borders[own + 1] - borders[own])

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterable
 
 SUPPORTED = "only autoregressive decoders with a key/value cache are supported"
-MAX_LISTED = 8  # names that an error lists
+MAX_LISTED = 8  # most names that an error lists
 
-# Patterns of class names -> the kind of model that they stand for.
+# Pattern of class names -> the kind of model.
 UNSUPPORTED: dict[str, str] = {
     r"^(?i:llada|dream)": "a diffusion language model: it refines all tokens of a text at once",
     r"Pipeline$|UNet|Diffusion|Autoencoder|Transformer2D": "a diffusion model: it refines a whole image at once",
@@ -22,7 +22,7 @@ UNSUPPORTED: dict[str, str] = {
 
 
 def why_unsupported(architecture: str) -> str | None:
-    """Return the kind of model that an architecture's name, or a model_type, stands for; None if it does not tell."""
+    """Return the kind of model that an architecture's name or a model_type indicates, or None if neither is known."""
     return next((reason for pattern, reason in UNSUPPORTED.items() if re.search(pattern, architecture)), None)
 
 
@@ -32,7 +32,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return a question with the known name that is similar to this one; "" if none is."""
+    """Return a question that suggests the most similar known name, or "" if none is similar."""
     near = difflib.get_close_matches(name, sorted(known), n=1)
     return f" (is {near[0]} meant?)" if near else ""
 

@@ -1,8 +1,9 @@
-"""Render chat messages to the prompt text that a model was trained on, with the model's own Jinja template.
+"""Render chat messages to the prompt format that a model was trained on, with the model's own Jinja template.
 
 A template is a program that comes with the weights, never with a request. It runs in Jinja's immutable sandbox, sees
-only plain JSON values, and renders what Transformers' apply_chat_template renders, character for character. Time and
-memory are limited where it is called for requests (client/isolation.py), not here. This module knows no tokens.
+only plain JSON values, and renders what Transformers' apply_chat_template renders, character for character. Its time
+and memory are limited by the caller that serves requests (client/isolation.py), not here. This module does not handle
+tokens.
 """
 
 import json
@@ -21,13 +22,13 @@ from penstock.validation import fail
 
 Message = Mapping[str, Any]
 
-# The errors that a template can raise: Jinja's own, and Python's from the values it handles.
+# The errors that a template can raise: Jinja's own, and Python's from the values that it handles.
 RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 TOO_LARGE_ERRORS = (RecursionError, MemoryError)
 RESERVED_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # templates read the first
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # templates read the first name
 PLANNED_PARTS = frozenset({"image_url", "input_audio", "file", "video_url"})
 MARK = "END_OF_FINAL_MESSAGE_MARK"  # followed by a space, which is lost if the template trims messages
 
@@ -36,7 +37,7 @@ class ChatTemplate:
     """A model's chat template, or its named templates.
 
     Args:
-        source: one template; or several, as {name: template} or a list of {"name", "template"}: "tool_use" renders
+        source: one template, or several as {name: template} or a list of {"name", "template"}. "tool_use" renders
             conversations with tools, "default" all others.
         special_tokens: further variables of the template (bos_token, ...).
 
@@ -52,7 +53,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """Return the templates' own text."""
+        """The source text of all templates."""
         return "\n".join(self._sources.values())
 
     def render(
@@ -74,7 +75,7 @@ class ChatTemplate:
             template_kwargs: further variables of the template.
 
         Raises:
-            InvalidRequestError: an argument is invalid, or the template refuses the conversation (the message is then
+            InvalidRequestError: an argument is invalid, or the template refuses the conversation (then the message is
                 the template's own).
         """
         if continue_final_message and add_generation_prompt:
@@ -142,14 +143,15 @@ def _compile(environment: jinja2.Environment, name: str, text: str) -> jinja2.Te
         raise ModelLoadError(f"chat_template {name!r}: cannot be compiled: {type(error).__name__}") from error
 
 
-# ---- the values a template sees
+# ---- the values that a template sees
 
 
 def text_of_content(content: Any, role: str) -> str:
     """Return a message's content as one text; text parts are joined by newlines.
 
     Raises:
-        InvalidRequestError: it is neither a string nor a list of at least one part {"type": "text", "text": "..."}.
+        InvalidRequestError: the content is neither a string nor a list of at least one part {"type": "text", "text":
+            "..."}.
         NotSupportedError: a part is an image, audio, video or a file.
     """
     if isinstance(content, str):
@@ -223,7 +225,7 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, loopcontrols],
-        optimized=False,  # would compute constants, 'a' * 10**9 for instance, when the template is loaded
+        optimized=False,  # True would compute constants, such as 'a' * 10**9, when the template is loaded
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {

@@ -1,8 +1,8 @@
-"""From chat messages to token ids, so that a message cannot write control tokens.
+"""Convert chat messages to token ids, so that a message cannot write control tokens.
 
-A chat template puts control tokens (<|im_end|>) between messages. Spelled out inside a message they are only text:
-otherwise a user could end the own turn and write one of the system. A mark is put inside each such spelling before the
-template runs, and the rendered text is tokenised in parts, cut at the marks, none of which is a control token.
+A chat template puts control tokens (<|im_end|>) between messages. Spelled out inside a message they must remain text:
+otherwise a user could end their own turn and write one of the system. So a mark is put inside each such spelling before
+the template runs. The rendered text is cut at the marks and tokenised in parts, so that no spelling is ever whole.
 """
 
 import json
@@ -15,12 +15,12 @@ from penstock.errors import InvalidRequestError
 from penstock.tokenizer.chat_template import text_of_content
 from penstock.tokenizer.tokenizer import Tokenizer, encode_all
 
-MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode's noncharacters, which no text has
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode's noncharacters, which normal text does not contain
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as the model's template renders it; `parts` is the same text, cut inside spelled-out tokens."""
+    """A conversation as the model's template renders it. `parts` is the same text, cut inside spelled-out tokens."""
 
     text: str
     parts: tuple[str, ...]
@@ -39,8 +39,8 @@ class RenderedChat:
 def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates expect it: the content is one text, and arguments of tool calls are objects.
 
-    An assistant's content may be null beside tool calls. Arguments that are no JSON stay text: it was the model that
-    wrote them, and the conversation shall go on.
+    An assistant's content may be null beside tool calls. Arguments that are not JSON stay text: the model wrote them,
+    and they must not end the conversation.
     """
     calls = message.get("tool_calls")
     content = message.get("content")
@@ -55,7 +55,8 @@ def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object; the function may stand in a field of its own, or not."""
+    """Return a tool call with its arguments as an object. The function may be in a field `function`, or be the call
+    itself."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call_of(call["function"])}
     arguments = call.get("arguments")
@@ -75,10 +76,10 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> RenderedChat:
-    """Render a conversation, with the tools that it offers; `options` are ChatTemplate.render's.
+    """Render a conversation with the tools that it offers. options: those of ChatTemplate.render.
 
     Raises:
-        InvalidRequestError: the model has no chat template, it knows no tools, or it refuses the conversation.
+        InvalidRequestError: there is no chat template, or it does not support tools, or it refuses the conversation.
     """
     template = tokenizer.chat_template
     if template is None:

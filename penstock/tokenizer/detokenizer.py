@@ -6,8 +6,9 @@ The concatenation of its pieces is the text that the ids add to the prompt:
 - byte-level vocabularies: exactly decode(ids), for every sequence of ids;
 - other vocabularies: decode(prompt + ids) without the leading decode(prompt), so that the first token keeps its space.
   One exception: if a byte token (<0xE2>) of a run is invalid, decode() turns *all* bytes of the run into U+FFFD, even
-  complete characters; here they have been returned already, and only the bytes after them become U+FFFD;
-- clean_up_tokenization_spaces is not applied to streams.
+  complete characters. Here those characters have been returned already, and only the bytes after them become U+FFFD.
+
+clean_up_tokenization_spaces is not applied to streams.
 """
 
 import codecs
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from penstock.tokenizer.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 4  # preceding tokens to decode with, which decide the leading space
+CONTEXT_TOKENS = 4  # how many preceding tokens are decoded together with new ones; they determine the leading space
 MAX_BYTES_OF_CHAR = 4
 
 
@@ -73,7 +74,8 @@ class _PieceReader:
         ids:   ... | context  | pending                      |
                      returned   text that may still change
 
-    Pending are the bytes of an incomplete character, or (for other decoders) tokens that end in an incomplete one.
+    The pending tokens are the bytes of an incomplete character or, with other decoders, tokens that end inside a
+    character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int], skip_special: bool, spaces_between: bool) -> None:
@@ -85,7 +87,8 @@ class _PieceReader:
         self._broken_run = False  # a byte was invalid: the rest of this run becomes U+FFFD, as in decode()
 
     def _begin_after(self, tail: list[int]) -> list[int]:
-        """Return the prompt's last tokens; if it ends in bytes, its last whole character, or no bytes at all."""
+        """Return the prompt's last tokens as context. If the prompt ends in bytes, return those of its last character
+        if that is complete, else the last tokens that are not bytes."""
         is_byte = self._tokenizer.byte_fallback_ids.__contains__
         if not tail or not is_byte(tail[-1]):
             return tail[-CONTEXT_TOKENS:]
@@ -96,7 +99,7 @@ class _PieceReader:
         return [token_id for token_id in tail if not is_byte(token_id)][-CONTEXT_TOKENS:]
 
     def _state_of(self, byte_ids: list[int]) -> str:
-        """Return "character", "unfinished" (more bytes may make it one) or "invalid"."""
+        """Return "character", "unfinished" (more bytes may complete it) or "invalid"."""
         data = b"".join(map(self._tokenizer.token_to_bytes, byte_ids))
         try:
             return "character" if codecs.getincrementaldecoder("utf-8")().decode(data) else "unfinished"
@@ -132,7 +135,7 @@ class _PieceReader:
         return bool(self._pending) and self._pending[0] in self._tokenizer.byte_fallback_ids
 
     def _give_up_bytes(self) -> str:
-        """Return one U+FFFD per pending byte, as these bytes are not a character."""
+        """Return one U+FFFD per pending byte, because these bytes are not a character."""
         if not self._pending_is_bytes():
             return ""
         text = REPLACEMENT * len(self._pending)
@@ -151,7 +154,7 @@ class _PieceReader:
         return text
 
     def _keep_as_context(self) -> None:
-        """Make pending tokens the context. For bytes this is the last character, never a part of one."""
+        """Make the pending tokens the context. If they are bytes, they are a whole character."""
         if self._pending:
             context = self._pending if self._pending_is_bytes() else self._context + self._pending
             self._context, self._context_text, self._pending = context[-CONTEXT_TOKENS:], None, []

@@ -1,9 +1,9 @@
-"""Grammars: which tokens the form of an answer allows next. The work is llguidance's, loaded with the first form.
+"""Grammars: which tokens the form of an answer allows next. llguidance does the work; it is loaded with the first form.
 
     StructuredOutputsParams --compile--> grammar --start--> Matcher, which follows one answer token by token
 
-A grammar is compiled once, and kept as long as it is used; a matcher is a cheap copy of it. What a matcher allows
-depends on the form and on the tokens alone, so it is made anew wherever an answer goes on.
+A grammar is compiled once, and kept while it is among the recently used ones; a matcher is a cheap copy of it. What a
+matcher allows depends on the form and the tokens alone, so a new one can be made wherever an answer is continued.
 """
 
 import json
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Allowed = npt.NDArray[np.bool_]
-MAX_GRAMMARS = 256  # compiled ones that are kept, and characters of their forms
-MAX_KEPT_CHARS = 2**22
-TRIAL_TOKENS = 12  # of an answer: what some forms allow takes too long to find, but not at first
-SPECIAL = frozenset(".^$*+?()[]{}|\\")  # in a regular expression
+MAX_GRAMMARS = 256  # how many compiled grammars are kept
+MAX_KEPT_CHARS = 2**22  # the most characters of their forms together
+TRIAL_TOKENS = 12  # tokens of a trial answer: some forms show that they are too large only after a few tokens
+SPECIAL = frozenset(".^$*+?()[]{}|\\")  # characters with a meaning in regular expressions
 NO_TEXT = "nothing fits it: there is no text that it allows"
 
 
@@ -35,9 +35,9 @@ class Grammars:
     """Compiles forms for one model. Thread-safe.
 
     Args:
-        load: gives the model's tokenizer (an HFTokenizer), when the first form comes; None: it has none.
-        vocab_size: of the model, whose logits may have more columns than the tokenizer has tokens.
-        eos_token_ids: that end a complete answer.
+        load: returns the model's tokenizer (an HFTokenizer), or None if it has none; called for the first form.
+        vocab_size: the model's vocabulary size, which may exceed the tokenizer's number of tokens.
+        eos_token_ids: the tokens that end a complete answer.
     """
 
     def __init__(self, load: Callable[[], Any], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -50,29 +50,29 @@ class Grammars:
         self._lock = threading.Lock()
 
     def knows(self, form: StructuredOutputsParams) -> bool:
-        """Return whether a form is compiled: then `start` takes next to no time."""
+        """Return whether a form is compiled already, so that `start` takes almost no time."""
         return form.key in self._compiled
 
     def tokenizer(self) -> "LLTokenizer":
-        """Return the model's tokenizer, loaded once. Raises InvalidRequestError where it cannot follow a form."""
+        """Return the model's tokenizer, loaded once. Raise InvalidRequestError if it cannot be used for forms."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._load_tokenizer()
             return self._tokenizer
 
     def use(self, tokenizer: Any) -> None:
-        """Take this tokenizer instead, before the first form comes."""
+        """Use this tokenizer instead. Call it before the first form comes."""
         self._load = lambda: tokenizer
 
     def check(self, form: StructuredOutputsParams) -> None:
-        """Raise InvalidRequestError for a form that cannot be followed; the message says why."""
+        """Raise InvalidRequestError if a form cannot be followed; the message says why."""
         self.start(form)
 
     def start(self, form: StructuredOutputsParams) -> "Matcher":
-        """Return what follows an answer of this form from its beginning.
+        """Return a matcher that follows an answer of this form from its beginning.
 
         Raises:
-            InvalidRequestError: the form is malformed, too large, not supported, or nothing fits it.
+            InvalidRequestError: the form is malformed, too large or not supported, or no text fits it.
         """
         tokenizer = self.tokenizer()
         with self._lock:
@@ -85,7 +85,7 @@ class Grammars:
         return Matcher(found.deep_copy(), self._vocab_size, frozenset(self._end_ids))
 
     def _keep(self, form: StructuredOutputsParams, matcher: "LLMatcher") -> None:
-        """Keep a compiled form, and drop the ones that were not used for longest where there are too many."""
+        """Keep a compiled form. If there are too many, drop the least recently used ones."""
         with self._lock:
             self._num_chars += _num_chars(form.key) if form.key not in self._compiled else 0
             self._compiled[form.key] = matcher
@@ -119,13 +119,13 @@ class Matcher:
         self.end_ids = end_ids
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._token_ids: list[int] = []  # of the answer, as far as the matcher has followed
+        self._token_ids: list[int] = []  # the part of the answer that the matcher has followed
 
     def follow(self, token_ids: list[int]) -> None:
-        """Take the answer as it is now: what it shares with the last one stays.
+        """Follow the current answer. The tokens that it shares with the last one are not read again.
 
         Raises:
-            ValueError: the form does not allow it. The matcher is of no use any more.
+            ValueError: the form does not allow the answer. The matcher cannot be used any more.
         """
         known = self._token_ids
         shared = len(known) if token_ids[: len(known)] == known else _num_shared(known, token_ids)
@@ -137,10 +137,10 @@ class Matcher:
         self._token_ids = list(token_ids)
 
     def allowed(self) -> Allowed:
-        """Return which tokens may come next, [vocab_size] bool; the end tokens where the answer is complete.
+        """Return which tokens may come next, [vocab_size] bool; the end tokens are allowed if the answer is complete.
 
         Raises:
-            ValueError: the form has grown too large, or nothing fits it any more.
+            ValueError: the form has become too large, or nothing fits it any more.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
@@ -148,7 +148,7 @@ class Matcher:
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def forced(self) -> int | None:
-        """Return the only token that may come next; None where there are several, or it is too early to tell."""
+        """Return the only token that may come next; None if there are several, or if it is not known yet."""
         if not (self._matcher.is_stopped() or self._matcher.compute_ff_bytes()):
             return None
         found = np.flatnonzero(self.allowed())
@@ -160,7 +160,7 @@ class Matcher:
 
 
 def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatcher":
-    """Compile a form, and begin an answer: some are too large only then, and some allow nothing."""
+    """Compile a form, and try some tokens of an answer, which shows whether the form is too large or allows nothing."""
     import llguidance
 
     limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -178,7 +178,7 @@ def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatc
         if not trial.is_error() and len(first):
             byte = int(bits[first[0]])
             trial.consume_token(int(first[0]) * 8 + (byte & -byte).bit_length() - 1)
-    warnings = [] if form.grammar is not None else found.get_grammar_warnings()  # a grammar has asked to be lenient
+    warnings = [] if form.grammar is not None else found.get_grammar_warnings()  # a grammar may ask to be lenient
     problems = [trial.get_error()] if trial.is_error() else warnings
     if problems:
         text = problems[0]
@@ -187,7 +187,7 @@ def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatc
 
 
 def grammar_of(form: StructuredOutputsParams) -> str:
-    """Return a form in llguidance's own notation. Raises ValueError for a grammar that cannot be read."""
+    """Return a form in llguidance's own notation. Raise ValueError if it cannot be read."""
     import llguidance
 
     matcher = llguidance.LLMatcher
@@ -208,7 +208,8 @@ def grammar_of(form: StructuredOutputsParams) -> str:
 
 
 def _check_bounds(schema: Any) -> None:
-    """Raise ValueError for an exclusive whole bound near the other one: the library would allow the bound itself."""
+    """Raise ValueError for an exclusive integer bound less than 1 from the other bound: llguidance would then allow the
+    bound itself."""
     if isinstance(schema, list):
         for item in schema:
             _check_bounds(item)

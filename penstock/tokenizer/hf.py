@@ -1,9 +1,9 @@
-"""Read a Hugging Face tokenizer, a directory or an object, with the `tokenizers` library alone.
+"""Read a Hugging Face tokenizer from a directory or an object, with the `tokenizers` library alone.
 
 A directory holds tokenizer.json and small files beside it (tokenizer_config.json, special_tokens_map.json,
 chat_template.jinja or .json). Ids and texts equal those of Transformers' PreTrainedTokenizerFast on the same directory.
-As there, tokenizer.json alone decides which tokens `add_special_tokens` adds; add_bos_token and add_eos_token of
-tokenizer_config.json have no effect. Other formats (tokenizer.model, tiktoken) are not converted.
+As in Transformers, tokenizer.json alone determines which tokens `add_special_tokens` adds; add_bos_token and
+add_eos_token of tokenizer_config.json have no effect. Other formats (tokenizer.model, tiktoken) are not converted.
 """
 
 import json
@@ -28,7 +28,7 @@ from penstock.validation import shown
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # cleaned up in this order
+SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # replaced in this order
 MAX_ID_DIGITS = 10
 
 
@@ -54,7 +54,7 @@ class HFTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._clean_up = clean_up and type(backend.model).__name__ != "BPE"  # removes real spaces from BPE texts
+        self._clean_up = clean_up and type(backend.model).__name__ != "BPE"  # would remove real spaces from BPE texts
         self._token_bytes = TokenBytes(backend)
         added = backend.get_added_tokens_decoder()
         self._grammars: Grammars | None = None
@@ -69,7 +69,7 @@ class HFTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of ids; computed on first use, as it takes 0.2 s for 128k tokens."""
+        """The number of ids. Computed on first use, because it takes 0.2 s for 128k tokens."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def to_json(self) -> str:
@@ -77,7 +77,7 @@ class HFTokenizer:
         return str(self._backend.to_str())
 
     def check_form(self, form: StructuredOutputsParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Raise InvalidRequestError for a form of answers that a model with these ids cannot follow."""
+        """Raise InvalidRequestError if a model with these ids cannot follow a form of answers."""
         self.grammars(vocab_size, eos_token_ids).check(form)
 
     def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
@@ -104,7 +104,7 @@ class HFTokenizer:
         return clean_up_spaces(text) if self._clean_up else str(text)
 
     def _tokens_with_joined_specials(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens' strings, with neighbouring added tokens joined to one string."""
+        """Return the tokens' strings, with neighbouring added tokens joined into one string."""
         tokens: list[str] = []
         known = ((token_id, token) for token_id in ids if (token := self._backend.id_to_token(token_id)) is not None)
         for is_added, group in groupby(known, key=lambda pair: pair[0] in self._added_ids):
@@ -155,7 +155,7 @@ def load_tokenizer(directory: str | Path) -> HFTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in the file; {} if the file does not exist."""
+    """Return the object in a file; {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -175,7 +175,7 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def _add_declared_tokens(backend: Backend, config: Mapping[str, Any], named: Mapping[str, AddedToken]) -> None:
-    """Add the tokens that tokenizer.json lacks; added_tokens_decoder also changes the flags of those it has."""
+    """Add the tokens that tokenizer.json lacks. added_tokens_decoder also changes the flags of tokens that it has."""
     listed = config.get("added_tokens_decoder") or {}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if not isinstance(listed, dict) or not isinstance(extra, dict | list):
@@ -205,7 +205,8 @@ def _token(name: str, value: Any, *, special: bool = False) -> AddedToken:
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
-    """Return the template or named templates; .jinja files win over the config, the config over chat_template.json."""
+    """Return the template or named templates. .jinja files take precedence over the config, and the config over
+    chat_template.json."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     named = {name: read_text(path) for name, path in files.items() if path.is_file()}
@@ -215,14 +216,15 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def adopt_tokenizer(given: Any) -> Tokenizer:
-    """Return a Transformers tokenizer object as a HFTokenizer, without importing Transformers; a `Tokenizer` as it is.
+    """Return a Transformers tokenizer object as an HFTokenizer, without importing Transformers. Return a `Tokenizer`
+    unchanged.
 
-    The object's `tokenizers` backend is copied, because HFTokenizer changes it. An object without one is saved to a
-    temporary directory and read from there.
+    The object's `tokenizers` backend is copied, because HFTokenizer changes it. An object without a backend is saved to
+    a temporary directory and read from there.
 
     Raises:
-        InvalidRequestError: the object is neither a `Tokenizer` nor one of Transformers.
-        ModelLoadError: it cannot be saved as a tokenizer.json.
+        InvalidRequestError: the object is neither a `Tokenizer` nor a tokenizer of Transformers.
+        ModelLoadError: the object cannot be saved as a tokenizer.json.
     """
     if callable(getattr(given, "token_to_bytes", None)):
         return cast(Tokenizer, given)

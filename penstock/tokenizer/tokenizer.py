@@ -1,4 +1,4 @@
-"""The protocol of tokenizers, and the checks of a text before it is tokenised. The engine uses neither.
+"""The protocol of tokenizers, and checks of a text before it is tokenised. The engine uses neither.
 
 hf.py implements the protocol over tokenizer.json; tests implement it over bytes.
 """
@@ -34,10 +34,10 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included: one more than the largest."""
+        """The number of ids including added tokens: one more than the largest id."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of the text, with the special tokens that the model expects around it (BOS) if asked for.
+        """Return the ids of the text, by default with the special tokens that the model expects around it (BOS).
 
         Raises:
             InvalidRequestError: the text contains a lone surrogate.
@@ -56,11 +56,11 @@ class Tokenizer(Protocol):
         """Return the text of one token, for logprobs: special tokens by name, incomplete characters as U+FFFD."""
 
     def token_to_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, perhaps an incomplete character; b"" for an id outside the vocabulary."""
+        """Return the bytes of one token, which may end inside a character; b"" for an id outside the vocabulary."""
 
 
 def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each text, without special tokens; in one call where the tokenizer has one for it."""
+    """Return the ids of each text, without special tokens. It is one call if the tokenizer has `encode_all`."""
     at_once = getattr(tokenizer, "encode_all", None)
     if at_once is not None:
         return list(at_once(texts, add_special_tokens=False))
@@ -71,7 +71,7 @@ def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt")
     """Check that a text can fit into the context, before tokenising it costs time and memory.
 
     Raises:
-        InvalidRequestError: it is too long (code "context_length_exceeded").
+        InvalidRequestError: the text is too long (code "context_length_exceeded").
     """
     limit = MAX_CHARS_PER_TOKEN * max_model_len + MAX_CHARS_SLACK
     if len(text) > limit:

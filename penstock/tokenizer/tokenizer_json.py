@@ -15,10 +15,10 @@ from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.validation import one_line, shown
 
 LOGGER = logging.getLogger("penstock")
-MAX_BYTES = 2**28  # of a file; the largest in use have 35 MB
-SLOW_CHARS = 2**25  # of a file that takes long enough to load for a line in the log
-MAX_GROWTH = 1000  # how much longer a text may become; those in use make it three times as long
-MAX_CHARSMAP = 2**24  # characters of base64; the largest in use have 400,000
+MAX_BYTES = 2**28  # of a file; the largest files in use have 35 MB
+SLOW_CHARS = 2**25  # a longer file takes so long to load that it is logged
+MAX_GROWTH = 1000  # factor by which a text may become longer; files in use make it at most three times as long
+MAX_CHARSMAP = 2**24  # characters of base64; the largest maps in use have 400,000
 PROBE = "a A1. \t\n\u00e9\ufb01\u2460\u4f60\U0001f642"  # letters, spaces, and characters that normalizers change
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
 
@@ -27,7 +27,7 @@ def read_backend(folder: Path) -> Backend:
     """Read the tokenizer.json of a model directory.
 
     Raises:
-        ModelLoadError: it is missing or damaged.
+        ModelLoadError: the file is missing or damaged.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -38,8 +38,8 @@ def read_backend(folder: Path) -> Backend:
         backend = Backend.from_str(text)
         _check_growth("normalizer", backend.normalizer)
         _check_growth("decoder", backend.decoder)
-        with contextlib.suppress(Exception):  # an unknown word, for instance: an error of the text, not of the file
-            backend.encode(PROBE)  # a table with entries that point outside it panics here
+        with contextlib.suppress(Exception):  # an error of the text, not of the file: an unknown word, for instance
+            backend.encode(PROBE)  # panics if the table has entries that point outside it
     except BaseException as error:
         if isinstance(error, Exception) or is_panic(error):
             raise ModelLoadError(f"{path}: is not a valid tokenizer: {one_line(error)}") from error
@@ -48,13 +48,13 @@ def read_backend(folder: Path) -> Backend:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an exception is a panic of the library: not an Exception, only named so."""
+    """Return whether an exception is a panic of the library, which is not a subclass of Exception."""
     return type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def library_errors(param: str, what: str) -> Iterator[None]:
-    """Turn what the library raises, plain Exceptions and panics, into an InvalidRequestError that names `param`."""
+    """Turn the library's errors (plain Exceptions and panics) into an InvalidRequestError that names `param`."""
     try:
         yield
     except BaseException as error:
@@ -72,9 +72,9 @@ def _read_announced(path: Path) -> str:
 
 
 def _check_growth(what: str, component: Any) -> None:
-    """Raise ValueError for replacements that, one after the other, make a text more than MAX_GROWTH times as long.
+    """Raise ValueError if the replacements together may make a text more than MAX_GROWTH times as long.
 
-    A decoder runs in the serving process, for every token of a stream, so it may have no regular expression either.
+    A decoder must not have a regular expression either, because it runs in the serving process for every token.
     """
     if component is None:
         return
@@ -91,7 +91,7 @@ def _check_growth(what: str, component: Any) -> None:
 
 
 def _steps(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield every object in a component, however it nests them."""
+    """Yield every object in a component, at any depth."""
     if isinstance(value, dict):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -101,10 +101,10 @@ def _steps(value: Any) -> Iterator[dict[str, Any]]:
 def _check_charsmaps(text: str) -> None:
     """Raise ValueError for a `Precompiled` normalizer with a damaged table, because the library panics on it.
 
-    Checked: base64, size, the announced length, UTF-8. Not checked: entries that point outside the table, which panic
-    on the first text that reaches them (PROBE or a later one), and the running time of regular expressions.
+    Checked: base64, size, the announced length, UTF-8. Not checked: the running time of regular expressions, and
+    entries that point outside the table, which panic on the first text that reaches them (PROBE or a later text).
     """
-    if not re.search(r"precompiled_charsmap|\\u00[4-7]", text):  # letters may be escaped
+    if not re.search(r"precompiled_charsmap|\\u00[4-7]", text):  # the letters of the key may be escaped
         return
 
     def visit(pairs: list[tuple[str, Any]]) -> None:  # gets every duplicate key, as the library does
@@ -116,7 +116,7 @@ def _check_charsmaps(text: str) -> None:
 
 
 def _is_charsmap(text: str) -> bool:
-    """Return whether the base64 text is a length of four bytes, a table of that length in units of 4, and UTF-8."""
+    """Return whether a base64 text holds a length (4 bytes, a multiple of 4), a table of that length, and UTF-8."""
     if len(text) > MAX_CHARSMAP:
         return False
     try:

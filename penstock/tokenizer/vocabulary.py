@@ -1,7 +1,7 @@
 """The bytes of single tokens, derived from the decoder of a `tokenizers` backend. Sequences are not decoded here.
 
-Three kinds of vocabulary: byte-level (each character of a token represents a byte), pieces with byte fallback (▁ is a
-space, <0xE2> a byte) and plain pieces (##ing).
+There are three kinds of vocabulary: byte-level (each character of a token represents a byte), pieces with byte fallback
+(▁ is a space, <0xE2> a byte) and plain pieces (##ing).
 """
 
 import json
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's alphabet: printable bytes represent themselves; U+0100 and following represent the others."""
+    """Return GPT-2's alphabet: printable bytes represent themselves, and U+0100 and following the other bytes."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     table = {chr(byte): byte for byte in shown}

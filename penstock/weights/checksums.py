@@ -1,8 +1,8 @@
-"""Checksums of packed weights: written with them, compared when asked (`verify_files`, `penstock check --files`).
+"""Checksums of packed weights, written with them and compared on request (`verify_files`, `penstock check --files`).
 
-The header's metadata hold, as `crc32`, the CRC-32 of each tensor's bytes in the order in which they lie in the file,
-and at the end that of the rest of the header. CRC-32 finds what disks and copies damage, at 1.7 GiB/s on one core and
-from the standard library; it does not reveal a change that was made to go unnoticed (BLAKE2 would, at a fifth of that).
+The header's metadata field `crc32` lists the CRC-32 of each tensor, in file order, and then the CRC-32 of the rest of
+the header. CRC-32 is in the standard library and finds damage by disks and copies at 1.7 GiB/s on one core. It does not
+reveal a deliberately hidden change; BLAKE2 would, at a fifth of that speed.
 """
 
 import json
@@ -19,16 +19,16 @@ CHUNK = 2**22  # bytes read at once
 
 
 def with_checksums(header: Mapping[str, Any], sums: Sequence[int]) -> dict[str, Any]:
-    """Return a file's header with the checksums of its tensors, given in the order of their places, and its own."""
+    """Return a file's header with the checksums of its tensors, given in file order, and the header's own checksum."""
     words = [f"{value:08x}" for value in (*sums, _header_sum(header))]
     return {**header, "__metadata__": {**header["__metadata__"], KEY: " ".join(words)}}
 
 
 def verify(directory: Path) -> str:
-    """Compare every file of a directory's weights with its checksums. Return what was found, in a few words.
+    """Compare every weight file of a directory with its checksums. Return a short description of the result.
 
     Raises:
-        ModelLoadError: a tensor, or the header, is not what was written; or a file is not sound.
+        ModelLoadError: a tensor or the header differs from what was written, or a file is malformed.
     """
     files = find_files(directory)
     counts = [(file, _verify_file(file)) for file in files]
@@ -39,8 +39,8 @@ def verify(directory: Path) -> str:
 
 
 def _verify_file(file: Path) -> int | None:
-    """Compare one file; return the number of its tensors, None if it has no checksums."""
-    read_entries(file)  # its structure is sound
+    """Compare one file. Return the number of its tensors, or None if it has no checksums."""
+    read_entries(file)  # raises if the structure is malformed
     text = read_header(file)
     header = parse_header(file, text)
     metadata = header.get("__metadata__") or {}
@@ -70,7 +70,7 @@ def _verify_file(file: Path) -> int | None:
 
 
 def _sum_of(stream: Any, length: int) -> int:
-    """Return the checksum of the next bytes, of fewer where the file ends before."""
+    """Return the checksum of the next `length` bytes, or -1 if the file ends before that."""
     value, left = 0, length
     while left and (chunk := stream.read(min(CHUNK, left))):
         value, left = zlib.crc32(chunk, value), left - len(chunk)

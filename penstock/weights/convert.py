@@ -1,8 +1,8 @@
-"""Conversion: a checkpoint, or random weights, become a directory of packed weights that loads as a memory map.
+"""Conversion of a checkpoint, or of random weights, to a directory of packed weights that loads as a memory map.
 
-Each layer is packed as the loader packs it, written and freed before the next; for several ranks, one rank's part after
-the other. config.json is the last file, so the directory is a model only when everything else is there
-(weights/destination.py).
+Each layer is packed as the loader packs it, then written and freed before the next one. For several ranks, their parts
+are written one after the other. config.json is written last, so the directory is a model only once all other files
+exist (weights/destination.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import PACKED
 from penstock.weights.sources import CutSource, ParameterSource, open_source, read_parameters
 
-Progress = Callable[[int, int], None]  # called with the number of finished layers, and of all
+Progress = Callable[[int, int], None]  # called with the number of finished layers and the total
 
 
 def convert_model(
@@ -44,14 +44,14 @@ def convert_model(
     *,
     free_memory: Callable[[], int] | None = None,
 ) -> int:
-    """Write the packed form of the model that a config names, in its dtype and scheme. Return the bytes of its weights.
+    """Write the packed form of a config's model, in the config's dtype and scheme. Return the bytes of its weights.
 
-    free_memory: returns the bytes that may be taken; a model whose largest layer needs more is refused. None checks
+    free_memory: returns the bytes that may be allocated; a model whose largest layer needs more is refused. None checks
         nothing.
 
     Raises:
-        InvalidRequestError: there are no native kernels, the source is packed already, or the destination is not empty
-            or too small.
+        InvalidRequestError: there are no native kernels, the source is already packed, or the destination is not empty
+            or has too little space.
         ModelLoadError: the checkpoint cannot be loaded, or the destination cannot be written.
     """
     if best_level() is None:
@@ -89,10 +89,10 @@ def convert_model(
 
 
 class _Part:
-    """What one rank has of a model, without values; or the whole model, for one process. A Ranks (layers/wires.py).
+    """One rank's part of a model, without values; for one process, the whole model. Implements Ranks (layers/wires.py).
 
     Attributes:
-        layers: by name.
+        layers: the layers of this part by name.
     """
 
     def __init__(self, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource, share: Share) -> None:
@@ -100,7 +100,7 @@ class _Part:
         self.share = share
         self._source = self._rows = source
         self._cuts: Mapping[str, Cut] = {}
-        self._weight = ""  # that is being loaded
+        self._weight = ""  # name of the weight that is being loaded
         split, parameters = None, read_parameters(model)
         if share.degrees.size > 1:
             self._cuts = cut_all(parameters, share, model)
@@ -110,25 +110,25 @@ class _Part:
         self.layers = _packable_layers(empty_model(model, self._make))
 
     def fill(self, prefix: str, layer: WeightLayer) -> None:
-        """Load the values of a layer."""
+        """Load the values of the layer named `prefix`."""
         self._weight = f"{prefix}.weight"
         fill_layer(prefix, layer, self._make, self._rows)
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
-        """Return the largest value of each whole row of the weight, which ranks find together while they load."""
+        """Return the largest value of each whole row of the weight, which a group of ranks would find together."""
         rows = self._source.rows(self._cuts[self._weight].whole)
         return [row_magnitudes(RoundedRows(rows, self._make.ops.dtype))]
 
 
 def _parts(config: EngineConfig, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource) -> list[_Part]:
-    """Return the part of each rank that a config asks for."""
+    """Return the parts of all ranks that a config asks for."""
     together = heads_are_together(read_parameters(model), model)
     degrees = config.parallel.degrees(model, together=together)
     return [_Part(model, numerics, source, Share(rank, degrees)) for rank in range(degrees.size)]
 
 
 def _packable_layers(model: object) -> dict[str, WeightLayer]:
-    """Return the layers of a model by name. Raise ModelLoadError if it has layers of torch's own."""
+    """Return the layers of a model by name. Raise ModelLoadError if it has torch modules with parameters."""
     plain = [full for full, _, _, _ in plain_parameters(model)]
     if plain:
         raise ModelLoadError(

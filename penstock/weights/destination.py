@@ -1,8 +1,8 @@
 """A directory that becomes a model all at once, or stays as it was.
 
-Files have temporary names while they are written. When all of them are on the disk they are renamed in the order in
-which they were made, config.json last, once the others are safe. So an interrupted run never looks complete, and a
-later run removes what a killed one has left.
+Files have temporary names while they are written. When all of them are on disk, they are renamed in the order in which
+they were created; config.json comes last, after the other renames are on disk. So an interrupted run never looks
+complete, and a later run removes the files that a killed run has left.
 """
 
 import fcntl
@@ -23,19 +23,19 @@ UNFINISHED = ".unfinished"  # suffix of a file's name while it is written
 
 
 class Destination:
-    """A directory to be filled in a `with` block; if the block fails, what was written is removed.
+    """A directory to fill in a `with` block; if the block fails, the files written are removed.
 
-    It must not exist, or be empty except for what a killed run has left.
+    The directory must not exist, or must be empty except for the unfinished files of a killed run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._made = False  # whether the directory was made here
-        self._files: list[Path] = []  # written here, by their final names
+        self._made = False  # whether this object created the directory
+        self._files: list[Path] = []  # the files written here, by their final names
         self._handle = -1
 
     def __enter__(self) -> "Destination":
-        """Make and lock the directory. Raise InvalidRequestError if it is not empty, or cannot be made or locked."""
+        """Create and lock the directory. Raise InvalidRequestError if that fails, or the directory is not empty."""
         try:
             self._open()
         except BaseException as error:
@@ -46,7 +46,7 @@ class Destination:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Rename the files, or remove them. Raise ModelLoadError if they cannot be written."""
+        """Rename the files, or remove them after an error. Raise ModelLoadError if they cannot be written."""
         try:
             if error is None:
                 self._rename_all()
@@ -62,12 +62,12 @@ class Destination:
 
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
-        """Yield a new file to write; afterwards it is on the disk, under its temporary name."""
+        """Yield a new file to write; afterwards it is on disk under its temporary name."""
         file = self.path / name
-        self._files.append(file)  # first, so that an interrupt just after the file is made finds it here
+        self._files.append(file)  # before it is created, so that it is removed after an interrupt at any moment
         try:
             stream = _unfinished(file).open("xb")
-        except FileExistsError:  # of somebody else
+        except FileExistsError:  # another process created it
             self._files.remove(file)
             raise
         with stream:
@@ -85,7 +85,7 @@ class Destination:
             stream.write(content)
 
     def copy_companions(self, source: Path) -> None:
-        """Copy tokenizer, chat template, defaults and, last, config.json (made from params.json if that is all)."""
+        """Copy tokenizer, chat template, defaults and, last, config.json (made from params.json if it is missing)."""
         for file in sorted({file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}):
             self.copy(file)
         if (source / CONFIG).exists():
@@ -133,7 +133,7 @@ class Destination:
         os.fsync(self._handle)
 
     def _remove(self) -> None:
-        """Remove what was written here and nothing else, config.json first, since it makes the others a model."""
+        """Remove only the files written here; config.json goes first, because it makes the directory a model."""
         for file in reversed(self._files):
             for name in (file, _unfinished(file)):
                 with suppress(OSError):

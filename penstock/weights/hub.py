@@ -1,4 +1,4 @@
-"""Finds the directory of a model: the bundled demo, a path, or a name on the Hugging Face hub."""
+"""Find the directory of a model: the bundled demo, a path, or a name on the Hugging Face hub."""
 
 import os
 from pathlib import Path
@@ -26,7 +26,7 @@ def find_local(name: str) -> Path | None:
     """Return the directory of "demo", "demo-draft" or a path, without downloading; None for a hub name.
 
     Raises:
-        ModelLoadError: it is none of these.
+        ModelLoadError: the name is none of these.
     """
     if name in ("demo", "demo-draft"):
         from penstock.demo import DRAFT_DIR, MODEL_DIR

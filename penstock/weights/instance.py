@@ -1,8 +1,8 @@
-"""A model object of Transformers in memory: its configuration and weights, without files.
+"""The configuration and weights of a Transformers model object in memory, read without files.
 
-It is recognised by its attributes (`config`, `state_dict`), so nothing here imports Transformers. Names and layouts are
-those of Transformers in memory, where the experts of a layer are one tensor; parameter tables list them (`or`). The
-weights are read when the engine loads and may be changed or freed afterwards.
+The object is recognised by its attributes (`config`, `state_dict`), so nothing here imports Transformers. Names and
+layouts are those of Transformers in memory, where the experts of a layer are one tensor; parameter tables list them
+under `or`. The weights are read when the engine loads and may be changed or freed afterwards.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ SAMPLES = 16  # rows of each tensor that a fingerprint reads
 
 @dataclass(frozen=True, slots=True)
 class HeldRows(FileRows):
-    """A tensor in memory. Its rows are copied, so that the engine keeps nothing that the object's owner may change."""
+    """A tensor in memory. Its rows are copied, so that later changes by the object's owner do not reach the engine."""
 
     tensor: Tensor
 
@@ -34,7 +34,7 @@ class InstanceWeights(Checkpoint):
     """The tensors of a model object, read like a checkpoint's."""
 
     def __init__(self, place: str, tensors: Mapping[str, Tensor]) -> None:
-        """Refer to the tensors of the object `place`. Raise ModelLoadError if one holds no floating-point values."""
+        """Refer to the tensors of an object, which errors call `place`. Raise ModelLoadError if one has no floats."""
         self.files = []
         self._tensors = dict(tensors)
         self.entries = {name: _entry(place, name, tensor) for name, tensor in self._tensors.items()}
@@ -77,7 +77,7 @@ class ModelInstance:
         """Read a model object.
 
         Raises:
-            ModelLoadError: it is not a model of Transformers, or its architecture is not supported.
+            ModelLoadError: it is not a Transformers model, or its architecture is not supported.
         """
         name = type(model).__name__
         config = getattr(model, "config", None)
@@ -100,7 +100,7 @@ class ModelInstance:
 
 
 def _config(model: Any, name: str) -> dict[str, Any]:
-    """Return what save_pretrained would write to config.json, with the class's name and the type of the weights."""
+    """Return what save_pretrained would write to config.json, with the class name and the type of the weights."""
     first = next(iter(model.parameters()), None)
     dtype = "float32" if first is None else str(first.dtype).removeprefix("torch.")
     fields = {key: value for key, value in model.config.to_dict().items() if key != "torch_dtype"}

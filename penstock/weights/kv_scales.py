@@ -1,9 +1,9 @@
-"""Reads fixed scales and offsets of an int8 key/value cache from a safetensors file.
+"""Read fixed scales and offsets of an int8 key/value cache from a safetensors file.
 
     layers.{i}.key_scale, layers.{i}.value_scale      for every layer; from 2^-60 to 2^60
     layers.{i}.key_offset, layers.{i}.value_offset    optional, default 0; |offset * scale| at most 2^60
 
-Each is one number, [Hkv] or [Hkv, D], of any float type. A stored integer B represents (B + offset) * scale
+Each tensor is one number, [Hkv] or [Hkv, D], of any float type. A stored integer B represents (B + offset) * scale
 (quant/kv.py).
 """
 
@@ -33,7 +33,7 @@ def read_kv_scales(file: Path, num_layers: int, num_kv_heads: int, head_dim: int
     """
     try:
         found = file.is_file()
-    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+    except (OSError, ValueError):  # the name is too long, or contains a NUL
         found = False
     if not found:
         raise fail("kv_cache_scales", str(file), "a safetensors file")

@@ -1,8 +1,8 @@
-"""The loader: a family's parameter table, a checkpoint and a backend make a model that computes.
+"""The loader: makes a model ready to compute from a family's parameter table, a checkpoint and a backend.
 
 Each layer receives its parameters as RowSources, reads as many rows as it packs at once, and keeps only the packed
-form. So beside the packed model only a few rows, in the checkpoint's type, are in memory. Packed weights are mapped
-instead (weights/packed.py). A model that does not fit into memory is refused before anything is allocated.
+form. So memory holds the packed model and only a few rows in the checkpoint's type. Packed weights are mapped instead
+(weights/packed.py). A model that does not fit into memory is refused before anything is allocated.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,9 +39,10 @@ class Place:
 
     Attributes:
         free_memory: returns the bytes that the weights may take; None checks nothing.
-        split: a rank's part of every layer (its cuts are found here), and how that meets the others; None: all of it.
-        stage: the layers; None: all.
-        make: makes the factory of the layers.
+        split: which part of every layer a rank holds, and how ranks exchange results (load_model fills in the cuts);
+            None: the whole of every layer.
+        stage: which layers are loaded; None: all.
+        make: makes the layer factory.
     """
 
     free_memory: Callable[[], int] | None = None
@@ -64,13 +65,13 @@ def load_model(
     head: HeadLayout = PLAIN_HEAD,
     place: Place = ANYWHERE,
 ) -> CausalLM:
-    """Load the model of a directory, or of a checkpoint that is open already, ready to compute.
+    """Load the model of a directory, or of an open checkpoint, ready to compute.
 
-    load_format: "auto" maps packed weights if the directory has them, else reads safetensors; "dummy" makes random
+    load_format: "auto" maps packed weights if the directory has them, otherwise reads safetensors; "dummy" makes random
         weights, so config.json is enough.
     scheme: how to quantise; None keeps the backend's type. Packed weights must fit it (packed.fit).
     max_model_len: positions of the rotary tables; None takes the model's context.
-    head: how the columns of the LM head are arranged; packed weights hold the head whole.
+    head: how the columns of the LM head are arranged; packed weights always hold the head in one piece.
     place: which part is loaded, and into how much memory.
 
     Raises:
@@ -87,7 +88,7 @@ def load_model(
     if split is not None:
         split = replace(split, cuts=cut_all(parameters, split.share, model_config))
         parameters = {name: cut.own for name, cut in split.cuts.items()}
-    free_memory = place.free_memory if str(ops.device) == "cpu" else None  # that of other devices is not known here
+    free_memory = place.free_memory if str(ops.device) == "cpu" else None  # not known here for other devices
     if free_memory is not None:
         check_memory({"rotary tables of all positions": rotary_bytes(model_config, max_model_len)}, free_memory())
     make = place.make(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head, split=split)
@@ -118,7 +119,7 @@ def _load_values(
 
 
 def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
-    """Return a model of another convention as a CausalLM."""
+    """Return the model as a CausalLM, behind an adapter if its class follows another convention."""
     if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
         from penstock.conventions import jetstream
 
@@ -127,8 +128,8 @@ def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> Causa
 
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
-    """Return the dtype for the backend of a model, "float32" or "bfloat16" by name: torch's if the model or the
-    kernels compute with torch, else numpy's."""
+    """Return the dtype "float32" or "bfloat16" for a model's backend: torch's if the model or the kernels compute with
+    torch, otherwise numpy's."""
     entry = find_model(model_config.architecture, model_config.model_impl)
     if kernels == "cpu" and not entry.needs_torch:
         return NAMES[name]
@@ -141,8 +142,8 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
     """Return the model with its rotary tables, but without weights.
 
     Raises:
-        ModelLoadError: the model's parameters differ from its table in name or shape, or one that the table wants
-            quantised belongs to a layer of torch's own.
+        ModelLoadError: the model's parameters differ from its table in name or shape, or a parameter that must be
+            quantised belongs to a torch module.
     """
     entry = find_model(model_config.architecture, model_config.model_impl)
     if entry.convention == "jetstream":
@@ -175,42 +176,42 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
 
 
 def weight_layers(model: object) -> Iterable[tuple[str, WeightLayer]]:
-    """Return every layer with parameters of its own, with its full name."""
+    """Return the full name and the layer, for every layer with parameters of its own."""
     return ((name, layer) for name, layer in named_modules(model) if isinstance(layer, WeightLayer))
 
 
 def weight_bytes(model: object, make: LayerFactory) -> int:
-    """Return the bytes that the layers of an empty model will keep, and torch's own modules have."""
+    """Return the bytes that the layers of an empty model will keep, plus those of torch modules."""
     return sum(layer.num_bytes for layer in kept_layers(model, make)) + plain_bytes(model, make)
 
 
 def plain_bytes(model: object, make: LayerFactory) -> int:
-    """Return the bytes of the parameters of torch's own modules."""
+    """Return the bytes of the parameters of torch modules."""
     plain = {id(value): int(value.numel()) for _, _, _, value in plain_parameters(model)}
     return int(make.ops.dtype.itemsize) * sum(plain.values())
 
 
 def kept_layers(model: object, make: LayerFactory) -> list[WeightLayer]:
-    """Return the layers that keep what is loaded: all but the embeddings that read their rows from a head."""
+    """Return the layers that keep their loaded values: all except embeddings that read their rows from the LM head."""
     tied = tied_embeddings(model, make)
     return [layer for name, layer in weight_layers(model) if name not in tied]
 
 
 def tied_embeddings(model: object, make: LayerFactory) -> dict[str, tuple[Embedding, LMHead]]:
-    """Return the embeddings, by name, that can read their rows from the head that is tied to them."""
+    """Return the embeddings, by name, that can read their rows from the LM head tied to them, with that head."""
     layers = dict(weight_layers(model))
     found: dict[str, tuple[Embedding, LMHead]] = {}
     for prefix, head in layers.items():
         if isinstance(head, LMHead) and head.holds_rows:
             name = (make.parameters[f"{prefix}.weight"].tied_to or "").removesuffix(".weight")
-            embedding = layers.get(name)  # another shape is another part of it
+            embedding = layers.get(name)  # different shapes: the two hold different parts
             if isinstance(embedding, Embedding) and embedding.shapes["weight"] == head.shapes["weight"]:
                 found[name] = embedding, head
     return found
 
 
 def plain_parameters(model: object) -> list[tuple[str, Any, str, Any]]:
-    """Return the parameters of torch's own modules: (full name, module, name in the module, value) each."""
+    """Return (full name, module, name in the module, value) for each parameter of a torch module."""
     return [
         (f"{prefix}.{name}" if prefix else name, module, name, value)
         for prefix, module in named_modules(model)
@@ -220,12 +221,12 @@ def plain_parameters(model: object) -> list[tuple[str, Any, str, Any]]:
 
 
 def _fill(model: object, make: LayerFactory, source: ParameterSource) -> None:
-    """Load the values of every layer. Those of torch's own modules get the backend's type; shared ones stay shared."""
+    """Load the values of every layer. Parameters of torch modules get the backend's type; shared ones stay shared."""
     tied = tied_embeddings(model, make)
     for prefix, layer in weight_layers(model):
         if prefix not in tied:
             fill_layer(prefix, layer, make, source)
-    filled: dict[Any, Any] = {}  # torch's parameters
+    filled: dict[Any, Any] = {}  # parameters of torch modules
     for full, module, name, old in plain_parameters(model):
         if old not in filled:
             rows = RoundedRows(source.rows(make.parameters[full]), make.ops.dtype)

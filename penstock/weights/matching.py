@@ -1,4 +1,4 @@
-"""Matching: which tensors of a checkpoint hold which parameter, and in which of its layouts it is written. No torch."""
+"""Matching: which tensors of a checkpoint hold each parameter, and in which of its layouts. No torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from penstock.spec.param_table import Layout, Parameter, ParamTable
 from penstock.spec.unsupported import hint, listed
 from penstock.weights.safetensors import TensorEntry
 
-# Forms of a whole checkpoint: the layout in which each parameter is written.
+# Form of a whole checkpoint -> a function that returns the layout of each parameter.
 FORMS: dict[str, Callable[[Parameter], Layout]] = {
     "transformers": lambda parameter: parameter.layouts[0],
-    # One tensor per parameter, under the table's name; if that name means another layout, in that one.
+    # One tensor per parameter, under the table's name, in the layout that this name stands for.
     "merged": lambda parameter: next(item for item in parameter.layouts if list(item.sources) == [parameter.name]),
     # As many tensors as the table has names for: one per piece and per expert.
     "separate": lambda parameter: max(parameter.layouts, key=lambda item: (item.index is None, len(item.sources))),
@@ -22,9 +22,9 @@ FORMS: dict[str, Callable[[Parameter], Layout]] = {
 class Match:
     """How a checkpoint holds the parameters of a table."""
 
-    layouts: dict[str, Layout]  # by parameter; a tied one is listed only if it is stored too
+    layouts: dict[str, Layout]  # by parameter name; a tied parameter is listed only if it is also stored
     stored: dict[str, str]  # the table's name of a tensor -> the checkpoint's, which may lack the prefix
-    ignored: tuple[str, ...]  # tensors without values of the model, by the checkpoint's names
+    ignored: tuple[str, ...]  # tensors that hold no values of the model, by the checkpoint's names
 
 
 def match(entries: Mapping[str, TensorEntry], parameters: Mapping[str, Parameter], table: ParamTable) -> Match:
@@ -47,13 +47,13 @@ def match(entries: Mapping[str, TensorEntry], parameters: Mapping[str, Parameter
 
 
 def _full_name(name: str, entries: Mapping[str, TensorEntry], known: set[str], table: ParamTable) -> str:
-    """Return a checkpoint's name with the table's prefix if only that makes it a known one."""
+    """Return a checkpoint's name, with the table's prefix added if the name is known only with it."""
     full = table.prefix + name
     return full if name not in known and full in known and full not in entries else name
 
 
 def _nearest(parameter: Parameter, stored: Mapping[str, str]) -> Layout:
-    """Return the first layout whose tensors are all stored, else the one of which most are."""
+    """Return the first layout with all its tensors stored, otherwise the one with the largest share stored."""
     return max(
         parameter.layouts, key=lambda layout: sum(name in stored for name in layout.sources) / len(layout.sources)
     )

@@ -1,12 +1,13 @@
 """Packed weights in a file: written once by `penstock convert`, mapped by every process that loads them.
 
-The file is in the safetensors format and takes the place of a checkpoint in a model directory. Its tensors are what
-PackedLinear.state() returns, named `layer.values` for instance, and the parameters of all other layers in the type in
-which they are computed. Each begins at a multiple of ALIGNMENT bytes; tensors named FILLER.. fill the gaps. A process
-that loads the file reads the header and maps the rest: nothing is copied, and processes share the pages. The
-header has checksums of the data (weights/checksums.py), which are compared only when asked: that reads every byte.
+The file is in the safetensors format and takes the place of a checkpoint in a model directory. It holds the tensors
+that PackedLinear.state() returns, named `layer.values` for instance, and the parameters of all other layers in the type
+in which they are computed. Each begins at a multiple of ALIGNMENT bytes; tensors named FILLER.. fill the gaps. A
+process that loads the file reads the header and maps the rest: nothing is copied, and processes share the pages. The
+header has checksums of the data (weights/checksums.py), which are compared only on request, because that reads every
+byte.
 
-A model that is packed for several ranks has the part of each, one after the other, named `rank.1.layer.values`.
+A model packed for several ranks has their parts one after the other, with names such as `rank.1.layer.values`.
 """
 
 import math
@@ -32,22 +33,22 @@ from penstock.weights.checksums import with_checksums
 from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, pack_header, read_entries, read_metadata
 
 FORMAT = "penstock-packed"
-FORMAT_VERSION = "1"  # goes up with every change of native/abi.h's layout
+FORMAT_VERSION = "1"  # increases with every change of the layout in native/abi.h
 DTYPES = ("bfloat16", "float32")
 FILLER = "_filler."
-CODES = {UINT8: "U8", INT16: "I16", FLOAT32: "F32", BFLOAT16: "BF16"}  # the format's names
+CODES = {UINT8: "U8", INT16: "I16", FLOAT32: "F32", BFLOAT16: "BF16"}  # the names in the safetensors format
 TYPES = {code: dtype for dtype, code in CODES.items()}
-NAME_BYTES = 256  # of the header per tensor: its name, type, shape and offsets
-TENSORS_PER_LAYER = 5  # at most, with the filler
+NAME_BYTES = 256  # header bytes reserved per tensor, for its name, type, shape and offsets
+TENSORS_PER_LAYER = 5  # at most, fillers included
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInfo:
     """The metadata of a file of packed weights."""
 
-    dtype: str  # of the activations and of weights that are not quantised
-    scheme: Scheme | None  # of the others; None: all have the dtype
-    split: str = ""  # between ranks, as `split_name` spells it
+    dtype: str  # type of the activations and of weights that are not quantised
+    scheme: Scheme | None  # scheme of the quantised weights; None: all weights have the dtype
+    split: str = ""  # how ranks split the model, as `split_name` spells it
 
     def __str__(self) -> str:
         split = f", for ranks ({self.split})" if self.split else ""
@@ -57,7 +58,7 @@ class PackedInfo:
         return f"{self.dtype}, {self.scheme.name}{groups}{split}"
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata as the header holds them."""
+        """Return the metadata in the form that the header holds."""
         values: dict[str, Any] = {"split": self.split or None}
         if self.scheme is not None:
             values |= {"quantization": self.scheme.name, "group_size": self.scheme.group_size}
@@ -66,7 +67,7 @@ class PackedInfo:
 
 
 def split_name(degrees: Degrees) -> str:
-    """Return a name for how ranks split a model: equal for equal parts. Empty for one process."""
+    """Return a name for how ranks split a model; equal splits have equal names. Empty for one process."""
     if degrees.size == 1:
         return ""
     sizes = {item.name: getattr(degrees, item.name) for item in fields(degrees)}
@@ -74,15 +75,15 @@ def split_name(degrees: Degrees) -> str:
 
 
 def rank_prefix(share: Share | None) -> str:
-    """Return what the names of a rank's tensors begin with; nothing for one process."""
+    """Return the prefix of a rank's tensor names; empty for one process."""
     return "" if share is None or share.degrees.size == 1 else f"rank.{share.rank}."
 
 
 def check_split(directory: Path, degrees: Degrees) -> None:
-    """Check that packed weights, if a directory holds some, are split as these ranks need.
+    """Check that the packed weights of a directory, if it has any, are split as these ranks need.
 
     Raises:
-        InvalidRequestError: they are not.
+        InvalidRequestError: they are split differently.
     """
     file = find_packed(directory)
     if file is not None and (held := read_info(file).split) != (wanted := split_name(degrees)):
@@ -93,13 +94,13 @@ def check_split(directory: Path, degrees: Degrees) -> None:
 
 
 def find_packed(directory: Path) -> Path | None:
-    """Return the file of packed weights if a directory holds one."""
+    """Return a directory's file of packed weights, or None if it has none."""
     file = directory / PACKED
     return file if file.is_file() else None
 
 
 def read_info(file: Path) -> PackedInfo:
-    """Read the metadata of packed weights. Raise ModelLoadError if they are damaged or of another version."""
+    """Read the metadata of packed weights. Raise ModelLoadError if they are damaged or have another version."""
     metadata = read_metadata(file)
     if metadata.get("format") != FORMAT:
         raise ModelLoadError(f"{file}: holds no packed weights")
@@ -119,12 +120,12 @@ def read_info(file: Path) -> PackedInfo:
 
 
 def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict[str, str]]:
-    """Set the options that were left open to what a packed directory holds, and return why, by option.
+    """Set the options that were left open to fit a packed directory. Return them, with a reason for each.
 
     Without packed weights, or with load_format "dummy", the options are returned unchanged.
 
     Raises:
-        InvalidRequestError: an option asks for something else than the directory holds, or there are no native kernels.
+        InvalidRequestError: an option contradicts the contents of the directory, or there are no native kernels.
     """
     file = find_packed(directory) if numerics.load_format == "auto" else None
     if file is None:
@@ -152,12 +153,12 @@ def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict
 
 
 def check_fit(info: PackedInfo, kernels: str, dtype: str, scheme: Scheme | None) -> None:
-    """Check that packed weights serve these kernels, this dtype and this scheme.
+    """Check that packed weights can be used with these kernels, this dtype and this scheme.
 
-    The scheme may be another one if it stores weights alike: int8 weights serve int8, int8-x2 and int8-x3.
+    A different scheme is accepted if it stores weights in the same way: int8 weights serve int8, int8-x2 and int8-x3.
 
     Raises:
-        InvalidRequestError: they do not; `param` names the option.
+        InvalidRequestError: they cannot; `param` names the option.
     """
     if kernels != "cpu":
         raise InvalidRequestError(
@@ -174,7 +175,7 @@ def check_fit(info: PackedInfo, kernels: str, dtype: str, scheme: Scheme | None)
 
 
 def _asked_scheme(numerics: NumericsConfig, info: PackedInfo) -> Scheme | None:
-    """Return the scheme that the options name; what they leave open is the directory's."""
+    """Return the scheme that the options name, completed from the directory's scheme."""
     held, group_size = info.scheme, numerics.quantization_group_size
     name = numerics.quantization or (held.name if held else None)
     if (name or "").startswith("int4"):
@@ -200,11 +201,12 @@ def restore_packed(
 ) -> None:
     """Map a file of packed weights and give every layer of a model, by its full name, its tensors in that memory.
 
-    share: which rank's they are. is_stage: the file has the layers of other stages, too. What others have is not read.
+    share: the rank whose tensors are wanted; those of other ranks are not read.
+    is_stage: the file also holds the layers of other stages, which are not read.
 
     Raises:
         ModelLoadError: the file is damaged, or holds another model.
-        InvalidRequestError: it was packed for another backend, type or scheme.
+        InvalidRequestError: the file was packed for another backend, type or scheme.
     """
     check_fit(read_info(file), ops.name, str(array_type(ops.dtype)), scheme)
     by_layer: dict[str, dict[str, TensorEntry]] = {}
@@ -214,7 +216,7 @@ def restore_packed(
             prefix, _, part = name.removeprefix(rank).rpartition(".")
             by_layer.setdefault(prefix, {})[part] = entry
     try:
-        with file.open("rb") as stream:  # private and writable, as torch wants its memory; nothing writes to it
+        with file.open("rb") as stream:  # private and writable, because torch requires that; nothing writes to it
             memory = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file}: cannot be mapped: {error}") from None
@@ -229,7 +231,7 @@ def restore_packed(
 
 
 def _mapped(memory: mmap.mmap, entry: TensorEntry) -> Array:
-    """Return an array in the mapped memory; it keeps the map alive."""
+    """Return an array in the mapped memory; the array keeps the map alive."""
     dtype, count = TYPES.get(entry.dtype), math.prod(entry.shape)
     if dtype is None or entry.offset % ALIGNMENT or not count:
         raise ValueError(f"a tensor of {entry.dtype} {list(entry.shape)} that begins at byte {entry.offset}")
@@ -240,13 +242,13 @@ class PackedWriter:
     """Writes a file of packed weights, tensor by tensor; the header is written last, into space reserved for it."""
 
     def __init__(self, stream: BinaryIO, info: PackedInfo, num_layers: int) -> None:
-        """Reserve space for the header. num_layers: calls of `write`, at most."""
+        """Reserve space for the header. num_layers: the largest number of calls to `write`."""
         self._stream = stream
         self._header: dict[str, Any] = {"__metadata__": info.metadata()}
         room = LENGTH_BYTES + NAME_BYTES * (2 + TENSORS_PER_LAYER * num_layers)
         self._start = -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._end = 0  # of the tensors written so far, counted from _start
-        self._sums: list[int] = []  # of their bytes
+        self._end = 0  # end of the tensors written so far, in bytes from _start
+        self._sums: list[int] = []  # their checksums
         stream.seek(self._start)
 
     def write(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:
@@ -257,7 +259,7 @@ class PackedWriter:
             self._add(f"{prefix}.{part}", as_array(tensor))
 
     def finish(self) -> int:
-        """Write the header, and wait until everything is on the disk. Return the bytes of the file."""
+        """Write the header and wait until everything is on disk. Return the size of the file in bytes."""
         header = pack_header(with_checksums(self._header, self._sums), self._start)
         if len(header) > self._start:
             raise ValueError("more tensors than the reserved header has room for")

@@ -1,4 +1,4 @@
-"""A model as the planner sees it: its numbers and its sizes, from config.json alone."""
+"""A model as the planner sees it: its config values and sizes, from config.json alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,12 +26,13 @@ from penstock.weights.loader import dtype_for
 from penstock.weights.sizes import model_sizes, part_of
 from penstock.weights.sources import read_parameters
 
-Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # of a rank's part; () is the whole
+# (name, shape, leaf ends) of each parameter of a rank's part; () for a whole model
+Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The numbers of a model, and a config that is not resolved yet."""
+    """The config values of a model, and an engine config that is not yet resolved."""
 
     config: EngineConfig
     model: ModelConfig
@@ -42,7 +43,7 @@ class PlannedModel:
 
         Raises:
             ModelLoadError: there is no such model, or it cannot be served.
-            InvalidRequestError: only torch computes it, whose memory is its own.
+            InvalidRequestError: the model computes in torch, which allocates its own memory.
         """
         _refuse_unplanned(config)
         import_files(config.imports)
@@ -51,7 +52,7 @@ class PlannedModel:
         numerics, _ = packed.fit(config.numerics, directory)
         planned = cls(replace(config, numerics=numerics), model)
         kernels = planned.resolved().numerics.kernels
-        if kernels != "cpu" or is_torch(planned.ops.dtype):  # in this order: the second imports torch to find out
+        if kernels != "cpu" or is_torch(planned.ops.dtype):  # in this order, because the second check may import torch
             raise check.fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
         return planned
 
@@ -60,7 +61,7 @@ class PlannedModel:
         return layer_shapes(self.parameters)
 
     def resolved(self, num_ranks: int = 0) -> EngineConfig:
-        """Return the config with every choice made. num_ranks: tensor_parallel_size; 0: that of the config."""
+        """Return the resolved config. num_ranks: the tensor_parallel_size; 0 keeps the config's."""
         config = self.config
         if num_ranks:
             config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=num_ranks))
@@ -79,12 +80,12 @@ class PlannedModel:
 
     @property
     def together(self) -> bool:
-        """Whether queries or keys are normed over all heads of a token."""
+        """Whether queries or keys are normalised over all heads of a token."""
         return heads_are_together(self.parameters, self.model)
 
     @property
     def num_elements(self) -> int:
-        """How many weights there are; tied ones count once."""
+        """The number of weights; tied weights count once."""
         return num_elements(self.parameters.values())
 
     @cached_property
@@ -101,7 +102,7 @@ class PlannedModel:
         return {}
 
     def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
-        """Return the sizes of the model, or of a rank's part of it; parts of the same shapes are counted once."""
+        """Return the sizes of the model, or of a rank's part of it. Parts with equal shapes are counted once."""
         split, shapes = (None, ()) if share is None or share.degrees.size == 1 else self._part(share)
         if (scheme, shapes) not in self._found:
             self._found[scheme, shapes] = model_sizes(self.model, self.ops, scheme, self.head, split)
@@ -126,7 +127,7 @@ def layer_shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[tuple[i
 
 
 def _refuse_unplanned(config: EngineConfig) -> None:
-    """Refuse options whose memory or time is not planned."""
+    """Refuse options that use memory or time for which there is no plan."""
     asked = {
         "speculative_config": config.speculation.speculative_config is not None,
         "pipeline_parallel_size": config.parallel.pipeline_parallel_size > 1,

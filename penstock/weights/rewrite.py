@@ -1,8 +1,8 @@
-"""Rewriting: the checkpoint of a model in another form (matching.FORMS), with every bit unchanged.
+"""Rewriting of a model's checkpoint in another form (matching.FORMS), with every bit unchanged.
 
 Pieces are joined or split, experts stacked or unstacked, matrices transposed, tensors renamed. A tied tensor is written
-only if the checkpoint holds it too; tensors without values of the model (the table's `ignore`) are left out. Tensors
-are read piece by piece while they are written, so a model of any size needs little memory.
+only if the checkpoint also holds it; tensors that hold no values of the model (the table's `ignore`) are left out.
+Tensors are read piece by piece while they are written, so a model of any size needs little memory.
 """
 
 import itertools
@@ -28,12 +28,12 @@ from penstock.weights.rows import PIECE_BYTES, read_rows, tensor_rows
 from penstock.weights.safetensors import INDEX, ITEM_BYTES, SINGLE, Checkpoint, num_bytes, pack_header
 from penstock.weights.sources import CheckpointSource, read_table
 
-ALIGNMENT = 8  # of a header's end
-Progress = Callable[[int, int], None]  # called with the number of finished tensors, and of all
+ALIGNMENT = 8  # a header ends at a multiple of this many bytes
+Progress = Callable[[int, int], None]  # called with the number of finished tensors and the total
 
 
 class Rewritten(NamedTuple):
-    """The bytes of all tensors of a new checkpoint, and the tensors that were left out as `ignore` says."""
+    """The bytes of all tensors of a new checkpoint, and the tensors left out because of `ignore`."""
 
     num_bytes: int
     ignored: tuple[str, ...]
@@ -46,7 +46,7 @@ class Outgoing:
     name: str
     dtype: str  # in the format's spelling
     shape: tuple[int, ...]
-    parts: tuple[Callable[[], RowSource], ...]  # called one after the other while writing; together they are all rows
+    parts: tuple[Callable[[], RowSource], ...]  # called one after the other while writing; together they have all rows
 
     @property
     def num_bytes(self) -> int:
@@ -59,8 +59,8 @@ def rewrite_model(
     """Write a model's checkpoint in one of the FORMS, with everything else that its directory needs.
 
     Raises:
-        InvalidRequestError: the source is packed, or the destination is not empty or too small.
-        ModelLoadError: the checkpoint does not fit its architecture, or the form.
+        InvalidRequestError: the source is packed, or the destination is not empty or has too little space.
+        ModelLoadError: the checkpoint does not fit its architecture or the form.
     """
     directory = resolve_model(model)
     _refuse_packed(directory)
@@ -76,7 +76,7 @@ def rewrite_model(
 
 
 def outgoing(source: CheckpointSource, form: str) -> list[Outgoing]:
-    """Return a checkpoint's tensors in another form. Raise ModelLoadError if one would join pieces of several types."""
+    """Return a checkpoint's tensors in another form. Raise ModelLoadError if pieces to be joined differ in type."""
     tensors: dict[str, Outgoing] = {}
     for name, held in source.match.layouts.items():
         parameter = source.parameters[name]
@@ -98,7 +98,7 @@ def _rows(parameter: Parameter, source: CheckpointSource, layout: Layout, tensor
 
 
 def _dtype(parameter: Parameter, source: CheckpointSource, held: Layout) -> str:
-    """Return the type that all pieces of a parameter have."""
+    """Return the common type of all pieces of a parameter."""
     types = {source.dtype(name) for name in held.sources}
     if len(types) > 1:
         raise _mixed(parameter.name, types)
@@ -125,9 +125,9 @@ def _refuse_packed(directory: Path) -> None:
 def write_checkpoint(
     directory: Destination, tensors: Sequence[Outgoing], max_shard_size: int, progress: Progress
 ) -> int:
-    """Write all tensors, and an index if they take several files. Return the bytes of the tensors.
+    """Write all tensors, and an index if there are several files. Return the bytes of the tensors.
 
-    max_shard_size: bytes per file; a larger tensor gets a file of its own.
+    max_shard_size: most bytes per file; a larger tensor gets a file of its own.
     """
     shards, done = _shards(tensors, max_shard_size), itertools.count()
     stem, suffix, count = *SINGLE.split("."), len(shards)

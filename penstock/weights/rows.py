@@ -1,8 +1,8 @@
 """Rows of parameters, read piece by piece (kernels.ops.RowSource), and how a checkpoint's tensors hold them.
 
-`parameter_rows` makes a parameter of the tensors that hold it in a layout (spec/param_table.py), `tensor_rows` makes
-those tensors of the parameter. Both only combine RowSources, so reading or writing a model holds the requested rows in
-memory and no more.
+`parameter_rows` makes a parameter from the tensors that hold it in a layout (spec/param_table.py); `tensor_rows` makes
+those tensors from the parameter. Both only combine RowSources, so reading or writing a model keeps only the requested
+rows in memory.
 """
 
 import bisect
@@ -17,7 +17,7 @@ from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import FLOAT32, FLOAT64, Array, ArrayType, Dtype, array_type, as_array, empty
 from penstock.spec.param_table import Layout
 
-PIECE_BYTES = 2**24  # read at once from a tensor that has to be converted
+PIECE_BYTES = 2**24  # bytes read at once from a tensor that has to be converted
 
 FindRows = Callable[[str, int | None], RowSource]  # (name, index): a checkpoint tensor, or one slice of a stacked one
 
@@ -28,7 +28,7 @@ def read_rows(source: RowSource, start: int, stop: int) -> Array:
 
 
 def common_type(types: Iterable[ArrayType]) -> ArrayType:
-    """Return the float type that holds the values of all these."""
+    """Return the float type that holds the values of all these types."""
     distinct = set(types)
     if len(distinct) == 1:
         return distinct.pop()
@@ -36,7 +36,7 @@ def common_type(types: Iterable[ArrayType]) -> ArrayType:
 
 
 class JoinedRows:
-    """Several sources as one, joined along `axis`: query, key and value rows, for instance."""
+    """Several sources joined along `axis`: query, key and value rows, for instance."""
 
     def __init__(self, parts: Sequence[RowSource], axis: int = 0) -> None:
         self._parts, self._axis = parts, axis
@@ -88,7 +88,7 @@ class CutRows:
 
 
 class TransposedRows:
-    """A transposed matrix. The first read transposes all of it, because every row here needs all rows of the source."""
+    """A transposed matrix. The first read transposes all of it, because every row needs all rows of the source."""
 
     def __init__(self, source: RowSource) -> None:
         self.shape = source.shape[::-1]
@@ -101,7 +101,7 @@ class TransposedRows:
         return self._whole[start:stop]
 
     def _transpose(self) -> Array:
-        """Transpose piece by piece, so that the whole matrix is never in memory both ways."""
+        """Transpose piece by piece, so that memory never holds the whole matrix twice."""
         rows, columns = self._source.shape
         step = max(1, PIECE_BYTES // (4 * columns))
         first = read_rows(self._source, 0, min(step, rows))
@@ -114,9 +114,9 @@ class TransposedRows:
 
 @dataclass(frozen=True, slots=True)
 class HalvedRows:
-    """Rows of rotated heads, each head in two halves where the source interleaves them as pairs.
+    """Rows of rotated heads: the source interleaves the rows of each head as pairs, here they are two halves.
 
-    Row i of a head is the first of pair i, row i + head/2 the second. `back` converts halves to pairs.
+    Row i of a head is the first row of pair i, row i + head/2 the second. `back` converts halves to pairs.
     """
 
     source: RowSource
@@ -137,7 +137,7 @@ class HalvedRows:
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """A source in another type, converted piece by piece, so that the whole is never in memory in both types."""
+    """A source converted to another type piece by piece, so that memory never holds all of it in both types."""
 
     source: RowSource
     dtype: Dtype
@@ -168,7 +168,7 @@ def parameter_rows(layout: Layout, find: FindRows) -> RowSource:
 
 
 def tensor_rows(layout: Layout, whole: RowSource) -> dict[str, RowSource]:
-    """Return the checkpoint tensors, by name, that hold a parameter in this layout; of a stack, its slice."""
+    """Return the checkpoint tensors, by name, that hold a parameter in this layout; for a stacked one, its slice."""
     parts = [_regrouped(whole, layout, back=True) if layout.groups > 1 else whole]
     if len(layout.sources) > 1:
         ends = itertools.accumulate(layout.pieces)
@@ -181,7 +181,7 @@ def tensor_rows(layout: Layout, whole: RowSource) -> dict[str, RowSource]:
 
 
 def _regrouped(rows: RowSource, layout: Layout, *, back: bool) -> RowSource:
-    """Reorder rows that come group by group, each with its share of every piece, to one piece after the other.
+    """Reorder rows from group by group, where each group has its share of every piece, to piece by piece.
 
     `back` does the reverse.
     """
@@ -198,6 +198,6 @@ def _upright(rows: RowSource, layout: Layout) -> RowSource:
 
 
 def _halved(parts: list[RowSource], layout: Layout, *, back: bool) -> list[RowSource]:
-    """Convert queries and keys between halves and pairs; values, the last piece, are not rotated."""
+    """Convert queries and keys between halves and pairs; the last piece, the values, is not rotated."""
     *rotated, values = parts
     return [*(HalvedRows(part, layout.paired_head, back) for part in rotated), values]

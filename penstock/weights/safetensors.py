@@ -1,7 +1,7 @@
 """A checkpoint in safetensors files, single or sharded: names and shapes from the headers, rows on request.
 
-Rows are read, not mapped: the pages of a map would count as this process's memory beside the packed model. Pickled
-checkpoints are refused, because reading one runs code from it.
+Rows are read, not mapped, because the pages of a map would count as this process's memory in addition to the packed
+model. Pickled checkpoints are refused, because reading one runs code from it.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from penstock.validation import one_line, shown
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MISTRAL = "consolidated.safetensors"  # Mistral's own format; if sharded, with .index.json
-ADAPTER = "adapter_model.safetensors"  # a LoRA adapter of a model elsewhere
+ADAPTER = "adapter_model.safetensors"  # a LoRA adapter, without its base model
 PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed.py
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, numpy's
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-LENGTH_BYTES = 8  # before the header: its length
+LENGTH_BYTES = 8  # the header's length, stored before it
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
-MAX_NAME = 512  # characters of a tensor's name
+MAX_NAME = 512  # characters in a tensor's name
 SAMPLES = 16  # places in each file that a fingerprint reads
 SAMPLE_BYTES = 4096
 
@@ -42,17 +42,17 @@ class TensorEntry:
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # in the format's spelling, BF16 for instance
-    offset: int  # of its first byte in the file
+    dtype: str  # in the format's spelling, for instance BF16
+    offset: int  # position of its first byte in the file
 
     def slice(self, index: int) -> "TensorEntry":
-        """Return the entry of one of the float tensors that are stacked along the first axis."""
+        """Return the entry of one of the float tensors stacked along the first axis."""
         shape = self.shape[1:]
         return replace(self, shape=shape, offset=self.offset + index * num_bytes(shape, self.dtype))
 
 
 def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Return the bytes of a tensor of floats; dtype in the format's spelling."""
+    """Return the bytes of a tensor of floats. dtype: in the format's spelling."""
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
@@ -78,7 +78,7 @@ class Checkpoint:
                 self.entries[name] = entry
 
     def rows(self, name: str, index: int | None = None) -> "FileRows":
-        """Return a tensor, or the slice `index` of a stacked one. Raise ModelLoadError if it is of no float type."""
+        """Return a tensor, or the slice `index` of a stacked one. Raise ModelLoadError if it does not hold floats."""
         entry = self.entries[name]
         if entry.dtype not in FLOATS:
             raise ModelLoadError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(FLOATS)}")
@@ -97,7 +97,7 @@ class FileRows:
         return self.entry.shape
 
     def read(self, start: int, stop: int) -> Array:
-        """Read rows start .. stop-1. Raise ModelLoadError if the file cannot be read, or has become shorter."""
+        """Read rows start .. stop-1. Raise ModelLoadError if the file cannot be read or has become shorter."""
         rows: Array = empty((stop - start, *self.shape[1:]), NAMES[FLOATS[self.entry.dtype]])
         buffer = rows.reshape(-1).view(UINT8).data
         try:
@@ -113,7 +113,7 @@ class FileRows:
         return rows
 
     def read_columns(self, start: int, stop: int, begin: int, end: int) -> Array:
-        """Read columns begin .. end-1 of rows start .. stop-1 of a matrix, and no others. Raises as `read` does."""
+        """Read only columns begin .. end-1 of rows start .. stop-1 of a matrix. Raises the same errors as `read`."""
         columns: Array = empty((stop - start, end - begin), NAMES[FLOATS[self.entry.dtype]])
         element = columns.itemsize
         try:
@@ -128,10 +128,10 @@ class FileRows:
 
 
 def find_files(directory: Path) -> list[Path]:
-    """Return the weight files, sorted by name: packed ones, else Transformers', else Mistral's.
+    """Return the weight files, sorted by name: packed files, or else those of Transformers, or else Mistral's.
 
     Raises:
-        ModelLoadError: there are none, or an index does not fit its shards.
+        ModelLoadError: there are no weight files, or an index does not fit its shards.
     """
     if (directory / PACKED).is_file():
         return [directory / PACKED]
@@ -154,8 +154,8 @@ def find_files(directory: Path) -> list[Path]:
 def fingerprint(directory: Path) -> str:
     """Return a short hash of a directory's weights, the same on every machine, without reading them all.
 
-    It covers each file's name, size, header (names, shapes, offsets) and 16 samples of 4 KiB spread evenly over it. It
-    distinguishes checkpoints; it does not reveal a byte that was changed on purpose between the samples.
+    It covers each file's name, size, header (names, shapes, offsets) and 16 evenly spread samples of 4 KiB. It
+    distinguishes checkpoints, but does not reveal a byte deliberately changed between the samples.
     """
     digest = hashlib.sha256()
     for file in find_files(directory):
@@ -185,7 +185,7 @@ def _shards(index: Path) -> list[Path]:
             raise ModelLoadError(f"{index}: {shown(name)} must be the plain name of a .safetensors file")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     for file in files:
-        if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long for a file
+        if not os.path.isfile(file):  # unlike Path.is_file, returns False for a name that is too long
             raise ModelLoadError(
                 f"{index.parent}: shard {one_line(file.name, 100)} is missing, though {index.name} names it"
             )
@@ -197,7 +197,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """Return every tensor of a file, by name. Raise ModelLoadError if it is not a sound safetensors file."""
+    """Return every tensor of a file by name. Raise ModelLoadError if it is not a well-formed safetensors file."""
     text = read_header(file)
     header = parse_header(file, text)
     try:
@@ -214,7 +214,7 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def _check_name(file: Path, name: str) -> None:
-    """Raise ModelLoadError for the name of a tensor that no error message could show."""
+    """Raise ModelLoadError for a tensor name that is too long or not printable."""
     if len(name) > MAX_NAME or not name.isprintable():
         raise ModelLoadError(f"{file}: {shown(name)} cannot be the name of a tensor")
 
@@ -246,7 +246,7 @@ def pack_header(header: Mapping[str, Any], alignment: int) -> bytes:
 
 
 def parse_header(file: Path, text: bytes) -> dict[str, Any]:
-    """Return a header's JSON object. Raise ModelLoadError if it is none, or repeats a key."""
+    """Return a header's JSON object. Raise ModelLoadError if the text is not one, or repeats a key."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -257,7 +257,7 @@ def parse_header(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object, refusing duplicate keys: readers of the format disagree which of them counts."""
+    """Make a JSON object, refusing duplicate keys, because readers of the format disagree about which one counts."""
     if len(result := dict(pairs)) == len(pairs):
         return result
     name = Counter(key for key, _ in pairs).most_common(1)[0][0]

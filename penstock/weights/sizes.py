@@ -1,6 +1,7 @@
-"""What a model's weights and results will take, counted on its layers before any weight is read.
+"""The memory that a model's weights and results will take, counted on its layers before any weight is read.
 
-The engine asks when it starts, and `penstock plan` before there is one: of a whole model, or of a rank's part of it.
+The engine counts when it starts; `penstock plan` counts without an engine. Both can count a whole model or a rank's
+part of it.
 """
 
 from collections import Counter
@@ -28,16 +29,16 @@ from penstock.weights.sources import read_parameters
 def model_sizes(
     model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, split: Split | None = None
 ) -> ModelSizes:
-    """Return the sizes of a model whose layers are all of this package: a layer of torch's own would be allocated.
+    """Return the sizes of a model. It must have no torch modules, because making them would allocate their memory.
 
-    split: the part that a rank has (see `part_of`); None: all of it.
+    split: the part that a rank holds (see `part_of`); None: the whole model.
     """
     make = _factory(model_config, ops, scheme, head, split)
     model = empty_model(model_config, make)
     modules = [module for _, module in named_modules(model)]
     heads = [module for module in modules if isinstance(module, LMHead)]
     experts = [expert for module in modules if isinstance(module, MoE) for expert in module.experts]
-    # One call computes all experts of a layer, so that they leave no results of their own.
+    # One call computes all experts of a layer, so the single experts need no result buffers.
     unused = {layer.out for expert in experts for layer in (expert.gate_up_proj, expert.down_proj)}
     plain, kept = "float32" if int(ops.dtype.itemsize) == 4 else "bfloat16", kept_layers(model, make)
     weights = sum(layer.num_bytes for layer in kept) + plain_bytes(model, make)
@@ -52,7 +53,7 @@ def model_sizes(
 
 
 def _products(modules: Iterable[object], plain: str) -> dict[str, Products]:
-    """Return what products read and multiply, by how often a step uses them."""
+    """Return the bytes and operations of products, grouped by how often a step uses them."""
     experts = {id(layer) for layer in _expert_products(modules)}
     products = {name: Products() for name in ("layers", "head", "experts")}
     for layer in modules:
@@ -63,26 +64,26 @@ def _products(modules: Iterable[object], plain: str) -> dict[str, Products]:
 
 
 def _kinds(layers: Iterable[WeightLayer], plain: str, total: int) -> dict[str, int]:
-    """Return the bytes of weights by type, with scales, biases and padding apart."""
+    """Return the bytes of weights by type, with scales, biases and padding listed separately."""
     kinds: Counter[str] = Counter()
     for layer in layers:
         if isinstance(layer, Linear):
             kinds.update(_bytes_of(layer, plain))
         else:
             kinds[plain if isinstance(layer, Embedding) else "float32"] += int(layer.num_bytes)
-    kinds[plain] += total - kinds.total()  # parameters of torch's own modules
+    kinds[plain] += total - kinds.total()  # parameters of torch modules
     return {kind: size for kind, size in kinds.items() if size}
 
 
 def part_of(share: Share, parameters: Mapping[str, Parameter], model_config: ModelConfig) -> Split:
-    """Return the part of a model that a rank has, to be counted and never computed."""
+    """Return a rank's part of a model, which is only counted, never computed."""
     return Split(share, _NoRanks(), cut_all(parameters, share, model_config))
 
 
 def _factory(
     model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, split: Split | None
 ) -> LayerFactory:
-    """Return what makes the layers of a model, or of a rank's part, which is never computed."""
+    """Return the factory for the layers of a model, or of a rank's part of it."""
     if split is None:
         parameters = read_parameters(model_config)
     else:
@@ -91,7 +92,7 @@ def _factory(
 
 
 class _NoRanks:
-    """The other ranks of a model that is only counted."""
+    """Stands for the other ranks of a model that is only counted."""
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
         raise AssertionError("a model that is only counted does not compute")
@@ -110,13 +111,13 @@ def _kind(layer: Linear, plain: str) -> str:
 
 
 def _product(layer: Linear, plain: str) -> Products:
-    """Return the work of one row through a weight."""
+    """Return the bytes of a weight, and the operations that multiply one row by it."""
     (n, k), scheme, kind = layer.spec.shape, layer.spec.packing.scheme, _kind(layer, plain)
     return Products({kind: int(layer.num_bytes)}, {kind: 2 * n * k * max(1, scheme.slices if scheme else 1)})
 
 
 def _bytes_of(layer: Linear, plain: str) -> Counter[str]:
-    """Return the bytes of a packed weight: its values, scales, bias, and what rounds all of them up."""
+    """Return the bytes of a packed weight by part: values, scales, bias and padding."""
     (n, k), scheme = layer.spec.shape, layer.spec.packing.scheme
     bits = scheme.weight_bits if scheme else 32 if plain == "float32" else 16
     parts = Counter({_kind(layer, plain): n * k * bits // 8})

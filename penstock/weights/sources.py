@@ -20,15 +20,15 @@ from penstock.weights.matching import match
 from penstock.weights.rows import CutRows, JoinedRows, parameter_rows, read_rows
 from penstock.weights.safetensors import Checkpoint
 
-COMPARED_ROWS = 1024  # read at once from each of two tensors that must be equal
-DUMMY_BLOCK = 2**16  # elements from one random stream
+COMPARED_ROWS = 1024  # rows read at once from each of two tensors that must be equal
+DUMMY_BLOCK = 2**16  # elements taken from one random stream
 
 
 class ParameterSource(Protocol):
     """Supplies the values of parameters."""
 
     def rows(self, parameter: Parameter) -> RowSource:
-        """Return the whole parameter, in its own shape and any float type."""
+        """Return the whole parameter, in its own shape and in any float type."""
 
 
 def read_table(model_config: ModelConfig) -> ParamTable:
@@ -58,7 +58,7 @@ class CheckpointSource:
     """Parameters from safetensors files."""
 
     def __init__(self, checkpoint: Checkpoint, table: ParamTable, parameters: Mapping[str, Parameter]) -> None:
-        """Match the checkpoint with a table's parameters. Raise ModelLoadError if they do not fit (matching.match)."""
+        """Match the checkpoint with the parameters of a table. Raise ModelLoadError if they do not fit (see match)."""
         self.parameters = parameters
         self.match = match(checkpoint.entries, parameters, table)
         self._checkpoint = checkpoint
@@ -77,7 +77,7 @@ class CheckpointSource:
         return self._checkpoint.rows(self.match.stored[name], index)
 
     def dtype(self, name: str) -> str:
-        """Return the type of a tensor, by the table's name, as safetensors spells it."""
+        """Return the type of a tensor, given by the table's name, as safetensors spells it."""
         return self._checkpoint.rows(self.match.stored[name]).entry.dtype
 
     def _check_tied(self, parameter: Parameter) -> None:
@@ -99,7 +99,7 @@ def _equal(one: RowSource, other: RowSource) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CutSource:
-    """The parts of parameters that one of several ranks has."""
+    """One rank's parts of the parameters."""
 
     source: ParameterSource
     cuts: Mapping[str, Cut]
@@ -114,7 +114,7 @@ class CutSource:
 
 
 class DummySource:
-    """Random parameters, each a function of its name alone: for speed tests, and to try a config without weights."""
+    """Random parameters that depend only on their names: for speed tests, and to try a config without weights."""
 
     def rows(self, parameter: Parameter) -> RowSource:
         return DummyRows(parameter.tied_to or parameter.name, parameter.shape)
@@ -122,17 +122,17 @@ class DummySource:
 
 @dataclass(frozen=True, slots=True)
 class DummyRows:
-    """Random values, each a function of the parameter's name and of its place in the parameter alone.
+    """Random values that depend only on the parameter's name and on their position in it.
 
-    Uniform and centred, with standard deviation 1 / sqrt(K), so that products keep the magnitude of their input; norms
-    are 1, biases small.
+    They are uniform and centred, with standard deviation 1 / sqrt(K), so that products keep the magnitude of their
+    input. Norms are 1, biases small.
     """
 
     name: str
     shape: tuple[int, ...]
 
     def read(self, start: int, stop: int) -> Array:
-        if len(self.shape) == 1 and self.name.endswith(".weight"):  # a norm's, whatever its name
+        if len(self.shape) == 1 and self.name.endswith(".weight"):  # a norm, whatever its name
             return np.ones((stop - start, *self.shape[1:]), dtype=FLOAT32)
         width = math.prod(self.shape[1:])
         first, last = start * width, stop * width

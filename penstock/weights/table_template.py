@@ -23,9 +23,9 @@ from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
 
 LINE = 120  # columns
 ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|out_proj|c_proj|down_proj|dense|dense_4h_to_h|fc2|wo|w2)\.")
-LOOKUP = re.compile(r"embed|wte|wpe|norm|(^|\.)ln_")  # read row by row, or replicated
+LOOKUP = re.compile(r"embed|wte|wpe|norm|(^|\.)ln_")  # parameters that are read row by row, or replicated
 TYPES = FLOATS | {"U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
-# Words of a table's shape -> the keys under which config.json files of Transformers' models have that size.
+# Word in a table's shape -> the keys under which Transformers' config.json files have that size.
 SPELLINGS = {
     "vocab": ("vocab_size",),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -44,13 +44,13 @@ class Line:
 
     name: str
     fields: tuple[str, ...]  # "shape: [hidden]" and so on
-    axis: int  # for a sharding map; -1: replicated or unknown
+    axis: int  # the split axis, for a sharding map; -1: replicated or unknown
     dtype: str  # torch's name; "" if the model has no such parameter
     shape: tuple[int, ...]
     remark: str = ""  # added to the comment
 
     def table(self) -> str:
-        """Return the line of a parameter table; of a template, with the field `shard` left open."""
+        """Return the line of a parameter table; in a template, its field `shard` is left open."""
         tensor = f"{self.dtype} {list(self.shape)}" if self.dtype else ""
         comment = f"  # {'; '.join(filter(None, [tensor, self.remark]))}"
         fields = f"{{{', '.join(self.fields)}}}"
@@ -119,12 +119,12 @@ def _known_line(
 
 
 def row_fields(row: Row) -> tuple[str, ...]:
-    """Return the fields of a table's row as a file holds them."""
+    """Return the fields of a table's row as they are written in a file."""
     return tuple(f"{name}: {_value(value)}" for name, value in row.fields.items())
 
 
 def _value(value: Any) -> str:
-    """Return a value in YAML: JSON, except that plain words need no quotes."""
+    """Return a value as YAML: JSON, but with plain words unquoted."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list):
@@ -166,7 +166,7 @@ def _unknown_line(pattern: str, found: list[TensorEntry], sizes: Mapping[int, li
 
 
 def guess_axis(name: str, num_axes: int) -> int:
-    """Guess the axis that tensor parallelism splits: the last of a product whose results are summed, else the first."""
+    """Guess the axis that tensor parallelism splits: the last if ranks sum the product's results, else the first."""
     if num_axes == 0 or (num_axes == 1 and (ROW_PARALLEL.search(name) or LOOKUP.search(name))):
         return -1
     if "norm" in name:
@@ -175,7 +175,7 @@ def guess_axis(name: str, num_axes: int) -> int:
 
 
 def size_words(config: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Return size -> the words of a table's shape that stand for it, as far as config.json gives them."""
+    """Return size -> the words for it in a table's shape, as far as config.json gives sizes."""
     found = {word: _first(config, keys) for word, keys in SPELLINGS.items()}
     heads, hidden = _first(config, HEADS), found["hidden"]
     head = _first(config, ("head_dim",)) or (hidden // heads if heads and hidden else None)
@@ -199,6 +199,6 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _entries(directory: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint if there is one; a hub name's directory may hold its index only."""
+    """Return the tensors of a checkpoint if there is one; the directory of a hub name may hold only an index."""
     stored = any(directory.glob("*.safetensors")) and not (directory / PACKED).is_file()
     return Checkpoint(directory).entries if stored else {}

@@ -1,4 +1,4 @@
-"""Run the targets at each level of this machine."""
+"""Run the targets at each instruction level of this machine."""
 
 import sys
 import time
@@ -15,10 +15,10 @@ TARGETS = {
 
 
 def main(calls: int, names: tuple[str, ...] = tuple(TARGETS)) -> None:
-    """Call each of these entry points so often at each level; a failure names the target and the seed.
+    """Call each of these entry points `calls` times at each level. A failure names the target and the seed.
 
     Raises:
-        AssertionError: a result, a status or memory beside an operand is wrong.
+        AssertionError: a result, a status or the memory next to an operand is wrong.
     """
     library = load_library()
     if library is None:
@@ -36,7 +36,7 @@ def run(fuzz: Fuzz, name: str) -> None:
     """Run one target once, and free its context and operands.
 
     Raises:
-        AssertionError: see `main`.
+        AssertionError: as in `main`.
     """
     try:
         TARGETS[name](fuzz)

@@ -1,4 +1,4 @@
-"""Targets of attention: caches of each kind, windows, biases, shared prefixes, plans, and steps that are refused."""
+"""Targets for attention: caches of each kind, windows, biases, shared prefixes, plans, and steps that are refused."""
 
 import ctypes
 
@@ -12,12 +12,12 @@ from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, INT32, INT64, Arra
 from tools.fuzz_native.caches import Paged
 from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz, same_bits
 
-ATTENDED = {FLOAT32: 2e-5, BFLOAT16: 0.03, INT8: 0.03}  # error of a result with the stored values
-SPAN = 2048  # neighbouring sequences share prefixes of whole spans
+ATTENDED = {FLOAT32: 2e-5, BFLOAT16: 0.03, INT8: 0.03}  # largest error of a result, given the stored values
+SPAN = 2048  # tokens; neighbouring sequences share prefixes of whole spans
 
 
 def attend(fuzz: Fuzz) -> None:
-    """One step: compare with float64 over the values in the cache, and each sequence with the sequence alone."""
+    """Run one step: compare it with float64 over the values in the cache, and each sequence with the sequence alone."""
     prefix = SPAN if fuzz.chance(0.05) else 0
     count = 2 if prefix else fuzz.random.choice((0, 1, 2, 3))
     lengths = [prefix + fuzz.size(1, 129) for _ in range(count)]
@@ -68,7 +68,7 @@ def _metadata(paged: Paged, chosen: list[int], new: list[int], window: int | Non
 
 
 def _attend(paged: Paged, meta: AttentionMetadata, params: AttentionParams, given: list[list[Array]]) -> Array:
-    """Plan and attend, with memory reserved or not: [T, heads, D]."""
+    """Plan and attend, with or without memory reserved. Return [T, heads, D]."""
     fuzz, heads, tokens = paged.fuzz, paged.heads, len(meta.slot_mapping)
     planned = paged.cache.plan(meta, heads, paged.dtype, LEVELS[fuzz.level], fuzz.threads)
     step, native = fill_step(PenstockAttentionStep(), planned), NativeParams(params, heads.num_heads)
@@ -90,7 +90,7 @@ def _attend(paged: Paged, meta: AttentionMetadata, params: AttentionParams, give
 def _compare(
     paged: Paged, row: int, found: Array, q: Array, params: AttentionParams, sight: tuple[int | None, int]
 ) -> None:
-    """Compare the results of one sequence with float64 over what its cache holds now."""
+    """Compare the results of one sequence with float64 over the present contents of its cache."""
     (window, sinks), length, heads = sight, paged.lengths[row], paged.heads
     k, v = (np.repeat(part.astype(np.float64), heads.num_heads // heads.num_kv_heads, axis=1)
             for part in paged.load(paged.slots(row, 0, length)))  # fmt: skip
@@ -113,7 +113,7 @@ def _compare(
 
 
 def attend_refuses(fuzz: Fuzz) -> None:
-    """A slot, block or length outside of its table is refused before anything is written."""
+    """Check that a slot, block or length out of range is refused before anything is written."""
     paged = Paged(fuzz, [40, 20])
     meta = _metadata(paged, [0, 1], [1, 1], None, 0)
     planned = paged.cache.plan(meta, paged.heads, paged.dtype, LEVELS[fuzz.level], fuzz.threads)
@@ -141,7 +141,7 @@ def attend_refuses(fuzz: Fuzz) -> None:
 
 
 def attention_bytes(fuzz: Fuzz) -> None:
-    """The library and the planner agree on the memory of a step, which can be reserved."""
+    """Check that the library and the planner agree on the memory of a step, and that it can be reserved."""
     paged = Paged(fuzz, [fuzz.size(1) for _ in range(fuzz.rows())])
     meta = _metadata(paged, list(range(len(paged.lengths))), [1] * len(paged.lengths), None, 0)
     planned = paged.cache.plan(meta, paged.heads, paged.dtype, LEVELS[fuzz.level], fuzz.threads)

@@ -1,4 +1,4 @@
-"""Targets of the cache of attention: storing keys and values, and reading them."""
+"""Targets for the attention cache: storing and reading keys and values."""
 
 import numpy as np
 
@@ -8,14 +8,13 @@ from penstock.kernels.metadata import CacheSpec, Heads, KVScales
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, INT32, INT64, Array, ArrayType
 from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz
 
-STORED = {FLOAT32: 0.0, BFLOAT16: 2**-8, INT8: 2**-6}  # error of a stored value, of about the largest of its head
+STORED = {FLOAT32: 0.0, BFLOAT16: 2**-8, INT8: 2**-6}  # error of a stored value, relative to its head's largest value
 
 
 class Paged:
-    """A cache in guarded memory in which nobody has written (every float is NaN), and sequences with random blocks.
+    """An unwritten cache in guarded memory (every float is NaN), and sequences with random blocks.
 
-    Attributes:
-        slots: of every position of each sequence; leading blocks may be those of the sequence before.
+    Leading blocks of a sequence may be those of the previous one.
     """
 
     def __init__(self, fuzz: Fuzz, lengths: list[int], shared: int = 0) -> None:
@@ -70,7 +69,7 @@ def _channel_scales(fuzz: Fuzz, kv_heads: int, head_dim: int) -> KVScales:
 
 
 def cache_store(fuzz: Fuzz) -> None:
-    """Store some tokens of a sequence, skip others, and read all of them back; slots beyond the cache are refused."""
+    """Store some tokens of a sequence, skip others, and read all back. Slots beyond the cache must be refused."""
     length = fuzz.size(1, 129)
     paged = Paged(fuzz, [length])
     k, v = (paged.random(length, paged.heads.num_kv_heads) for _ in range(2))
@@ -86,13 +85,13 @@ def cache_store(fuzz: Fuzz) -> None:
         right = right.astype(np.float64)
         largest = np.abs(right).max(axis=2, keepdims=True, initial=0) + (1 if paged.cache.spec.scales else 0)
         wrong = np.abs(found - right) > STORED[paged.kind] * largest
-        if paged.cache.spec.scales is not None:  # what is outside of a channel's range is clipped
+        if paged.cache.spec.scales is not None:  # values outside a channel's range are clipped
             wrong &= np.abs(right) < 3
         assert not wrong.any(), f"cache_load: {found[wrong][:3]} where {right[wrong][:3]} was stored"
 
 
 def cache_load(fuzz: Fuzz) -> None:
-    """Read slots that are negative or outside: refused; and no slots at all."""
+    """Read no slots, and read slots that are negative or too large, which must be refused."""
     paged = Paged(fuzz, [33])
     end = paged.cache.spec.num_blocks * paged.cache.spec.block_size
     slots = paged.slots(0, 0, 33)[: fuzz.size(0, 33)]

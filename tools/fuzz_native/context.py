@@ -1,4 +1,4 @@
-"""Targets of the library itself, of contexts and recorded programs, and of the limits of the machine."""
+"""Targets for the library itself, contexts, recorded programs and the machine's limits."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ def best_level(fuzz: Fuzz) -> None:
 
 
 def contexts(fuzz: Fuzz) -> None:
-    """Use a second context between two calls of the first one, and free it."""
+    """Use and free a second context between two calls with the first one."""
     other = Fuzz(fuzz.library, fuzz.level, fuzz.random.randrange(2**30), threads=fuzz.random.choice((1, 1, 2, 3)))
     assert other.context, "context_new: no context"
     _add(fuzz)
@@ -32,7 +32,7 @@ def contexts(fuzz: Fuzz) -> None:
 
 
 def context_pin(fuzz: Fuzz) -> None:
-    """Pin a helper to this process's CPUs, to none, or to one that cannot exist; threads that are no helpers."""
+    """Pin a helper to this process's CPUs, to none, or to one that cannot exist; try other threads, too."""
     allowed, helpers = sorted(os.sched_getaffinity(0)), range(1, fuzz.threads)
     cpus = fuzz.random.choice((allowed, allowed[:1], [], [-1], [2**30]))
     thread = fuzz.random.choice((*helpers, 0, -1, fuzz.threads, 2**31 - 1))
@@ -63,7 +63,7 @@ def trace(fuzz: Fuzz) -> None:
 
 
 def replay(fuzz: Fuzz) -> None:
-    """Replay an addition and a soft cap; an unknown function ends the program."""
+    """Replay an addition and a soft cap. An unknown function must end the program."""
     count = fuzz.size()
     x, h, unknown = fuzz.normal(count), fuzz.normal(count), fuzz.random.choice((-1, len(RECORDABLE), 2**62))
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Targets of packed weights: packing, products, mixtures of experts, rows of a tied head."""
+"""Targets for packed weights: packing, products, mixtures of experts, rows of a tied head."""
 
 import ctypes
 import itertools
@@ -20,19 +20,19 @@ ACTIVATIONS = {
     ABI.constants["ACT_SILU"]: lambda x: x / (1 + np.exp(-x)),
 }
 OTHER_ACTIVATIONS = ABI.constants["ACT_GELU"], ABI.constants["ACT_GELU_TANH"]
-INT4_CLIPS = 1.1  # int4 may clip the largest weights of a group: its error may exceed half a step by so much
+INT4_CLIPS = 1.1  # factor on half a step as the error bound, because int4 may clip the largest weights of a group
 
 
 @dataclass
 class Weight:
-    """A packed weight, what was packed [n, k], and the bias [n] or None."""
+    """A packed weight, the values that were packed [n, k], and the bias [n] or None."""
 
     linear: CpuLinear
     values: Array
     bias: Array | None
 
     def error(self, x: Array) -> Array:
-        """Return a bound of the error of x [rows, k] times the weight, because both are quantised: [rows, n]."""
+        """Return a bound [rows, n] of the quantisation error of x [rows, k] times the weight."""
         layout, x, values = self.linear.layout, x.astype(np.float64), self.values.astype(np.float64)
         of_weight, of_x = np.zeros((1, layout.n)), np.zeros((len(x), 1))
         if not layout.slices and not layout.group_size:
@@ -47,7 +47,7 @@ class Weight:
 
 
 def _squares(layout: Layout, values: Array) -> Array:
-    """Return a bound of the sum of squared errors of each row of a quantised weight: [n]."""
+    """Return a bound [n] of the sum of squared errors in each row of a quantised weight."""
     if not layout.group_size:
         return layout.k * (np.abs(values).max(axis=1) / 127 / 2) ** 2 * 1.1
     squares = np.zeros(layout.n)
@@ -74,7 +74,7 @@ def _scheme(fuzz: Fuzz) -> Scheme | None:
 
 
 def _weight(fuzz: Fuzz, layout: Layout, dtype: ArrayType, *, bias: bool, poison: bool = False) -> Weight | None:
-    """Pack random numbers in two parts, the second first; None if they were refused, as poisoned ones have to be."""
+    """Pack random numbers in two parts, the second part first. Return None if they were rightly refused as poisoned."""
     values = fuzz.numbers.standard_normal((layout.n, layout.k)).astype(np.float32).astype(dtype)
     if poison:
         values[fuzz.random.randrange(layout.n), fuzz.random.randrange(layout.k)] = np.inf
@@ -91,7 +91,7 @@ def _weight(fuzz: Fuzz, layout: Layout, dtype: ArrayType, *, bias: bool, poison:
     if fuzz.chance(0.5):
         cuts = sorted({*cuts, fuzz.random.randint(0, layout.n)})
     magnitudes = None
-    if layout.kind == INT8 and not expected and fuzz.chance(0.3):  # as for a part of a wider weight
+    if layout.kind == INT8 and not expected and fuzz.chance(0.3):  # as if this were a part of a wider weight
         magnitudes = fuzz.array(np.abs(values.astype(np.float32)).max(axis=1))
     for first, end in reversed(list(itertools.pairwise(cuts))):
         bad = expected and not np.isfinite(values[first:end].astype(np.float32)).all()
@@ -102,7 +102,7 @@ def _weight(fuzz: Fuzz, layout: Layout, dtype: ArrayType, *, bias: bool, poison:
 
 
 def pack_rows(fuzz: Fuzz) -> None:
-    """Pack; then products with the rows of a unit matrix give the weight back, as precisely as it is stored."""
+    """Pack a weight. Products with the rows of a unit matrix must return it as precisely as it is stored."""
     scheme, dtype, gated = _scheme(fuzz), fuzz.dtype(), fuzz.chance(0.3)
     n, k = fuzz.size(1, 129) * (2 if gated else 1), fuzz.size(1, 129)
     layout = _layout(fuzz, n, k, dtype, gated=gated, scheme=scheme)

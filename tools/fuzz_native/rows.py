@@ -1,4 +1,4 @@
-"""Targets of the operations on rows, of the router and of logits."""
+"""Targets for operations on rows, for the router and for logits."""
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def _norm(fuzz: Fuzz, name: str, *, adds: bool, centred: bool) -> None:
         total = total - total.mean(axis=1, keepdims=True) if centred else total
         expected = total / np.sqrt((total**2).mean(axis=1, keepdims=True) + EPS) * weight.values
         expected = expected if bias is None else expected + bias.values
-        moderate = np.abs(x).max(axis=1, initial=0) < 1e15  # squares of larger numbers are infinite in float32
+        moderate = np.abs(x).max(axis=1, initial=0) < 1e15  # the squares of larger numbers overflow float32
     fuzz.close_to(found[moderate], expected[moderate], 4 * PRECISION[dtype])
 
 
@@ -93,7 +93,7 @@ def rotary_qkv(fuzz: Fuzz) -> None:
     cos_sin = fuzz.random.choice((cos_sin, None))
     weights = [item for size in norms for item in (fuzz.normal(size) if size else None, size)]
     if cos_sin is None:
-        expected = 0  # without a rotation a position is not looked up
+        expected = 0  # without a rotation, no position is looked up
 
     def compute(chosen: Array) -> Array:
         outs = [fuzz.out((len(chosen), count * head_dim), dtype) for count in (heads, kv_heads, kv_heads)]
@@ -121,7 +121,7 @@ def route(fuzz: Fuzz) -> None:
         assert len({*ids.values[row].tolist()}) == top_k, "route: an expert is chosen twice"
         assert ((ids.values[row] >= 0) & (ids.values[row] < experts)).all(), "route: no such expert"
         scores = logits.values[row].astype(np.float64)
-        if not (np.abs(scores) < 80).all():  # probabilities of zero are equal, whatever their logits
+        if not (np.abs(scores) < 80).all():  # probabilities that round to zero are equal, whatever their logits
             continue
         assert np.array_equal(ids.values[row], np.argsort(-scores, kind="stable")[:top_k]), "route: not the largest"
         shares = np.exp(scores - scores.max())[ids.values[row]]

@@ -1,4 +1,4 @@
-"""The target of sampling."""
+"""The target for sampling."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from penstock.kernels.sampling import NO_TOKEN
 from penstock.kernels.tensors import FLOAT32, INT64, Array
 from tools.fuzz_native.target import Fuzz
 
-PAIRS = ("masked", "bias", "repetition", "counts")  # fields of which each has pairs (row, id)
+PAIRS = ("masked", "bias", "repetition", "counts")  # fields that hold pairs (row, id)
 
 
 def sample(fuzz: Fuzz) -> None:
@@ -39,7 +39,7 @@ def sample(fuzz: Fuzz) -> None:
 
 
 def _fields(fuzz: Fuzz, rows: int, vocab: int) -> dict[str, Array]:
-    """Return some parameters of each row, and pairs (row, id) without repetition."""
+    """Return some parameters of each row, and distinct pairs (row, id)."""
     numbers = fuzz.numbers
     fields: dict[str, Array] = {"temperature": numbers.choice([0, 0.1, 1, 2], rows).astype(FLOAT32)}
     noise = numbers.integers(0, 2**62, (rows, 3), dtype=INT64)

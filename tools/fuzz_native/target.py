@@ -16,13 +16,13 @@ EXTREME = (np.nan, np.inf, -np.inf, 3e38, 1e-40, -0.0)
 BEFORE = 0xA5  # bytes of the page before an operand
 PROT_NONE = 0
 TYPES = {FLOAT32: ABI.constants["TYPE_F32"], BFLOAT16: ABI.constants["TYPE_BF16"]}
-PRECISION = {FLOAT32: 1e-4, BFLOAT16: 2**-7}  # relative, of a result that is rounded once and summed in float32
+PRECISION = {FLOAT32: 1e-4, BFLOAT16: 2**-7}  # relative error of a result that is summed in float32 and rounded once
 OK, OUT_OF_RANGE = ABI.constants["STATUS_OK"], ABI.constants["STATUS_OUT_OF_RANGE"]
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Guarded:
-    """Memory of `count` bytes that ends at a page without access; ctypes passes it as its address.
+    """Memory of `count` bytes that ends at a page without access; ctypes passes its address.
 
     Attributes:
         values: the memory as an array.
@@ -49,11 +49,11 @@ class Guarded:
 
 
 class Fuzz:
-    """Random operands for one context. A target is a function that gets a Fuzz and calls one entry point.
+    """Random operands for one context. A target is a function that takes a Fuzz and calls one entry point.
 
     Attributes:
-        context: of the level, with `threads` threads.
-        random, numbers: where everything random comes from.
+        context: a context at the instruction level, with `threads` threads.
+        random, numbers: the sources of all random choices.
     """
 
     def __init__(self, library: ctypes.CDLL, level: int, seed: int, threads: int = 2) -> None:
@@ -70,7 +70,7 @@ class Fuzz:
         """Call an entry point, and check its status and the memory before the operands.
 
         Raises:
-            AssertionError: the status is not the expected one, or memory beside an operand was written.
+            AssertionError: the status is not the expected one, or memory before an operand was written.
         """
         status = getattr(self.library, f"penstock_{name}")(self.context, *args)
         for operand in self._kept:
@@ -79,7 +79,7 @@ class Fuzz:
             raise AssertionError(f"{name}: status {status} where {expected} is right")
 
     def forget(self) -> None:
-        """Free the operands of a target that is done."""
+        """Free the operands of a finished target."""
         self._kept.clear()
 
     # --- operands
@@ -111,14 +111,14 @@ class Fuzz:
         return self.array(self.numbers.standard_normal(shape).astype(np.float32).astype(dtype))
 
     def floats(self, *shape: int, dtype: ArrayType = FLOAT32) -> Guarded:
-        """Return normal numbers; in three of ten cases one of them is extreme."""
+        """Return normally distributed numbers; with probability 0.3 one of them is extreme."""
         guarded = self.normal(*shape, dtype=dtype)
         if guarded.values.size and self.chance(0.3):
             guarded.values.reshape(-1)[self.random.randrange(guarded.values.size)] = self.random.choice(EXTREME)
         return guarded
 
     def ids(self, *shape: int, limit: int) -> tuple[Guarded, int]:
-        """Return int64 ids, and the status of a call with them: now and then one is out of range."""
+        """Return int64 ids, and the expected status of a call with them: sometimes an id is out of range."""
         guarded, expected = self.array(self.numbers.integers(0, limit, shape, dtype=INT64)), OK
         if guarded.values.size and self.chance(0.2):
             at, expected = self.random.randrange(guarded.values.size), OUT_OF_RANGE
@@ -128,10 +128,10 @@ class Fuzz:
     # --- checks
 
     def close_to(self, found: Array, expected: Array, tolerance: float | Array = 1e-4) -> None:
-        """Compare with what numpy computed, where that is finite and not near the largest float32.
+        """Compare results with numpy's, where those are finite and not near the largest float32.
 
         Raises:
-            AssertionError: they differ by more than tolerance, absolute below 1 and relative above.
+            AssertionError: they differ by more than the tolerance, which is absolute below 1 and relative above.
         """
         with np.errstate(all="ignore"):
             certain = np.abs(expected) < 1e30
@@ -142,7 +142,7 @@ class Fuzz:
             raise AssertionError(f"{found[tuple(at)]} at {at.tolist()} where {expected[tuple(at)]} is right")
 
     def same_alone(self, compute: Callable[[Array], Array], rows: int) -> Array:
-        """Return compute(all rows), after comparing the bits of one row with those of the row alone.
+        """Return compute(all rows), after comparing the bits of one row with those of the row computed alone.
 
         Raises:
             AssertionError: a bit differs.
@@ -155,6 +155,6 @@ class Fuzz:
 
 
 def same_bits(one: Array, other: Array) -> None:
-    """Raise AssertionError unless all bits are the same; any NaN is as good as another."""
+    """Raise AssertionError unless all bits are the same. All NaNs count as equal."""
     if not np.array_equal(one.astype(np.float64), other.astype(np.float64), equal_nan=True):
         raise AssertionError(f"the bits of a row depend on what was computed with it: {one}, {other}")

@@ -1,13 +1,13 @@
-"""Arrivals: which requests come when. Drawn as `penstock bench serve` draws them, or read from a file.
+"""Arrivals: which requests come when. They are drawn as `penstock bench serve` draws them, or read from a file.
 
-A file is CSV with a header. Each line is a request; the two last columns may be missing or empty:
+A file is CSV with a header. Each line is a request; the last two columns may be missing or empty:
 
     arrival_s,prompt_len,output_len,prefix_group,prefix_len
     0.00,512,120,7,256
     0.35,60,200,,
 
-Requests of one prefix_group begin with the same prefix_len tokens. Both sources can be read again and again, and keep
-no request.
+Requests of one prefix_group begin with the same prefix_len tokens. Both sources can be iterated any number of times,
+and keep no request.
 """
 
 import csv
@@ -29,10 +29,11 @@ MAX_LEN = 2**24
 
 
 class Arrival(NamedTuple):
-    """A request that comes `at` so many seconds after the first moment, in order of time.
+    """A request that comes `at` seconds after the start. Arrivals are in order of time.
 
     Attributes:
-        prompt_len: with its prefix, of prefix_len tokens, which all of prefix_group share; "" is no group.
+        prompt_len: tokens of the prompt, including its prefix.
+        prefix_group: requests of one group share a prefix of prefix_len tokens; "" is no group.
     """
 
     at: float
@@ -44,10 +45,10 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What `penstock bench serve` would send with the same options and seed.
+    """The requests that `penstock bench serve` would send with the same options and seed.
 
     Attributes:
-        lengths: tokens of prompts and answers of a file of conversations; None: they are drawn.
+        lengths: tokens of the prompts and answers in a file of conversations; None: they are drawn.
     """
 
     dataset: Dataset
@@ -57,7 +58,7 @@ class Drawn:
 
     @classmethod
     def of(cls, dataset: Dataset, load: Load, count: int, model: str) -> "Drawn":
-        """Return the arrivals of a load. model: whose tokenizer counts the tokens of conversations."""
+        """Return the arrivals of a load. model: its tokenizer counts the tokens of conversations."""
         check.check_int("num_prompts", count, 1, 10**10)
         if dataset.name != "sharegpt":
             return cls(dataset, load, count)
@@ -77,8 +78,8 @@ class Trace:
     """The requests of a file, at most `count` of them.
 
     Raises:
-        InvalidRequestError: the file cannot be read, or its header lacks a column. What is wrong with a line is raised
-            when it is reached, and names the line.
+        InvalidRequestError: the file cannot be read, or its header lacks a column. An invalid line raises it only when
+            the line is reached, with the number of the line.
     """
 
     path: Path

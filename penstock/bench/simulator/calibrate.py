@@ -1,4 +1,4 @@
-"""Measure the costs of steps: the model itself computes a mix of steps, as a flight recorder sees them."""
+"""Measure the costs of steps: the model itself computes a mix of steps, which a flight recorder records."""
 
 import random
 import time
@@ -16,14 +16,14 @@ from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.ring import Ring
 
 RING_BYTES = 2**26
-SECONDS = 8.0  # after which no further load is begun, but the first round is finished
+SECONDS = 8.0  # time after which no further load begins, except in the first round
 LONGEST = 1024  # tokens of a prompt
-LONG_PROMPTS = 4  # that a load may have; more prompts are shorter, so that a round of a large model takes a minute
+LONG_PROMPTS = 4  # long prompts in a load; more prompts are shorter, so that a round of a large model takes a minute
 OUTPUT_LEN = 24
 
 
 def measure_costs(options: dict[str, Any]) -> LinearCosts:
-    """Load the model of EngineConfig options and measure its steps on this machine, in about SECONDS or a first round.
+    """Load the model of EngineConfig options and measure its steps here, for about SECONDS or at least one round.
 
     Raises:
         ModelLoadError, InvalidRequestError: as `build_engine`.
@@ -58,7 +58,7 @@ def record_mix(built: BuiltEngine) -> Bundle:
 
 def _send(built: BuiltEngine, recorder: Recorder, name: str, rng: random.Random, prompt_len: int) -> None:
     ids = rng.choices(range(built.info.vocab_size), k=max(1, prompt_len))
-    output_len = rng.randint(2, OUTPUT_LEN)  # they end one after the other, so that all numbers of sequences occur
+    output_len = rng.randint(2, OUTPUT_LEN)  # requests end one after the other, so that all numbers of sequences occur
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     request = EngineRequest(name, ids, params)
     built.engine.add_request(request)

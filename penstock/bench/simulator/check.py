@@ -1,8 +1,8 @@
 """Compare the simulator with this machine, which should be idle: `python -m penstock.bench.simulator.check MODEL`.
 
-The model's steps are measured and fitted (`--costs`). Then a server of it answers Poisson loads at 50, 80 and 100 % of
-the capacity that the simulator predicts, and all requests at once, as in `bench offline`; each stands beside its
-simulation. Exit code 1 if a figure is further off than it should be: throughput 7 %, medians 15 %, p99 25 %.
+First the costs of the model's steps are fitted to measured steps (`--costs`). Then a server answers Poisson loads at
+50, 80 and 100 % of the capacity that the simulator predicts, and all requests at once, as in `bench offline`; each load
+is compared with its simulation. Exit code 1 if an error exceeds its limit: throughput 7 %, medians 15 %, p99 25 %.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from penstock.errors import EngineError
 SHARES = (0.5, 0.8, 1.0)
 START_S = 300.0
 COSTS_HELP = "of steps: of an engine alone (this), or of the server under other loads, with its text and HTTP (served)"
-MIX = (  # loads; how many requests; how many per second
+MIX = (  # loads: the dataset, the number of requests, and requests per second
     (Dataset(input_len=512, output_len=16), 24, 2.0),
     (Dataset(input_len=40, output_len=100), 64, float("inf")),
     (Dataset(input_len=200, output_len=50), 48, 6.0),
 )
-# Names in `bench serve`, and in the simulator; and by how much they may differ.
+# The name in `bench serve`, the path in the simulator's figures, and the largest error allowed.
 FIGURES = {
     "tokens per second": ("output_throughput", ("output_tokens_per_s",), 0.07),
     "TTFT p50": ("median_ttft_ms", ("ttft_ms", "p50"), 0.15),
@@ -46,7 +46,7 @@ FIGURES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print every figure beside its prediction. Return 1 if one is further off than it should be."""
+    """Print every figure beside its prediction. Return 1 if an error exceeds its limit."""
     parser = argparse.ArgumentParser(prog="penstock.bench.simulator.check", description=__doc__)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--num-prompts", type=int, default=200)
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _served_costs(address: str, model: str) -> LinearCosts:
-    """Return the costs of the steps of a server under loads of other lengths than those that are compared."""
+    """Return the costs of a server's steps, under loads of other lengths than those that are compared."""
     for dataset, count, rate in MIX:
         asyncio.run(_measured(address, model, dataset, count, [rate]))
     with NamedTemporaryFile() as file:
@@ -102,7 +102,7 @@ async def _measured(address: str, model: str, dataset: Dataset, count: int, rate
 
 
 def _compare(rate: float, measured: dict[str, Any], simulated: dict[str, Any]) -> bool:
-    """Print the figures of a rate. Return whether all are as near as they should be."""
+    """Print the figures of a rate. Return whether all errors are within their limits."""
     print(f"{rate:.4g} requests per second")
     is_near = True
     for name, (here, path, limit) in FIGURES.items():
@@ -118,10 +118,10 @@ def _compare(rate: float, measured: dict[str, Any], simulated: dict[str, Any]) -
 
 @contextmanager
 def _server(engine: dict[str, Any]) -> Iterator[str]:
-    """Serve the model of engine options on a free port and yield its address.
+    """Serve the model of engine options on a free port, and yield the server's address.
 
     Raises:
-        EngineError: it is not ready within START_S.
+        EngineError: the server is not ready within START_S.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,11 +1,11 @@
-"""Costs of steps as numbers that add up, fitted to steps that were measured.
+"""Costs of steps as numbers that add up, fitted to measured steps.
 
     seconds = step + sequence x decoding sequences + prompt_token x tokens of prompts
                    + cached_token x tokens that decoding sequences attend to
                    + pair x pairs of a prompt's token and one that it attends to
 
-What reads the weights once is in `step`; a model whose steps are fitted needs no formula for its kernels. The fit is
-good for steps like those that were measured: with as many sequences, and contexts as long.
+The time to read the weights once is part of `step`. A model whose steps are fitted needs no formula for its kernels.
+The fit is good for steps like the measured ones, with as many sequences and contexts as long.
 """
 
 import json
@@ -22,8 +22,8 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.step import ScheduledRequest, SchedulerOutput
 
 Floats = npt.NDArray[np.float64]
-MIN_STEPS = 20  # that a fit needs
-ROBUST_ROUNDS, OUTLIER = 5, 3.0  # rounds of a fit; what is so many usual deviations off, counts less
+MIN_STEPS = 20  # steps that a fit needs
+ROBUST_ROUNDS, OUTLIER = 5, 3.0  # a step whose error is more than OUTLIER times the median error counts less
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +85,21 @@ class LinearCosts:
         )
 
     def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
-        """Return the seconds of a step without prompts: to the bit those of `seconds`."""
+        """Return the seconds of a step without prompts, bit for bit those of `seconds`."""
         return self.step + self.sequence * sequences + 0.0 + self.cached_token * cached_tokens + 0.0
 
     def as_json(self) -> dict[str, str | float]:
-        """Return them by name."""
+        """Return the costs by name."""
         return asdict(self)
 
     def write(self, path: Path) -> None:
-        """Write them as JSON that `read_costs` reads."""
+        """Write the costs as JSON that `read_costs` reads."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step, and the seconds until the next one could be planned."""
+    """A step, and the seconds until the next step could be planned."""
 
     shape: Shape
     seconds: float
@@ -109,7 +109,7 @@ def read_costs(path: Path) -> LinearCosts:
     """Return the costs in a JSON file.
 
     Raises:
-        InvalidRequestError: it cannot be read, or names other numbers than those of LinearCosts.
+        InvalidRequestError: the file cannot be read, or its names are not those of LinearCosts.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -123,9 +123,9 @@ def read_costs(path: Path) -> LinearCosts:
 
 
 def fit_costs(steps: Sequence[MeasuredStep]) -> LinearCosts:
-    """Return the costs that explain measured steps best: relative errors count, and none of the costs is negative.
+    """Return the costs that explain the measured steps best, by relative error. No cost is negative.
 
-    A step that another process held up counts less the further it is off.
+    A step that another process delayed counts less the larger its error is.
 
     Raises:
         InvalidRequestError: there are fewer than MIN_STEPS.
@@ -145,7 +145,7 @@ def fit_costs(steps: Sequence[MeasuredStep]) -> LinearCosts:
 
 
 def _non_negative(rows: Floats, wanted: Floats) -> Floats:
-    """Return the x >= 0 with the least |rows x - wanted|, among those whose support shrinks one number at a time."""
+    """Return x >= 0 that fits rows x = wanted by least squares, dropping negative numbers one at a time."""
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     used = np.flatnonzero(np.abs(rows).max(axis=0) > 0)
     found = np.zeros(rows.shape[1])

@@ -1,4 +1,4 @@
-"""Replicas on hardware elsewhere: their cache is what fits there, and their steps take what a plan predicts."""
+"""Replicas on other hardware: their cache is what fits there, and their steps take the time that a plan predicts."""
 
 from dataclasses import dataclass
 
@@ -31,11 +31,11 @@ class HardwareCosts:
         return self.seconds(Shape(1.0, sequences, 0, cached_tokens, 0))
 
     def seconds(self, shape: Shape) -> float:
-        """Return the seconds of a step of this shape, as if all its sequences were alike, and all prompts one."""
+        """Return the seconds of a step of this shape, as if its sequences were alike and its prompts one."""
         prompt, sequences = shape.prompt_tokens, shape.sequences + (shape.prompt_tokens > 0)
         before = (
             shape.pairs / prompt - prompt / 2 if prompt else 0.0
-        )  # cached tokens that a prompt's new ones attend to
+        )  # cached tokens that the new tokens of a prompt attend to
         tokens = pairs = prompt_pairs = 0.0
         for layers, window in self.work.windows:
             limit = float("inf") if window is None else window
@@ -46,7 +46,7 @@ class HardwareCosts:
         return time_of(self.work, self.hardware, amounts).seconds
 
     def as_json(self) -> dict[str, str | float]:
-        """Return what they are about."""
+        """Return the hardware and the number of devices."""
         return {"hardware": self.hardware.name, "devices": self.work.degrees.size}
 
 
@@ -55,7 +55,7 @@ def plan_replica(config: EngineConfig, hardware: Hardware, budget: Budget) -> tu
 
     Raises:
         ModelLoadError: there is no such model, or it cannot be served.
-        InvalidRequestError: it does not fit, or an option is not planned.
+        InvalidRequestError: the model does not fit, the hardware has no rates, or an option cannot be planned.
     """
     if not hardware.has_rates:
         raise InvalidRequestError(f"hardware: {hardware.name} has no rates, so no times", param="hardware")

@@ -1,10 +1,10 @@
-"""CostExecutor: an Executor that computes nothing, and sets a clock forward by what a step would have taken."""
+"""CostExecutor: an Executor that computes nothing, and sets a clock forward by the time that a step takes."""
 
 from typing import Protocol
 
 from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
 
-TOKEN = 0  # every output; prompts are made of other ids
+TOKEN = 0  # the id of every output token; prompts are made of other ids
 
 
 class StepCosts(Protocol):
@@ -14,14 +14,14 @@ class StepCosts(Protocol):
         """Return the seconds from the plan of a step to the plan of the next one, if there is work for it."""
 
     def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
-        """Return the same for a step in which so many sequences get a token, and attend to so many cached ones."""
+        """Return the same for a step in which `sequences` get a token each and attend to `cached_tokens` in all."""
 
     def as_json(self) -> dict[str, str | float]:
-        """Return what they are, for a report."""
+        """Return a description for a report."""
 
 
 class VirtualClock:
-    """A clock that stands still until it is set. The engine asks it wherever it would ask time.monotonic()."""
+    """A clock that stands still until it is set. The engine calls it instead of time.monotonic()."""
 
     def __init__(self) -> None:
         self.now = 0.0

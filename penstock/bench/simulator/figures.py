@@ -1,6 +1,6 @@
-"""Figures of a simulation, counted as it goes: no request is kept, so that millions take no more memory than one.
+"""Figures of a simulation, counted as it runs. No request is kept, so millions take no more memory than one.
 
-A time is counted in a bucket 0.5 % wide, so percentiles are right to 0.25 %. Figures of several replicas add up.
+A time is counted in a bucket 0.5 % wide, so percentiles are accurate to 0.25 %. Figures of several replicas add up.
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import Any
 from penstock import validation as check
 from penstock.errors import InvalidRequestError
 
-WIDTH = math.log1p(0.005)  # of a bucket, of the logarithm
-SHORTEST = 1e-9  # seconds; what is shorter counts as this
+WIDTH = math.log1p(0.005)  # width of a bucket, in the logarithm of the time
+SHORTEST = 1e-9  # seconds; a shorter time counts as this
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "itl", "e2e")
 COUNTS = ("requests", "rejected", "failed", "good", "output_tokens", "prompt_tokens", "cached_tokens", "preemptions",
@@ -22,7 +22,7 @@ UNITS = {"ms": 1e-3, "s": 1.0}
 
 
 class Histogram:
-    """Times in seconds, by logarithmic buckets."""
+    """Times in seconds, in logarithmic buckets."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -34,7 +34,7 @@ class Histogram:
         self._counts.update(other._counts)
 
     def percentile(self, share: float) -> float | None:
-        """Return the time below which `share` percent are, interpolated as numpy does; None if there is none."""
+        """Return the time below which `share` percent lie, interpolated as by numpy; None if there are no times."""
         total = self._counts.total()
         if not total:
             return None
@@ -43,7 +43,7 @@ class Histogram:
         return low + (high - low) * (place - math.floor(place))
 
     def _ranked(self, rank: int) -> float:
-        """Return the middle of the bucket of the time that so many are before."""
+        """Return the middle of the bucket that holds the time with this rank, counted from 0."""
         for bucket in sorted(self._counts):
             rank -= self._counts[bucket]
             if rank < 0:
@@ -53,7 +53,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One part of a target: the share of times, in percent, that must not exceed `seconds`."""
+    """One part of a target: `share` percent of the metric's times must not exceed `seconds`."""
 
     metric: str  # one of METRICS
     share: float
@@ -64,7 +64,7 @@ def parse_target(text: str) -> tuple[Goal, ...]:
     """Return the goals of a text like ttft_p99=2s,itl_p99=100ms.
 
     Raises:
-        InvalidRequestError: the text is none.
+        InvalidRequestError: the text is not a list of goals.
     """
     return tuple(_parse_goal(part.strip()) for part in text.split(","))
 
@@ -85,12 +85,12 @@ def _parse_goal(text: str) -> Goal:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """What is known of a request while it is open; times in seconds.
+    """What is known of a request while it is open. Times are in seconds.
 
     Attributes:
         sent_at: when it came to its replica.
-        last_at: of its last token; None before the first.
-        gaps, late: how many gaps between tokens it had, and how many of them each goal calls too long.
+        last_at: when its last token came; None before the first.
+        gaps, late: the number of gaps between its tokens, and for each goal the number of gaps that are too long.
     """
 
     sent_at: float
@@ -102,12 +102,12 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class FleetFigures:
-    """Counts what happened to the replicas of a fleet.
+    """Counts of what happened to the replicas of a fleet.
 
     Attributes:
-        most: that there were at the same time.
-        mean: over the whole time, with those that start.
-        added, failures: replicas that were added, and times that one died.
+        most: the largest number at the same time.
+        mean: the mean number over the whole time, including those that start.
+        added, failures: the number of replicas added, and the number of deaths.
     """
 
     most: int
@@ -124,7 +124,7 @@ class Figures:
             gaps that each goal names.
         rejected: requests that no replica could ever hold.
         failed: requests that met the deaths of several engines without a token in between.
-        fleet: what became of the replicas; None: each was there all the time.
+        fleet: what happened to the replicas; None: all of them were there all the time.
     """
 
     def __init__(self, goals: tuple[Goal, ...] = ()) -> None:
@@ -149,7 +149,7 @@ class Figures:
         request.last_at = now
 
     def gap(self, request: RequestTimes, now: float, gaps: Counter[float]) -> None:
-        """Note a further token; its gap goes to `gaps`, as those of a step are mostly equal."""
+        """Note a further token. Its gap goes to `gaps`, because most gaps of a step are equal."""
         seconds = now - (request.last_at or 0.0)
         gaps[seconds] += 1
         request.last_at = now
@@ -158,7 +158,7 @@ class Figures:
             request.late[index] += seconds > goal.seconds
 
     def more_gaps(self, request: RequestTimes, now: float, gaps: Counter[float]) -> None:
-        """Note further tokens of a request, the last of them now; the gaps are counted for all requests at once."""
+        """Note further tokens of a request, the last of them now. The caller counts the gaps of all requests."""
         request.last_at = now
         request.gaps += gaps.total()
         for index, goal in enumerate(self._gap_goals):
@@ -182,18 +182,18 @@ class Figures:
         self.began, self.ended = min(self.began, other.began), max(self.ended, other.ended)
 
     def stand_for(self, factor: float) -> None:
-        """Count so many times as much of everything, as a sample stands for the whole."""
+        """Multiply all counts by `factor`, as for a sample that stands for the whole."""
         for name in COUNTS:
             setattr(self, name, type(getattr(self, name))(round(factor * getattr(self, name), 6)))
 
     @property
     def meets_target(self) -> bool:
-        """Return whether the times of all requests together are within every goal, and none was rejected or failed."""
+        """Whether the times of all requests together are within every goal, and no request was rejected or failed."""
         found = [(self.times[goal.metric].percentile(goal.share), goal.seconds) for goal in self.goals]
         return not self.rejected and not self.failed and all(value is None or value <= limit for value, limit in found)
 
     def summary(self, replicas: int) -> dict[str, Any]:
-        """Return the figures as JSON has them; times in milliseconds, goodput in good requests per second."""
+        """Return the figures for JSON. Times are in milliseconds, goodput in good requests per second."""
         duration = max(self.ended - self.began, SHORTEST) if self.requests else 0.0
         rate = 1 / duration if duration else 0.0
         num_requests = self.requests + self.rejected + self.failed

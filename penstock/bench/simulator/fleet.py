@@ -3,12 +3,12 @@
     arrivals -> [ users ] -> router -> replica 0: step | step | step ...
                                        replica 1: step | ...
 
-A request is sent, a step of a replica ends, or a replica begins or ends to serve (lifecycle.py). What happens at one
-moment is sent first, so that a step is planned with all that has come. The router knows of an answer that it has ended
-only when its step has.
+An event is a request that is sent, a step that ends, or a replica that begins or ends to serve (lifecycle.py). At any
+moment, requests are sent first, so that a step is planned with all requests that have come. The router learns that an
+answer has ended only when its step has ended.
 
-A replica that fails does so at the end of its step. Its requests go to the others, with the tokens that they have got,
-as `penstock serve` hands them over; where none serves they wait.
+A replica that fails does so at the end of its step. Its requests go to the other replicas with the tokens that they
+have received, as `penstock serve` hands them over. If no replica serves, they wait.
 """
 
 import heapq
@@ -23,24 +23,24 @@ from penstock.bench.simulator.replica import OpenRequest, Replica
 from penstock.bench.simulator.routers import Router
 
 Progress = Callable[[int], None]
-MAX_DEATHS = 3  # that a request may meet without a token in between: then it fails, as in client/recovery.py
+MAX_DEATHS = 3  # deaths of engines without a token in between after which a request fails, as in client/recovery.py
 
 
 class Users:
-    """So many users, each of whom waits for the answer, and then for a while, before the next request.
+    """Users who each wait for the answer, and then pause before the next request.
 
-    think_s: mean seconds of that while, which is drawn from an exponential distribution; 0: none.
+    think_s: mean seconds of the pause, which is drawn from an exponential distribution; 0: no pause.
     """
 
     def __init__(self, count: int, think_s: float = 0.0, seed: int = 0) -> None:
         self._think_s = think_s
         self._rng = random.Random(f"users {seed}")
-        self._ready = [self._thought() for _ in range(count)]  # when those who do not wait send again
+        self._ready = [self._thought() for _ in range(count)]  # when the users who do not wait send again
         heapq.heapify(self._ready)
 
     @property
     def next_at(self) -> float | None:
-        """Return when the next of them sends; None: all wait for answers."""
+        """When the next user sends; None: all wait for answers."""
         return self._ready[0] if self._ready else None
 
     def send(self) -> None:
@@ -58,8 +58,8 @@ class Fleet:
     """Replicas that are simulated together.
 
     Args:
-        users: who send the arrivals; None: each is sent when it arrives.
-        life: when which replica serves; None: all of them, all the time.
+        users: send the arrivals; None: each request is sent when it arrives.
+        life: says which replica serves when; None: all of them serve all the time.
     """
 
     def __init__(
@@ -70,17 +70,19 @@ class Fleet:
         self._users = users
         self._life = life or Lifecycle(len(replicas))
         self._events: list[tuple[float, int]] = []  # when a busy replica can plan its next step
-        self._ended = [0] * len(replicas)  # requests that end with the step that is under way
-        self._is_busy = [False] * len(replicas)  # a step is under way
-        self._waiting: deque[OpenRequest] = deque()  # for a replica that serves
-        self._failing: set[int] = set()  # with the step that is under way
+        self._ended = [0] * len(replicas)  # requests that end with the step under way
+        self._is_busy = [False] * len(replicas)  # whether a step is under way
+        self._waiting: deque[OpenRequest] = deque()  # until a replica serves
+        self._failing: set[int] = set()  # replicas that fail with the step under way
         self._num_open = 0
         for index in sorted(self._life.serving):
             router.join(index)
 
     def run(self, arrivals: Iterable[Arrival], sent: Progress = lambda count: None) -> FleetFigures:
-        """Send all arrivals, wait for the last answer, and return what became of the replicas. sent: is called with 1
-        for each."""
+        """Send all arrivals and wait for the last answer. Return what happened to the replicas.
+
+        sent: called with 1 for each arrival.
+        """
         for number, arrival in enumerate(arrivals):
             at = self._wait_until_sent(arrival.at)
             self._num_open += 1
@@ -91,7 +93,7 @@ class Fleet:
         return self._life.finish(max((replica.clock.now for replica in self._replicas), default=0.0))
 
     def _wait_until_sent(self, at: float) -> float:
-        """Let everything happen that comes before a request is sent. Return when that is."""
+        """Let everything happen that comes before a request is sent. Return the time at which it is sent."""
         while True:
             ready_at = 0.0 if self._users is None else self._users.next_at
             if ready_at is not None and not self._next_at < max(at, ready_at):
@@ -107,7 +109,7 @@ class Fleet:
         return min(ended, self._life.next_at)
 
     def _send(self, request: OpenRequest, at: float) -> None:
-        """Give a request to the replica that the router chooses, or let it wait for one."""
+        """Give a request to the replica that the router chooses, or let it wait until a replica serves."""
         if not self._life.serving:
             self._waiting.append(request)
             return
@@ -125,7 +127,7 @@ class Fleet:
             heapq.heappush(self._events, (at, index))
 
     def _advance(self) -> None:
-        """Let the earliest step end, and its replica begin the next one; or let replicas change before."""
+        """Let the earliest step end and its replica begin the next one, or first let replicas change."""
         if not self._events or self._life.next_at < self._events[0][0]:
             now = self._life.next_at
             for change, index in self._life.advance(now, self._num_open):
@@ -169,7 +171,7 @@ class Fleet:
             self._fail(index, now)
 
     def _fail(self, index: int, now: float) -> None:
-        """End an engine, and give its requests to others."""
+        """End an engine, and give its requests to other replicas."""
         self._failing.discard(index)
         self._life.failed(index, now)
         for request in self._replicas[index].restart():

@@ -1,9 +1,9 @@
-"""Leap: many steps of an engine at once, where none of them has anything to decide.
+"""Leap: many steps of an engine at once, when none of them has anything to decide.
 
-As long as no request waits or ends and free blocks suffice, every step of an engine gives each running
-stream one token. Such steps are counted, not planned: their times are added up one by one, and the engine's own objects
-are told once what all of them have brought. What the engine decides afterwards is the same, to the block (but for the
-numbers of blocks that are alike), and so are all figures: tests compare them.
+As long as no request waits or ends and free blocks suffice, every step of an engine gives each running stream one
+token. Such steps are counted instead of planned: their times are added up one by one, and the engine's own objects are
+updated once with the result of all of them. What the engine decides afterwards is the same, to the block (except that
+equivalent blocks may have other numbers), and so are all figures: tests compare them.
 """
 
 from collections import Counter
@@ -12,11 +12,11 @@ from penstock.bench.simulator.executor import TOKEN, StepCosts
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError
 
-SHORTEST = 2  # steps; fewer are computed
+SHORTEST = 2  # steps; fewer are computed one by one
 
 
 def num_forced_steps(engine: Engine) -> int:
-    """Return how many of the next steps are decided already, and end no request; 0 where that is hard to say."""
+    """Return how many of the next steps are already decided and end no request; 0 if that is hard to say."""
     scheduler, cache = engine.scheduler, engine.kv_cache
     running, (group, *others) = scheduler.running, cache.groups
     is_plain = not others and not group.ring and group.sliding_window is None and scheduler.pace is None
@@ -36,8 +36,8 @@ def leap(engine: Engine, costs: StepCosts, now: float, until: float) -> tuple[fl
     """Take forced steps, as many as begin before `until`.
 
     Returns:
-        The time at which the last of them ends, their number, and how many took how long; (now, 0, none) if the next
-        step has to be planned.
+        The time at which the last of them ends, their number, and a count of steps by duration; (now, 0, empty) if the
+        next step has to be planned.
     """
     seconds = Counter[float]()
     most = num_forced_steps(engine)

@@ -1,12 +1,13 @@
-"""Lifecycle: which replicas of a fleet serve, and when: autoscaling, and engines that die.
+"""Lifecycle: which replicas of a fleet serve, and when, with autoscaling and engines that die.
 
     off -> starting -> serving -> draining -> off
               ^           |
               +- failing <+
 
-Autoscaling is that of Kubernetes and of Ray Serve: so many replicas that each has target_ongoing_requests, but no more
-than were wanted all the time of an upscale delay, and no fewer than were wanted at some time of a downscale delay.
-A replica that is not wanted finishes what it has. Paid is from the start of a replica to its end, also while it starts.
+Autoscaling is that of Kubernetes and of Ray Serve. The wanted number of replicas gives each of them
+target_ongoing_requests. The fleet grows only to the smallest number wanted during an upscale delay, and shrinks only to
+the largest number wanted during a downscale delay. A removed replica finishes its requests. A replica is paid for from
+its start to its end, including the time while it starts.
 """
 
 import heapq
@@ -19,16 +20,16 @@ from enum import Enum
 from penstock import validation as check
 from penstock.bench.simulator.figures import FleetFigures
 
-LOOK_S = 10.0  # between two looks of the autoscaler
+LOOK_S = 10.0  # seconds between two decisions of the autoscaler
 LONGEST_S = 1e7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """When replicas are added and removed; names and defaults are those of Ray Serve.
+    """When replicas are added and removed. Names and defaults are those of Ray Serve.
 
     Attributes:
-        max_replicas: the fleet begins with its smallest number.
+        max_replicas: largest number; the fleet begins with its smallest number.
         target_ongoing_requests: of a replica, on average; None: the rows of its engine, max_num_seqs.
     """
 
@@ -49,10 +50,10 @@ class Changes:
     """What changes a fleet.
 
     Attributes:
-        scaling: None: it keeps its size.
+        scaling: None: the fleet keeps its size.
         startup_s: from the decision to add a replica until it serves.
-        mtbf_s: mean time between the failures of a replica, which are exponentially distributed; None: it has none.
-        restart_s: from a failure until it serves again; None: startup_s.
+        mtbf_s: mean time between the failures of a replica, exponentially distributed; None: it never fails.
+        restart_s: from a failure until the replica serves again; None: startup_s.
     """
 
     scaling: Scaling | None = None
@@ -77,7 +78,7 @@ UNCHANGED = Changes()
 
 
 class Change(Enum):
-    """What has become of a replica."""
+    """What happened to a replica."""
 
     STARTED = "serves"
     DRAINED = "gets no further requests"
@@ -89,7 +90,7 @@ class _State(Enum):
 
 
 class _Autoscaler:
-    """Says how many replicas are wanted, from how many were in the time of the delays."""
+    """Decides how many replicas are wanted, from the numbers wanted during the delays."""
 
     def __init__(self, scaling: Scaling, fewest: int, max_num_seqs: int) -> None:
         self._scaling = scaling
@@ -98,7 +99,7 @@ class _Autoscaler:
         self._seen: deque[tuple[float, int]] = deque([(0.0, fewest)])
 
     def wanted(self, now: float, current: int, ongoing: int) -> int:
-        """Return the number of replicas that there should be. ongoing: requests in all."""
+        """Return the wanted number of replicas. ongoing: requests on all replicas."""
         scaling = self._scaling
         wanted = math.ceil(ongoing / self._ongoing)
         self._seen.append((now, max(self._fewest, min(wanted, scaling.max_replicas))))
@@ -111,11 +112,11 @@ class _Autoscaler:
 
 
 class Lifecycle:
-    """The states of all replicas of a fleet, and what happens next to them.
+    """The states of all replicas of a fleet, and what happens to them next.
 
     Args:
-        num_replicas: that serve from the start, and the fewest there ever are.
-        changes: what may become of them.
+        num_replicas: number that serve from the start, and the smallest number at any time.
+        changes: what may happen to the replicas.
         max_num_seqs: of a replica.
 
     Attributes:
@@ -130,9 +131,9 @@ class Lifecycle:
         self._scaler = None if scaling is None else _Autoscaler(scaling, num_replicas, max_num_seqs)
         self._off = list(range(num_replicas, num_replicas if scaling is None else scaling.max_replicas))  # a heap
         self._states: dict[int, _State] = {}
-        self._since: dict[int, float] = {}  # when it began to be paid for
-        self._timers: list[tuple[float, int, int]] = []  # when, which replica (-1: the autoscaler), number of the timer
-        self._timer: dict[int, int] = {}  # the number of a replica's timer; others are out of date
+        self._since: dict[int, float] = {}  # when paying for it began
+        self._timers: list[tuple[float, int, int]] = []  # time, replica (-1: the autoscaler), number of the timer
+        self._timer: dict[int, int] = {}  # number of each replica's current timer; others are out of date
         self._num_timers = self._num_failures = self._num_added = 0
         self._most, self._paid_s = num_replicas, 0.0
         self.serving: set[int] = set()
@@ -149,7 +150,7 @@ class Lifecycle:
         return self._timers[0][0] if self._timers else math.inf
 
     def advance(self, now: float, ongoing: int) -> list[tuple[Change, int]]:
-        """Let happen what happens at `now`, which is next_at. Return what has become of which replicas.
+        """Let the next change happen; `now` is next_at. Return what happened to which replicas.
 
         ongoing: requests that are open.
         """
@@ -171,12 +172,12 @@ class Lifecycle:
         self._start(index, now + (changes.startup_s if changes.restart_s is None else changes.restart_s))
 
     def emptied(self, index: int, now: float) -> None:
-        """Note that a replica has nothing to do, so that it ends if it was DRAINED."""
+        """Note that a replica has nothing to do. It ends if it was DRAINED."""
         if self._states[index] is _State.DRAINING:
             self._end(index, now)
 
     def finish(self, now: float) -> FleetFigures:
-        """Note the end of the simulation. Return what became of all replicas."""
+        """Note the end of the simulation. Return what happened to the replicas."""
         for index in list(self._since):
             self._end(index, now)
         return FleetFigures(
@@ -184,7 +185,7 @@ class Lifecycle:
         )
 
     def _scaled(self, now: float, ongoing: int) -> list[tuple[Change, int]]:
-        """Add or remove replicas: of those that are removed, first what has not begun to serve."""
+        """Add or remove replicas. Replicas that have not begun to serve are removed first."""
         if self._scaler is None:
             return []
         kept = [index for index, state in self._states.items() if state is not _State.DRAINING]

@@ -1,4 +1,4 @@
-"""What a file of the flight recorder tells a simulation: how long steps took, and what was decided in them."""
+"""What a file of the flight recorder provides for a simulation: the times of steps, and what was decided in them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ def load_costs(path: Path) -> LinearCosts:
     """Return the costs in a file: JSON, or a record whose steps are fitted.
 
     Raises:
-        InvalidRequestError: it is neither, or the record has too few steps.
+        InvalidRequestError: the file is neither, or the record has too few steps.
     """
     try:
         with path.open("rb") as file:
@@ -32,9 +32,9 @@ def load_costs(path: Path) -> LinearCosts:
 
 
 def measured_steps(bundle: Bundle) -> list[MeasuredStep]:
-    """Return the steps of a record that were followed at once by another one, as some request was in both.
+    """Return the steps of a record that were immediately followed by another one, because they share a request.
 
-    Their times go from plan to plan, so that they hold all that an engine does between two steps.
+    Their times go from plan to plan, so that they include all that an engine does between two steps.
     """
     found = []
     for before, after in pairwise(history(bundle.records)):
@@ -47,7 +47,7 @@ def measured_steps(bundle: Bundle) -> list[MeasuredStep]:
 
 
 class _Replayed:
-    """An Executor that answers as the recorded one did, to the plans that it got.
+    """An Executor that answers with recorded results, and keeps the plans that it gets.
 
     Attributes:
         decided: the plan that the engine has just made.
@@ -69,8 +69,7 @@ class _Replayed:
 
 
 def decisions(bundle: Bundle, make_engine: MakeEngine) -> Iterator[tuple[SchedulerOutput, SchedulerOutput]]:
-    """Drive an engine with the arrivals and the outcomes of a record from its start; yield, for each step, what was
-    decided then and what is decided now.
+    """Drive a new engine with the arrivals and results of a record. Yield the recorded and the new plan of each step.
 
     Raises:
         InvalidRequestError: the record does not begin with its engine, or a step of it failed.
@@ -113,7 +112,7 @@ def _requests(bundle: Bundle) -> dict[str, EngineRequest]:
 
 
 def _stand_in(record: Arrived) -> EngineRequest:
-    """Return a request as long as one that left before its first step, so that nothing but its length is known."""
+    """Return a substitute for a request that left before its first step, so that only its length is known."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
     return EngineRequest(record.request_id, [0] * record.num_prompt_tokens, params)
 

@@ -1,4 +1,4 @@
-"""Replica: one engine on its own clock, and the requests that it was sent."""
+"""Replica: one engine on its own clock, and the requests that were sent to it."""
 
 import hashlib
 from collections import Counter
@@ -19,7 +19,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import Executor
 
 MakeEngine = Callable[[Executor, VirtualClock], Engine]
-NUM_IDS = 2**62  # of the vocabulary: each prompt has an id of its own, so that none begins as another by accident
+NUM_IDS = 2**62  # size of the vocabulary: each prompt has its own id, so that no prompt begins like another by accident
 
 
 @lru_cache(maxsize=2**16)
@@ -29,7 +29,7 @@ def _params(output_len: int) -> SamplingParams:
 
 @lru_cache(maxsize=2**16)
 def prefix_id(group: str) -> int:
-    """Return the token that prefixes of a group are made of: even, where those of single prompts are odd."""
+    """Return the id of which prefixes of a group consist. It is even; the ids of single prompts are odd."""
     return 2 * (1 + int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest()))
 
 
@@ -39,7 +39,8 @@ class OpenRequest(RequestTimes):
 
     Attributes:
         number: of the arrival.
-        num_deaths: engines that died with it since it got its last token; `at_death` of all it had then.
+        num_deaths: engines that died with it since it got its last token.
+        at_death: number of tokens that it had at the last death.
     """
 
     number: int
@@ -49,12 +50,12 @@ class OpenRequest(RequestTimes):
 
     @property
     def num_outputs(self) -> int:
-        """The tokens that it has got."""
+        """The number of tokens that it has received."""
         return 0 if self.last_at is None else self.gaps + 1
 
     @property
     def rest(self) -> Arrival:
-        """What is still to be computed: the tokens that it has got belong to the prompt."""
+        """What is still to be computed. The tokens received so far belong to the prompt."""
         done, arrival = self.num_outputs, self.arrival
         if not done:
             return arrival
@@ -65,7 +66,7 @@ class Replica:
     """An engine, driven from outside: `add` requests up to the time of its clock, then `step`.
 
     Attributes:
-        clock: when the step that was computed last ends.
+        clock: the end of the last computed step.
         num_open: requests that have not ended.
     """
 
@@ -76,7 +77,7 @@ class Replica:
         self._make_engine = make_engine
         self.engine = make_engine(CostExecutor(costs, self.clock), self.clock)
         self._open: dict[str, OpenRequest] = {}
-        self._noted = [0, 0, 0]  # of the engine's counters, that are in the figures
+        self._noted = [0, 0, 0]  # the part of the engine's counters that the figures include
         self._queued: QueuedTokens | None = None
 
     @property
@@ -88,12 +89,12 @@ class Replica:
         return self.engine.has_work
 
     def count_queued(self) -> QueuedTokens:
-        """Return the tokens that this engine has to compute, which are kept up to date; a router adds the requests."""
+        """Return the tokens that this engine has to compute, kept up to date. A router adds the requests."""
         self._queued = QueuedTokens()
         return self._queued
 
     def add(self, request: OpenRequest) -> bool:
-        """Send a request to the engine. False if it is too long for the context, or for the cache."""
+        """Send a request to the engine. Return False if it is too long for the context or the cache."""
         arrival, number = request.arrival, request.number
         shared = min(arrival.prefix_len, arrival.prompt_len - 1)  # no two prompts are equal
         ids = [2 * number + 1] * (arrival.prompt_len - shared)
@@ -116,7 +117,7 @@ class Replica:
         return True
 
     def restart(self) -> list[OpenRequest]:
-        """Begin with a new engine, and so with an empty cache. Return the requests that the one before still had."""
+        """Begin with a new engine, and so with an empty cache. Return the requests that the old one still had."""
         self._note_counters()
         self._noted = [0, 0, 0]
         self.engine = self._make_engine(CostExecutor(self._costs, self.clock), self.clock)
@@ -130,15 +131,15 @@ class Replica:
         return requests
 
     def run_until(self, at: float) -> None:
-        """Take every step that begins before a moment at which something comes, those at once that decide nothing."""
+        """Take every step that begins before `at`, when a request comes; steps without decisions all at once."""
         while self.engine.has_work and self.clock.now < at:
             if not self._leap(at):
                 self.step()
 
     def _leap(self, until: float) -> int:
-        """Take steps in which every open request gets one token, if these come next. Return how many."""
+        """Take steps in which every open request gets one token, if such steps come next. Return their number."""
         began, figures = self.clock.now, self.figures
-        if any(request.last_at != began for request in self._open.values()):  # its next gap is another one
+        if any(request.last_at != began for request in self._open.values()):  # its next gap differs from others
             return 0
         now, count, gaps = leap(self.engine, self._costs, began, until)
         if count:
@@ -154,10 +155,10 @@ class Replica:
         return count
 
     def step(self) -> int:
-        """Compute one step; the clock is at its end then. Return how many requests have ended with it.
+        """Compute one step, and set the clock to its end. Return how many requests have ended with it.
 
         Raises:
-            EngineError: the engine failed, which is a mistake of this program.
+            EngineError: the engine failed, which is a bug in this program.
         """
         began, figures, num_ended = self.clock.now, self.figures, 0
         outputs = self.engine.step()

@@ -1,4 +1,4 @@
-"""What a simulation prints, and its pictures: one file for a document, or one page that needs no network."""
+"""What a simulation prints, and its pictures: a file for a document, or a page that needs no network."""
 
 import base64
 import io
@@ -31,8 +31,8 @@ FIGURES = {
     "Cost per hour": "cost_per_hour",
     "Cost per million output tokens": "cost_per_million_output_tokens",
 }
-ROUND = 1000.0  # from which on figures are shown without decimals
-CHANGES = ("Replicas added", "Failures of replicas", "Requests failed")  # left out where there are none
+ROUND = 1000.0  # figures from this one on are shown without decimals
+CHANGES = ("Replicas added", "Failures of replicas", "Requests failed")  # left out if all runs have 0
 LATENCIES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2e": "End-to-end latency"}
 PICTURE = """<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">
 <img alt="{alt}" src="{light}"></picture>"""
@@ -64,7 +64,7 @@ def about(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """Return rows of a label and the figure of each run; figures that no run has are left out."""
+    """Return rows of a label and the figure of each run. Figures that no run has are left out."""
     runs = result["runs"]
     found = [(label, [run.get(name) for run in runs]) for label, name in FIGURES.items()]
     found = [(label, values) for label, values in found if label not in CHANGES or any(values)]
@@ -85,7 +85,7 @@ def _shown(value: Any) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raise InvalidRequestError if no picture can be written there, before anything is simulated."""
+    """Raise InvalidRequestError if no picture can be written to the path. Called before anything is simulated."""
     figure()
     try:
         path.open("a").close()
@@ -94,7 +94,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:
-    """Draw all runs: as a page if the name ends with .html, else as svg, png or pdf.
+    """Draw all runs: as a page if the name ends with .html, otherwise as svg, png or pdf.
 
     Raises:
         InvalidRequestError: matplotlib is not installed, or the file cannot be written in this format.
@@ -109,7 +109,7 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
 
 
 def _as_measured(result: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return a run under the names of `penstock bench serve`, whose picture it shares."""
+    """Return a run under the names of `penstock bench serve`, whose picture shows it."""
     latencies = {
         f"{'median' if share == 50 else f'p{share}'}_{name}_ms": run[f"{name}_ms"][f"p{share}"] or 0.0
         for name in ("ttft", "itl")
@@ -127,7 +127,7 @@ def _as_measured(result: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _image(runs: Sequence[dict[str, Any]], *, dark: bool = False) -> str:
-    """Return the picture as an address that holds its data."""
+    """Return the picture as a data URL."""
     from matplotlib import style
 
     with style.context("dark_background" if dark else "default"), io.BytesIO() as file:

@@ -1,4 +1,4 @@
-"""Routers: which replica of a fleet gets a request. Only those that serve are chosen; at least one does."""
+"""Routers: which replica of a fleet gets a request. Only serving replicas are chosen, and at least one serves."""
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
@@ -12,7 +12,7 @@ from penstock.client import router as serving
 
 
 class Router(Protocol):
-    """Says which replica gets a request. No replica serves before it has joined."""
+    """Decides which replica gets a request. No replica serves before it has joined."""
 
     def join(self, replica: int) -> None:
         """Note that a replica, whose cache is empty, begins to serve."""
@@ -28,7 +28,7 @@ class Router(Protocol):
 
 
 class RoundRobin:
-    """One after the other. It needs to know nothing, so replicas may be simulated apart (workers.py)."""
+    """Chooses one replica after the other. It needs no knowledge, so replicas can be simulated apart (workers.py)."""
 
     def __init__(self) -> None:
         self._serving: list[int] = []  # sorted
@@ -49,11 +49,11 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The replica with the fewest open requests; of equal ones the first."""
+    """Chooses the replica with the fewest open requests; of equal ones, the first."""
 
     def __init__(self) -> None:
-        self._loads: dict[int, int] = {}  # of those that serve
-        self._heap: list[tuple[int, int]] = []  # some are out of date
+        self._loads: dict[int, int] = {}  # of the replicas that serve
+        self._heap: list[tuple[int, int]] = []  # some entries are out of date
 
     def join(self, replica: int) -> None:
         self._loads[replica] = 0
@@ -78,7 +78,7 @@ class LeastLoaded:
 
 
 class CachedPrefix:
-    """The router of `penstock serve --data-parallel-size` itself. What is queued is that of the planned step's end."""
+    """The router of `penstock serve --data-parallel-size`. Queued tokens are those after the step under way."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         kv_cache = replicas[0].engine.kv_cache
@@ -106,7 +106,7 @@ class CachedPrefix:
     def note_load(self, replica: int, num_open: int) -> None: ...
 
     def _hashes(self, number: int, arrival: Arrival) -> list[bytes]:
-        """Return what stands for the contents of the prompt's blocks: those behind the prefix are its own."""
+        """Return stand-ins for the hashes of the prompt's blocks. Blocks behind the prefix are the prompt's own."""
         shared = [prefix_id(arrival.prefix_group)] * min(arrival.prefix_len, arrival.prompt_len - 1)
         hashes = serving.block_hashes(shared, None, self._block_size)
         own = range(len(hashes), min(arrival.prompt_len // self._block_size, serving.MAX_LOOKED_AT))
@@ -121,5 +121,5 @@ ROUTERS: dict[str, Callable[[Sequence[Replica]], Router]] = {
 
 
 def check_router(name: str) -> None:
-    """Raise InvalidRequestError if there is no router of that name."""
+    """Raise InvalidRequestError if there is no router of this name."""
     check.check_choice("router", name, tuple(ROUTERS))

@@ -1,4 +1,4 @@
-"""A simulation from options to figures: one run for each request rate."""
+"""A simulation from options to figures, with one run for each request rate."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ class Options:
     Attributes:
         rates: mean arrivals per second of each run; inf: all at once.
         num_prompts: requests of a run; None: DEFAULT_PROMPTS, or all of the trace.
-        trace: a file of arrivals in place of those that are drawn.
+        trace: a file of arrivals, instead of drawn arrivals.
         replicas: of the fleet; None: as few as meet the target.
-        users: who wait for their answers; None: nobody does.
+        users: number of users who wait for their answers; None: nobody waits.
         price: of a replica for an hour.
         changes: of the fleet while it runs: autoscaling and failures.
-        processes: that compute; None: this one alone.
-        sample: replicas that are simulated and stand for all; None: all are.
+        processes: number of processes that compute; None: only this one.
+        sample: number of replicas that are simulated and stand for all; None: all are simulated.
     """
 
     dataset: Dataset
@@ -81,10 +81,10 @@ class Options:
 
 
 def find_costs(options: dict[str, Any], source: str) -> LinearCosts:
-    """Return the costs of steps: from a file, or measured `this` moment on this machine with the model of the options.
+    """Return the costs of steps: from a file, or for "this" measured now with the model of the options.
 
     Raises:
-        InvalidRequestError: the file holds none.
+        InvalidRequestError: the file holds no costs.
         ModelLoadError: the model cannot be measured.
     """
     if source != "this":
@@ -103,10 +103,10 @@ def run(
 ) -> dict[str, Any]:
     """Simulate a run for each rate, and return their figures.
 
-    planned: a replica elsewhere; None: one on this machine.
+    planned: a replica on other hardware; None: a replica on this machine.
 
     Raises:
-        InvalidRequestError: an option is wrong, or a line of the trace.
+        InvalidRequestError: an option or a line of the trace is invalid.
         EngineError: no fleet meets the target.
     """
     goals = () if options.target is None else parse_target(options.target)
@@ -143,7 +143,7 @@ def _run(scenario: Scenario, options: Options, progress: Progress) -> tuple[int,
 
 
 def as_json(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result as JSON has it: the figures of a single run stand beside what they are about."""
+    """Return the result for JSON. The figures of a single run stand beside the description of the simulation."""
     runs: list[dict[str, Any]] = result["runs"]
     if len(runs) > 1:
         return result

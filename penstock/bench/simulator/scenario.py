@@ -1,4 +1,4 @@
-"""Scenario: what is simulated. It is plain data, so that it can be given to other processes."""
+"""Scenario: what is simulated. It is plain data, so that it can be sent to other processes."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from penstock.errors import EngineError
 from penstock.interface.step import Executor
 
 MAX_REPLICAS = 100_000
-# Called with the name and the number of the things counted; yields `advance(count)`.
+# Called with the name and the number of the things to be counted; yields `advance(count)`.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -29,11 +29,11 @@ class Scenario:
     """A load and what serves it.
 
     Attributes:
-        planned: of every replica.
-        arrivals: can be read again and again.
+        planned: the engine of every replica.
+        arrivals: can be iterated any number of times.
         goals: of the target.
-        users: who send the arrivals, each waiting for the answer, and think_s seconds on average before the next one;
-            None: they are sent when they arrive.
+        users: number of users who send the arrivals; each waits for the answer, and pauses think_s seconds on average
+            before the next request. None: requests are sent when they arrive.
         changes: of the fleet while it runs.
     """
 
@@ -54,15 +54,15 @@ class Scenario:
 
     @property
     def has_independent_replicas(self) -> bool:
-        """Return whether what a replica gets depends on no answer, so that each can be simulated apart."""
+        """Whether the requests that a replica gets depend on no answer, so that each replica can be simulated apart."""
         return self.router == "round_robin" and self.users is None and not self.changes.any
 
     def run(self, num_replicas: int, advance: Callable[[int], None] = lambda count: None) -> Figures:
-        """Simulate a fleet of so many replicas."""
+        """Simulate a fleet of num_replicas replicas."""
         return self.run_part(num_replicas, range(num_replicas), advance)
 
     def run_part(self, num_replicas: int, part: range, advance: Callable[[int], None] = lambda count: None) -> Figures:
-        """Simulate some replicas of a fleet: all of them, or of independent ones these."""
+        """Simulate a fleet: all its replicas or, if they are independent, those of `part`."""
         check.check_int("replicas", num_replicas, 1, MAX_REPLICAS)
         make, figures = make_engine(self.planned), Figures(self.goals)
         scaling = self.changes.scaling
@@ -80,7 +80,7 @@ class Scenario:
         return figures
 
     def _run_apart(self, num_replicas: int, part: dict[int, Replica], advance: Callable[[int], None]) -> None:
-        """Send each replica of a part its turns, and let it catch up only then: so it can take many steps at once."""
+        """Send each replica of a part its requests. It catches up only then, so it can take many steps at once."""
         for number, arrival in enumerate(self.arrivals):
             if (replica := part.get(number % num_replicas)) is not None:
                 replica.run_until(arrival.at)
@@ -93,7 +93,7 @@ class Scenario:
 
 
 def make_engine(planned: PlannedEngine) -> MakeEngine:
-    """Return what makes the engines of replicas: those of production, with room for more ids of tokens."""
+    """Return a function that makes the engines of replicas: production engines with a larger vocabulary."""
     wide = replace(planned, model_config=replace(planned.model_config, vocab_size=NUM_IDS))
 
     def make(executor: Executor, clock: VirtualClock) -> Engine:
@@ -103,10 +103,10 @@ def make_engine(planned: PlannedEngine) -> MakeEngine:
 
 
 def smallest_fleet(scenario: Scenario, run: Callable[[int], Figures]) -> tuple[int, Figures]:
-    """Return the smallest number of replicas that meets the target, and their figures; more are taken to be no worse.
+    """Return the smallest number of replicas that meets the target, and its figures. More are taken to be no worse.
 
     Args:
-        run: simulates so many replicas.
+        run: simulates a number of replicas.
 
     Raises:
         InvalidRequestError: there is no target.
@@ -141,7 +141,7 @@ def _why_not(figures: Figures, num_replicas: int) -> str:
 
 
 def priced(summary: dict[str, Any], price: float | None) -> dict[str, Any]:
-    """Return figures with their cost. price: of a replica for an hour, in any currency, also while it starts."""
+    """Return figures with their cost. price: of a replica for an hour, in any currency, startup included."""
     if price is None:
         return summary
     check.check_float("price", price, 0.0, 1e9)

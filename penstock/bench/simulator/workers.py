@@ -1,7 +1,7 @@
-"""A fleet in several processes: replicas that do not depend on each other are simulated apart, a part at a time.
+"""Simulate a fleet in several processes: replicas that do not depend on each other are simulated apart, part by part.
 
-A part is small enough that its block pools fit in memory, whatever the size of the fleet; so the memory depends on the
-part, and not on the number of replicas or requests.
+A part is small enough that the block pools of its replicas fit in memory. So the memory depends on the size of a part,
+and not on the number of replicas or requests.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ from penstock.bench.simulator.scenario import Scenario
 from penstock.errors import EngineError
 
 MAX_BLOCKS = 2**20  # of the replicas of a part: about 200 MB
-MIN_REPLICAS = 16  # a fleet of fewer is simulated in this process: others would take longer to start
+MIN_REPLICAS = 16  # a smaller fleet is simulated in this process, because other processes would take longer to start
 
 
 def simulate(
@@ -29,12 +29,13 @@ def simulate(
     """Simulate a fleet and return its figures, which do not depend on the number of processes.
 
     Args:
-        processes: most that compute; None: this one alone.
+        processes: maximum number of processes that compute; None: only this one.
         advance: called with the number of requests sent.
-        sample: replicas that are simulated, evenly spread, and stand for all: their turns are alike. None: all are.
+        sample: number of replicas that are simulated, evenly spread, and stand for all, because their loads are alike.
+            None: all are simulated.
 
     Raises:
-        InvalidRequestError: there is a sample, but what a replica gets depends on the others.
+        InvalidRequestError: there is a sample, but the requests of a replica depend on the other replicas.
     """
     processes = processes or 1
     if sample is not None and not scenario.has_independent_replicas:
@@ -61,9 +62,11 @@ def _in_processes(
     scenario: Scenario, num_replicas: int, parts: list[range], processes: int, advance: Callable[[int], None],
     figures: Figures,
 ) -> None:  # fmt: skip
-    """Simulate parts in other processes, which end with this call, whatever ends it, and with this process. What they
-    find is added to `figures`."""
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks, and not the threads
+    """Simulate parts in other processes, and add their results to `figures`.
+
+    The processes end with this call, however it ends, and with this process.
+    """
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of threads, but not the threads
     reader, writer = context.Pipe(duplex=False)
     try:
         with ProcessPoolExecutor(processes, context, initializer=_end_with, initargs=(reader,)) as pool, writer:
@@ -82,7 +85,7 @@ def _in_processes(
 
 
 def _end_with(reader: Connection) -> None:
-    """End this process when the other end of a pipe is closed, which only its parent has."""
+    """End this process when the other end of the pipe, which only its parent has, is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, and that is enough
 
     def watch() -> None:
@@ -93,7 +96,7 @@ def _end_with(reader: Connection) -> None:
 
 
 def divided(replicas: range, processes: int, num_blocks: int) -> Iterator[range]:
-    """Yield parts of a fleet, at least one for each process, none with more than MAX_BLOCKS unless it is one replica.
+    """Yield parts of a fleet, at least one per process, of one replica or of at most MAX_BLOCKS in all.
 
     num_blocks: of a replica.
     """

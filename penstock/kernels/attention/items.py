@@ -1,9 +1,9 @@
-"""Items, the pieces of work of a plan: as many heads and spans of each row block as let the cores share the load.
+"""Items, a plan's pieces of work: row blocks, cut by heads and spans so that the cores share the load.
 
-An item costs what reading and multiplying cost, in rows times tiles times heads. Spans are cut before heads: the heads
-of a token are contiguous in memory, and reading them together streams. Rows are never cut here. Where the spans of a
-block are cut, its items are partial, and a combine folds them into the results of one kv head. Each core gets a
-contiguous range of items, so that the greatest load of a core is as small as possible.
+The cost of an item is that of reading and multiplying, in rows times tiles times heads. Spans are cut before heads,
+because the heads of a token are contiguous in memory and are best read together. Rows are never cut here. If the spans
+of a block are cut, its items are partial, and a combine folds them into the results of one kv head. Each core gets a
+contiguous range of items, chosen so that the greatest load of a core is as small as possible.
 """
 
 from bisect import bisect_left, bisect_right
@@ -16,19 +16,20 @@ import numpy as np
 from penstock.kernels.attention.layout import SPAN_TILES, Int64
 from penstock.kernels.attention.rows import Bools, Int32, RowBlocks, ragged
 
-FEW_ROWS = 16  # so many go through memory with all their heads; more compute longer than they read
-READ_ROWS = 16  # reading a tile costs as much as multiplying so many rows with it
-PIECES_PER_CORE = 8  # at most, where blocks alone do not share the load well
+FEW_ROWS = 16  # up to this many rows, an item takes its heads together; with more, computing takes longer than reading
+READ_ROWS = 16  # reading a tile costs as much as multiplying this many rows with it
+PIECES_PER_CORE = 8  # at most, if blocks alone do not share the load well
 ITEMS_PER_CORE = 4  # enough to leave something to steal
-SMALL_LOAD = 64  # of an item that is not worth cutting: a core takes some microseconds for it
-SLACK = 1 / 16  # of the mean load: how much more a core may have before blocks are cut
+SMALL_LOAD = 64  # the load of an item that is not worth cutting: a core takes some microseconds for it
+SLACK = 1 / 16  # share of the mean load by which a core may exceed it before blocks are cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Into how many pieces each block is cut, [U] each. Piece q of h cuts of n heads: q n // h .. (q + 1) n // h - 1.
+    """The numbers of pieces into which each block's spans and heads are cut, [U] each.
 
-    A block's pieces are numbered heads first: piece first[u] + q * spans[u] + s.
+    When n heads are cut into h pieces, piece q has the heads q n // h .. (q + 1) n // h - 1. Piece q of the heads and s
+    of the spans of block u has the number first[u] + q * spans[u] + s.
 
     Attributes:
         whole: no block is cut.
@@ -53,7 +54,7 @@ class Items:
     """Pieces of row blocks, [I] each, in the order of the plan.
 
     Attributes:
-        order: the number of the piece (Pieces) that each item is; None: item i is piece i.
+        order: the number of each item's piece (Pieces); None: item i is piece i.
         block: the row block of each item.
     """
 
@@ -101,7 +102,7 @@ def combines(
         combine, index = ragged(link_counts[target])
         link = np.concatenate(links)[(link_counts.cumsum() - link_counts)[target[combine]] + index]
         linked_head, link_ends = head[combine], link_counts[target].cumsum()
-    # Piece q of h of n heads has head i where q is the greatest with q n < (i + 1) h.
+    # When n heads are cut into h pieces, head i is in the piece with the greatest q for which q n < (i + 1) h.
     piece = ((linked_head + 1) * pieces.heads[link] - 1) // kv_heads
     counts = pieces.spans[link]
     of_link, span_piece = ragged(counts)
@@ -121,7 +122,7 @@ def combines(
 
 
 def _good_starts(loads: list[int], num_cores: int) -> list[int] | None:
-    """Return where cores begin if that shares the load well and leaves something to steal, or None."""
+    """Return where cores begin if these items share the load well and leave something to steal, else None."""
     total = sum(loads)
     if num_cores == 1 or total <= SMALL_LOAD:
         return partition(loads, num_cores)
@@ -184,7 +185,7 @@ def _whole_blocks(blocks: RowBlocks, kv_heads: int) -> Items:
 
 
 def _order(blocks: RowBlocks, kv_heads: int, pieces: Pieces, block: Int64, index: Int64) -> Int64 | None:
-    """Order pieces by sequence, head and row block if a sequence has several blocks: neighbouring items then read the
+    """Order pieces by sequence, head and row block if a sequence has several blocks. Neighbouring items then read the
     same keys and values, which stay in a core's cache."""
     sequence = blocks.sequence
     if len(sequence) < 2 or not (sequence[1:] <= sequence[:-1]).any():
@@ -194,13 +195,13 @@ def _order(blocks: RowBlocks, kv_heads: int, pieces: Pieces, block: Int64, index
 
 
 def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -> tuple[Int64, Int64]:
-    """Return the first and past-the-last span of piece `index` of `pieces`."""
+    """Return the first span, and the span past the last one, of piece `index` of `pieces`."""
     first, end = blocks.first_span[block], blocks.end_span[block]
     sinks = _sink_spans(blocks)
     if sinks is None:
         return _part(first, end, index, pieces)
     sinks = sinks[block]
-    alone = _sinks_apart(blocks)[block] & (pieces > 1)  # a piece of their own, so that hidden spans are in none
+    alone = _sinks_apart(blocks)[block] & (pieces > 1)  # sinks get their own piece, so no piece has hidden spans
     first = np.where((sinks > 0) & ~alone, 0, first)
     apart = alone.astype(np.int64)
     begin, stop = _part(first, end, index - apart, np.maximum(pieces - apart, 1))
@@ -227,9 +228,9 @@ def _tiles_within(blocks: RowBlocks, block: Int64, begin: Int64, end: Int64) -> 
 
 
 def partition(loads: Sequence[int], num_cores: int) -> list[int]:
-    """Return the first item of each core, then the number of items. loads: of each item, not negative.
+    """Return the first item of each core, then the number of items. loads: each item's load, not negative.
 
-    No other contiguous ranges have a smaller greatest load; among equally good ones, range ends are as near to equal
+    No other contiguous ranges have a smaller greatest load. Among equally good ranges, these end as near to equal
     shares as the greatest load allows.
     """
     if num_cores == 1 or not loads:
@@ -246,7 +247,7 @@ def greatest_load(loads: Sequence[int], starts: Sequence[int]) -> int:
 
 
 def _least_limit(sums: list[int], largest: int, num_cores: int) -> int:
-    """Return the smallest limit that every core can keep, by bisection over loads that really occur."""
+    """Return the smallest limit that every core can keep, by bisection over loads that occur."""
     low = max(largest, -(-sums[-1] // num_cores))  # no partition is better
     reached, missed = _fill(sums, low, num_cores)
     if missed is None:
@@ -263,7 +264,7 @@ def _least_limit(sums: list[int], largest: int, num_cores: int) -> int:
 
 def _fill(sums: list[int], limit: int, num_cores: int) -> tuple[int, int | None]:
     """Give each core as much as the limit allows. Return the greatest load of a core and, if items are left over, the
-    smallest limit that would change anything."""
+    smallest limit that would give some core more."""
     count = len(sums) - 1
     begin, reached, missed = 0, 0, sums[-1]
     for _ in range(num_cores):
@@ -279,7 +280,7 @@ def _fill(sums: list[int], limit: int, num_cores: int) -> tuple[int, int | None]
 
 def _even_ranges(sums: list[int], limit: int, num_cores: int) -> list[int]:
     """Return ranges within the limit whose ends are near to equal shares."""
-    earliest = [len(sums) - 1]  # from the end: where each core begins if those after it take all they can
+    earliest = [len(sums) - 1]  # from the end: where each core begins if the cores after it take all they can
     for _ in range(num_cores):
         earliest.append(bisect_left(sums, sums[earliest[-1]] - limit, 0, earliest[-1] + 1))
     earliest.reverse()

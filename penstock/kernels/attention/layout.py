@@ -1,7 +1,7 @@
-"""Sizes of attention: tiles and spans, what a cached token takes, and the memory of an item and of a step. No torch.
+"""Sizes in attention: tiles and spans, the bytes of a cached token, and the memory of an item and of a step. No torch.
 
-A tile is 64 positions at multiples of 64, a span 32 tiles. Both are constants of the numerics version: they alone
-decide the order of sums, whatever the block size and the load. native/attention/call.h has the same formulas.
+A tile is 64 positions that begin at a multiple of 64; a span is 32 tiles. Both are constants of the numerics version
+and alone decide the order of sums, whatever the block size and the load. native/attention/call.h has the same formulas.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ SPAN_TILES = 32  # C: tiles folded in ascending order before spans are folded
 SPAN = TILE * SPAN_TILES
 GRANULE = 16  # positions that are contiguous in memory; a block is a multiple of it
 DIM_UNIT = 32  # the native kernels pad a head's elements to a multiple of this
-MAX_HEAD_DIM = 256  # of the native kernels
-ROW_CAPACITY = 48  # operands of native kernels have room for a multiple of so many rows
+MAX_HEAD_DIM = 256  # the native kernels' limit
+ROW_CAPACITY = 48  # the native kernels' operands have room for a multiple of this many rows
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # by kv_cache_dtype
 TOKEN_SCALE_BYTES = 16  # int8: scale and offset of key and value of one head of a token, float32
 
-ROW_UNIT = 16  # arrays of states have room for a multiple of so many rows
+ROW_UNIT = 16  # arrays of states have room for a multiple of this many rows
 ROW_NOTES = 36  # bytes of notes per row: positions, limits, where its results go
 HEAD_NOTES = 4  # bytes of notes per row and head
 MAX_ITEM_ROWS = 192
@@ -32,7 +32,7 @@ INTEGER_NOTES = 64  # int8: bytes of a row's scale and sums
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the elements of a head as the native cache stores them."""
+    """Return the number of elements that the native cache stores for a head."""
     return _up(head_dim, DIM_UNIT)
 
 
@@ -41,7 +41,7 @@ def cache_token_bytes(
 ) -> int:
     """Return the bytes of one token's keys and values in one layer.
 
-    padded: as the native cache stores them; the reference stores head_dim elements.
+    padded: heads are padded, as the native cache stores them; the reference stores head_dim elements.
     token_scales: int8 scales are per token, not per channel.
     """
     elements = padded_head_dim(head_dim) if padded else head_dim
@@ -55,10 +55,10 @@ class AttentionShape:
 
     Attributes:
         kv_cache_dtype: "float32", "bfloat16" or "int8".
-        slices: int8 only: int8 rows that represent a query row, and a row of probabilities; else 0.
+        slices: int8 only: the number of int8 rows that represent a query row, or a row of probabilities; else 0.
         token_scales: int8 only: scales are per token, not per channel.
-        dtype: of queries and results, "float32" or "bfloat16"; it enters the key and nothing else.
-        level: instruction level of the backend; likewise.
+        dtype: type of queries and results, "float32" or "bfloat16"; used in the key only.
+        level: instruction level of the backend; used in the key only.
     """
 
     num_heads: int
@@ -88,7 +88,7 @@ class AttentionShape:
 
     @property
     def query_row_room(self) -> int:
-        """Bytes of the same on the level that needs most: some widen bfloat16 to float32."""
+        """The bytes of a query row on the instruction level that needs most: some levels widen bfloat16 to float32."""
         return self.query_row_bytes if self.kv_cache_dtype == "int8" else self.padded_dim * ELEMENT_BYTES["float32"]
 
     @property
@@ -98,7 +98,7 @@ class AttentionShape:
 
     @property
     def touched_row_bytes(self) -> int:
-        """Bytes of a row of a kv head that each tile touches: operand, states of span and row, notes."""
+        """Bytes of a row of one kv head that every tile touches: its operand, the states of span and row, its notes."""
         return self.query_row_bytes + 2 * self.state_row_bytes + ROW_NOTES + HEAD_NOTES
 
     @property
@@ -108,15 +108,15 @@ class AttentionShape:
 
 
 def workspace_bytes(shape: AttentionShape, staged_granules: int, partial_rows: int) -> int:
-    """Return what the cores share during a step: new tokens as granules, a granule of zeros, states of partial rows."""
+    """Return the bytes that cores share in a step: new tokens as granules, a granule of zeros, partial rows' states."""
     granules = staged_granules * shape.num_kv_heads + 1
     return granules * shape.granule_bytes + _up(partial_rows, ROW_UNIT) * shape.state_row_bytes
 
 
 def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int64) -> int:
-    """Return what a core needs for the largest of some items, given the heads, rows and states of each, [I].
+    """Return the bytes that a core needs for the largest of some items, given the heads, rows and states of each, [I].
 
-    states: per row and head, two where spans fold into a result, one for a single span, none where partial rows are the
+    states: per row and head: two if spans fold into a result, one for a single span, none if partial rows are the
         states.
     """
     if len(heads) == 0:
@@ -129,7 +129,7 @@ def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int6
 
 @lru_cache(maxsize=64)
 def _rows_bytes(shape: AttentionShape) -> tuple[Int64, Int64, Int64]:
-    """Return, by the rows of an item, the bytes of its notes, of a head's operand and notes, and of a head's state."""
+    """Return, by an item's number of rows, the bytes of its notes, of a head's operand and notes, and of its state."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
     room = _up(rows, ROW_UNIT)
     operands = _up(rows, ROW_CAPACITY) * shape.query_row_room + room * HEAD_NOTES

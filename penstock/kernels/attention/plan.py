@@ -1,17 +1,17 @@
-"""Plans of attention: which items of work a step has, and where each core begins. Made before the step, without torch.
+"""Attention plans: the items of work of a step, and where each core begins. Made before the step, without torch.
 
-An item is some query rows of some kv heads over some spans of one sequence's cache. The arithmetic of a row is fixed by
-tiles and spans at absolute positions (layout.py), so a plan decides only which core computes what: another number of
+An item is some query rows of some kv heads over some spans of one sequence's cache. Tiles and spans at absolute
+positions fix the arithmetic of a row (layout.py), so a plan decides only which core computes what: another number of
 cores gives another plan and the same bits.
 
-As in Huawei's IncreFlashAttention operator, work is split by sequence and head first, and by spans where that leaves
-cores idle (its flash decoding, for B * N2 < 0.4 * cores; here the loads of items decide, because one long sequence
-among many short ones idles cores just as well). A core works through a contiguous range of items and then steals from
-other cores.
+As in Huawei's IncreFlashAttention operator, work is split by sequence and head first, and by spans if cores would
+otherwise be idle. The operator does so (its flash decoding) for B * N2 < 0.4 * cores; here the loads of items decide,
+because one long sequence among many short ones idles cores just as well. A core works through a contiguous range of
+items and then steals from other cores.
 
-The key of a plan is one integer, each decimal digit a choice, so that a trace can say which kernel ran and why. It is
-modelled on the tiling key of the same operator. A leading 1 keeps the zeros; then come the digits in the order of
-CHOICES. Nothing is decided by a key: it names what was decided.
+The key of a plan is one integer in which each decimal digit is a choice, so that a trace can say which kernel ran and
+why. It is modelled on the tiling key of the same operator. A leading 1 preserves leading zeros; the digits follow in
+the order of CHOICES. A key decides nothing: it records the choices made.
 """
 
 from collections.abc import Mapping
@@ -42,17 +42,17 @@ from penstock.kernels.attention.rows import (
     share_prefixes,
 )
 
-# Columns of AttentionPlan.items and .combines; native/abi.h has the same.
+# Columns of AttentionPlan.items and .combines, as in native/abi.h.
 SEQUENCE, HEAD_BEGIN, HEAD_END, ROW_BEGIN, ROW_END, SPAN_BEGIN, SPAN_END, PARTIAL = range(8)
 
-SCRATCH_BUDGET = 192 * 2**10  # bytes of an item's rows that stay in a core's own cache from tile to tile
-MIN_BLOCK_ROWS = 96  # where rows are cut only to share the load; shorter blocks read more than they multiply
+SCRATCH_BUDGET = 192 * 2**10  # bytes of an item's rows, which must stay in a core's own cache from tile to tile
+MIN_BLOCK_ROWS = 96  # when rows are cut only to share the load; shorter blocks would read more than they multiply
 BLOCKS_PER_CORE = 8
 
-# By field of a key: the choice that each digit stands for, and its text in a description; "" is left out.
+# For each field of a key: the choice that each digit stands for, and its text in a description; "" is left out.
 CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        # every sequence has one new token, none has, some have
+        # whether every sequence has exactly one new token, none has, or some have
         "phase": {"decode": "decode", "chunk": "chunks of prompts", "mixed": "decode and chunks of prompts"},
         "query": {"float32": "float32 query", "bfloat16": "bfloat16 query"},
         "cache": {"float32": "float32 cache", "bfloat16": "bfloat16 cache", "int8": "int8 cache"},
@@ -60,13 +60,13 @@ CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         # int8 caches: what a scale belongs to, and how many int8 rows represent a query row
         "scales": {"none": "", "token": "scales of tokens", "channel": "scales of channels"},
         "slices": {"0": "", "1": "1 slice", "2": "2 slices", "3": "3 slices"},
-        # an item takes few rows of many heads in the order of memory, or a block of rows of one head; or some do either
+        # items take few rows of many heads in memory order, or a block of rows of one head; or the step has both
         "template": {
             "stream": "few rows, heads together",
             "blocks": "blocks of rows, one head",
             "both": "few rows with heads together, blocks of rows with one head",
         },
-        "split": {"no": "", "spans": "split over spans"},  # spans of one sequence are computed apart and combined
+        "split": {"no": "", "spans": "split over spans"},  # one sequence's spans are computed separately and combined
         # blocks of a block table, one block per sequence, or one block repeated
         "memory": {"paged": "paged", "rows": "whole rows", "ring": "rings"},
         # whether some row does not see all positions before it, and whether it keeps the first ones
@@ -96,21 +96,21 @@ class AttentionPlan:
 
     Attributes:
         items: [I, 8] int32: sequence whose block table is read; kv heads begin, end; rows begin, end; spans begin, end;
-            the first partial row that the item writes, or -1 where its results are final. Of a partial item, row r of
+            the first partial row that the item writes, or -1 if its results are final. In a partial item, row r of
             head h and span s is partial row
             partial + ((s - span begin) * heads + h - head begin) * rows + r - row begin.
         starts: [cores + 1] int64: the first item of each core, then the number of items.
         combines: [C, 6] int32: kv heads begin, end; rows begin, end; references begin, end.
         references: [R] int32: the items that a combine folds, spans ascending; each covers its heads and rows.
         positions: [T] int32: each token's position.
-        staged: [B+1] int32: running sum over the sequences of their granules of new tokens (per kv head), from the
-            granule of the first new token to that of the last one.
-        loads: [I] int64: the cost of each item, in rows times tiles times heads and what reading adds.
-        partial_rows: of all items together.
-        workspace_bytes: shared by the cores while the step runs; the reference needs none.
-        scratch_bytes: of each core.
+        staged: [B+1] int32: running sum, over the sequences, of the granules (per kv head) from that of the first new
+            token to that of the last one.
+        loads: [I] int64: the cost of each item: rows times tiles times heads, plus the cost of reading.
+        partial_rows: the number of partial rows of all items together.
+        workspace_bytes: the memory that the cores share while the step runs; the reference needs none.
+        scratch_bytes: the memory that each core needs for itself.
         key: names the kind of plan; see `describe_key`.
-        shape: the layers for which it was made.
+        shape: the shape of the layers for which the plan was made.
     """
 
     items: Int32
@@ -131,8 +131,8 @@ class AttentionPlan:
 class Planner:
     """Plans the steps of one cache group.
 
-    A decode step mostly sees the same tiles as the step before. Then only positions are new, and the last plan is used
-    again.
+    A decode step mostly sees the same tiles as the step before it. In that case only positions change, and the last
+    plan is used again.
 
     Attributes: as in kernels.metadata.AttentionMetadata, and the number of cores that share a step.
     """
@@ -147,7 +147,7 @@ class Planner:
     _decodes: bytes | None = None  # query_start_loc of the last step in which every sequence had one new token
 
     def plan(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> AttentionPlan:
-        """Plan a step; arguments as in kernels.metadata.AttentionMetadata, on the host."""
+        """Plan a step. The arguments are as in kernels.metadata.AttentionMetadata, on the host."""
         seen = self._dependencies(query_start_loc, seq_lens, block_table)
         if self._last is not None and seen is not None and seen == self._seen:
             return replace(self._last, positions=seq_lens - 1)
@@ -157,9 +157,9 @@ class Planner:
         return self._last
 
     def renew(self, plan: AttentionPlan, seq_lens: Int32) -> bool:
-        """Write the positions of the next decode step into the plan that was made last. False if it needs another one.
+        """Write the next decode step's positions into the last plan. Return False if the step needs another plan.
 
-        The step differs from that of the plan in its lengths alone, seq_lens: [B] int32.
+        The step differs from the planned one only in its lengths, seq_lens: [B] int32.
         """
         if self._seen is None or self._tiles(seq_lens) != self._seen[1]:
             return False
@@ -167,7 +167,7 @@ class Planner:
         return True
 
     def _dependencies(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> tuple[int, bytes] | None:
-        """Return all that the plan of a decode step depends on; None for other steps, and if a prefix may be shared."""
+        """Return everything a decode step's plan depends on; None for other steps, and if a prefix may be shared."""
         num_seqs = len(seq_lens)
         if (starts := query_start_loc.tobytes()) != self._decodes:
             if query_start_loc[-1] != num_seqs or not np.array_equal(query_start_loc, np.arange(num_seqs + 1)):
@@ -178,7 +178,7 @@ class Planner:
         return min(block_table.shape[1], 2), self._tiles(seq_lens)
 
     def _tiles(self, seq_lens: Int32) -> bytes:
-        """Return which tiles the sequences of a decode step see."""
+        """Return bytes that identify the tiles that the sequences of a decode step see."""
         tiles = ((seq_lens - 1) // TILE).tobytes()
         if self.sliding_window is not None:
             hidden = seq_lens - self.sliding_window
@@ -222,7 +222,7 @@ def _positions(step: Sequences) -> Int32:
 
 
 def _staged(step: Sequences) -> Int32:
-    """Return the running sum of the granules of new tokens, [B + 1]."""
+    """Return AttentionPlan.staged, [B + 1]."""
     staged = np.arange(len(step.counts) + 1, dtype=np.int32)
     if not step.is_decode:
         granules = -(-step.lengths // GRANULE) - step.computed // GRANULE
@@ -232,13 +232,13 @@ def _staged(step: Sequences) -> Int32:
 
 @lru_cache(maxsize=64)
 def most_rows(shape: AttentionShape) -> int:
-    """Return the rows of a block that fit the budget with one kv head; larger groups are cut as well."""
+    """Return the most rows of a block that fit the budget with one kv head; a larger group is cut, too."""
     fitting = SCRATCH_BUDGET // shape.touched_row_bytes // ROW_CAPACITY * ROW_CAPACITY
     return min(max(fitting, ROW_CAPACITY), MAX_ITEM_ROWS)
 
 
 def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
-    """Return the most rows of a block: of many rows, as many as leave each core some blocks."""
+    """Return the most rows of a block, few enough that each core gets several blocks of a step with many rows."""
     if num_cores == 1:
         return most_rows(shape)
     share = tokens * shape.num_heads // (num_cores * BLOCKS_PER_CORE) // ROW_CAPACITY * ROW_CAPACITY
@@ -247,14 +247,14 @@ def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
 
 @lru_cache(maxsize=64)
 def _head_limits(shape: AttentionShape) -> Int64:
-    """Return the most kv heads of an item by the rows of its block: all that fit the budget for few rows, else one."""
+    """Return the most kv heads of an item by the rows of its block: all that fit the budget if few rows, else one."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
     fitting = SCRATCH_BUDGET // (np.maximum(rows, 1) * shape.touched_row_bytes)
     return np.where(rows <= FEW_ROWS, np.clip(fitting, 1, shape.num_kv_heads), 1)
 
 
 def _item_table(blocks: RowBlocks, items: Items, partial: Bools) -> tuple[Int32, int]:
-    """Return AttentionPlan.items and their number of partial rows."""
+    """Return AttentionPlan.items and the number of their partial rows."""
     table = np.empty((len(items.block), 8), dtype=np.int32)
     table[:, SEQUENCE] = blocks.sequence[items.block]
     table[:, HEAD_BEGIN], table[:, HEAD_END] = items.head_begin, items.head_end

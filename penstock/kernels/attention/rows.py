@@ -1,11 +1,11 @@
 """Query rows in blocks, and the tiles that each block sees: the first step of planning.
 
-A row of the packed step is token * group + g. A block holds rows of one sequence, or of neighbouring sequences over a
-prefix that they share, for all kv heads.
+A row of the packed step is token * group + g. A block holds the rows of one sequence, or those of neighbouring
+sequences over a prefix that they share, for all kv heads.
 
-Sequences share a span where their block tables name the same blocks for it and all its positions were computed before
-the step: then every new row of each sees the whole span. Prefix caching makes such block tables; so does a system
-prompt.
+Sequences share a span if their block tables name the same blocks for it and all its positions were computed before the
+step: then every new row of these sequences sees the whole span. Prefix caching makes such block tables, for example for
+a common system prompt.
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ class Sequences:
     Attributes:
         tokens: number of new tokens, T.
         begins: [B] the first new token of each sequence.
-        counts: [B] its new tokens.
-        computed: [B] its tokens that were cached before the step.
-        lengths: [B] its cached plus new tokens.
-        is_decode: every sequence has one new token.
+        counts: [B] the number of its new tokens.
+        computed: [B] the number of its tokens that were cached before the step.
+        lengths: [B] the number of its cached plus new tokens.
+        is_decode: whether every sequence has exactly one new token.
         group: query heads per kv head.
-        window: tokens that a row sees, itself included; None where the window hides nothing.
-        sinks: first tokens that stay visible before the window; 0 without a window.
+        window: number of tokens that a row sees, itself included; None where the window hides nothing.
+        sinks: number of first tokens that stay visible before the window; 0 without a window.
     """
 
     tokens: int
@@ -65,10 +65,10 @@ class RowBlocks:
     """Blocks of rows, [U] each.
 
     Attributes:
-        sequence: whose block table is read.
+        sequence: the sequence whose block table is read.
         row_begin, row_end: rows of the packed step.
-        tile_begin, tile_end: tiles that some row sees, sink tokens aside.
-        sink_end: end of the tiles, from the first one, that hold sink tokens and precede tile_begin; None: no sinks.
+        tile_begin, tile_end: tiles that some row sees, not counting sink tokens.
+        sink_end: tiles 0 .. sink_end - 1 hold sink tokens and precede tile_begin; None: no sinks.
     """
 
     sequence: Int64
@@ -142,8 +142,8 @@ class SharedPrefixes:
     """Row blocks of the step, followed by blocks that join several of them over shared spans.
 
     Attributes:
-        blocks: the first len(chains) of them belong to one sequence each, and see what is left after the shared spans.
-        chains: for each of those, the blocks that together see all its tiles, spans ascending; itself is the last.
+        blocks: the first len(chains) of them belong to one sequence each, and see the tiles after the shared spans.
+        chains: for each of those, the blocks that together see all its tiles, spans ascending, the block itself last.
     """
 
     blocks: RowBlocks
@@ -151,7 +151,7 @@ class SharedPrefixes:
 
     @property
     def is_partial(self) -> Bools:
-        """Whether a block sees only a part of what its rows see, [U]."""
+        """Whether a block sees only a part of the tiles that its rows see, [U]."""
         own = [len(chain) > 1 for chain in self.chains]
         return np.array(own + [True] * (len(self.blocks.sequence) - len(own)))
 
@@ -159,12 +159,12 @@ class SharedPrefixes:
 def share_prefixes(
     step: Sequences, own: RowBlocks, block_table: Int32, block_size: int, block_rows: int
 ) -> SharedPrefixes | None:
-    """Join rows of several sequences, at most block_rows, over the spans they share; None where no spans are shared."""
+    """Join rows of several sequences, at most block_rows, over the spans they share; None if no spans are shared."""
     if step.window is not None or not look_alike(block_table):
         return None
     depths = _shared_spans(step, block_table, block_size)
     chains: list[list[int]] = [[] for _ in own.sequence]
-    seen = [0] * len(chains)  # by block: the spans that shared blocks see for it
+    seen = [0] * len(chains)  # by block: how many of its first spans shared blocks see
     shared: list[tuple[int, ...]] = []  # columns of RowBlocks
     for begin, end, span_begin, span_end in _runs(depths, 0, len(depths), 0) if any(depths) else ():
         first, high = np.searchsorted(own.sequence, (begin, end)).tolist()
@@ -172,7 +172,7 @@ def share_prefixes(
             last, limit = first, own.row_begin[first] + block_rows
             while last < high and own.row_end[last] <= limit and seen[last] == span_begin:
                 last += 1
-            if last - first > 1:  # one block alone reads no less than before
+            if last - first > 1:  # a single block would save no reads
                 for block in range(first, last):
                     chains[block].append(len(chains) + len(shared))
                     seen[block] = span_end
@@ -188,7 +188,7 @@ def share_prefixes(
 
 
 def look_alike(block_table: Int32) -> bool:
-    """Return whether any two neighbours begin with the same block: a cheap test that rules out most steps."""
+    """Return whether two neighbouring sequences begin with the same block: a cheap test that excludes most steps."""
     if block_table.shape[0] < 2 or block_table.shape[1] == 0:
         return False
     first = block_table[:, 0]
@@ -206,9 +206,10 @@ def _shared_spans(step: Sequences, block_table: Int32, block_size: int) -> list[
 
 
 def _runs(depths: list[int], begin: int, end: int, base: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield what sequences begin .. end share from span `base` on: (first sequence, last + 1, span, last span + 1).
+    """Yield the spans from `base` on that some of the sequences begin .. end share.
 
-    Outer runs come before the runs within them, so that a sequence's spans ascend.
+    Each is (first sequence, last sequence + 1, first span, last span + 1). Outer runs of sequences come before the runs
+    within them, so the spans of a sequence ascend.
     """
     if begin == end:
         return

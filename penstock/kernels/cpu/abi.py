@@ -1,6 +1,6 @@
-"""Read the C interface of the native library from native/abi.h, the only place where it is declared. No torch.
+"""Read the C interface of the native library from native/abi.h, the only place that declares it. No torch.
 
-The parser accepts only the forms that abi.h uses and raises on anything else, so no declaration can be missed.
+The parser accepts only the forms that abi.h uses and raises an error on anything else, so it cannot miss a declaration.
 """
 
 import re
@@ -31,8 +31,8 @@ class Abi:
     Attributes:
         constants: integer constants and enum members by name.
         enums: the members of each enum in order.
-        structs: `_fields_` of a ctypes.Structure for each struct; pointers are addresses.
-        functions: result type and argument types of each function, for ctypes.
+        structs: for each struct, the `_fields_` of a ctypes.Structure; pointers are addresses.
+        functions: for each function, the result type and the argument types, for ctypes.
     """
 
     def __init__(self, text: str) -> None:
@@ -65,7 +65,7 @@ class Abi:
             self.functions[name] = _type(found["result"]), [self._declared(item)[0][1] for item in parameters]
 
     def _declared(self, text: str) -> list[tuple[str, Any]]:
-        """Return names and types of a declaration such as `const float* x` or `std::int64_t n, ends[8]`."""
+        """Return the names and types in a declaration such as `const float* x` or `std::int64_t n, ends[8]`."""
         found = _match(DECLARATION.fullmatch(text), text)
         entries = []
         for item in found["names"].split(","):

@@ -1,6 +1,6 @@
-"""Arguments of native attention: the cache of a layer, the parameters of its scores, and plans for both.
+"""Arguments of native attention: the cache of a layer, the parameters of its scores, and plans.
 
-native/attention/attention.h has the layout of a cache; here it is memory of the right size.
+native/attention/attention.h describes the layout of a cache. Python only allocates memory of the right size.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ from penstock.kernels.tensors import (
 )
 
 KINDS = dict(zip((FLOAT32, BFLOAT16, INT8), ABI.enums["CacheKind"].values(), strict=False))
-SLICES = (2, 3)  # of an int8 cache
+SLICES = (2, 3)  # supported for an int8 cache
 CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
 
 
@@ -52,7 +52,7 @@ class CpuKVCache:
         """Allocate memory without initialising it.
 
         Raises:
-            NotSupportedError: the native kernels do not support such a cache.
+            NotSupportedError: the native kernels do not support this cache.
             ValueError: the scales are not [Hkv, D] float32.
         """
         _check_cache(spec)
@@ -69,7 +69,7 @@ class CpuKVCache:
         self.num_bytes = self.memory.nbytes
         self._shape = heads, head_dim, name, spec.slices, token_scales  # fields of AttentionShape
         self._planners: dict[tuple[object, ...], Planner] = {}
-        self._last: tuple[AttentionMetadata, tuple[object, ...], AttentionMetadata] | None = None  # planned, its result
+        self._last: tuple[AttentionMetadata, tuple[object, ...], AttentionMetadata] | None = None  # input, key, result
         self._struct = PenstockCache(
             memory=address_of(self.memory),
             blocks=spec.num_blocks,
@@ -92,11 +92,11 @@ class CpuKVCache:
     ) -> AttentionMetadata:
         """Return the metadata with a plan for these heads, queries and results of type `dtype`, and this cache.
 
-        The metadata of the call before may come again, with the lengths and slots of the next step in the same tensors,
-        within the same blocks: then the result is that of the call before, if its plan is good for that step, too.
+        A caller may pass the metadata of its previous call again, after writing the next step's lengths and slots into
+        the same tensors, if the blocks are the same. If the plan also fits that step, the previous result is returned.
 
         Raises:
-            ValueError: a tensor has another type or shape than kernels/metadata.py says, or a block is missing.
+            ValueError: the type or shape of a tensor is not that of kernels/metadata.py, or a block is missing.
         """
         key = heads.num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens
         if self._last is not None and self._last[0] is meta and self._last[1] == key:
@@ -129,7 +129,7 @@ class CpuKVCache:
             raise ValueError(f"heads: {heads} does not fit a cache of {spec.num_kv_heads} heads of {spec.head_dim}")
 
     def check_plan(self, meta: AttentionMetadata, num_heads: int, threads: int) -> None:
-        """Raise ValueError unless the plan of this metadata fits these heads, this cache and the number of threads."""
+        """Raise ValueError unless the metadata's plan fits these heads, this cache and the number of threads."""
         plan = meta.plan
         if plan is None:
             raise ValueError("plan: the metadata has no plan")
@@ -162,7 +162,7 @@ def _check_cache(spec: CacheSpec) -> None:
 
 
 class NativeParams:
-    """AttentionParams as a structure for native functions; keeps the tensors that it points to alive."""
+    """AttentionParams as a structure for native functions. It keeps the tensors that it points to alive."""
 
     def __init__(self, params: AttentionParams, num_heads: int) -> None:
         """Check and copy the parameters.

@@ -1,6 +1,6 @@
 """Calls of native functions: the context that all operations of an engine share, and tensors as arguments.
 
-Native functions do not check type, shape or layout of what an address points to, so `address` does.
+Native functions cannot check the type, shape or layout of the memory at an address, so `address` does.
 """
 
 import ctypes
@@ -50,10 +50,10 @@ ACTIVATIONS = {name: ABI.constants[f"ACT_{name.upper()}"] for name in ("silu", "
 
 
 class CallObserver(Protocol):
-    """Is told of the native calls of operations right before they run."""
+    """An observer of the native calls of operations, called right before each runs."""
 
     def call(self, name: str, arguments: Arguments) -> None:
-        """Note a call of a function of native/abi.h; arguments: those after the context."""
+        """Note the call of a function of native/abi.h. arguments: those after the context."""
 
     def replay(self, calls: "ctypes.Array[PenstockCall]") -> None:
         """Note a run of the calls of a recorded program."""
@@ -63,11 +63,11 @@ class NativeCalls:
     """Threads and kernels of one instruction level; one call runs at a time.
 
     Attributes:
-        observer: is told of every call, for measurements; None costs nothing.
-        dtype: type of weights and of the inputs of products; results are torch's tensors if it is torch's.
+        observer: notes every call, for measurements; None costs nothing.
+        dtype: type of weights and of the inputs of products; results are torch's tensors if this is a torch.dtype.
         element: the same type as a np.dtype.
         level: name of the instruction level, which determines the bits of results.
-        threads: computing threads, the caller's included.
+        threads: number of computing threads, the caller's included.
     """
 
     name = "cpu"
@@ -77,7 +77,7 @@ class NativeCalls:
         """Start the threads. level: None means `chosen_level()`.
 
         Raises:
-            InvalidRequestError: there is no native library, or this machine does not have the level.
+            InvalidRequestError: the native library is missing, or this machine does not have the level.
             EngineError: the threads cannot be started.
         """
         library, level = load_library(), level or chosen_level()
@@ -100,10 +100,10 @@ class NativeCalls:
         self.observer: CallObserver | None = None
 
     def pin(self, cores: Sequence[Sequence[int]]) -> None:
-        """Pin each helper to its core, and let the calling thread use the CPUs of all cores.
+        """Pin each helper thread to its CPUs, and let the calling thread use the CPUs of all threads.
 
-        The caller is not pinned to one core, because threads and processes that it starts later inherit its CPUs. The
-        helpers leave the first core free, so it finds its place there.
+        The calling thread is not pinned to one core, because threads and processes that it starts later inherit its
+        CPUs. Helpers that have a core each leave the first core free for the calling thread.
 
         Args:
             cores: the CPUs of each thread, the caller's first.
@@ -178,7 +178,7 @@ class NativeCalls:
         return self._native["penstock_replay"](self._context, ctypes.addressof(calls), len(calls))
 
     def _watching(self, recorder: Recorder) -> AbstractContextManager[object]:
-        """Watch what torch does beside the native calls. The bundled families, which have arrays, do nothing else."""
+        """Watch what torch does besides the native calls. The bundled families use arrays and do nothing else."""
         if not is_torch(self.dtype):
             return nullcontext()
         from penstock.kernels.cpu.torch_watch import TorchWatch
@@ -188,23 +188,24 @@ class NativeCalls:
     # --- measurements -------------------------------------------------------------------------------------------------
 
     def kernel_seconds(self) -> float:
-        """Return the seconds spent in operations so far; the rest of a step is Python and torch."""
+        """Return the seconds spent in operations so far. The rest of a step is Python and torch."""
         seconds: float = self._library.penstock_busy_seconds(self._context)
         return seconds
 
     def trace(self, spans: "ctypes.Array[PenstockSpan] | None") -> int:
-        """Write the spans of all calls from now on to `spans`, or of none; return the number of calls traced before."""
+        """Write the spans of all further calls to `spans`; None stops. Return the number of calls since the last
+        `trace`."""
         at, capacity = (None, 0) if spans is None else (ctypes.addressof(spans), len(spans))
         calls: int = self._library.penstock_trace(self._context, at, capacity)
         return calls
 
     def limit_read(self, loop: int, memory: int, num_bytes: int) -> float:
-        """Return the seconds that all threads together need to read memory at an address once, by one of READ_LOOPS."""
+        """Return the seconds that all threads together take to read some memory once, with one of READ_LOOPS loops."""
         seconds: float = self._library.penstock_limit_read(self._context, loop, memory, num_bytes)
         return seconds
 
     def limit_multiply(self, kind: int, iterations: int) -> tuple[int, float]:
-        """Multiply in registers with all threads; return operations and seconds. kind: Kind of native/abi.h."""
+        """Multiply in registers with all threads, and return operations and seconds. kind: Kind of native/abi.h."""
         operations = ctypes.c_int64()
         at = ctypes.addressof(operations)
         seconds = self._library.penstock_limit_multiply(self._context, kind, iterations, at)
@@ -212,7 +213,7 @@ class NativeCalls:
 
 
 def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[], Value]) -> Value:
-    """Return the value of a key; make and keep a new one, dropping all others once there are `limit`."""
+    """Return the value of a key. If it is not known, make and keep it, dropping all others if there are `limit`."""
     value = known.get(key)
     if value is None:
         if len(known) >= limit:
@@ -222,17 +223,17 @@ def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[],
 
 
 def address(tensor: Tensor, shape: tuple[int, ...], dtype: ArrayType, name: str) -> int:
-    """Return the address of a contiguous tensor, of either kind, of exactly this shape and type.
+    """Return the address of a contiguous tensor of either kind, with exactly this shape and type.
 
     Raises:
-        ValueError: the tensor has another shape or type, is not contiguous, or not in CPU memory.
+        ValueError: the tensor has another shape or type, is not contiguous, or is not in CPU memory.
     """
     check_tensor(tensor, shape, dtype, name)
     return address_of(tensor)
 
 
 def check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: ArrayType, name: str) -> None:
-    """Raise ValueError unless a tensor is what `address` takes."""
+    """Raise ValueError unless `address` accepts the tensor."""
     if isinstance(tensor, np.ndarray):
         flat = tensor.flags.c_contiguous
         if flat and tensor.dtype is dtype and tensor.shape == shape:
@@ -246,7 +247,7 @@ def check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: ArrayType, name:
 
 
 def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: ArrayType, name: str) -> tuple[int, int]:
-    """Return the address of a tensor, which may be some columns of a wider one, and the elements between its rows.
+    """Return the address of a tensor, which may be some columns of a wider one, and its row stride in elements.
 
     Raises:
         ValueError: the tensor has another shape or type, or its rows are not contiguous.
@@ -259,7 +260,7 @@ def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: ArrayType, name:
 
 
 def _strides(tensor: Tensor) -> tuple[int, int]:
-    """Return the elements from a row to the next, and from a column to the next; zeros for memory of another device."""
+    """Return the strides of rows and of columns, in elements; zeros for memory of another device."""
     if isinstance(tensor, np.ndarray):
         return tensor.strides[0] // tensor.itemsize, tensor.strides[1] // tensor.itemsize
     return (tensor.stride(0), tensor.stride(1)) if tensor.is_cpu else (0, 0)
@@ -298,7 +299,7 @@ def activation_code(activation: str) -> int:
     """Return the Activation of abi.h.
 
     Raises:
-        ValueError: there is no such activation.
+        ValueError: the activation is unknown.
     """
     code = ACTIVATIONS.get(activation)
     if code is None:

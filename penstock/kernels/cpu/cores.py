@@ -1,19 +1,20 @@
-"""Which cores compute: the physical cores that this process may use, how many threads they get, and where these run.
+"""The cores that compute: which physical cores this process may use, how many threads they get, and where these run.
 
     usable CPUs   online, and in the process's affinity mask, which taskset and the cpuset of a container set
     cores         hyper-threads of one core count once: they share its multipliers, its caches and its loads
-    quota         CPUs' worth of time that cgroups (v1 or v2) allow, the least of the container's and those around it
+    quota         the CPUs' worth of time that cgroups (v1 or v2) allow: the least of the container's and all outer ones
 
     none    threads run wherever the system puts them
     nodes   each thread stays on one NUMA node, whose memory holds the weights that it packed and reads
-    0-3,8   one thread per physical core of the list, on any of its hyper-threads there
+    0-3,8   one thread per physical core of the list, on any of its hyper-threads in the list
 
-`auto` is `nodes` for an engine that computes on all cores of several nodes, else `none`. It pins no thread to a core:
-on one node that gains nothing, and a thread that cannot leave a core which another process takes delays all the others
-(decode products beside a busy process: 1.6 times as long pinned, 1.3 times free). Nor does it choose a part of the
-cores: a second engine would choose the same.
+`auto` is `nodes` for an engine that computes on all cores of several nodes, else `none`. It pins no thread to a single
+core: on one node that gains nothing, and a thread that cannot leave a core which another process occupies delays all
+other threads (decode products beside a busy process took 1.6 times as long with pinned threads, 1.3 times with free
+ones). It does not choose a subset of the cores either, because a second engine would choose the same ones.
 
-Reads /proc and /sys below a root, so that tests can describe other machines. Knows no model and starts no thread.
+The module reads /proc and /sys below a root, so that tests can describe other machines. It knows no model and starts no
+thread.
 """
 
 import os
@@ -29,7 +30,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A physical core: its hyper-threads that may be used, and its NUMA node."""
+    """A physical core: its usable hyper-threads, and its NUMA node."""
 
     cpus: tuple[int, ...]
     node: int
@@ -37,10 +38,10 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use.
+    """The cores and the CPU time that this process may use.
 
     Attributes:
-        cores: by node, then by first CPU.
+        cores: sorted by node, then by first CPU.
         quota: CPUs' worth of time, None for no limit.
     """
 
@@ -49,7 +50,7 @@ class Machine:
 
     @classmethod
     def read(cls, root: Path = ROOT, mask: Iterable[int] | None = None) -> "Machine":
-        """Read the machine below `root`. mask: usable CPUs; None: those of the calling thread."""
+        """Read the machine below `root`. mask: the usable CPUs; None: those of the calling thread."""
         cpus = set(_own_mask() if mask is None else mask)
         folder = root / "sys/devices/system"
         online = _read(folder / "cpu/online")
@@ -84,8 +85,8 @@ class Machine:
     def default_threads(self) -> tuple[int, str]:
         """Return the number of threads for these cores, and why.
 
-        A quota is rounded to the nearest number, at least one. Rounded down, 1.5 CPUs would leave a third of what was
-        paid for unused; rounded up, 2.1 CPUs would make three threads that all stand still for a third of the time.
+        A quota is rounded to the nearest number, at least one. If it were rounded down, 1.5 CPUs would leave a third of
+        the quota unused; if it were rounded up, 2.1 CPUs would make three threads that stand still a third of the time.
         """
         count, quota = len(self.cores), self.quota
         if quota is not None and (allowed := max(1, int(quota + 0.5))) < count:
@@ -94,7 +95,7 @@ class Machine:
         return count, "the cores of this process" + (f", with {num_cpus} hyper-threads" if num_cpus > count else "")
 
     def cores_for(self, threads: int) -> tuple[Core, ...]:
-        """Return as many cores: of the first node that has enough, else of the largest nodes together."""
+        """Return one core per thread: from the first node that has enough, else from the largest nodes together."""
         by_node = [[core for core in self.cores if core.node == node] for node in self.nodes]
         for cores in by_node:
             if len(cores) >= threads:
@@ -109,7 +110,7 @@ class Machine:
 
 
 def pinned_cores(affinity: str, threads: int, machine: Machine | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the CPUs of each of `threads` threads, the calling one first; nothing for "none".
+    """Return the CPUs of each of `threads` threads, the calling thread first; an empty tuple for "none".
 
     affinity: none, nodes or a list.
 
@@ -137,10 +138,10 @@ def pinned_cores(affinity: str, threads: int, machine: Machine | None = None) ->
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Return the CPUs of a list like 0-3,8, ascending and each once.
+    """Return the CPUs of a list like 0-3,8, in ascending order and without duplicates.
 
     Raises:
-        ValueError: the text is no such list.
+        ValueError: the text is not such a list.
     """
     cpus: set[int] = set()
     for part in text.split(",") if text else ():
@@ -174,8 +175,8 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 def _cgroup_folders(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups that may limit CPU time, innermost first.
 
-    A container often sees the tree from its own group on, so /proc/self/cgroup has to be read relative to what is
-    mounted. Where the path does not lie below the mounted part, only the mounted root is known.
+    A container often sees only the tree below its own group, so the paths of /proc/self/cgroup have to be read relative
+    to the mounted part of the tree. If a path does not lie below the mounted part, only the mounted root is known.
     """
     paths: dict[str, str] = {}  # "cpu" for v1, "" for v2
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -195,7 +196,7 @@ def _cgroup_folders(root: Path) -> Iterator[Path]:
 
 
 def _folder_quota(folder: Path) -> float | None:
-    """Return the limit of one control group: cpu.max of v2, or the pair of files of v1."""
+    """Return the limit of one control group, from cpu.max (v2) or from the two files of v1."""
     quota, _, period = _read(folder / "cpu.max").partition(" ")
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
@@ -205,7 +206,7 @@ def _folder_quota(folder: Path) -> float | None:
 
 
 def _siblings(folder: Path) -> str:
-    """Return the list of hyper-threads of a CPU's core; newer systems have the first file."""
+    """Return the list of hyper-threads of a CPU's core. Only newer systems have the first file."""
     return _read(folder / "core_cpus_list") or _read(folder / "thread_siblings_list")
 
 
@@ -216,7 +217,7 @@ def _own_mask() -> Sequence[int]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a small file; nothing if it cannot be read."""
+    """Return the text of a small file, or an empty string if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

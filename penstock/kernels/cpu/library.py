@@ -1,7 +1,7 @@
 """Find the native library, if the package was installed with a compiler, and declare its functions. No torch.
 
-PENSTOCK_CPU_LEVEL=portable, avx2, avx512f, avx512, avx512fma or amx selects an instruction level below the best one.
-PENSTOCK_CPU_LIBRARY=FILE loads another build of the library: `make sanitize` does.
+PENSTOCK_CPU_LEVEL=portable, avx2, avx512f, avx512, avx512fma or amx selects an instruction level up to the best one.
+PENSTOCK_CPU_LIBRARY=FILE loads another build of the library, as `make sanitize` does.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ ABI_VERSION = ABI.constants["ABI_VERSION"]
 LEVELS = tuple(name.removeprefix("LEVEL_").lower() for name in ABI.enums["Level"])
 LEVEL_VARIABLE = "PENSTOCK_CPU_LEVEL"
 LIBRARY_VARIABLE = "PENSTOCK_CPU_LIBRARY"
-SAME_BITS = {"avx512f": "avx2", "avx512fma": "avx512"}  # levels that compute every bit as another one does, only faster
+SAME_BITS = {"avx512f": "avx2", "avx512fma": "avx512"}  # faster levels that compute exactly the bits of another level
 MAX_LEAVES = ABI.constants["MAX_LEAVES"]
 MAX_ARGUMENTS = ABI.constants["MAX_CALL_ARGUMENTS"]
 RECORDABLE = tuple("penstock_" + name.removeprefix("RECORD_").lower() for name in ABI.enums["Recordable"])
@@ -70,12 +70,12 @@ def check_status(status: int) -> None:
 
 
 def load_library() -> ctypes.CDLL | None:
-    """Return the library, or None if there is none that can be used; `why_missing` gives the reason."""
+    """Return the library, or None if it is missing or cannot be used; `why_missing` gives the reason."""
     return _find_library()[0]
 
 
 def why_missing() -> str:
-    """Return why there is no native library."""
+    """Return why the native library is missing or cannot be used."""
     return _find_library()[1]
 
 
@@ -109,20 +109,20 @@ def best_level() -> str | None:
 
 
 def level_of_bits() -> str | None:
-    """Return the level whose name stands for the bits of `chosen_level()`: one name for levels that share them.
+    """Return the level that names the bits of `chosen_level()`: levels that compute the same bits share one name.
 
     Raises:
-        InvalidRequestError: as `chosen_level`.
+        InvalidRequestError: as in `chosen_level`.
     """
     level = chosen_level()
     return None if level is None else SAME_BITS.get(level, level)
 
 
 def chosen_level() -> str | None:
-    """Return the level that kernels run at: the best one, or the one that PENSTOCK_CPU_LEVEL selects.
+    """Return the level at which kernels run: the best level, or the one that PENSTOCK_CPU_LEVEL selects.
 
     Raises:
-        InvalidRequestError: the variable is not a level of this machine.
+        InvalidRequestError: the variable does not name a level of this machine.
     """
     best = best_level()
     forced = os.environ.get(LEVEL_VARIABLE, "")

@@ -1,7 +1,7 @@
 """CpuOps: every operation is one call of the native library with the addresses of tensors.
 
 Bits depend only on the instruction level, never on the batch or the threads (native/abi.h). A decode step makes about
-180 calls, so the checks of each are cheap, and it allocates nothing if `out=` is given.
+180 calls, so the checks of each call are cheap, and a call allocates nothing if `out=` is given.
 """
 
 import ctypes
@@ -38,22 +38,22 @@ from penstock.kernels.tensors import (
     is_torch,
 )
 
-REMEMBERED_STEPS = 8  # steps whose native form is kept for the other layers
-REMEMBERED_PARAMS = 1024  # layers whose NativeParams are kept
+REMEMBERED_STEPS = 8  # number of steps whose native form is kept for further layers
+REMEMBERED_PARAMS = 1024  # number of layers whose NativeParams are kept
 
 
 class CpuOps(ProductOps, RowOps):
-    """All operations at one instruction level: products, operations on rows, and here attention and logits. Runs one
-    call at a time, so every engine has its own.
+    """All operations at one instruction level: products and operations on rows from the base classes, attention and
+    logits here. It runs one call at a time, so every engine has its own.
 
     Attributes:
-        plan_counts: number of plans by key of the kind of attention (kernels/attention/plan.py).
+        plan_counts: number of plans made for each plan key (kernels/attention/plan.py).
     """
 
     def __init__(self, dtype: Dtype, *, threads: int = 1, level: str | None = None) -> None:
         super().__init__(dtype, threads=threads, level=level)
         self._sampling = PenstockSampling()
-        self._filled: tuple[SamplingTensors | None, tuple[int, int]] = None, (0, 0)  # what it was filled with
+        self._filled: tuple[SamplingTensors | None, tuple[int, int]] = None, (0, 0)  # what filled _sampling
         self._params: dict[tuple[AttentionParams, int], NativeParams] = {}
         self._steps: dict[int, tuple[AttentionMetadata, PenstockAttentionStep]] = {}
         self.plan_counts: Counter[int] = Counter()
@@ -92,7 +92,7 @@ class CpuOps(ProductOps, RowOps):
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
         meta = own(cache, CpuKVCache).plan(meta, heads, self.element, self.level, self.threads)
-        if is_torch(self.dtype):  # for models that look at it
+        if is_torch(self.dtype):  # for models that look at the metadata
             meta = meta.to(self.tensor)
         if (plan := meta.plan) is not None:
             self.plan_counts[plan.key] += 1
@@ -146,7 +146,7 @@ class CpuOps(ProductOps, RowOps):
         return out
 
     def _step(self, meta: AttentionMetadata, cache: CpuKVCache, num_heads: int) -> PenstockAttentionStep:
-        """Return the native form of planned metadata: that of the program being recorded, or of one of the last steps.
+        """Return the native form of planned metadata, from the program being recorded or from the last steps.
 
         Raises:
             ValueError: the plan was made for other heads, another cache or another number of threads.
@@ -186,12 +186,12 @@ class CpuOps(ProductOps, RowOps):
         return out
 
     def _one_each(self, rows: int, dtype: ArrayType) -> Tensor:
-        """Return a new tensor with a number for each row, which needs no alignment."""
+        """Return a new tensor for one number per row. It needs no alignment."""
         return self.tensor(np.empty(rows, dtype))
 
 
 def _fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int, vocab_size: int) -> None:
-    """Fill every field for logits [rows, vocab_size]. The tensors have to outlive the call that reads the structure.
+    """Fill every field for logits [rows, vocab_size]. The tensors must outlive the call that reads the structure.
 
     Raises:
         ValueError: a tensor has another shape or type, or a pair is outside the logits.
@@ -216,7 +216,7 @@ def _fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int,
 
 
 def _pairs(pairs: Tensor | None, rows: int, vocab_size: int, name: str) -> tuple[int | None, int]:
-    """Return address and number of the pairs [P, 2], after checking that all of them are inside the logits."""
+    """Return the address and number of the pairs [P, 2], after checking that all of them are inside the logits."""
     if pairs is None or not len(pairs):
         return None, 0
     count = len(pairs)

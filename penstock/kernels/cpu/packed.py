@@ -1,7 +1,7 @@
 """CpuLinear: a packed weight for native products, in its own memory or in tensors of a mapped file.
 
-native/abi.h has the layout. Python allocates the memory and reads rows piece by piece; `penstock_pack_rows` quantises
-and packs them.
+native/abi.h describes the layout. Python allocates the memory and reads rows piece by piece; `penstock_pack_rows`
+quantises and packs them.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ from penstock.quant.scheme import GROUP_SIZES
 
 PANEL = ABI.constants["PANEL"]  # columns that are packed together
 K_UNIT = ABI.constants["K_UNIT"]  # leaves are padded to a multiple of this
-MAX_INTEGER_LEAF = 2**16  # a longer sum of products of two bytes may overflow an int32
+MAX_INTEGER_LEAF = 2**16  # elements; a longer sum of products of two bytes may overflow an int32
 SLICE_BYTES = 2**24  # bytes of rows that are read at once while a weight is packed
 F32, BF16, INT8, INT4, INT4_A16 = list(ABI.enums["Kind"].values())[:5]
 FLOAT_KINDS = {FLOAT32: F32, BFLOAT16: BF16}
@@ -56,8 +56,8 @@ class Layout:
     Attributes:
         kind: Kind of native/abi.h.
         leaf_ends: ends of the leaves of K, the last at k.
-        group_size, slices: of the scheme, or 0.
-        gated: the first half of the rows is the gate, the second half up.
+        group_size, slices: those of the scheme, or 0.
+        gated: the first half of the rows is the gate, the second half is up.
     """
 
     n: int
@@ -70,7 +70,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: Dtype, packing: Packing = PLAIN) -> "Layout":
-        """Return the layout of a weight of a shape.
+        """Return the layout of a weight with this shape.
 
         Raises:
             ValueError: the shape or the leaves are invalid.
@@ -127,7 +127,7 @@ class Layout:
         return sum(sizes) + (self.panels * PANEL * FLOAT32.itemsize if bias else 0)
 
     def columns(self) -> Array:
-        """Return the row of the weight of each packed column, -1 for padding: [panels * 32] int64."""
+        """Return the weight's row that each packed column holds, or -1 for padding: [panels * 32] int64."""
         column = np.arange(self.panels * PANEL)
         if not self.gated:
             return np.where(column < self.n, column, -1)
@@ -152,7 +152,7 @@ class CpuLinear:
     """
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-        """Use the arrays of a layout, with or without a bias in the order of the packed columns.
+        """Use the arrays of a layout, optionally with a bias in the order of the packed columns.
 
         Raises:
             ValueError: the arrays do not fit the layout or are not aligned.
@@ -193,7 +193,7 @@ class CpuLinear:
         return dict(self._tensors)
 
     def take_scales(self) -> Array | None:
-        """Return the scale of each column [N], and leave them out of products from now on; None if there are none."""
+        """Return the scale of each column [N], and set it to 1 in the weight; None if the weight has no such scales."""
         if "column_scales" not in self._tensors:
             return None
         scales = as_array(self._tensors["column_scales"])
@@ -206,8 +206,8 @@ def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
     """Return a weight that was packed by this backend, gated or not.
 
     Raises:
-        TypeError: it was packed by another backend.
-        ValueError: it is gated and must not be, or the other way round.
+        TypeError: another backend packed the weight.
+        ValueError: the weight is gated and must not be, or the other way round.
     """
     linear = own(weight, CpuLinear)
     if linear.gated is not gated:
@@ -216,7 +216,8 @@ def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
 
 
 def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: Dtype, pack_rows: Pack) -> CpuLinear:
-    """Pack a weight, reading a few rows at a time. Weight and bias are first rounded to dtype, the memory's kind."""
+    """Pack a weight, reading a few rows at a time. Weight and bias are first rounded to dtype, which also gives the
+    kind of the packed tensors."""
     tensors = {name: empty(shape, dtype_of(str(element), dtype)) for name, (shape, element) in layout.arrays().items()}
     if bias is not None:
         tensors["bias"] = empty((layout.panels * PANEL,), dtype_of("float32", dtype))

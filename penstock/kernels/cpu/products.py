@@ -18,7 +18,7 @@ from penstock.kernels.cpu.packed import CpuLinear, Layout, own_linear, pack
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows
 from penstock.kernels.tensors import FLOAT32, INT64, Array, ArrayType, Dtype, Tensor
 
-REMEMBERED_EXPERTS = 1024  # layers whose NativeExperts are kept
+REMEMBERED_EXPERTS = 1024  # number of layers whose NativeExperts are kept
 
 
 class ProductOps(NativeCalls):
@@ -119,7 +119,8 @@ class ProductOps(NativeCalls):
         return out
 
     def expert_counts(self) -> tuple[int, int]:
-        """Return what `experts` did so far: experts whose weights were read, once per call, and (row, expert) pairs."""
+        """Return what `experts` has read and computed: experts' weights, each counted once per call, and (row, expert)
+        pairs."""
         counts = (ctypes.c_int64 * 2)()
         self._library.penstock_expert_counts(self._context, ctypes.addressof(counts))
         return counts[0], counts[1]

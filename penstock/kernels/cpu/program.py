@@ -1,12 +1,13 @@
-"""Programs: the native calls of a forward pass, recorded once and from then on run without its Python.
+"""Programs: the native calls of a forward pass, recorded once and then run without the model's Python.
 
 A line of Python between two kernels starts cold, because weights have streamed through the caches: measured on a
 1.1B model, 1.2 ms of Python become 4 ms. A program is one native call. Only the attention metadata changes from step to
 step: each cache group has one PenstockAttentionStep, which is rewritten before every run.
 
-A program is correct only if the forward pass did nothing else, which holds for the bundled families. Of a model with
-torch's tensors, torch_watch.py tells the Recorder what else it did; that makes the forward pass unrecordable. Where
-ranks of a model meet, Python runs between native calls (`run_host`), and the program has the parts in their order.
+A program is correct only if the forward pass did nothing besides native calls, which holds for the bundled families.
+For a model with torch's tensors, torch_watch.py tells the Recorder what else the pass did; any such operation makes it
+unrecordable. Where the ranks of a model meet, Python runs between native calls (`run_host`): the program then has
+several parts, in order.
 """
 
 import ctypes
@@ -36,8 +37,9 @@ class NativeProgram:
     """A recorded forward pass, for a fixed number of tokens.
 
     Attributes:
-        parts: native calls that run together, and what Python does between them.
-        steps: the arguments of attention by cache group, and `filled`, the metadata that they were taken from.
+        parts: runs of native calls, and the Python functions between them.
+        steps: the arguments of attention, by cache group.
+        filled: the metadata from which each of `steps` was filled.
         kept: owners of the memory that the calls read and write.
         result: the tensor that the pass returned; every run overwrites it.
     """
@@ -56,7 +58,7 @@ class NativeProgram:
             ValueError, MemoryError: see `library.check_status`.
         """
         for index, meta in enumerate(attention):
-            if meta is not self.filled[index]:  # else what its addresses point to has changed, and nothing else
+            if meta is not self.filled[index]:  # for the same metadata, only the contents of its tensors have changed
                 fill_step(self.steps[index], meta)
                 self.filled[index] = meta
         for part in self.parts:
@@ -98,11 +100,11 @@ class Recorder:
             self.foreign = name
 
     def host(self, work: HostCall) -> None:
-        """Record what Python does between native calls."""
+        """Record a Python function that runs between native calls."""
         self._parts.append(work)
 
     def step(self, meta: AttentionMetadata) -> PenstockAttentionStep | None:
-        """Return the step of the cache group of this metadata, or None if the metadata is not that of this pass."""
+        """Return the step of this metadata's cache group, or None if the metadata is not part of this pass."""
         for step, item in zip(self._steps, self._attention, strict=True):
             if item is meta:
                 return step
@@ -136,7 +138,7 @@ def _word(value: int | float | None, kind: type) -> int:
 
 
 def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> PenstockAttentionStep:
-    """Write planned metadata, and return the step. It has addresses of the tensors, so meta must outlive its use."""
+    """Fill a step from planned metadata, and return it. It has addresses of meta's tensors, which must outlive it."""
     plan = meta.plan
     if plan is None:
         raise ValueError("plan: the metadata has no plan")

@@ -1,4 +1,4 @@
-"""RowOps: operations on rows between the products. Norms, rotary and token embedding, element-wise operations."""
+"""RowOps: operations on rows between the products: norms, rotary and token embedding, element-wise operations."""
 
 from penstock.kernels.cpu.calls import NativeCalls, address, optional_address, rows_of, type_code
 from penstock.kernels.cpu.packed import FLOAT_KINDS, own_linear
@@ -59,7 +59,7 @@ class RowOps(NativeCalls):
         dtype: ArrayType,
         out: Tensor | None,
     ) -> Tensor:
-        """Call a norm. inputs: x, or x and h [rows, hidden]; weight and bias [hidden], a bias only for layer norms."""
+        """Call a norm. inputs: x, or x and h, [rows, hidden]; weight and bias [hidden]; only layer norms have bias."""
         rows, hidden = shape = rows_of(inputs[0], "x")
         out_type = type_code(dtype)
         out = self._output(out, shape, dtype)
@@ -137,7 +137,7 @@ class RowOps(NativeCalls):
 
 
 def _head_norm(weight: Tensor | None, heads: int, head_dim: int, name: str) -> tuple[int | None, int]:
-    """Return address and size of a weight: [D] norms each head by itself, [heads * D] all heads together."""
+    """Return the address and size of a weight: [D] norms each head by itself, [heads * D] all heads together."""
     if weight is None:
         return None, head_dim
     size = len(weight) if weight.shape == (heads * head_dim,) else head_dim

@@ -1,6 +1,6 @@
-"""TorchWatch: tells a Recorder what a forward pass with torch's tensors does beside native calls.
+"""TorchWatch: tells a Recorder what a forward pass on torch's tensors does besides native calls.
 
-Views and new memory are kept alive with the program. Any other operation cannot be a part of it.
+Views and new memory are kept alive with the program. A program cannot contain any other torch operation.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing here is ever compiled, and True would import the compiler, which takes a second."""
+        """Return False, because nothing here is compiled and True would import the compiler, which takes a second."""
         return False
 
     def __init__(self, recorder: Recorder) -> None:

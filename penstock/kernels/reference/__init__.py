@@ -1,4 +1,4 @@
-"""The reference backend: every operation of kernels/ops.py in plain torch. The specification, not the fast way."""
+"""The reference backend: every operation of kernels/ops.py in plain torch, written to be read and not to be fast."""
 
 from penstock.kernels.reference.ops import ReferenceOps
 

@@ -1,9 +1,9 @@
-"""Paged attention in plain torch: sequences of one new token together, every other one by itself.
+"""Paged attention in plain torch: sequences with one new token are computed together, every other sequence by itself.
 
 The contents of free slots do not matter: a position that no query sees is not read, or enters as p = 0 and v = 0.
 
-Products are computed in float32, in float64 where queries or cache are float64. Queries are rounded to the cache's
-type. Probabilities are not, because the unit in which they are rounded depends on a tile; a tolerance covers that.
+Products are computed in float32, or in float64 if queries or cache are float64. Queries are rounded to the cache's
+type. Probabilities are not, because the unit in which they are rounded depends on the tile; a tolerance covers that.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.reference.cache import ReferenceKVCache
 from penstock.kernels.reference.parts import Scoring, attend_part, finish
 
-QUERY_ROWS = 256  # query rows scored at once: bounds the score matrix of a long prompt
-CACHED_ROWS = 2**15  # cached tokens gathered at once: bounds the copies for many sequences
+QUERY_ROWS = 256  # query rows scored at once; bounds the score matrix of a long prompt
+CACHED_ROWS = 2**15  # cached tokens gathered at once; bounds the copies for many sequences
 
 
 def attend(
@@ -27,10 +27,10 @@ def attend(
     meta: AttentionMetadata,
     params: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
-    """Attend q [T, H, D] to cached and new keys [T, Hkv, D]: rows [T, H, D], lse [T, H]; store the new tokens.
+    """Attend q [T, H, D] to cached and new keys [T, Hkv, D]: rows [T, H, D], lse [T, H]. Store the new tokens.
 
     Raises:
-        ValueError: as AttentionMetadata.check_blocks.
+        ValueError: as in AttentionMetadata.check_blocks.
     """
     meta.check_blocks(cache.keys.shape[0])
     dtype = torch.float64 if torch.float64 in (q.dtype, cache.dtype) else torch.float32
@@ -53,9 +53,9 @@ def attend(
 
 
 def _groups(meta: AttentionMetadata) -> Iterator[tuple[list[int], int, int]]:
-    """Yield (sequences, new tokens of each, most cached tokens that any of them sees, sinks aside).
+    """Yield (sequences, new tokens of each, most cached tokens that any of them sees, not counting sinks).
 
-    Sequences of one new token share a group with others of about their length; any other is alone.
+    A sequence with one new token shares a group with others of about its length; any other sequence is alone.
     """
     counts, seq_lens = meta.query_start_loc.diff().tolist(), meta.seq_lens.tolist()
     farthest = max(seq_lens, default=0) if meta.sliding_window is None else meta.sliding_window - 1
@@ -74,7 +74,7 @@ def _groups(meta: AttentionMetadata) -> Iterator[tuple[list[int], int, int]]:
 
 
 def _old_positions(first_new: Tensor, span: int, meta: AttentionMetadata) -> Tensor:
-    """Return the cached positions that B sequences see, [B, C]: sink tokens, then the `span` before the first new one.
+    """Return the cached positions that B sequences see, [B, C]: sinks, then the `span` before the first new token.
 
     A negative position does not exist, or is in the span already.
     """
@@ -95,19 +95,19 @@ def _attend_group(
     meta: AttentionMetadata,
     params: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
-    """Attend for B sequences of n new tokens -> rows [B, n, H, D], lse [B, n, H].
+    """Attend for B sequences with n new tokens each -> rows [B, n, H, D], lse [B, n, H].
 
-    q [B, n, H, D] at positions [B, n]; keys and values [B, S, Hkv, D] at positions [B, S], negative where there is no
-    key. The last n keys are the new tokens'.
+    q [B, n, H, D] at positions [B, n]; keys and values [B, S, Hkv, D] at positions [B, S], negative where no key is.
+    The last n keys are those of the new tokens.
     """
     n, num_keys = q.shape[1], keys.shape[1]
-    cuts = meta.sliding_window is not None and meta.num_sink_tokens == 0  # the first keys are before later rows' window
+    cuts = meta.sliding_window is not None and meta.num_sink_tokens == 0  # later rows' windows exclude the first keys
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     for top in range(0, n, QUERY_ROWS):
         rows = slice(top, min(top + QUERY_ROWS, n))
         low = max(0, num_keys - n + top + 1 - (meta.sliding_window or 0)) if cuts else 0
         seen = slice(low, num_keys - n + rows.stop)
-        row_at, column_at = at[:, None, rows, None], key_at[:, None, None, seen]  # of [B, 1, n', S']
+        row_at, column_at = at[:, None, rows, None], key_at[:, None, None, seen]  # broadcast to [B, 1, n', S']
         visible = visible_keys(row_at, column_at, meta.sliding_window, meta.num_sink_tokens)
         scoring = _scoring(params, row_at, column_at, q.dtype)
         part = attend_part(q[:, rows], keys[:, seen], values[:, seen], visible, scoring)
@@ -116,14 +116,14 @@ def _attend_group(
 
 
 def visible_keys(at: Tensor, key_at: Tensor, window: int | None, num_sink_tokens: int = 0) -> Tensor:
-    """Return which keys a query sees, from positions that broadcast against each other: those up to itself, within the
-    window or among the sinks. Negative keys do not exist."""
+    """Return which keys a query sees, given positions that broadcast against each other: those up to its own, within
+    the window or among the sinks. A key at a negative position does not exist."""
     visible = (key_at >= 0) & (key_at <= at)
     return visible if window is None else visible & ((key_at > at - window) | (key_at < num_sink_tokens))
 
 
 def _scoring(params: AttentionParams, at: Tensor, key_at: Tensor, dtype: torch.dtype) -> Scoring:
-    """Write out the ALiBi bias, from positions [B, 1, n, 1] and [B, 1, 1, S]."""
+    """Return the scoring with the ALiBi bias written out, from positions [B, 1, n, 1] and [B, 1, 1, S]."""
     bias = None
     if params.alibi_slopes is not None:
         bias = params.alibi_slopes.to(dtype)[:, None, None] * (key_at - at).to(dtype)  # [B, H, n, S]

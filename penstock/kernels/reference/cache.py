@@ -49,11 +49,11 @@ class ReferenceKVCache:
         return self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
 
     def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k and v as `read` would return them once stored, in their own type."""
+        """Return k and v as `read` would return them once they are stored, in their own type."""
         return k.to(self.dtype).to(k.dtype), v.to(self.dtype).to(v.dtype)
 
     def rounded_queries(self, q: Tensor) -> Tensor:
-        """Return queries as they are multiplied with this cache's keys, in their own type."""
+        """Return queries rounded as they are when multiplied with this cache's keys, in their own type."""
         return q.to(self.dtype).to(q.dtype)
 
     def _write(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
@@ -62,8 +62,8 @@ class ReferenceKVCache:
 
 
 class Int8KVCache(ReferenceKVCache):
-    """Keys and values as int8, with scales and offsets per token or per channel (quant/kv.py). With 0 slices queries
-    stay as they are."""
+    """Keys and values as int8, with scales and offsets per token or per channel (quant/kv.py). With 0 slices, queries
+    are not rounded."""
 
     def __init__(self, spec: CacheSpec, device: torch.device) -> None:
         super().__init__(spec, device)

@@ -1,9 +1,10 @@
 """ReferenceOps: plain torch, to be read beside kernels/ops.py, which describes its methods.
 
 It rounds exactly where the contract says: operands are rounded to `dtype` and multiplied in float32, which equals a
-bfloat16 product with float32 accumulation. It guarantees a tolerance, not identical bits: torch may sum in another
-order when the number of rows changes. Therefore the leaves of K are summed together. Quantised operands are scaled back
-before they are multiplied, where native kernels multiply integers (native/products.h) and scale the sums.
+bfloat16 product with float32 accumulation. It guarantees a tolerance, not identical bits, because torch may sum in
+another order when the number of rows changes; so the leaves of K are not summed separately. Quantised operands are
+scaled back before they are multiplied, while the native kernels multiply integers (native/products/products.h) and
+scale the sums.
 """
 
 import itertools
@@ -43,12 +44,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
 INT8_MAX = 127
-SLICE_STEP = 254  # a slice's rounding error is at most half a unit, which the next one maps to -127 .. 127
+SLICE_STEP = 254  # a slice's rounding error is at most half a unit, which the next slice maps to -127 .. 127
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes an oracle
 
 
 class ReferenceLinear:
-    """A weight [N, K] and its bias [N], rounded to the model's type, quantised and scaled back, and kept in float32."""
+    """A weight [N, K] and its bias [N], rounded to the model's type, quantised, scaled back, and kept in float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, packing: Packing) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
@@ -71,7 +72,7 @@ class ReferenceLinear:
 
 
 class ReferenceOps:
-    """All operations on one device. dtype: of weights and of the operands of products."""
+    """All operations on one device. dtype: the type of weights and of the operands of products."""
 
     name = "reference"
 
@@ -271,7 +272,7 @@ def _no_packed_form() -> NotSupportedError:
 
 
 def _deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Return the result in its type, in `out` if the caller gave a buffer."""
+    """Return the result as `dtype`, in `out` if the caller gave a buffer."""
     return result.to(dtype).contiguous() if out is None else out.copy_(result)
 
 
@@ -280,7 +281,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Norm x [T, heads, D], as many elements together as the weight has; None: not at all."""
+    """Norm x [T, heads, D], as many elements together as the weight has. None: no norm."""
     if weight is None:
         return x
     return _rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps).view_as(x)
@@ -310,7 +311,7 @@ def _through_activations(x: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) ->
 
 
 def _through_slices(x: Tensor, slices: int) -> Tensor:
-    """Write one leaf [M, k] as a sum of int8 rows, and back. A row that is not finite becomes all NaN."""
+    """Write one leaf [M, k] as a sum of int8 rows, and return that sum. A row that is not finite becomes all NaN."""
     if not x.shape[-1]:
         return x
     greatest = x.abs().amax(dim=-1, keepdim=True)

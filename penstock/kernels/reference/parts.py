@@ -1,10 +1,10 @@
-"""Attention over any set of positions, and the fold of two such parts: what native/attention/attention.h computes.
+"""Attention over any set of positions, and the fold of two such parts, as specified in native/attention/attention.h.
 
 A part is the contribution of some keys to each query row: the greatest score m, the sum l of p = e^(s - m), and the sum
-o of p v. Parts of disjoint sets of keys fold into one, in any grouping; the division by l comes once, at the end. The
-tiles of a long sequence, cached and new tokens, a shared prefix, the splits of flash decoding: all are parts.
+o of p v. Parts of disjoint sets of keys fold into one part, in any grouping; the division by l comes once, at the end.
+The tiles of a long sequence, cached and new tokens, a shared prefix, and the splits of flash decoding are all parts.
 
-Everything is computed in the type of the queries: float64 makes an oracle.
+Everything is computed in the type of the queries, so float64 queries make an oracle.
 
 Letters: B sequences, n query rows and S keys per sequence; H, Hkv, D as in kernels/ops.py.
 """
@@ -35,7 +35,7 @@ class Scoring:
     bias_before_scale: bool = False
 
     def columns(self, keys: slice) -> "Scoring":
-        """Return the same for these keys only."""
+        """Return the scoring of these keys only."""
         return self if self.bias is None else replace(self, bias=_columns(self.bias, keys))
 
 
@@ -55,7 +55,7 @@ class Part:
 
     @classmethod
     def nothing(cls, q: Tensor) -> "Part":
-        """Return the part of no keys for queries [B, n, H, D]: the identity of the fold."""
+        """Return the part of an empty set of keys for queries [B, n, H, D]: the identity of the fold."""
         return cls(q.new_full(q.shape[:3], MINUS_INFINITY), q.new_zeros(q.shape[:3]), torch.zeros_like(q))
 
 
@@ -73,7 +73,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring
 
 
 def scores(q: Tensor, k: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
-    """Return scores [B, H, n, S], -inf where hidden; arguments as attend_part's."""
+    """Return scores [B, H, n, S], -inf where hidden; arguments as in attend_part."""
     num_seqs, n, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     # Heads that share keys are stacked as rows of one product: [B, Hkv, G * n, D] x [B, Hkv, D, S].
@@ -125,9 +125,9 @@ def fold(a: Part, b: Part) -> Part:
 
 
 def finish(part: Part, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Divide, once -> rows [B, n, H, D], log(sum of e^s) [B, n, H]; zeros and -inf where nothing is seen.
+    """Divide by l, and return rows [B, n, H, D] and log(sum of e^s) [B, n, H]; zeros and -inf where nothing is seen.
 
-    sink_logits: [H], which enter the sum and bring no value.
+    sink_logits: [H], which enter the sum and have no value.
     """
     if sink_logits is not None:
         sinks = sink_logits.to(part.total.dtype).expand_as(part.total)
@@ -148,8 +148,8 @@ def attend_tiles(
     tile: int = TILE,
     span_tiles: int = SPAN_TILES,
 ) -> Part:
-    """Compute attend_part tile by tile, with key j at position j: tiles fold in ascending order into spans, spans in
-    ascending order into the result."""
+    """Compute attend_part tile by tile, with key j at position j. Tiles fold in ascending order into spans, and spans
+    in ascending order into the result."""
     state = Part.nothing(q)
     for first in range(0, k.shape[1], tile * span_tiles):
         span = Part.nothing(q)
@@ -163,8 +163,8 @@ def attend_tiles(
 def attend_two_loops(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring, *, tile: int = TILE
 ) -> Part:
-    """Compute the same sums in two loops: the first takes m and l from all tiles, the second reads the values. No o is
-    rescaled, but the scores of all tiles are kept in between."""
+    """Compute the same sums in two loops: the first finds m and l over all tiles, the second reads the values. No o is
+    rescaled, but the scores of all tiles are kept between the loops."""
     greatest, kept = Part.nothing(q).greatest.transpose(1, 2), []
     for keys in tiles(0, k.shape[1], tile):
         kept.append((keys, scores(q, k[:, keys], _shown(visible, keys), scoring.columns(keys))))
@@ -178,8 +178,8 @@ def attend_two_loops(
 
 
 def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine finished splits [K, ..., D] and their lse [K, ...] as flash decoding does: scale_j = e^lse_j / sum of
-    e^lse. The greatest lse is subtracted first; a split that saw nothing has lse -inf."""
+    """Combine finished splits [K, ..., D] and their lse [K, ...] as flash decoding does, with the factors
+    scale_j = e^lse_j / sum of e^lse. The greatest lse is subtracted first; a split that saw nothing has lse -inf."""
     greatest = lses.amax(dim=0)
     weights = torch.exp(lses - _finite(greatest))
     total = weights.sum(dim=0)
@@ -203,5 +203,5 @@ def _columns(table: Tensor, keys: slice) -> Tensor:
 
 
 def _finite(greatest: Tensor) -> Tensor:
-    """Return what is subtracted from scores: 0 where all are -inf, so that e^(-inf - 0) = 0."""
+    """Return the value to subtract from scores: 0 where all are -inf, so that e^(-inf - 0) = 0."""
     return greatest.masked_fill(greatest == MINUS_INFINITY, 0.0)

@@ -1,7 +1,7 @@
-"""Sampling in plain torch, in the order of kernels/sampling.py, with the noise of Philox4x32-10.
+"""Sampling in plain torch, in the order of kernels/sampling.py, with Philox4x32-10 noise.
 
-A random word is a function of key and counter alone. Words are held in int64, whose wrapping product of two 32-bit
-words has the right 64 bits.
+A random word is a function of key and counter alone. Words are held in int64: its product of two 32-bit words wraps,
+but has the right 64 bits.
 """
 
 import torch
@@ -27,7 +27,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 
 def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Apply mask, bias and penalties, which change the greedy choice too. Returns a new tensor."""
+    """Apply mask, bias and penalties, which affect the greedy choice, too. Return a new tensor."""
     logits = logits.clone()
     if params.masked is not None:
         logits[params.masked[:, 0], params.masked[:, 1]] = NEVER
@@ -60,10 +60,10 @@ def _draw(logits: Tensor, params: SamplingTensors, noise_key: Tensor, rows: Tens
 
 
 def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Apply min_p, then top_k, then top_p, each to what the one before has left; removed logits become -inf.
+    """Apply min_p, then top_k, then top_p, each to what the previous one has left; removed logits become -inf.
 
-    logits [M, V] float32 after the temperature; the others [M]. On a tie the lowest ids are kept, and the most likely
-    token always stays.
+    logits [M, V] float32, already divided by the temperature; the parameters [M]. On a tie the lowest ids are kept, and
+    the most likely token always stays.
     """
     if min_p is not None:
         probabilities = logits.softmax(dim=-1)
@@ -86,7 +86,7 @@ def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: 
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Compute ten rounds. Counter, key and results are int64 tensors of 32-bit words that broadcast to one shape."""
+    """Compute ten rounds. Counter, key and results are 32-bit words in int64 tensors, which broadcast to one shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -97,7 +97,7 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def high(product: Tensor) -> Tensor:
-    """Return the upper 32 bits of each 64."""
+    """Return the upper 32 of each 64 bits."""
     return (product >> 32) & MASK
 
 

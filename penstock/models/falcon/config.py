@@ -1,8 +1,9 @@
 """Read the config.json of Falcon.
 
-Three generations share one architecture. 7B and RW spell out what they have: `parallel_attn`, `multi_query`, `alibi`.
-40B has `new_decoder_architecture`, which means parallel branches and key/value groups, regardless of the older keys.
-11B is a new one with one norm instead of two. The very first files are translated by spec/refined_web.py.
+Three generations share one architecture. 7B and RW state their features: `parallel_attn`, `multi_query`, `alibi`. 40B
+has `new_decoder_architecture`, which means parallel branches and key/value groups, regardless of the older keys. 11B
+also has the new architecture, with one norm instead of two. The very first files are translated by
+spec/refined_web.py.
 """
 
 from penstock.spec.config_reader import ConfigReader
@@ -46,7 +47,7 @@ def read_falcon(read: ConfigReader) -> Numbers:
 
 
 def read_shape(read: ConfigReader) -> Numbers:
-    """Read the sizes. Heads divide the hidden size evenly, and the generation decides about key/value heads."""
+    """Read the sizes. Heads divide the hidden size evenly. The generation determines the number of key/value heads."""
     oldest = {name: key for name, key in OLDEST.items() if read.has(key)}
     shape = decoder_shape(
         read,
@@ -62,7 +63,7 @@ def read_shape(read: ConfigReader) -> Numbers:
     multi_query = read.boolean("multi_query", True)
     if read.boolean("new_decoder_architecture", False):
         return shape
-    if multi_query:  # here Transformers writes num_kv_heads = num_attention_heads, and computes with one
+    if multi_query:  # here Transformers writes num_kv_heads = num_attention_heads, but computes with one head
         return shape | {"num_key_value_heads": 1}
     if shape["num_key_value_heads"] != heads:
         key = spelled(read, "num_key_value_heads", {"num_key_value_heads": "num_kv_heads"})

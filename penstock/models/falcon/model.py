@@ -44,7 +44,7 @@ class FalconModel(Module):
 
 
 class FalconBlock(Module):
-    """Attention and feed-forward of all blocks. The next norm adds the last branch.
+    """Base of the blocks: attention and feed-forward. The next norm adds the last branch.
 
     forward maps the residual stream x and the branch h not yet added, [T, hidden] float32 each, to the next x and h.
     """
@@ -70,7 +70,7 @@ class SequentialBlock(FalconBlock):
 
 
 class ParallelBlock(FalconBlock):
-    """Both branches read the same residual stream, through one norm or through one each."""
+    """Both branches read the same residual stream, through a shared norm or through a norm each."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
         super().__init__(cfg, make, index, rotary)

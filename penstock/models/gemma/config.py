@@ -23,7 +23,7 @@ def read_gemma(read: ConfigReader) -> Numbers:
 
 
 def scaled_decoder(read: ConfigReader) -> Numbers:
-    """Read what all Gemmas share: sizes, RMS norms, scaled and tied embeddings, causal attention."""
+    """Read the numbers that all Gemmas share: sizes, RMS norms, scaled and tied embeddings, causal attention."""
     shape = decoder_shape(read, head_dim=HEAD_DIM)
     require_even_heads(read, shape["head_dim"])
     if not read.has("num_key_value_heads"):
@@ -42,7 +42,7 @@ def scaled_decoder(read: ConfigReader) -> Numbers:
 def gate(read: ConfigReader, key: str, other: str) -> str:
     """Return the gate's activation. A file may repeat it under the other key, but not contradict it.
 
-    `hidden_act: gelu`, as in the first files, always meant the tanh form.
+    `hidden_act: gelu`, which the first files have, always meant the tanh form.
     """
     named = {name: activation(read, name, GATE) for name in (key, other)}
     if read.raw("hidden_act") == "gelu":

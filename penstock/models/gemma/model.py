@@ -1,4 +1,4 @@
-"""Gemma decoder, the first ("Gemma: Open Models Based on Gemini Research and Technology", 2024).
+"""Decoder of the first Gemma ("Gemma: Open Models Based on Gemini Research and Technology", 2024).
 
 embed:  x = sqrt(hidden) * embedding
 block:  x = x + attn(norm(x));  x = x + mlp(norm(x))      RMSNorm that multiplies by 1 + weight, rotary, GELU gate

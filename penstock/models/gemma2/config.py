@@ -50,7 +50,7 @@ def query_scale(read: ConfigReader) -> float:
 
 
 def softcap(read: ConfigReader, key: str, default: float | None) -> float | None:
-    """Return a soft cap. Null is no cap; `default` holds if the key is absent."""
+    """Return a soft cap. Null means no cap; `default` applies if the key is absent."""
     if read.is_null(key) or (default is None and not read.has(key)):
         return None
     return read.number(key, 1e-6, MAX_SIZE, default or 0.0)
@@ -62,7 +62,7 @@ def window_pattern(num_layers: int, period: int) -> list[str]:
 
 
 def two_bases(read: ConfigReader, max_position_embeddings: int) -> Numbers:
-    """Read the rotary embedding of layers without and with a window; in older files the latter is never scaled."""
+    """Read the rotary embeddings of the layers without and with a window. In older files, only the former is scaled."""
     ropes = {"rope": ("full_attention", GLOBAL_THETA), "local_rope": ("sliding_attention", LOCAL_THETA)}
     plain = {
         name: RopeConfig(theta=theta, original_max_position_embeddings=max_position_embeddings)

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 decoder, text ("Gemma 2: Improving Open Language Models at a Practical Size", 2024; "Gemma 3", 2025).
+"""Text decoder of Gemma 2 and 3 ("Gemma 2: Improving Open Language Models at a Practical Size", 2024; "Gemma 3", 2025).
 
 embed:  x = sqrt(hidden) * embedding
 block:  x = x + norm(attn(norm(x)));  x = x + norm(mlp(norm(x)))      four RMSNorms that multiply by 1 + weight

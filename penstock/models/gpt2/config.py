@@ -17,7 +17,7 @@ def read_gpt2(read: ConfigReader) -> Numbers:
     shape = decoder_shape(
         read, spelling=SPELLING, defaults={"intermediate_size": lambda sizes: 4 * sizes["hidden_size"]}
     )
-    for key in ("num_key_value_heads", "head_dim"):  # both follow from the others
+    for key in ("num_key_value_heads", "head_dim"):  # both follow from other keys
         if read.has(key):
             raise read.fail(key, "absent for this architecture")
     harmless(read, "n_ctx", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation")

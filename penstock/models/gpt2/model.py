@@ -3,7 +3,7 @@
 x = wte[id] + wpe[position]
 block:  x = x + attn(ln_1(x));  x = x + mlp(ln_2(x))      LayerNorm, as many key/value heads as query heads, a plain MLP
 varies by ModelConfig only: the scale of scores, optionally per layer; tied head
-not here: [in, out] weights and the names of checkpoints (table.yaml), arithmetic and rounding (kernels/ops.py)
+not here: [in, out] weights and the names in checkpoints (table.yaml), arithmetic and rounding (kernels/ops.py)
 """
 
 from penstock.layers.attention import Attention

@@ -32,7 +32,7 @@ def read_mistral(read: ConfigReader) -> Numbers:
 
 
 def read_ministral(read: ConfigReader) -> Numbers:
-    """Read the numbers of Ministral: a window on the layers that `layer_types` names, without it on all."""
+    """Read the numbers of Ministral: a window on the layers that `layer_types` names, or on all without that key."""
     numbers = gated_decoder(read)
     fixed(read, "attention_bias", False)
     fixed(read, "mlp_bias", False)
@@ -42,7 +42,7 @@ def read_ministral(read: ConfigReader) -> Numbers:
 
 
 def read_qwen2(read: ConfigReader) -> Numbers:
-    """Read the numbers of Qwen2: q, k and v have a bias, the product after attention has none."""
+    """Read the numbers of Qwen2: q, k and v have a bias, the product after attention does not."""
     numbers = gated_decoder(read)
     fixed(read, "attention_bias", True)
     fixed(read, "mlp_bias", False)
@@ -63,7 +63,8 @@ def attention_biases(read: ConfigReader) -> Numbers:
 
 
 def upper_windows(read: ConfigReader, num_layers: int) -> Windows:
-    """Return Qwen's windows: none unless use_sliding_window; then as layer_types says, or from max_window_layers on."""
+    """Return Qwen's windows. With use_sliding_window, the layers that layer_types names have one, or those from
+    max_window_layers on; without it, no layer has one."""
     window = sliding_window(read, DEFAULT_WINDOW)
     first_sliding = read.integer("max_window_layers", 0, MAX_SIZE, 28)
     if not read.boolean("use_sliding_window", False):

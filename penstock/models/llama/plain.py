@@ -1,8 +1,8 @@
 """Llama written out with torch's own layers in JetStream's calling convention: the version "plain".
 
 block:  x = x + attn(norm(x));  x = x + mlp(norm(x))      RMSNorm, rotary, grouped-query attention, SwiGLU
-It shows every line of the arithmetic, to read or to change: LLM(model, model_impl="plain"). It rounds where torch does
-and does not guarantee identical bits.
+It shows every line of the arithmetic, to read or to change. LLM(model, model_impl="plain") uses it. It rounds where
+torch does, and does not guarantee identical bits.
 """
 
 from collections.abc import Callable, Sequence

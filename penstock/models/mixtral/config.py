@@ -51,7 +51,7 @@ def read_qwen3_moe(read: ConfigReader) -> Numbers:
 
 
 def read_experts(read: ConfigReader) -> Numbers:
-    """Read the number of experts (`num_local_experts` or `num_experts`), and of those per token."""
+    """Read the number of experts (`num_local_experts` or `num_experts`), and the number of experts per token."""
     count = read.integer(spelled(read, "num_experts", {"num_experts": "num_local_experts"}), 1, MAX_EXPERTS)
     return {"num_experts": count, "num_experts_per_tok": read.integer("num_experts_per_tok", 1, count)}
 
@@ -65,7 +65,8 @@ def _sparse_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
 
 
 def _window(read: ConfigReader) -> int | None:
-    """Return the window of all layers. Transformers ignores max_window_layers here, so it is refused if it matters."""
+    """Return the window of all layers. Transformers ignores max_window_layers here, so it is refused where a window is
+    used."""
     window = sliding_window(read, DEFAULT_WINDOW)
     if not read.boolean("use_sliding_window", False):
         harmless(read, "max_window_layers")

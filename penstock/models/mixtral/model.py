@@ -1,7 +1,7 @@
 """Decoders whose feed-forward branch is a mixture of experts: Mixtral, Qwen3-MoE.
 
 block:  x = x + attn(norm(x));  x = x + moe(norm(x))      Llama's block with experts instead of the SwiGLU branch
-varies by ModelConfig only: which layers are sparse, the number of experts, of experts per token, whether their weights
+varies by ModelConfig only: which layers are sparse, the number of experts in all and per token, whether their weights
     are renormalised; windows, biases, norms of q and k
 not here: parameter names (table.yaml, qwen3_moe.yaml), routing (layers/mlp.py), KV layout (runner), arithmetic
 """

@@ -1,6 +1,6 @@
 """OLMo 2 decoder (OLMo team, "2 OLMo 2 Furious", 2025).
 
-block:  x = x + norm(attn(x));  x = x + norm(mlp(x))      norms after the branches, none before them
+block:  x = x + norm(attn(x));  x = x + norm(mlp(x))      norms after the branches, not before them
         attention normalises q and k over all heads together, then rotates them; SwiGLU
 varies by ModelConfig only: biases of attention, grouped queries, rotary scaling, tied head
 not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
@@ -24,7 +24,7 @@ class Olmo2ForCausalLM(RMSNormLM):
 
 
 class Olmo2Block(Module):
-    """Attention and feed-forward: each reads the residual stream itself; its result is normalised, then added."""
+    """Attention and feed-forward. Each reads the residual stream directly; its result is normalised, then added."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
         self.ops = make.ops
@@ -35,7 +35,7 @@ class Olmo2Block(Module):
         self.post_feedforward_layernorm = make.branch_norm("post_feedforward_layernorm", cfg.norm_eps)
 
     def forward(self, x: Tensor, h: None, ctx: ForwardContext) -> tuple[Tensor, None]:
-        """Add both branches to the residual stream x [T, hidden] float32, in place; no branch is left to add."""
+        """Add both branches to the residual stream x [T, hidden] float32 in place, so that no branch is left to add."""
         ops, rounded = self.ops, self.rounded(x.shape[0])
         branch = self.self_attn(ops.round(x, out=rounded), ctx)
         x = ops.add(x, self.post_attention_layernorm(branch))

@@ -1,1 +1,1 @@
-"""Attacks on a real server, by theme: tables of what is sent and of the answer that is right (`table` has all)."""
+"""Attacks on a real server, by theme: tables of what is sent and of the correct answers (`table` has all of them)."""

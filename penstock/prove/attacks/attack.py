@@ -1,6 +1,6 @@
-"""What an attack is: requests with the statuses that are right, bytes on the wire, or a way for clients to behave.
+"""An attack: requests with the correct statuses, bytes on the wire, or a way for clients to behave.
 
-A judgement of one answer is here (`Target.judge`); what everybody else notices of an attack, canary.py watches.
+`Target.judge` judges a single answer. canary.py watches what everybody else notices of an attack.
 """
 
 import json
@@ -17,9 +17,9 @@ import httpx
 
 from penstock.prove.levels import quick_client
 
-KEY = "sk-canary-7f3a9c"  # of the attacked server
-FLAGS = (f"--api-key={KEY}", "--allowed-host=127.0.0.1", "--allowed-host=localhost")  # key and Host are both checked
-ANSWER_S = 60.0  # for the answer to an attack
+KEY = "sk-canary-7f3a9c"  # the API key of the attacked server
+FLAGS = (f"--api-key={KEY}", "--allowed-host=127.0.0.1", "--allowed-host=localhost")  # both key and Host are checked
+ANSWER_S = 60.0  # maximum wait for the answer to an attack
 JSON = {"Content-Type": "application/json"}
 COMPLETION: dict[str, Any] = {"prompt": "Hi", "max_tokens": 2}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -37,7 +37,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/rerank": {"query": "Hi", "documents": ["Hi", {"text": "Once"}]},
 }
 ERROR_FIELDS = {"message", "type", "param", "code"}
-# What no answer may show: the key, where the server lies, and how it is written.
+# What no answer may show: the key, the server's path, and parts of a traceback.
 SECRETS = re.compile(
     "|".join([KEY, "Traceback", "site-packages", *map(re.escape, {str(Path(__file__).parents[2]), sys.prefix})])
 )
@@ -47,7 +47,7 @@ def judge(status: int, body: bytes, expect: Sequence[int]) -> str | None:
     """Return what is wrong with an answer; None if nothing is.
 
     Args:
-        expect: the statuses that are right; an error must carry OpenAI's error object.
+        expect: the correct statuses; an error must carry OpenAI's error object.
     """
     shown = body[:200].decode(errors="replace")
     if status not in expect:
@@ -90,7 +90,7 @@ class Target:
         return sock
 
     def exchange(self, data: bytes) -> bytes:
-        """Send bytes as they are; return what comes until the server closes, or until it has been silent."""
+        """Send bytes unchanged. Return what comes until the server closes. Raises TimeoutError if it does not."""
         with self.connect() as sock:
             with suppress(OSError):
                 sock.sendall(data)
@@ -111,7 +111,8 @@ class Call:
     """One request over HTTP.
 
     Args:
-        content: bytes, pieces of bytes (sent in chunks), or what JSON can say; a function makes it when it is needed.
+        content: bytes, pieces of bytes (sent in chunks), or a value for JSON; a function that makes one is called when
+            it is needed.
     """
 
     content: Any = None
@@ -133,13 +134,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Requests, each of which is judged."""
+    """Requests whose answers are judged one by one."""
 
     name: str
     calls: Sequence[Call]
 
     def run(self, target: Target) -> int:
-        """Send them. Return how many were sent."""
+        """Send the requests. Return how many were sent."""
         with target.client() as http:
             for call in self.calls:
                 try:
@@ -153,10 +154,10 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Bytes on connections of their own. After each the server closes.
+    """Pieces of bytes, each on its own connection, which the server closes afterwards.
 
     Args:
-        expect: of the first answer. 0: the connection may also end without one.
+        expect: correct statuses of the first answer. 0: the connection may also end without an answer.
     """
 
     name: str
@@ -164,7 +165,7 @@ class Wire:
     expect: tuple[int, ...] = (400,)
 
     def run(self, target: Target) -> int:
-        """Send them. Return how many were sent."""
+        """Send the pieces. Return how many were sent."""
         for data in self.pieces:
             what = repr(data[:120])
             try:
@@ -183,7 +184,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """Clients that behave in a way that takes code to say.
+    """Clients whose behaviour takes code to describe.
 
     Args:
         act: behaves, complains to the target, and returns how many requests it made.
@@ -202,17 +203,17 @@ Attack = Calls | Wire | Behaviour
 def refused(
     name: str, *fields: dict[str, Any], path: str = "/v1/completions", expect: tuple[int, ...] = (400,)
 ) -> Calls:
-    """Return an attack of requests that are right but for these fields."""
+    """Return an attack of requests that are valid except for these fields."""
     return Calls(name, [Call({**BODIES[path], **item}, expect, path) for item in fields])
 
 
 def each(name: str, values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return one body's field for each value."""
+    """Return the field of a body for each value."""
     return [{name: value} for value in values]
 
 
 def head(*lines: str, request: str = "POST /v1/completions HTTP/1.1", host: str = "localhost") -> bytes:
-    """Return the head of a request that has the key and says that its body is JSON."""
+    """Return the head of a request that has the key and declares a JSON body."""
     fields = [request, f"Host: {host}", f"Authorization: Bearer {KEY}", "Content-Type: application/json", *lines]
     return "".join(f"{line}\r\n" for line in [*fields, ""]).encode("latin-1")
 

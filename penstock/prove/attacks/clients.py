@@ -1,4 +1,4 @@
-"""Clients that behave badly: that leave, do not read, send slowly, knock without a key, or come in hundreds."""
+"""Clients that behave badly: they leave, do not read, send slowly, try routes without a key, or come in hundreds."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ from penstock.server.app import create_app
 from penstock.server.middleware import OPEN_PATHS
 
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
-LORIS_S = 60.0  # within which the server has closed a connection that sends a byte now and then; it allows 36
+LORIS_S = 60.0  # time within which the server must close a connection that sends a byte now and then; it allows 36 s
 LORIS_EVERY_S = 5.0
 
 
 def without_the_key(target: Target) -> int:
-    """Knock at every route of the application, with wrong keys too."""
-    app = create_app(cast(EngineClient, None))  # asked for its table of routes only
+    """Request every route of the application without the key, and some with wrong keys."""
+    app = create_app(cast(EngineClient, None))  # only its table of routes is used
     routes = [route for route in app.routes if isinstance(route, Route)]
     wrong = ("", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Basic {KEY}", KEY, f"Bearer {KEY}, Bearer {KEY}")
     calls = 0
@@ -43,14 +43,14 @@ def without_the_key(target: Target) -> int:
 
 
 def leave(target: Target, *, count: int, reset: bool) -> int:
-    """Disconnect in the queue, in the prompt, in the middle and at the end; with RST or FIN, streaming or not."""
+    """Disconnect in the queue, in the prompt, in the middle and at the end, with RST or FIN, streaming or not."""
     for number in range(count):
         stream, after_bytes = number % 2 == 0, (0, 0, 1, 3000, 20_000)[number % 5]
         with target.connect() as sock:
             if reset:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             body = {**LONG, "stream": stream, "n": 1 + number % 3}
-            sock.sendall(post(body)[: None if number % 7 else -3])  # some leave before they have said all
+            sock.sendall(post(body)[: None if number % 7 else -3])  # some leave before they have sent all
             received = 0
             while stream and number % 7 and received < after_bytes and (part := sock.recv(4096)):
                 received += len(part)
@@ -58,7 +58,7 @@ def leave(target: Target, *, count: int, reset: bool) -> int:
 
 
 def half_close(target: Target) -> int:
-    """Close the sending half only: the client may still read."""
+    """Close the sending half only. The client may still read."""
     for body in ({**LONG, "stream": True, "max_tokens": 8}, COMPLETION):
         with target.connect() as sock:
             sock.sendall(post(body))
@@ -68,7 +68,7 @@ def half_close(target: Target) -> int:
 
 
 def leave_uploads_unfinished(target: Target) -> int:
-    """Begin bodies, with a length and in pieces, and go away."""
+    """Begin bodies, with a length or in chunks, and disconnect."""
     for number in range(40):
         kind = "Transfer-Encoding: chunked" if number % 2 else "Content-Length: 5000000"
         with target.connect() as sock:
@@ -77,14 +77,14 @@ def leave_uploads_unfinished(target: Target) -> int:
 
 
 def do_not_read(target: Target, *, count: int) -> int:
-    """Ask for long streams and read nothing; then go."""
+    """Ask for long streams, read nothing, and disconnect."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             sock = stack.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(target.address)
             sock.sendall(post({**LONG, "stream": True, "logprobs": 5}))
-        time.sleep(0.5)  # while streams are written that nobody takes
+        time.sleep(0.5)  # while the server writes streams that nobody reads
     return count
 
 
@@ -100,7 +100,7 @@ def send_slowly(target: Target, *, count: int, body: bool) -> int:
         sent_at = time.monotonic()
         while pending.get_map() and time.monotonic() - since < LORIS_S:
             for key, _ in pending.select(1.0):
-                pending.unregister(key.fileobj)  # an answer, or the end
+                pending.unregister(key.fileobj)  # an answer, or the end of the connection
             if time.monotonic() - sent_at > LORIS_EVERY_S:
                 sent_at = time.monotonic()
                 for key in list(pending.get_map().values()):
@@ -113,7 +113,7 @@ def send_slowly(target: Target, *, count: int, body: bool) -> int:
 
 
 def in_parallel(target: Target, calls: list[Call]) -> int:
-    """Send all at once, each on a connection of its own."""
+    """Send all requests at once, each on its own connection."""
 
     def send(call: Call) -> None:
         with target.client() as http:
@@ -132,7 +132,7 @@ def in_parallel(target: Target, calls: list[Call]) -> int:
 
 
 def one_id_for_many(target: Target) -> int:
-    """Send different requests at once under one X-Request-Id and request_id: each gets its own answer."""
+    """Send different requests at once with the same X-Request-Id and request_id. Each must get its own answer."""
     headers = {**JSON, "X-Request-Id": "the-same"}
     bodies = [{"prompt": "Hi", "max_tokens": 4, "seed": seed, "request_id": "the-same"} for seed in range(8)]
     with target.client() as http:
@@ -168,7 +168,7 @@ def cancel_anothers(target: Target) -> int:
 
 
 def half_a_character(target: Target) -> int:
-    """Stream tokens that never complete a character of UTF-8, where the model has such tokens."""
+    """Stream tokens that never complete a UTF-8 character, if the model has such tokens."""
     with target.client() as http:
         tokens = Call({"prompt": "\U0001f469\u4e2d", "add_special_tokens": False}, path="/tokenize").send(http).json()
         for token_id in tokens["tokens"][:4]:
@@ -181,7 +181,7 @@ def half_a_character(target: Target) -> int:
 
 
 def look_for_doors(target: Target) -> int:
-    """List what the server's processes listen on: the one port of HTTP, and nothing with a name in the file system."""
+    """List what the server's processes listen on: only the HTTP port, and no socket in the file system."""
     port = target.address[1]
     listening = [line.split() for line in _lines("/proc/net/tcp") if line.split()[3:4] == ["0A"]]
     inodes = {line[9]: int(line[1].rpartition(":")[2], 16) for line in listening}

@@ -16,4 +16,4 @@ THEMES: dict[str, tuple[Attack, ...]] = {
     "clients": QUICK,
 }
 ATTACKS = tuple(attack for theme in THEMES.values() for attack in theme)
-SLOW_ATTACKS = CROWDS  # minutes, most of it waiting
+SLOW_ATTACKS = CROWDS  # they take minutes, mostly waiting

@@ -1,4 +1,4 @@
-"""Values that no request should have: sampling, sizes, prompts, JSON. Most have broken a server of this field."""
+"""Values that no request should have: sampling, sizes, prompts, JSON. Most have broken some inference server."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
 
 
 def raw(name: str, *bodies: bytes, path: str = "/v1/completions", expect: tuple[int, ...] = (400,)) -> Calls:
-    """Return an attack of bodies that are sent as they are."""
+    """Return an attack of bodies that are sent unchanged."""
     return Calls(name, [Call(body, expect, path) for body in bodies])
 
 
@@ -193,7 +193,7 @@ PROMPTS: tuple[Attack, ...] = (
         "many schemas, all of them different (CVE-2025-29770)",
         [
             Call({**COMPLETION, "structured_outputs": {"json": {"const": i}}}, (200,))
-            for i in range(300)  # more than are kept
+            for i in range(300)  # more schemas than the server keeps
         ],
     ),
     Calls(

@@ -1,4 +1,4 @@
-"""Bytes that are no honest HTTP: heads without end, framing that two readers read differently, odd request lines."""
+"""Bytes that are not proper HTTP: endless heads, ambiguous framing, odd request lines."""
 
 from penstock.prove.attacks.attack import COMPLETION, KEY, Attack, Call, Calls, Wire, head, post
 

@@ -1,4 +1,4 @@
-"""A simulated chip: two memories with budgets, a clock, and counts of what went through its links."""
+"""A simulated chip: two memories with budgets, a clock, and counts of its work and of the bytes over its links."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from penstock.errors import InvalidRequestError
 
 
 class OverBudgetError(InvalidRequestError):
-    """A chip has no room for what it is to hold. Nothing of it was held."""
+    """A chip has no room for something that it is to hold. None of it was stored."""
 
     def __init__(self, chip: int, memory: "Memory", what: str, num_bytes: int) -> None:
         over = memory.used + num_bytes - memory.budget
@@ -21,10 +21,10 @@ class OverBudgetError(InvalidRequestError):
 
 @dataclass(slots=True)
 class Memory:
-    """What lies in one memory of a chip, in bytes by name.
+    """The contents of one memory of a chip, in bytes by name.
 
     Attributes:
-        peak: the most that it has held at once.
+        peak: the most bytes that it has held at once.
     """
 
     chip: int
@@ -35,7 +35,7 @@ class Memory:
     _held: dict[str, int] = field(default_factory=dict)
 
     def hold(self, what: str, num_bytes: int) -> None:
-        """Hold so many more bytes under a name. Raise OverBudgetError if there is no room."""
+        """Hold `num_bytes` more under a name. Raise OverBudgetError if there is no room."""
         if self.used + num_bytes > self.budget:
             raise OverBudgetError(self.chip, self, what, num_bytes)
         self._held[what] = self._held.get(what, 0) + num_bytes
@@ -43,7 +43,7 @@ class Memory:
         self.peak = max(self.peak, self.used)
 
     def free(self, what: str) -> None:
-        """Free what is held under a name; without anything held it does nothing."""
+        """Free what is held under a name, if anything is."""
         self.used -= self._held.pop(what, 0)
 
 
@@ -52,10 +52,10 @@ class Work:
     """What one chip does in one call of an operation.
 
     Attributes:
-        streamed: bytes of weights that pass from its DRAM through its SRAM.
-        operations: of products and attention; a multiply-add is two.
+        streamed: bytes of weights that are read from its DRAM through its SRAM.
+        operations: arithmetic operations of products and attention; a multiply-add counts as two.
         received, from_host, to_host: bytes over the chip's links.
-        buffers: bytes of SRAM for operands and results while it computes.
+        buffers: bytes of SRAM for operands and results during the call.
     """
 
     chip: int
@@ -68,7 +68,7 @@ class Work:
 
     @property
     def linked(self) -> int:
-        """The bytes over links."""
+        """The bytes over all links."""
         return self.received + self.from_host + self.to_host
 
 
@@ -82,7 +82,7 @@ class Device:
     Attributes:
         free_at: when its last operation ended, in simulated seconds.
         busy: seconds in which it computed, streamed or waited for its own links.
-        counts: sums of its work, by the names in COUNTED.
+        counts: totals of its work, by the names in COUNTED.
     """
 
     chip: int
@@ -94,11 +94,11 @@ class Device:
 
     @classmethod
     def of(cls, chip: int, budgets: Sequence[int]) -> "Device":
-        """Make a chip with so many bytes of SRAM and of DRAM."""
+        """Make a chip whose budgets are the bytes of SRAM and of DRAM, in this order."""
         return cls(chip, Memory(chip, "SRAM", budgets[0]), Memory(chip, "DRAM", budgets[1]))
 
     def count(self, work: Work, seconds: float) -> None:
-        """Add work that took so long."""
+        """Add work that took `seconds`."""
         self.busy += seconds
         for name in COUNTED:
             self.counts[name] += getattr(work, name)

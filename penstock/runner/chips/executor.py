@@ -1,4 +1,4 @@
-"""ChipsExecutor: the engine's way to simulated chips. It computes as LocalExecutor does, by the machine's clock."""
+"""ChipsExecutor: runs steps on simulated chips, as LocalExecutor runs them locally, and keeps the machine's clock."""
 
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.runner.chips.machine import Machine
@@ -6,10 +6,10 @@ from penstock.runner.model_runner import LocalExecutor, ModelRunner
 
 
 class ChipsExecutor(LocalExecutor):
-    """A `step.Executor` whose runner's model lies on a machine's chips.
+    """A `step.Executor` whose runner has a model placed on a machine's chips.
 
     Attributes:
-        depth: steps that are in flight at once, where layers are on chips of their own.
+        depth: how many steps are in flight at once, where layers are on chips of their own.
     """
 
     def __init__(self, runner: ModelRunner, machine: Machine, depth: int = 1) -> None:

@@ -1,8 +1,8 @@
-"""Layers of a model whose weights lie on chips: each chip runs an ordinary layer on its part, and the parts are joined.
+"""Layers whose weights lie on chips: each chip runs an ordinary layer on its part, and the parts are joined.
 
 Model files do not know of this: PlacedFactory makes these layers, and the parameter table says how a weight is split.
-What is computed element by element (norms, rotation, sums) every chip of an operation would compute alike; it is
-computed once. The embedding, the final norm, and a head that is left out of the placement are the host's.
+Every chip of an operation would compute the same element-wise results (norms, rotation, sums), so they are computed
+once. The embedding, the final norm, and a head that the placement leaves out are computed by the host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ MakePart = Callable[[LinearSpec, Slot], Linear]
 
 
 class PlacedLinear(Linear):
-    """x [M, K] -> what `like` gives of it, where each chip has some columns of the result."""
+    """x [M, K] -> the result of `like`, of which each chip computes some columns."""
 
     def __init__(self, like: Linear, site: Site, parts: Sequence[tuple[Part, Linear]], name: str) -> None:
         super().__init__(like.ops, like.spec, like.out)
@@ -54,7 +54,7 @@ class PlacedLinear(Linear):
         return out
 
     def _run(self, x: Tensor) -> None:
-        """Have the chips do the work of x [M, K]: each gets what it lacks of it, and the weights of its part."""
+        """Record the chips' work for x [M, K]: each receives what it lacks of x, and reads the weights of its part."""
         self._site.run(self.name, self._works_of(x.shape[0]))
 
     def _works_of(self, tokens: int) -> list[Work]:
@@ -63,7 +63,7 @@ class PlacedLinear(Linear):
         return self._works[tokens]
 
     def _work(self, part: Part, layer: Linear, tokens: int) -> Work:
-        """Return one chip's work with so many tokens."""
+        """Return one chip's work for a number of tokens."""
         operand, result = WEIGHT_BYTES * tokens * part.shape[1], layer.out.row_bytes * tokens
         lacking, is_first = self._lacking(part, operand), self._site.is_first
         return Work(
@@ -77,7 +77,7 @@ class PlacedLinear(Linear):
         )
 
     def _lacking(self, part: Part, operand: int) -> int:
-        """Return the bytes of its operand that a chip has not computed itself."""
+        """Return the bytes of its operand that a chip did not compute itself."""
         return operand
 
     @property
@@ -87,7 +87,7 @@ class PlacedLinear(Linear):
 
 
 class PlacedSum(PlacedLinear):
-    """x [M, K] -> x @ weight.T + bias [M, N] float32, where each chip has some leaves of K."""
+    """x [M, K] -> x @ weight.T + bias [M, N] float32, where each chip sums some leaves of K."""
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         super().load(values)
@@ -112,17 +112,17 @@ class PlacedSum(PlacedLinear):
         return out
 
     def _lacking(self, part: Part, operand: int) -> int:
-        """Return the operand's bytes without the share that the chip has computed itself, among those of its leaves."""
+        """Return the operand's bytes less the share that the chip computed: chips with the same leaves share evenly."""
         together = sum(other.leaves == part.leaves for other, _ in self._parts)
         return operand - operand // together
 
     @property
     def _returns(self) -> bool:
-        return self._site.is_last  # without a head on a chip, hidden states come back
+        return self._site.is_last  # without a head on a chip, hidden states go back to the host
 
 
 class PlacedHead(LMHead):
-    """hidden [M, hidden] -> logits [M, V'] float32 in as many fractures as there are chips, joined by the host."""
+    """hidden [M, hidden] -> logits [M, V'] float32, of which each chip computes some columns; the host joins them."""
 
     site: Site
 
@@ -136,7 +136,7 @@ class PlacedHead(LMHead):
         return super().forward(x)
 
     def works(self, tokens: int) -> list[Work]:
-        """Return each chip's work with so many tokens."""
+        """Return each chip's work for a number of tokens."""
         operand, works = WEIGHT_BYTES * tokens * self.spec.shape[1], []
         for chip, (begin, end) in zip(self.site.chips, self.cuts, strict=True):
             part = Part(chip, ((begin, end),), (0, self.spec.shape[1]))
@@ -156,7 +156,7 @@ class PlacedHead(LMHead):
 
 @dataclass(frozen=True, slots=True)
 class PlacedFactory(LayerFactory):
-    """Makes the layers of a model on a machine's chips, and of the rest on the host."""
+    """Makes a model's layers: those that the placement names on a machine's chips, the rest on the host."""
 
     machine: Machine | None = None
 
@@ -166,7 +166,7 @@ class PlacedFactory(LayerFactory):
         return replace(cast(PlacedFactory, cls.single_device(*args, **options)), machine=machine)
 
     def at(self, name: str) -> "PlacedFactory":
-        """Return the factory of a submodule. Attention gets operations that run on its chips."""
+        """Return the factory of a submodule. For attention, its operations run on the chips of that layer."""
         made = cast(PlacedFactory, LayerFactory.at(self, name))
         site = made._site("qkv_proj")
         if site is None or self.machine is None or f"{made.prefix}qkv_proj.weight" not in self.parameters:
@@ -206,7 +206,7 @@ class PlacedFactory(LayerFactory):
         return None if self.machine is None else self.machine.site(f"{self.prefix}{name}.weight")
 
     def _placed(self, name: str, like: Linear, make: MakePart) -> Linear:
-        """Return what computes `like` on the chips of its operation, with a layer that `make` returns for each part."""
+        """Return a layer that computes `like` on the chips of its operation. `make` makes the layer of each part."""
         site = self._site(name)
         if site is None:
             return like

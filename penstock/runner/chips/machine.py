@@ -1,13 +1,14 @@
 """Machine: the chips of a placement, its epochs, and a clock that runs by a hardware file's rates.
 
     a step     epoch of layer 0 -> epoch of layer 1 -> ... -> epoch of the head
-    an epoch   each of its operations gets what it needs of its chips' SRAM: the buffer that its weights stream through
-               (unless they stay there), its part of this layer's cache, and buffers for operands and results; at the
-               end they are freed
-    a call     one product or one attention on all chips of an operation; the next one begins when the last chip is done
+    an epoch   each of its operations takes the SRAM that it needs on its chips: the buffer that its weights stream
+               through (unless they stay there), its part of this layer's cache, and buffers for operands and results;
+               all of it is freed at the end of the epoch
+    a call     one product or one attention on all chips of an operation; the next call begins when the last chip is
+               done
 
-Chips are idle until their epoch begins. Two steps may overlap, where their epochs are on different chips and their
-requests differ: a pipeline.
+Chips are idle until their epoch begins. Two steps with different requests may overlap, as in a pipeline, when their
+epochs are on different chips.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from penstock.runner.chips.parts import Heads, heads_of, parts_of, share
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 
-WEIGHTS = "bfloat16"  # that a placement counts
+WEIGHTS = "bfloat16"  # the type of weights that a placement counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Span:
 
 
 class Site:
-    """An operation of a placement on its chips. Layers run through it."""
+    """An operation of a placement, with its chips. Layers report their work to it."""
 
     def __init__(self, machine: "Machine", operation: Operation, epoch: int, num_layers: int) -> None:
         self.machine = machine
@@ -54,7 +55,7 @@ class Site:
         self.buffers = dict.fromkeys(self.chips, 0)
 
     def reserve(self, works: Sequence[Work]) -> None:
-        """Reserve buffers for a call that may come; calls of one operation follow each other, so the largest counts."""
+        """Reserve buffers for future calls. Calls of one operation do not overlap, so only the largest counts."""
         for work in works:
             self.buffers[work.chip] = max(self.buffers[work.chip], work.buffers)
 
@@ -64,15 +65,15 @@ class Site:
 
 
 class Machine:
-    """The chips of a placement that can be.
+    """The chips of a valid placement.
 
     Attributes:
-        spans: what was done, in the order of calls.
+        spans: what each chip did in each call, in the order of calls.
         seconds: when the last step ended.
     """
 
     def __init__(self, plan: PlacementPlan, model: ModelConfig, hardware: Hardware) -> None:
-        """Raise InvalidRequestError if the placement cannot be, or the hardware has no rates."""
+        """Raise InvalidRequestError if the placement is impossible, or the hardware has no rates."""
         if plan.problems:
             raise InvalidRequestError(f"placement: {'; '.join(plan.problems)}", param="placement")
         if not hardware.has_rates:
@@ -93,20 +94,20 @@ class Machine:
         self._step, self._now = -1, 0.0
         self._epoch: int | None = None
         self._clocks: dict[str, float] = {}
-        self._ready: dict[str, float] = {}  # when a request's next token may be computed
+        self._ready: dict[str, float] = {}  # by request: when its next token may be computed
 
     def site(self, parameter: str) -> Site | None:
-        """Return where a parameter's operation lies; None: on the host."""
+        """Return the site of a parameter's operation; None if it is on the host."""
         return self._sites.get(operation_of(parameter) or "")
 
     def heads_of(self, site: Site) -> list[Heads]:
-        """Return the parts of a layer's attention. Raise InvalidRequestError if it cannot be split so."""
+        """Return the parts of a layer's attention. Raise InvalidRequestError if it cannot be split over these chips."""
         return heads_of(site.operation.name, site.chips, self.model.num_key_value_heads, self.placement.rows)
 
     def place(self, parameters: Mapping[str, Parameter], head_columns: int) -> None:
-        """Put every parameter into the DRAM of its chips (or SRAM, to stay there), before any of them is read.
+        """Reserve room for every parameter in its chips' DRAM (or SRAM, if weights stay there), before any is read.
 
-        A norm's weights are spread over the chips of its operation. head_columns: of the LM head, with the padding.
+        A norm's weights are spread over the chips of its operation. head_columns: the LM head's columns with padding.
 
         Raises:
             OverBudgetError: a chip has no room.
@@ -125,7 +126,7 @@ class Machine:
                     site.norm_bytes[chip] += size
 
     def check(self) -> None:
-        """Try every epoch, when the layers have reserved their buffers. Raise OverBudgetError if one does not fit."""
+        """Try every epoch, after the layers have reserved buffers. Raise OverBudgetError if one does not fit."""
         for epoch in self._epochs:
             self._take(epoch)
             self._free(epoch)
@@ -135,18 +136,18 @@ class Machine:
         return self.placement.weights == RESIDENT
 
     def begin_step(self, step: int, requests: Iterable[str]) -> None:
-        """Begin a step as soon as the tokens that it goes on with are there."""
+        """Begin a step at the time when the last tokens of all its requests are there."""
         self._step = step
         self._now = max((self._ready.get(request, 0.0) for request in requests), default=0.0)
 
     def end_step(self, requests: Iterable[str]) -> None:
-        """End the last epoch of a step, or of what there is of one that failed."""
+        """End the last epoch of a step, which may have failed before its end."""
         self._leave()
         self._ready |= dict.fromkeys(requests, self._now)
         self.seconds = max(self.seconds, self._now)
 
     def run(self, site: Site, what: str, works: Sequence[Work]) -> None:
-        """Do a call's work on the chips of a site, in its epoch."""
+        """Do a call's work on the chips of a site. Enter its epoch first, if another one is current."""
         if site.epoch != self._epoch:
             self._leave()
             self._enter(site.epoch)
@@ -165,7 +166,7 @@ class Machine:
         self._clocks[name] += longest
 
     def _seconds_of(self, work: Work) -> float:
-        """Return how long a chip's work takes: weights arrive while others are multiplied with; links take turns."""
+        """Return how long a chip's work takes: reading and multiplying weights overlap, transfers over links do not."""
         hardware = self.hardware
         seconds = max(work.streamed / hardware.reading(WEIGHTS), work.operations / hardware.multiplying(WEIGHTS))
         if work.linked and hardware.link_bytes_per_s:
@@ -179,14 +180,14 @@ class Machine:
         self._now = max(self._now, *(self.devices[chip].free_at for site in epoch for chip in site.chips))
 
     def _begin(self, site: Site) -> None:
-        """Begin an operation: beside the others of its epoch, or after them."""
+        """Begin an operation: beside the epoch's other operations if its branches are parallel, else after them."""
         begin = self._now if self._branches_together else max(self._clocks.values(), default=self._now)
         self._clocks[site.operation.name] = begin
         if any(site.norm_bytes.values()) and not self._is_resident:
             self._advance(site, "norms", [Work(chip, size) for chip, size in site.norm_bytes.items()])
 
     def _leave(self) -> None:
-        """End the epoch: free what it held, and let the next one begin when the slowest operation is done."""
+        """End the epoch: free what it held. The next epoch may begin when the slowest operation is done."""
         if self._epoch is None:
             return
         epoch, self._epoch = self._epochs[self._epoch], None

@@ -1,5 +1,5 @@
-"""PlacedOps: attention on chips. Each has the queries and the cache of some key/value heads, and, where there are more
-chips than such heads, of some users: a block of the cache is a user's row, all of its positions.
+"""PlacedOps: attention on chips. Each chip has the queries and the cache of some key/value heads, and, if there are
+more chips than such heads, of some users only. A block of the cache is a row: all positions of one user.
 
     16 chips, 8 key/value heads, 32 rows      chip 2h + j: head h of the rows 16j .. 16j + 15
 """
@@ -23,10 +23,10 @@ UNLIMITED = 2**62  # tokens
 
 
 class PlacedCache:
-    """One layer's cache, in parts for the chips of its attention, which are made when the first token comes.
+    """One layer's cache, in parts for the chips of its attention. The parts are made when the first token comes.
 
     Attributes:
-        num_bytes: of all parts, as a placement counts them.
+        num_bytes: the size of all parts, as a placement counts it.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -35,18 +35,18 @@ class PlacedCache:
         self.parts: list[KVCache] = []
 
     def token_bytes(self, kv_heads: int) -> int:
-        """Return the bytes of a token's keys and values of some heads."""
+        """Return the bytes of one token's keys and values in `kv_heads` heads."""
         return 2 * kv_heads * self.spec.head_dim * int(self.spec.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class RowsOfStep:
-    """What a step has of some rows of the cache.
+    """The part of a step that belongs to some rows of the cache.
 
     Attributes:
-        tokens: their places in the step.
-        cached: tokens that were stored before and are seen.
-        pairs: of a token and one that it sees.
+        tokens: the places of its tokens in the step.
+        cached: the number of tokens stored earlier that its tokens attend to.
+        pairs: the number of pairs of a token and a token that it attends to.
     """
 
     meta: AttentionMetadata
@@ -56,7 +56,7 @@ class RowsOfStep:
 
     @classmethod
     def of(cls, meta: AttentionMetadata, rows: Range) -> "RowsOfStep":
-        """Take the sequences out of a step whose blocks are in `rows`, and count blocks from there."""
+        """Take those sequences of a step whose blocks are in `rows`, and count their blocks from rows[0]."""
         starts, lengths = as_array(meta.query_start_loc), as_array(meta.seq_lens)
         blocks = as_array(meta.block_table)[:, 0]
         chosen = np.flatnonzero((blocks >= rows[0]) & (blocks < rows[1]))
@@ -78,8 +78,8 @@ class RowsOfStep:
 
 
 class OnInner:
-    """Operations of a backend, some of which a class below replaces. There are no recorded programs, which would pass
-    the chips by."""
+    """A backend's operations, some of which a subclass replaces. Programs are not recorded: they would bypass the
+    chips."""
 
     def __init__(self, inner: Ops) -> None:
         self._inner = inner
@@ -105,21 +105,21 @@ class PlacedOps(OnInner):
         return PlacedCache(spec)
 
     def plan(self, meta: AttentionMetadata, heads: metadata.Heads, cache: KVCache) -> AttentionMetadata:
-        """Check metadata. What each chip does is planned by `attend`, which knows the chips."""
+        """Check metadata. `attend` plans each chip's part, because it knows the chips."""
         meta.check_blocks(own(cache, PlacedCache).spec.num_blocks)
         return meta
 
 
 @dataclass(slots=True)
 class Shared:
-    """What layers whose attention is split alike share of a step: what each chip has of it, and its work."""
+    """What layers with the same split of attention share in a step: each chip's part of the step, and its work."""
 
     meta: AttentionMetadata | None = None
     by_heads: dict[tuple[Heads, ...], tuple[list[RowsOfStep], list[Work]]] = field(default_factory=dict)
 
 
 class AttentionOnChips(OnInner):
-    """The operations of one layer's attention, for which every chip has reserved buffers."""
+    """The operations of one layer's attention. It reserves the buffers of every chip."""
 
     def __init__(self, inner: Ops, site: Site, heads: tuple[Heads, ...], shared: Shared) -> None:
         super().__init__(inner)
@@ -144,7 +144,7 @@ class AttentionOnChips(OnInner):
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """Attend as Ops says, each chip to its own heads and rows. Raise NotSupportedError for `lse`."""
+        """Attend as Ops specifies, each chip for its own heads and rows. Raise NotSupportedError for `lse`."""
         if lse is not None:
             raise NotSupportedError("lse: simulated chips do not give it", param="lse")
         placed, group = own(cache, PlacedCache), self._group
@@ -174,7 +174,7 @@ class AttentionOnChips(OnInner):
             cache.parts += [self._inner.new_kv_cache(spec) for spec in specs]
 
     def _shares_of(self, meta: AttentionMetadata, cache: PlacedCache) -> tuple[list[RowsOfStep], list[Work]]:
-        """Return what each chip has of a step, planned, and its work."""
+        """Return each chip's part of a step, planned, and each chip's work."""
         shared = self._shared
         if shared.meta is not meta:
             shared.meta, shared.by_heads = meta, {}
@@ -196,8 +196,11 @@ class AttentionOnChips(OnInner):
         return replace(step, meta=self._inner.plan(step.meta, heads, part))
 
     def _work(self, item: Heads, step: RowsOfStep, cache: PlacedCache) -> Work:
-        """Return a chip's work: its rows' queries, keys and values, of which others have computed some, and its cache,
-        which comes from the host and gets the new tokens there."""
+        """Return a chip's work.
+
+        It receives those queries, keys and values of its rows that other chips computed. Its cache comes from the host,
+        and new tokens go back to it.
+        """
         tokens, num_heads = len(step.tokens), item.count * self._group
         together = sum(other.kv_heads == item.kv_heads for other in self._heads)
         taken = tokens * (num_heads + 2 * item.count) * self._dim * int(self._inner.dtype.itemsize)
@@ -211,18 +214,18 @@ class AttentionOnChips(OnInner):
         )
 
     def _buffers(self, item: Heads, tokens: int) -> int:
-        """Return the bytes of so many tokens' queries, keys, values and results."""
+        """Return the bytes of the queries, keys, values and results of `tokens` tokens."""
         return tokens * item.count * (2 * self._group + 2) * self._dim * int(self._inner.dtype.itemsize)
 
     def _take(self, x: Tensor, step: RowsOfStep, heads: slice) -> Tensor:
-        """Return the own tokens' heads of x [T, H, D]."""
+        """Copy the heads `heads` of the tokens of `step` from x [T, H, D]."""
         chosen = as_array(x)[step.tokens, heads]
         mine = self._inner.empty(chosen.shape, str(chosen.dtype))
         as_array(mine)[:] = chosen
         return mine
 
     def _params_of(self, index: int, heads: slice, params: AttentionParams) -> AttentionParams:
-        """Return a layer's parameters for a chip's query heads."""
+        """Return the layer's parameters cut to a chip's query heads."""
         if params.alibi_slopes is None and params.sink_logits is None:
             return params
         if index not in self._params:

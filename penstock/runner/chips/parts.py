@@ -1,8 +1,8 @@
 """Parts: which chip has which part of a weight. The parameter table says along which axis a weight is split.
 
-    columns of the result   each chip computes an even share of them, of every joined piece (q, k and v)
-    depth (a sum)           cut between the table's 8 leaves, so that the sums have one order; chips that have the same
-                            leaves (there are more than 8, or 3) share the columns of the result
+    columns of the result   each chip computes an even share of every joined piece (q, k and v)
+    depth (a sum)           cut between the table's 8 leaves, so that sums have one order; if there are more than 8
+                            chips, or 3, several chips have the same leaves and share the columns of the result
 
 So every number of chips gives the bits of one device (spec/shares.py).
 """
@@ -26,10 +26,10 @@ class Part:
     """One chip's part of a weight [N, K].
 
     Attributes:
-        rows: of N, joined in this order.
-        depth: of K.
-        ends: where the leaves of the part end; () where it is not a part of a sum.
-        leaves: which part of the sum it belongs to.
+        rows: its ranges of N, joined in this order.
+        depth: its range of K.
+        ends: where the leaves of the part end, counted from its start; () if it is not part of a sum.
+        leaves: the index of the part of the sum that it belongs to.
     """
 
     chip: int
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Its own [N, K]."""
+        """[N, K] of the part."""
         return sum(end - begin for begin, end in self.rows), self.depth[1] - self.depth[0]
 
     @property
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes as a placement counts them, which are not those of this machine's packed form."""
+        """Its bytes as a placement counts them; this machine's packed form may differ."""
         return WEIGHT_BYTES * self.num_elements
 
     def of(self, weight: Array) -> Array:
@@ -63,7 +63,7 @@ def parts_of(parameter: Parameter, chips: Sequence[int]) -> list[Part]:
     """Return the parts of a weight [N, K] on some chips.
 
     Raises:
-        InvalidRequestError: it cannot be split over so many.
+        InvalidRequestError: it cannot be split over that many.
     """
     return _of_sum(parameter, chips) if parameter.leaves > 1 else _of_columns(parameter, chips)
 
@@ -87,8 +87,8 @@ def _of_columns(parameter: Parameter, chips: Sequence[int]) -> list[Part]:
 
 
 def _of_sum(parameter: Parameter, chips: Sequence[int]) -> list[Part]:
-    """Cut between as many leaves as divide the chips and leave none of them empty; chips of the same leaves share the
-    columns of their result."""
+    """Split the sum into as many groups of leaves as possible: their number must divide that of the chips, and none may
+    be empty. Chips with the same leaves share the columns of the result."""
     bounds = leaf_bounds(parameter.shape[1], LEAVES, parameter.unit_size)
     groups = [_joined(bounds, degree) for degree in reversed(DEGREES) if len(chips) % degree == 0]
     own = next(found for found in groups if all(leaves[0][0] < leaves[-1][1] for leaves in found))
@@ -105,14 +105,14 @@ def _of_sum(parameter: Parameter, chips: Sequence[int]) -> list[Part]:
 
 
 def _joined(bounds: list[Range], degree: int) -> list[list[Range]]:
-    """Return the leaves of each of so many parts."""
+    """Return the leaves of each of `degree` parts."""
     each = LEAVES // degree
     return [bounds[start : start + each] for start in range(0, LEAVES, each)]
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """One chip's part of a layer's attention: some key/value heads, of some rows of the cache."""
+    """One chip's part of a layer's attention: some key/value heads in some rows of the cache."""
 
     chip: int
     kv_heads: Range
@@ -129,13 +129,13 @@ class Heads:
 
 
 def heads_of(name: str, chips: Sequence[int], kv_heads: int, rows: int) -> list[Heads]:
-    """Return the parts of an operation's attention; chips beyond the number of heads share rows.
+    """Return the parts of an operation's attention. If there are more chips than heads, chips share a head's rows.
 
     Raises:
-        InvalidRequestError: neither heads nor rows divide so.
+        InvalidRequestError: the heads or the rows do not divide evenly.
     """
     count = len(chips)
-    together = max(1, count // kv_heads)  # chips that have the same heads
+    together = max(1, count // kv_heads)  # the number of chips that have the same heads
     if kv_heads % count and count % kv_heads:
         message = f"{count} is no divisor and no multiple of its {kv_heads} key/value heads"
     elif rows % together:
@@ -152,7 +152,7 @@ def heads_of(name: str, chips: Sequence[int], kv_heads: int, rows: int) -> list[
 
 
 def share(index: int, count: int, size: int) -> Range:
-    """Return the even share of one of `count`."""
+    """Return the range of part `index`, when `size` is divided evenly into `count` parts."""
     return index * size // count, (index + 1) * size // count
 
 

@@ -1,4 +1,4 @@
-"""What a machine did: its figures, and a trace for chrome://tracing and Perfetto."""
+"""Reports of what a machine did: its figures, and a trace for chrome://tracing and Perfetto."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ METADATA, COMPLETE = "M", "X"  # kinds of events in the trace format
 
 
 def figures(machine: Machine) -> dict[str, Any]:
-    """Return what every chip held and did, and all of them together, as JSON."""
+    """Return what each chip held and did, and the totals of all chips, as JSON."""
     chips = [_chip(device) for device in machine.devices]
     steps = len({span.step for span in machine.spans})
     totals = {name: sum(chip[name] for chip in chips) for name in COUNTED}
@@ -30,7 +30,7 @@ def _chip(device: Device) -> dict[str, Any]:
 
 
 def chrome_trace(machine: Machine) -> dict[str, Any]:
-    """Return every call of every chip as a trace in Chrome's format; times are simulated microseconds."""
+    """Return every call of every chip as a trace in Chrome's format. Times are simulated microseconds."""
     names: list[dict[str, Any]] = [
         {"ph": METADATA, "pid": 0, "tid": device.chip, "name": "thread_name", "args": {"name": f"chip {device.chip}"}}
         for device in machine.devices

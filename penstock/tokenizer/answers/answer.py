@@ -1,4 +1,4 @@
-"""From the text of an answer to what it says: reasoning, content and tool calls, piece by piece or at once."""
+"""Splits the text of an answer into reasoning, content and tool calls, piece by piece or at once."""
 
 from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,13 +14,13 @@ REASONING_PARSERS = ("qwen3", "deepseek_r1")
 
 
 class AnswerParser:
-    """Splits one answer into its parts, as its text comes. Nothing of the text is lost but markup and the space at it.
+    """Splits one answer into its parts, as its text comes. Only markup and the white space around it are dropped.
 
     Args:
         tool_format: how the model writes calls; None: nothing is a call.
-        names: functions that the request offers.
-        reasoning: whether reasoning between <think> and </think> at the beginning is told apart.
-        is_thinking: the prompt has opened <think> already.
+        names: the names of the functions that the request offers.
+        reasoning: whether text between <think> and </think> at the beginning is reasoning.
+        is_thinking: whether the prompt has already opened <think>.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
-        """Return the number of tool calls that have begun."""
+        """The number of tool calls that have begun."""
         return self._reader.num_calls
 
     def push(self, text: str) -> list[Part]:
@@ -45,7 +45,7 @@ class AnswerParser:
         return self._go_on(text, ended=False)
 
     def finish(self) -> list[Part]:
-        """Return what was held back. No push may follow."""
+        """Return the parts that were held back. No push may follow."""
         return self._go_on("", ended=True)
 
     def _go_on(self, text: str, *, ended: bool) -> list[Part]:
@@ -65,7 +65,7 @@ class AnswerParser:
 
 
 def _read_reasoning(reader: Reader, is_thinking: bool) -> Steps[None]:
-    """Read what the model thinks, and hold what comes after it; without an end it is all reasoning."""
+    """Read the model's reasoning, and hold the text after it. Without an end mark, all text is reasoning."""
     reader.hold()
     yield from reader.space()
     if not (yield from reader.accept(THINK)) and not is_thinking:
@@ -80,7 +80,7 @@ def _read_reasoning(reader: Reader, is_thinking: bool) -> Steps[None]:
 
 @dataclass
 class Call:
-    """A tool call; `arguments` is JSON, unless the model has written none."""
+    """A tool call. `arguments` is JSON, unless the model wrote something else."""
 
     name: str
     arguments: str = ""
@@ -108,7 +108,7 @@ class Message:
 
 
 def read_message(parser: AnswerParser, text: str) -> Message:
-    """Return a whole answer; the parser is a new one."""
+    """Return a whole answer. The parser must be new."""
     message = Message()
     message.add(parser.push(text))
     message.add(parser.finish())
@@ -116,10 +116,10 @@ def read_message(parser: AnswerParser, text: str) -> Message:
 
 
 def assistant_message(text: str, template: str) -> dict[str, Any]:
-    """Return a whole answer as the message that it adds to its conversation, in OpenAI's shape.
+    """Return a whole answer as the message that it adds to its conversation, in OpenAI's format.
 
     Args:
-        template: text of the model's chat template, which tells how the model writes calls and thoughts.
+        template: text of the model's chat template, which shows how the model writes calls and reasoning.
     """
     tool_format = tool_format_of(template)
     reasoning = END_OF_THINKING in template
@@ -138,16 +138,16 @@ def assistant_message(text: str, template: str) -> dict[str, Any]:
 
 
 def call_id(tool_format: ToolFormat, answer_id: str, choice: int, call: int) -> str:
-    """Return the id of a call: the same one however often the answer is computed."""
+    """Return the id of a call, which is the same whenever the answer is computed again."""
     digest = blake2b(f"{answer_id} {choice} {call}".encode(), digest_size=12).hexdigest()
     return tool_format.id_prefix + digest[: tool_format.id_length]
 
 
 class ReasoningCounter:
-    """Counts the tokens of an answer that are reasoning, by their bytes, which may cut characters.
+    """Counts the tokens of an answer that are reasoning. It reads bytes, because tokens may cut characters.
 
     Args:
-        is_thinking: the prompt has opened <think> already.
+        is_thinking: whether the prompt has already opened <think>.
     """
 
     def __init__(self, *, is_thinking: bool) -> None:

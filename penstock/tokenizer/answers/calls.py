@@ -6,24 +6,24 @@ from collections.abc import Container
 from penstock.tokenizer.answers.reader import Kind, Reader, Steps
 
 ARGUMENTS = ("arguments", "parameters")
-KEYS = (*ARGUMENTS, "name", "id", "type")  # an object with another one is no call, which shows at once
+KEYS = (*ARGUMENTS, "name", "id", "type")  # an object with any other key is not a call
 
 
 class AnyName:
-    """Contains every name: the markup says that it is a call, whoever is called."""
+    """Contains every name. It is used where the markup alone shows that an object is a call."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def read_call(reader: Reader, names: Container[str]) -> Steps[bool]:
-    """Read the object of a call, and deliver it. Its arguments go out as they come where the name stands before them.
+    """Read the object of a call, and deliver it. If the name precedes the arguments, these are delivered as they come.
 
     Args:
-        names: functions that may be called.
+        names: the names of the functions that may be called.
 
     Returns:
-        Whether it was one. What is held then can be dropped; otherwise it is no markup, or follows a broken call.
+        Whether it was a call. If so, the held text can be dropped; else it is not markup, or the rest of a broken call.
     """
     name: str | None = None
     arguments: str | None = None
@@ -64,7 +64,7 @@ def read_call(reader: Reader, names: Container[str]) -> Steps[bool]:
 
 
 def read_arguments(reader: Reader, name: str) -> Steps[bool]:
-    """Read an object that stands alone, as the arguments of a call, and deliver it."""
+    """Read an object without a name, and deliver it as the arguments of a call of `name`."""
     if (yield from reader.peek()) != "{":
         return False
     reader.begin_call(name)
@@ -74,12 +74,12 @@ def read_arguments(reader: Reader, name: str) -> Steps[bool]:
 
 
 def give_up(reader: Reader) -> None:
-    """Let what is held be content: it is no markup."""
+    """Deliver the held text as content, because it is not markup."""
     reader.begin(Kind.CONTENT)
 
 
 def _key(reader: Reader) -> Steps[str | None]:
-    """Read a key, its colon and the space around them."""
+    """Read a key, its colon and the white space around them. Return the key; None if there is none."""
     yield from reader.space()
     start = len(reader.held)
     if not (yield from reader.string()):
@@ -93,7 +93,7 @@ def _key(reader: Reader) -> Steps[str | None]:
 
 
 def _value(reader: Reader) -> Steps[str | None]:
-    """Read a value that is held; None if it is no JSON."""
+    """Read a value, which stays held. Return it; None if it is not JSON."""
     start = len(reader.held)
     if not (yield from reader.value()):
         return None
@@ -117,7 +117,8 @@ def _text(value: str) -> str | None:
 
 
 def _as_object(value: str | None) -> str | None:
-    """Return arguments as the JSON of an object: some models leave out empty ones, or write them as a string."""
+    """Return arguments as the JSON of an object; None if they are not an object. Some models leave out empty arguments,
+    or write arguments as a string."""
     if value is None or value == "null":
         return "{}"
     if value.startswith('"'):

@@ -1,11 +1,11 @@
-"""How families of models write tool calls: one class per format. The chat template tells which one a model was taught.
+"""How families of models write tool calls: one class per format. The chat template shows which format a model uses.
 
     hermes       <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>           Hermes, Qwen 2.5 and 3
     llama3_json  {"name": "add", "parameters": {"a": 1}}, perhaps after <|python_tag|>       Llama 3.1 to 3.3
     mistral      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]                        Mistral
                  [TOOL_CALLS]add[ARGS]{"a": 1}                                               its newer models
 
-`read` turns an answer into its parts. What is no call after all is content, to the letter.
+`read` splits an answer into its parts. Text that turns out not to be a call is content, unchanged.
 """
 
 import json
@@ -23,11 +23,11 @@ class ToolFormat:
     """Base of the formats.
 
     Attributes:
-        name: as vLLM's --tool-call-parser has it.
-        marks: texts that may be special tokens of the model, which the answer has to show.
-        opens: the first mark stands before every call.
-        between: what the grammar has between calls that the model writes one after the other; None: they are a list.
-        id_length: characters of a call's id after its prefix; templates of Mistral take no others.
+        name: the name that vLLM's --tool-call-parser uses.
+        marks: texts that may be special tokens of the model; the answer's text must then include them.
+        opens: whether the first mark stands before every call.
+        between: the grammar of what separates calls that follow each other; None: calls are in a list.
+        id_length: the number of characters of a call's id after its prefix; Mistral's templates accept no other length.
     """
 
     name: ClassVar[str]
@@ -38,7 +38,7 @@ class ToolFormat:
     id_length: ClassVar[int] = 24
 
     def read(self, reader: Reader, names: Container[str]) -> Steps[None]:
-        """Read an answer to its end; `names` are those of the request's functions."""
+        """Read an answer to its end. names: the names of the request's functions."""
         raise NotImplementedError
 
     def group(self, *, many: bool) -> str:
@@ -46,12 +46,12 @@ class ToolFormat:
         return "call"
 
     def around_arguments(self, name: str, spell: Callable[[str], str]) -> tuple[str, str]:
-        """Return the grammar of a call before and after its arguments; `spell` gives the term of a mark."""
+        """Return the grammar of a call before and after its arguments. spell: returns the term of a mark."""
         return json.dumps(f'{{"name": "{name}", "arguments": '), json.dumps("}")
 
 
 class Hermes(ToolFormat):
-    """Calls between tags, among text."""
+    """Calls between tags, anywhere in the text."""
 
     name = "hermes"
     marks = ("<tool_call>", "</tool_call>")
@@ -64,7 +64,7 @@ class Hermes(ToolFormat):
             yield from reader.space()
             if (yield from read_call(reader, AnyName())):
                 yield from reader.space()
-                yield from reader.accept(closing)  # some models leave it out at the end
+                yield from reader.accept(closing)  # some models leave out the last one
                 yield from reader.space()
                 reader.drop()
             give_up(reader)
@@ -76,7 +76,7 @@ class Hermes(ToolFormat):
 
 
 class Llama3(ToolFormat):
-    """An answer that begins with an object which calls a function of the request, or has it behind a control token."""
+    """Calls as objects that begin the answer or follow a control token, if they name a function of the request."""
 
     name = "llama3_json"
     marks = ("<|python_tag|>",)
@@ -111,7 +111,7 @@ class Llama3(ToolFormat):
 
 
 class Mistral(ToolFormat):
-    """A list of calls behind a control token. What newer models write is read too: a token before each name."""
+    """A list of calls after a control token. The newer models' format, with a token before each name, is read, too."""
 
     name = "mistral"
     marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -155,7 +155,7 @@ class Mistral(ToolFormat):
 
 
 class NewMistral(Mistral):
-    """The same, but where the grammar decides, calls are written as newer models do."""
+    """Reads what Mistral reads, but its grammar makes calls in the newer models' format."""
 
     between = ""
 
@@ -167,11 +167,11 @@ class NewMistral(Mistral):
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {item.name: item for item in (Hermes(), Llama3(), Mistral())}
-OTHER_MARKUP = ("<function=", "<arg_key>", "<|tool_call>")  # between the tags of Hermes, but not as Hermes writes
+OTHER_MARKUP = ("<function=", "<arg_key>", "<|tool_call>")  # shows formats with Hermes' tags but other contents
 
 
 def tool_format_of(template: str, name: str = "auto") -> ToolFormat | None:
-    """Return the format of this name, or the one that the text of a chat template teaches; None: it is none of ours."""
+    """Return the format with this name or, for "auto", the one that a chat template's text shows; None if unknown."""
     if name == "mistral" or (name == "auto" and "[TOOL_CALLS]" in template):
         return NewMistral() if "[ARGS]" in template else TOOL_FORMATS["mistral"]
     if name != "auto":

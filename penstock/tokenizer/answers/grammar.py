@@ -1,7 +1,7 @@
 """The grammar of answers that call tools, in Lark's notation as llguidance reads it.
 
-It says what a request asks for, in the markup that the model was taught: at least one call (`required`), one function's
-call, at most one call, or free text in which every call that begins obeys its function's schema.
+It describes what a request asks for, in the markup that the model was trained on: at least one call (`required`), a
+call of one function, at most one call, or free text in which every call that begins obeys its function's schema.
 """
 
 import json
@@ -23,7 +23,7 @@ BLANK: /\\n{{0,2}}/
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that may be called; `parameters` is a JSON schema, None for one without parameters."""
+    """A function that may be called. `parameters` is a JSON schema; None if the function has no parameters."""
 
     name: str
     parameters: dict[str, Any] | None = None
@@ -32,12 +32,12 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What an answer may call.
+    """The calls that an answer may have.
 
     Attributes:
-        required: it is made of calls only; otherwise they come among text, where the model wants.
+        required: the answer consists of calls only; else calls may come anywhere in its text.
         many: more than one call is allowed.
-        answer: where it need not call: the JSON schema of what it then has to be; None: any text.
+        answer: the JSON schema of an answer without calls, where calls are not required; None: any text.
     """
 
     functions: Sequence[Function]
@@ -52,9 +52,9 @@ def answer_grammar(
     """Return the grammar of an answer.
 
     Args:
-        tool_format: None where there are no functions: the grammar is that of `calls.answer`, perhaps behind thoughts.
-        spell: gives a mark of the format as a term: a text in quotes, or the token that it is.
-        reasoning, is_thinking: as in AnswerParser: thoughts may come before what is required.
+        tool_format: None if there are no functions; then the grammar is that of `calls.answer`.
+        spell: returns a mark of the format as a term of the grammar: a text in quotes, or a special token.
+        reasoning, is_thinking: as in AnswerParser. Reasoning may come before what is required.
     """
     before = "thinking BLANK" if is_thinking else f"({spell(THINK)} thinking BLANK)?" if reasoning else ""
     used = {"start": f"{before} answer" if tool_format is None else _start(tool_format, calls, spell, before)}
@@ -96,7 +96,7 @@ def _start(tool_format: ToolFormat, calls: Calls, spell: Callable[[str], str], t
 
 
 def _lazily(name: str, mark: str, spell: Callable[[str], str]) -> dict[str, str]:
-    """Return the rules of a text up to the first place where a mark stands, as one token or spelled out."""
+    """Return the rules for a text up to and including the first mark, which may be one token or spelled out."""
     term = spell(mark)
     spelled_out = f"TEXT {literal(mark)}"
     if term == literal(mark):
@@ -105,7 +105,8 @@ def _lazily(name: str, mark: str, spell: Callable[[str], str]) -> dict[str, str]
 
 
 def _schema(function: Function, *, is_enforced: bool) -> str:
-    """Return the schema of a function's arguments. What it asks beyond the grammar's means is an error if strict."""
+    """Return the schema of a function's arguments. If the function is strict, anything in its schema that the grammar
+    cannot express is an error."""
     own = {"properties": {}, "additionalProperties": False} if function.parameters is None else function.parameters
     guidance = SPACING if function.strict else {**SPACING, "lenient": True}
     return json.dumps({"type": "object", **(own if is_enforced else {}), "x-guidance": guidance})

@@ -4,8 +4,8 @@
                             sent                  at
 
 A grammar is written as plain code over a `Reader`: a generator that yields wherever it needs more text. What it
-delivers depends on the text alone, never on how it was cut into pieces, so a stream that is computed again, or the
-whole text at once, gives the same parts. Every step moves forward, so the work is linear in the text.
+delivers depends on the text alone, never on how the text was cut into pieces. So a stream that is computed again gives
+the same parts, and so does the whole text at once. Every step moves forward, so the work is linear in the text.
 """
 
 import re
@@ -13,12 +13,12 @@ from collections.abc import Generator, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
-MAX_HELD = 2**16  # characters of markup that may wait for their meaning; longer ones are content
-MAX_SPACE = 64  # characters of white space before markup that belong to it
+MAX_HELD = 2**16  # the most characters that are held as possible markup; a longer text is content
+MAX_SPACE = 64  # the most characters of white space before markup that count as part of it
 SPACE = " \t\r\n"
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # code that yields where it needs more text, and returns a T
+Steps = Generator[None, None, T]  # code that yields where it needs more text, and finally returns a T
 _SPACES = re.compile(r"[ \t\r\n]+")
 _STRING_RUN = re.compile(r'[^"\\]+')
 _NESTED_RUN = re.compile(r'[^"{}\[\]]+')
@@ -26,16 +26,16 @@ _SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]+")
 
 
 class Kind(Enum):
-    """What a part of an answer is."""
+    """The kind of a part of an answer."""
 
     CONTENT = "content"
     REASONING = "reasoning"
-    CALL = "call"  # a tool call begins; the text is the function's name
-    ARGUMENTS = "arguments"  # more of the call's arguments, which together are JSON
+    CALL = "call"  # the beginning of a tool call; the text is the function's name
+    ARGUMENTS = "arguments"  # a piece of the call's arguments; together the pieces are JSON
 
 
 class Part(NamedTuple):
-    """A part of an answer; `call` counts the tool calls from 0, and is -1 in content and reasoning."""
+    """A part of an answer. `call` is the index of the tool call, from 0; it is -1 in content and reasoning."""
 
     kind: Kind
     text: str
@@ -43,10 +43,10 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """The text of one answer. See the module's picture.
+    """Reads the text of one answer. See the picture in the module's docstring.
 
     Attributes:
-        num_calls: tool calls that have begun.
+        num_calls: the number of tool calls that have begun.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class Reader:
         self._text = ""
         self._at = self._sent = 0
         self._ended = False
-        self._kind: Kind | None = None  # of what is delivered; None: it is held
+        self._kind: Kind | None = None  # the kind of the text being delivered; None: text is held
         self._parts: list[Part] = []
 
-    # --- for whoever has the text --------------------------------------------------------------------------------
+    # --- for the caller that has the text --------------------------------------------------------------------------
 
     def feed(self, text: str, *, ended: bool = False) -> None:
         """Add text that has arrived."""
@@ -66,33 +66,33 @@ class Reader:
         self._ended = ended
 
     def take(self) -> list[Part]:
-        """Return the parts that are new."""
+        """Return the new parts."""
         self._deliver()
         parts, self._parts = self._parts, []
         return parts
 
-    # --- for a grammar: what becomes of the text ------------------------------------------------------------------
+    # --- for a grammar: delivering, holding and dropping text -----------------------------------------------------
 
     def begin(self, kind: Kind) -> None:
-        """Deliver what is held, and what is read from here on, as `kind`."""
+        """Deliver the held text, and the text that is read from here on, as `kind`."""
         self._kind = kind
 
     def hold(self) -> None:
-        """Keep back what is read from here on."""
+        """Hold the text that is read from here on."""
         self._deliver()
         self._kind = None
 
     def drop(self) -> None:
-        """Forget what is held: it was markup."""
+        """Drop the held text, which was markup."""
         self._sent = self._at
 
     @property
     def held(self) -> str:
-        """Return what is held."""
+        """The held text."""
         return self._text[self._sent : self._at]
 
     def begin_call(self, name: str, arguments: str | None = None) -> None:
-        """Deliver the beginning of a call and forget what is held; the arguments follow unless they are given."""
+        """Drop the held text, and deliver the beginning of a call. The arguments follow, unless they are given here."""
         self.drop()
         call = self.num_calls
         self.num_calls += 1
@@ -111,21 +111,21 @@ class Reader:
     # --- for a grammar: reading -----------------------------------------------------------------------------------
 
     def _end(self) -> int:
-        """Return up to where may be read now: text that is held too long is read no further."""
+        """Return the end of the text that may be read now. At most MAX_HELD characters are held."""
         return len(self._text) if self._kind is not None else min(len(self._text), self._sent + MAX_HELD)
 
     def _waits(self) -> bool:
-        """Return whether text may still come behind what there is."""
+        """Return whether to wait for more text at the end of the present text."""
         return not self._ended and (self._kind is not None or len(self._text) < self._sent + MAX_HELD)
 
     def peek(self) -> Steps[str]:
-        """Return the next character without reading it; "" at the end."""
+        """Return the next character without reading it, or "" at the end."""
         while self._at >= self._end() and self._waits():
             yield
         return self._text[self._at : min(self._at + 1, self._end())]
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Read `literal` if the text goes on with it."""
+        """Read `literal` if it comes next. Return whether it did."""
         while True:
             rest = self._text[self._at : min(self._at + len(literal), self._end())]
             if rest == literal:
@@ -136,7 +136,7 @@ class Reader:
             yield
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read as many characters as `pattern`, a class of characters with a plus, matches."""
+        """Read as many characters as match `pattern`, a character class with a plus. Return them."""
         found = ""
         while (yield from self.peek()):
             match = pattern.match(self._text, self._at, self._end())
@@ -151,7 +151,7 @@ class Reader:
         return (yield from self.run(_SPACES))
 
     def until(self, marks: Sequence[str]) -> Steps[str]:
-        """Read up to a mark, and hold it and the white space before it. Returns the mark; "" where none comes."""
+        """Read up to the first mark, and hold it and the white space before it. Return the mark; "" if none comes."""
         longest = max(map(len, marks))
         while True:
             found = min((place for mark in marks if (place := self._text.find(mark, self._at)) >= 0), default=-1)
@@ -170,7 +170,7 @@ class Reader:
             yield
 
     def _before_space(self, end: int) -> int:
-        """Return where the white space before `end` begins, but for what has been delivered or is too long."""
+        """Return where the white space before `end` begins. It is unread, and has at most MAX_SPACE characters."""
         start = end
         while start > max(self._at, end - MAX_SPACE) and self._text[start - 1] in SPACE:
             start -= 1
@@ -187,7 +187,7 @@ class Reader:
     # --- for a grammar: JSON --------------------------------------------------------------------------------------
 
     def string(self) -> Steps[bool]:
-        """Read a JSON string, with its quotes."""
+        """Read a JSON string with its quotes. Return whether there was a complete one."""
         if not (yield from self.accept('"')):
             return False
         while True:
@@ -200,7 +200,8 @@ class Reader:
             self._at += len(escaped)
 
     def value(self) -> Steps[bool]:
-        """Read a JSON value by its brackets and quotes; what is between them is not checked."""
+        """Read a JSON value by its brackets and quotes, without checking what is between them. Return whether there was
+        a complete one."""
         char = yield from self.peek()
         if char == '"':
             return (yield from self.string())

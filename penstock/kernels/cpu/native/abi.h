@@ -1,17 +1,17 @@
-// The C interface between Python and the native kernels, declared once: the C++ compiler checks every definition
-// against this file, and kernels/cpu/abi.py reads the same text. It may therefore contain only constants, enums,
-// structs and functions in the forms used below.
+// The C interface between Python and the native kernels. It is declared only here: the C++ compiler checks every
+// definition against this file, and kernels/cpu/abi.py reads the same text. The file may therefore contain only
+// constants, enums, structs and functions in the forms used below.
 //
 // A function that computes takes a Context (context.h) first, reads and writes memory that the caller owns, keeps no
 // pointer after it returns, and returns a Status unless declared otherwise. Arrays are contiguous. A Context runs one
 // call at a time.
 //
 // Two rules hold for every file in this folder.
-//   - A row of a result is a function of that row's inputs: never of the number of rows, of its place among them, or of
-//     the thread that computed it.
+//   - A row of a result is a function of that row's inputs only. It never depends on the number of rows, on its place
+//     among them, or on the thread that computed it.
 //   - A file compiled for an instruction level (its name ends in _avx2, _avx512 or _amx) exports its table of kernels
-//     and nothing else, and calls no inline function or template of the standard library that might not be inlined:
-//     the linker would keep one copy for all levels, perhaps one that this processor cannot run.
+//     and nothing else, and calls no inline function or template of the standard library that might not be inlined.
+//     The linker would keep one copy for all levels, possibly one that this processor cannot run.
 #pragma once
 
 #include <cstdint>
@@ -22,28 +22,28 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 8;         // goes up when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 8;         // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
 constexpr int MAX_CALL_ARGUMENTS = 18;
-constexpr int READ_LOOPS = 4;          // ways to read memory, limits/reads.inc.h
+constexpr int READ_LOOPS = 4;          // ways to read memory (limits/reads.inc.h)
 
 // Instruction levels in ascending order; each includes the ones before it.
 enum Level : std::int32_t {
     LEVEL_PORTABLE = 0,  // plain C++
     LEVEL_AVX2 = 1,      // AVX2 and FMA
-    LEVEL_AVX512F = 2,   // AVX-512 F, BW, DQ and VL, with VNNI where the processor has it; the bits of AVX2
+    LEVEL_AVX512F = 2,   // AVX-512 F, BW, DQ and VL, and VNNI if the processor has it; same bits as AVX2
     LEVEL_AVX512 = 3,    // AVX-512 F, BW, DQ, VL, VNNI and BF16
-    LEVEL_AVX512FMA = 4, // the same bits where multiply-adds of float32 are faster than vdpbf16ps
-    LEVEL_AMX = 5        // and AMX tiles of bf16 and int8
+    LEVEL_AVX512FMA = 4, // same bits as AVX512, for processors with float32 multiply-adds faster than vdpbf16ps
+    LEVEL_AMX = 5        // AVX512 and AMX tiles of bf16 and int8
 };
 
 enum Status : std::int32_t {
     STATUS_OK = 0,
     STATUS_NO_MEMORY = -1,
     STATUS_NOT_QUANTISABLE = -2,  // a weight is not finite, or its magnitude is 2^100 or more
-    STATUS_OUT_OF_RANGE = -3      // an id, position or slot outside its table
+    STATUS_OUT_OF_RANGE = -3      // an id, position or slot is outside its table
 };
 
 enum DataType : std::int32_t { TYPE_F32 = 0, TYPE_BF16 = 1 };
@@ -85,9 +85,9 @@ enum Recordable : std::int64_t {
 extern "C" {
 
 // A packed weight [n, k]. K is laid out leaf after leaf, each padded: position padded_leaf_ends[l-1] + j holds element
-// leaf_ends[l-1] + j. Columns come in panels of 32: column c of panel p is row 32 p + c of the weight; in a gated
-// weight (n/2 gate rows, then n/2 up rows) columns 0..15 of panel p are gate rows 16 p .., columns 16..31 up rows.
-// Padding is a weight of zero. All arrays begin at a multiple of 64 bytes.
+// leaf_ends[l-1] + j. Columns come in panels of 32: column c of panel p is row 32 p + c of the weight. In a gated
+// weight (n/2 gate rows, then n/2 up rows), columns 0..15 of panel p are the gate rows from 16 p on, and columns 16..31
+// are the up rows from 16 p on. Padding is a weight of zero. All arrays begin at a multiple of 64 bytes.
 //
 //   kind       values, panel after panel                            bytes per panel
 //   f32        [padded_k][32] float                                 128 padded_k
@@ -101,7 +101,7 @@ struct PenstockWeight {
     std::int64_t panels;
     std::int32_t kind;
     std::int32_t slices;      // int8, int4: int8 rows per activation row
-    std::int32_t group_size;  // int4: 32, 64 or 128, a divisor of every padded leaf; else 0
+    std::int32_t group_size;  // int4: 32, 64 or 128, and a divisor of every padded leaf; else 0
     std::int32_t gated;
     std::int32_t leaves;
     std::int32_t reserved;
@@ -113,7 +113,7 @@ struct PenstockWeight {
     const float* bias;            // [panels * 32] in column order, or null
 };
 
-// The keys and values of one layer; attention/attention.h has the layout.
+// The keys and values of one layer. attention/attention.h describes the layout.
 struct PenstockCache {
     void* memory;
     std::int64_t blocks, block_size;  // block_size: a multiple of 16
@@ -138,11 +138,11 @@ struct PenstockAttention {
 
 // A unit of work of an attention plan (kernels/attention/plan.py).
 struct PenstockAttentionItem {
-    std::int32_t sequence;              // whose block table is read
+    std::int32_t sequence;              // the sequence whose block table is read
     std::int32_t head_begin, head_end;  // kv heads
     std::int32_t row_begin, row_end;    // rows of the packed step: token * group + g
     std::int32_t span_begin, span_end;
-    std::int32_t partial;               // -1: results are final; else the first partial row it writes
+    std::int32_t partial;               // -1: results are final; else the first partial row that the item writes
 };
 
 // A result that several items contribute to.
@@ -152,8 +152,8 @@ struct PenstockAttentionCombine {
     std::int32_t reference_begin, reference_end;  // into references: items, spans ascending
 };
 
-// One step for the layers of one cache group: its sequences (kernels/ops.py, AttentionMetadata) and its plan. Python
-// rewrites it before each step; recorded programs keep its address.
+// One step for the layers of one cache group: its sequences (AttentionMetadata in kernels/metadata.py) and its plan.
+// Python rewrites it before each step; recorded programs keep its address.
 struct PenstockAttentionStep {
     std::int64_t sequences, tokens;
     const std::int32_t* query_start_loc;  // [sequences + 1]
@@ -173,7 +173,7 @@ struct PenstockAttentionStep {
     std::int64_t partial_rows;
 };
 
-// Sampling parameters of M rows. kernels/sampling.py explains the fields; a null pointer is None there.
+// Sampling parameters of M rows. kernels/sampling.py explains the fields; a null pointer stands for None.
 struct PenstockSampling {
     const float* temperature;              // [M]
     const std::int64_t* top_k;             // [M]
@@ -201,7 +201,7 @@ struct PenstockCall {
     std::int64_t arguments[penstock::MAX_CALL_ARGUMENTS];  // those after the context; a float as the bits of a double
 };
 
-// When a call ran. Times are nanoseconds of the steady clock, as those of Python's time.perf_counter_ns on Linux.
+// When a call ran. Times are nanoseconds of the steady clock, which is that of Python's time.perf_counter_ns on Linux.
 struct PenstockSpan {
     const char* function;  // its name in this file
     std::int64_t begin, end;
@@ -219,45 +219,46 @@ PENSTOCK_API std::int32_t penstock_best_level();
 PENSTOCK_API penstock::Context* penstock_context_new(std::int32_t level, std::int32_t threads);
 PENSTOCK_API void penstock_context_free(penstock::Context* context);
 
-// Let helper `thread` (1 .. threads - 1; 0 is the caller, whose affinity is its own) run on cpus [count] only.
+// Let helper `thread` (1 .. threads - 1) run only on cpus [count]. Thread 0, the caller, sets its own affinity.
 PENSTOCK_API std::int32_t penstock_context_pin(
     penstock::Context* context, std::int32_t thread, const std::int32_t* cpus, std::int64_t count);
 
 // Return the seconds spent in calls of this context so far, not counting time spent waiting for another call.
 PENSTOCK_API double penstock_busy_seconds(penstock::Context* context);
 
-// Write the spans of all calls from now on to spans [capacity], until the next penstock_trace; null: of no calls. Return
-// the number of calls since the last one; spans beyond its capacity were not written.
+// Write the spans of all calls until the next penstock_trace to spans [capacity], or write nothing if spans is null.
+// Return the number of calls since the previous penstock_trace; spans beyond its capacity were not written.
 PENSTOCK_API std::int64_t penstock_trace(penstock::Context* context, PenstockSpan* spans, std::int64_t capacity);
 
-// Run recorded calls in order; stop at the first that fails and return its status.
+// Run recorded calls in order. Stop at the first that fails, and return its status.
 PENSTOCK_API std::int32_t penstock_replay(
     penstock::Context* context, const PenstockCall* calls, std::int64_t count);
 
 // ---- Products. kernels/ops.py specifies the operations here and below.
 
-// Pack rows [num_rows, k] as rows first_row .. first_row + num_rows - 1 of a weight, whose arrays are written. Every
-// row must be packed exactly once, in any order. Only quantised kinds return STATUS_NOT_QUANTISABLE. magnitudes: null, or
-// [n], for int8: the largest absolute value of each row, where the weight is a part of a wider one.
+// Pack rows [num_rows, k] as rows first_row .. first_row + num_rows - 1 of a weight, into its arrays. Every row must be
+// packed exactly once, in any order. Only quantised kinds return STATUS_NOT_QUANTISABLE. magnitudes: null, or for an
+// int8 weight that is a part of a wider one: [n], the largest absolute value of each row of the whole weight.
 PENSTOCK_API std::int32_t penstock_pack_rows(
     penstock::Context* context, PenstockWeight* weight, const void* rows, std::int32_t type, std::int64_t first_row,
     std::int64_t num_rows, const float* magnitudes);
 
-// x [rows, k] -> out [rows, n], or [rows, n / 2] if the weight is gated; out_stride is in elements between rows of out.
-// The activation of a gated weight applies to the gate.
+// x [rows, k] -> out [rows, n], or [rows, n / 2] if the weight is gated. out_stride is the number of elements from one
+// row of out to the next. The activation of a gated weight applies to the gate.
 PENSTOCK_API std::int32_t penstock_linear(
     penstock::Context* context, const PenstockWeight* weight, const void* x, std::int32_t x_type, std::int64_t rows,
     void* out, std::int64_t out_stride, std::int32_t out_type, std::int32_t activation);
 
-// Mixture of experts: gate_up and down are arrays [experts], all weights of an array of one shape; x [rows, k] of
-// x_type, which the inner activations get too; ids and weights [rows, top_k]; out [rows, n]. Ids are checked before
-// anything is written.
+// Mixture of experts. gate_up and down are arrays [experts]; all weights of an array have one shape. x [rows, k] is of
+// x_type, as are the inner activations; ids and weights [rows, top_k]; out [rows, n]. Ids are checked before anything
+// is written.
 PENSTOCK_API std::int32_t penstock_experts(
     penstock::Context* context, const PenstockWeight* gate_up, const PenstockWeight* down, std::int64_t experts,
     const void* x, std::int32_t x_type, std::int64_t rows, std::int64_t top_k, const std::int64_t* ids,
     const float* weights, std::int32_t activation, float* out);
 
-// counts [2]: experts whose weights were read, once per call, and (row, expert) pairs computed, by all calls so far.
+// counts [2], over all calls so far: experts whose weights were read, each counted once per call, and (row, expert)
+// pairs computed.
 PENSTOCK_API void penstock_expert_counts(penstock::Context* context, std::int64_t* counts);
 
 // ---- Rows
@@ -271,7 +272,7 @@ PENSTOCK_API std::int32_t penstock_add_rms_norm(
     penstock::Context* context, float* x, const float* h, const float* weight, float eps, std::int64_t rows,
     std::int64_t n, void* out, std::int32_t out_type);
 
-// bias may be null, also below.
+// bias may be null, here and in penstock_add_layer_norm.
 PENSTOCK_API std::int32_t penstock_layer_norm(
     penstock::Context* context, const float* x, const float* weight, const float* bias, float eps, std::int64_t rows,
     std::int64_t n, void* out, std::int32_t out_type);
@@ -289,8 +290,8 @@ PENSTOCK_API std::int32_t penstock_round(
 // x = cap * tanh(x / cap).
 PENSTOCK_API std::int32_t penstock_softcap(penstock::Context* context, float* x, float cap, std::int64_t count);
 
-// cos_sin [num_positions, rotary_dim] or null; q_norm and k_norm or null, of head_dim elements (each head by itself) or
-// of all heads' elements. Positions are checked before anything is written.
+// cos_sin [num_positions, rotary_dim] or null. q_norm and k_norm may be null; else they have head_dim elements (each
+// head is normed by itself) or the elements of all heads. Positions are checked before anything is written.
 PENSTOCK_API std::int32_t penstock_rotary_qkv(
     penstock::Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
     std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads,
@@ -302,7 +303,7 @@ PENSTOCK_API std::int32_t penstock_embedding(
     penstock::Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type,
     std::int64_t table_rows, std::int64_t rows, std::int64_t n, float scale, float* out);
 
-// The same from rows of a packed weight [table_rows, n] that is float and not gated, a tied LM head.
+// The same from rows of a packed weight [table_rows, n], a tied LM head, which is float and not gated.
 PENSTOCK_API std::int32_t penstock_packed_embedding(
     penstock::Context* context, const std::int64_t* ids, const PenstockWeight* weight, std::int64_t rows, float scale,
     float* out);
@@ -314,14 +315,14 @@ PENSTOCK_API std::int32_t penstock_route(
 
 // ---- Attention
 
-// q [tokens, heads, D], k_new and v_new [tokens, Hkv, D] of a type -> out [tokens, heads * D] of that type, and lse
-// [tokens, heads] unless null.
+// q [tokens, heads, D], k_new and v_new [tokens, Hkv, D] of `type` -> out [tokens, heads * D] of `type`, and lse
+// [tokens, heads] unless lse is null.
 PENSTOCK_API std::int32_t penstock_attend(
     penstock::Context* context, const PenstockAttentionStep* step, const PenstockCache* cache,
     const PenstockAttention* params, const void* q, const void* k_new, const void* v_new, std::int32_t type,
     std::int64_t heads, void* out, float* lse);
 
-// Reserve bytes of the workspace that threads share and of each thread's scratch memory.
+// Reserve `workspace` bytes for the workspace that threads share, and `scratch` bytes for each thread.
 PENSTOCK_API std::int32_t penstock_attention_reserve(
     penstock::Context* context, std::int64_t workspace, std::int64_t scratch);
 
@@ -356,13 +357,13 @@ PENSTOCK_API std::int32_t penstock_sample(
 
 // ---- Limits of the machine, with all threads of the context. Both return seconds.
 
-// Read memory that begins at a multiple of 64 once, except for a tail of less than 1024 bytes. loop: 0 .. READ_LOOPS - 1;
-// which one is the fastest depends on the processor.
+// Read memory once, except for a tail of less than 1024 bytes; the memory must begin at a multiple of 64. loop: 0 ..
+// READ_LOOPS - 1; which loop is the fastest depends on the processor.
 PENSTOCK_API double penstock_limit_read(
     penstock::Context* context, std::int32_t loop, const void* memory, std::int64_t bytes);
 
-// Multiply in registers about `iterations` times per thread, as KIND_F32, KIND_BF16 or KIND_INT8 products do; write the
-// number of operations.
+// Multiply in registers about `iterations` times per thread, as KIND_F32, KIND_BF16 or KIND_INT8 products do, and write
+// the number of operations.
 PENSTOCK_API double penstock_limit_multiply(
     penstock::Context* context, std::int32_t kind, std::int64_t iterations, std::int64_t* operations);
 }

@@ -1,4 +1,4 @@
-// The configuration of AMX tiles, a state of the thread. Internal linkage, for files of the AMX level.
+// The configuration of AMX tiles, which is a state of the thread. Internal linkage, for files of the AMX level.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 namespace penstock {
 namespace {
 
-constexpr int AMX_ROWS = 16;   // of a tile
-constexpr int AMX_BYTES = 64;  // of a row of a tile
+constexpr int AMX_ROWS = 16;   // rows of a tile
+constexpr int AMX_BYTES = 64;  // bytes of a row of a tile
 
 // The operand of ldtilecfg. After the last use of tiles, _tile_release() must be called.
 struct alignas(64) AmxConfig {
@@ -24,7 +24,7 @@ struct alignas(64) AmxConfig {
         rows[tile] = static_cast<std::uint8_t>(tile_rows);
     }
 
-    // In assembly: for _tile_loadconfig, GCC 12 assumes that only the first eight bytes are read and drops other
+    // In assembly, because GCC 12 assumes that _tile_loadconfig reads only the first eight bytes, and drops other
     // stores.
     void load() const { __asm__ volatile("ldtilecfg %0" : : "m"(*this)); }
 };

@@ -1,5 +1,5 @@
-// The intrinsics, without the warnings of GCC 12 about its own header, and what several kernels make of them. Internal
-// linkage, for files compiled with AVX-512.
+// The intrinsics, without GCC 12's warnings about its own header, and functions built on them that several kernels use.
+// Internal linkage, for files compiled with AVX-512.
 #pragma once
 
 #pragma GCC diagnostic push
@@ -27,7 +27,7 @@ inline __m512i load_f32(const char* from, std::int64_t count, std::int32_t type)
     return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16);
 }
 
-// The mode of vdpbf16ps, whatever the thread's: subnormal operands and results are zeros.
+// The float mode that vdpbf16ps always has, whatever the mode of the thread: subnormal operands and results are zeros.
 class SubnormalsAreZero {
   public:
     SubnormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | DENORMALS_ZERO_ON); }
@@ -41,22 +41,22 @@ class SubnormalsAreZero {
 };
 
 struct UnchangedMode {
-    ~UnchangedMode() {}  // an object of it is used by being alive
+    ~UnchangedMode() {}  // so that compilers do not warn about an unused object
 };
 
-// Keep the multiply-adds of a sum, which are assembly without side effects, on their side of a change of the mode.
+// Keep the multiply-adds of a sum, which are assembly without side effects, from moving across a change of the mode.
 template <class Mode>
 PENSTOCK_INLINE void hold(__m512& sum) {
     if constexpr (!std::is_empty_v<Mode>) __asm__ volatile("" : "+v"(sum));
 }
 
 // The types of words. A word of weights, keys or values is multiplied with a word of the other operand in TERMS steps,
-// each of them one multiply-add in all lanes:
-//     of_step(i)                      // the term of step i: the index of its word among the operand's
+// each of which is one multiply-add in all lanes:
+//     of_step(i)                      // the term of step i, which is the index of its word among the operand's words
 //     term(words, t)                  // 16 words in memory as the factors of term t
 //     multiply_add(acc, term, word)   // acc += term * word; the word is in all lanes
-// The other operand is of type Operand; the steps need a Mode. In assembly, because compilers load a broadcast word into
-// an extra register and then spill, and GCC 12 copies the sums of the intrinsics.
+// The other operand is of type Operand, and the steps run in a Mode. They are in assembly, because compilers load a
+// broadcast word into an extra register and then spill, and GCC 12 copies the sums of the intrinsics.
 
 struct F32Words {
     using Element = float;
@@ -123,10 +123,11 @@ inline __m512i load_rounded(const char* from, std::int64_t count, std::int32_t t
 
 #endif
 
-// A pair of bfloat16 as two float32. The other operand is widened beforehand. With BF16 these are the two multiply-adds
-// that vdpbf16ps consists of on Intel's processors, the element of higher index first, without subnormal numbers: its
-// bits at twice its rate, where it starts every other cycle and two multiply-adds every cycle. Without, the element of
-// lower index is first: the arithmetic of AVX2, and its bits.
+// A pair of bfloat16 as two float32. The other operand is widened beforehand. With BF16, each step is one of the two
+// multiply-adds that make up vdpbf16ps on Intel's processors: the element of higher index first, without subnormal
+// numbers. The bits are those of vdpbf16ps, at twice its rate on processors that start one vdpbf16ps every other cycle
+// and two multiply-adds every cycle. Without BF16, the element of lower index is first, which gives the arithmetic and
+// the bits of AVX2.
 struct WideBf16Words {
     using Element = std::uint16_t;
     struct Operand : F32Words {
@@ -156,7 +157,7 @@ struct WideBf16Words {
 using Bf16Words = WideBf16Words;
 #endif
 
-// ---- Sixteen registers of sixteen words, transposed
+// ---- Transposing sixteen registers of sixteen words
 
 constexpr int REGISTER_WORDS = 16;
 

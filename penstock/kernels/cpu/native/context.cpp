@@ -28,7 +28,7 @@ bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
 
 bool has_avx512() { return has_avx512f() && has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
-// AMX tiles of bf16 and int8, which the system has to permit for this process.
+// Whether there are AMX tiles of bf16 and int8, and the system permits this process to use them.
 bool has_amx() {
 #if defined(__linux__)
     constexpr int LEAF = 7, BF16_BIT = 22, TILE_BIT = 24, INT8_BIT = 25;
@@ -44,7 +44,7 @@ bool has_amx() {
 
 #endif
 
-// Whether this processor can run the integer products of a level; if not, those of the level below it remain.
+// Whether this processor can run the integer products of a level. If not, those of the level below remain in use.
 template <Level LEVEL>
 bool multiplies_integers() {
 #if defined(PENSTOCK_HAVE_AVX512F)
@@ -55,7 +55,7 @@ bool multiplies_integers() {
 
 #if defined(PENSTOCK_HAVE_AVX512)
 
-// Multiply float32 instead of pairs of bfloat16: the same bits.
+// Multiply float32 instead of pairs of bfloat16, with the same bits.
 void use_fma(Context& context) {
     context.products[KIND_BF16] = product_kernel<LEVEL_AVX512FMA, KIND_BF16>();
     context.products[KIND_INT4_A16] = product_kernel<LEVEL_AVX512FMA, KIND_INT4_A16>();

@@ -21,7 +21,7 @@ namespace penstock {
 
 inline std::int64_t divide_up(std::int64_t count, std::int64_t by) { return (count + by - 1) / by; }
 
-// Memory that grows on demand and is kept until the end. Not initialised.
+// Memory that grows on demand and is kept until the object is destroyed. It is not initialised.
 class Scratch {
   public:
     Scratch() = default;
@@ -38,7 +38,7 @@ class Scratch {
     std::int64_t capacity_ = 0;
 };
 
-// Allocates arrays from a block of memory, each at a multiple of 64 bytes. From null it only counts the bytes.
+// Allocates arrays from a block of memory, each at a multiple of 64 bytes. If the block is null, only counts the bytes.
 class BumpAllocator {
   public:
     explicit BumpAllocator(void* memory) : memory_(static_cast<char*>(memory)) {}
@@ -56,10 +56,10 @@ class BumpAllocator {
     std::int64_t bytes_ = 0;
 };
 
-// Where the spans of calls are written, if anywhere.
+// Where the spans of calls are written; nowhere if spans is null.
 struct Trace {
     PenstockSpan* spans = nullptr;
-    std::int64_t capacity = 0, calls = 0;  // calls: also those beyond the capacity
+    std::int64_t capacity = 0, calls = 0;  // calls: including those beyond the capacity
 
     void add(const char* function, std::int64_t begin, std::int64_t end) {
         if (calls++ < capacity) spans[calls - 1] = {function, begin, end};
@@ -70,12 +70,12 @@ struct Context {
     Context(std::int32_t level, int threads);
     ~Context();
 
-    // Reserve scratch memory of every thread, so that none has to allocate inside a parallel loop.
+    // Reserve scratch memory for every thread, so that no thread has to allocate inside a parallel loop.
     void reserve_per_thread(std::int64_t bytes);
 
     std::mutex in_use;                  // held by the running call
     std::int64_t busy_nanoseconds = 0;  // spent in calls so far
-    std::int64_t experts_read = 0;      // by mixtures of experts so far, once per call
+    std::int64_t experts_read = 0;      // experts whose weights were read so far, each counted once per call
     std::int64_t expert_rows = 0;       // (row, expert) pairs computed so far
     ProductKernel products[NUM_KINDS] = {};
     CacheKernel caches[NUM_CACHE_KINDS] = {};
@@ -91,8 +91,8 @@ struct Context {
     Scratch* const per_thread;    // [pool.threads()]
 };
 
-// The duration of one call of the C interface: waits until no other call runs, measures the time, and computes in the
-// default float mode, whatever the calling thread has set.
+// The scope of one call of the C interface: waits until no other call runs, measures the time, and computes in the
+// default float mode, whatever mode the calling thread has set.
 class CallScope {
   public:
     // function: the name for traces, by default that of the calling function.
@@ -117,8 +117,8 @@ class CallScope {
     FloatMode mode_;
 };
 
-// Run the body of a function of the C interface, which returns its Status. The only exception it may throw is a failed
-// allocation. function: as for CallScope.
+// Run the body of a function of the C interface, which returns its Status. The only exception that it may throw is that
+// of a failed allocation. function: as in CallScope.
 template <class Body>
 Status run_call(Context* context, const Body& body, const char* function = __builtin_FUNCTION()) try {
     const CallScope scope(context, function);

@@ -11,7 +11,7 @@
 namespace penstock {
 namespace {
 
-// The level that a file is compiled for.
+// The level for which the including file is compiled.
 #if defined(__AMX_TILE__)
 constexpr Level THIS_LEVEL = LEVEL_AMX;
 #elif defined(__AVX512BF16__)
@@ -47,7 +47,8 @@ PENSTOCK_INLINE To same_bits(const From& from) {
     return to;
 }
 
-// Bits of float32 as bits of bfloat16, rounded to nearest even. Not for NaN. Words: std::uint32_t or a vector of them.
+// Turn bits of float32, not of NaN, into bits of bfloat16, rounded to nearest even. Words: std::uint32_t or a vector of
+// std::uint32_t.
 template <class Words>
 PENSTOCK_INLINE Words round_to_bf16(Words bits) {
     return (bits + 0x7FFFu + (bits >> 16u & 1u)) >> 16u;

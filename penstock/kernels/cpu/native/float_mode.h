@@ -1,5 +1,5 @@
 // FloatMode: rounding to nearest with subnormal numbers, for the lifetime of the object. Other libraries in the process
-// may have changed the mode of a thread; the bits of a row would then depend on the thread that computed it.
+// may have changed the mode of a thread, and the bits of a row would then depend on the thread that computed it.
 #pragma once
 
 #include <cstdint>

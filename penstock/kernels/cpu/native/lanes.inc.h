@@ -1,8 +1,8 @@
 // Sixteen lanes of float32 and int32 on the compiler's vector types.
 //
 // Included by files that are compiled once per instruction level. Everything is inline in an anonymous namespace, so
-// that no level can end up with the code of another. Multiplications and additions are never fused and sums have one
-// order, so every level gives the same bits; levels differ in the number of registers that hold the sixteen lanes.
+// that no level can end up with the code of another. Multiplications and additions are never fused, and sums have one
+// order, so every level gives the same bits. Levels differ only in the number of registers that hold the sixteen lanes.
 #pragma once
 
 #include <cstdint>
@@ -82,7 +82,7 @@ using U32x16 = Lanes<UintPart, std::uint32_t>;
 
 // ---- Lanes from lanes
 
-// The same bits as another type of lanes.
+// The same bits, as another type of lanes.
 template <class To, class From>
 PENSTOCK_INLINE To bits_as(From a) {
     To result;
@@ -104,7 +104,7 @@ PENSTOCK_INLINE Lanes<Part, Scalar> select(I32x16 mask, Lanes<Part, Scalar> a, L
     return result;
 }
 
-// The smaller and the larger; b if either is NaN. GCC does not find the x86 instructions that do this.
+// The smaller and the larger of a and b; b if either is NaN. GCC does not find the x86 instructions that do this.
 #if defined(__AVX512F__)
 PENSTOCK_INLINE FloatPart min_part(FloatPart a, FloatPart b) { return _mm512_maskz_min_ps(0xFFFF, a, b); }
 PENSTOCK_INLINE FloatPart max_part(FloatPart a, FloatPart b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
@@ -183,7 +183,7 @@ PENSTOCK_INLINE void store(std::uint16_t* to, F32x16 a) {
     }
 }
 
-// The first `count` lanes, 0 .. 16, from memory that may end there; the others are `rest`.
+// The first `count` lanes (0 .. 16), from memory that may end after them; the other lanes are `rest`.
 template <class Element>
 PENSTOCK_INLINE F32x16 load_first(const Element* from, int count, float rest = 0.0f) {
     alignas(64) Element padded[LANES] = {};
@@ -198,7 +198,7 @@ PENSTOCK_INLINE void store_first(Element* to, F32x16 a, int count) {
     __builtin_memcpy(to, padded, count * sizeof(Element));
 }
 
-// Call body(i, count) for each vector of n elements: count is 16, a constant there, or the rest at the end.
+// Call body(i, count) for each vector of n elements. count is the constant 16, except for the rest at the end.
 template <class Body>
 PENSTOCK_INLINE void each_vector(std::int64_t n, const Body& body) {
     std::int64_t i = 0;
@@ -231,7 +231,7 @@ PENSTOCK_INLINE float reduce_sum(F32x16 a) {
 
 PENSTOCK_INLINE float max(float a, float b) { return a > b ? a : b; }
 
-// Not for NaN.
+// No lane may be NaN.
 PENSTOCK_INLINE float reduce_max(F32x16 a) {
     alignas(64) float lane[LANES];
     store(lane, a);

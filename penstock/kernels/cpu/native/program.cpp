@@ -1,5 +1,5 @@
-// Recorded programs: calls that Python wrote down once and replays in one go. Between two kernels that stream weights
-// through the caches every line of Python starts cold; a recorded step pays for that once instead of 180 times.
+// Recorded programs: calls that Python records once and then replays in one call. Between two kernels that stream
+// weights through the caches, every line of Python starts cold. A recorded step pays for that once, not 180 times.
 
 #include <cstring>
 #include <type_traits>

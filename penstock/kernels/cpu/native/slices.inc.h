@@ -1,5 +1,5 @@
-// Constants of int8 slices (products/products.h), in which products and attention write the rows that they multiply
-// with stored integers. Internal linkage.
+// Constants of int8 slices (products/products.h): products and attention write rows as slices to multiply them with
+// stored integers. Internal linkage.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace penstock {
 namespace {
 
 constexpr float LARGEST_SLICE = 127.0f;
-constexpr float SLICE_RATIO = 254.0f;  // the rest after rounding is at most 1/2, that is 127 in the next slice
+constexpr float SLICE_RATIO = 254.0f;  // the rest after rounding is at most 1/2, which is 127 in the next slice
 constexpr float SECOND_SLICE = 1.0f / 254.0f;
 constexpr float THIRD_SLICE = 1.0f / (254.0f * 254.0f);
 constexpr int ZERO_POINT = 128;        // stored int8 values are unsigned: value + 128

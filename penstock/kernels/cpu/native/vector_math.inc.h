@@ -1,4 +1,4 @@
-// Elementary functions of sixteen lanes. Polynomials are minimax fits of the relative error; an ulp is that of the
+// Elementary functions of sixteen lanes. Polynomials are minimax fits of the relative error. An ulp is an ulp of the
 // exact result.
 #pragma once
 
@@ -35,11 +35,11 @@ PENSTOCK_INLINE Exponential exponential(F32x16 x) {
     return {1.0f + (r + r * r * polynomial(r, TAIL)), bits_as<I32x16>(shifted) - ROUNDER_BITS};
 }
 
-// e^x within 1 ulp, also where it is subnormal. -inf gives 0, +inf gives +inf, NaN gives NaN.
+// e^x within 1 ulp, even where it is subnormal. -inf gives 0, +inf gives +inf, NaN gives NaN.
 PENSTOCK_INLINE F32x16 exp(F32x16 x) {
     constexpr float LOWEST = -104.0f, HIGHEST = 89.0f;  // beyond them: 0 and infinity
     const Exponential e = exponential(max(LOWEST, min(HIGHEST, x)));
-    // 2^n as two factors: float32 has no exponent for 2^128 and 2^-150.
+    // 2^n is two factors, because float32 has no exponent for 2^128 and 2^-150.
     const I32x16 first = e.n >> 1;
     return e.power * bits_as<F32x16>((first + 127) << 23) * bits_as<F32x16>((e.n - first + 127) << 23);
 }
@@ -81,7 +81,7 @@ PENSTOCK_INLINE F32x16 tanh(F32x16 x) {
     return select(abs(x) < NEAR, near, copysign(far, x));
 }
 
-// 1 - erf(x) for x >= 0 within 8 + x^2 ulp; 0 if that is less than 2e-39.
+// 1 - erf(x) for x >= 0, within 8 + x^2 ulp; 0 if the result is less than 2e-39.
 PENSTOCK_INLINE F32x16 erfc_positive(F32x16 x) {
     constexpr float SCALED[] = {2.257049084e-01f,  2.249909490e-01f,  2.145949602e-01f, 1.311951131e-01f,
                                 2.676755488e-01f,  -2.761764824e-01f, 5.375779867e-01f, -4.914137125e-01f,

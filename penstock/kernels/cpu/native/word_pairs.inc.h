@@ -1,5 +1,5 @@
-// Dot products of bytes in words of 16 bits, for levels without an exact instruction for bytes: vpmaddubsw of AVX2
-// multiplies bytes but saturates; vpmaddwd, on words, is exact. Internal linkage.
+// Dot products of bytes, computed in words of 16 bits, for levels without an exact instruction for bytes. AVX2's
+// vpmaddubsw multiplies bytes but saturates; its vpmaddwd multiplies words and is exact. Internal linkage.
 #pragma once
 
 #include "elements.inc.h"
@@ -20,12 +20,12 @@ constexpr int WORD_REGISTER = 16;
 typedef std::int16_t Words __attribute__((vector_size(WORD_REGISTER)));
 typedef std::int32_t WordSums __attribute__((vector_size(WORD_REGISTER)));
 
-// The lanes of a register, 4 bytes each, as two words each: those of even and those of odd elements.
+// The lanes of a register, 4 bytes each, as two pairs of words: the even and the odd elements.
 struct WordPairs {
     Words even, odd;
 };
 
-// Stored bytes are unsigned; the words are `LESS` smaller.
+// Stored bytes are unsigned; the words are the bytes minus LESS.
 template <int LESS>
 PENSTOCK_INLINE WordPairs split_stored(const std::uint8_t* from) {
     Words words;

@@ -1,8 +1,8 @@
 // The driver of attention, in three parallel phases.
 //
-//   stage    Write new keys and values as granules of the cache's kind to the workspace, from the granule of the first
-//            new token of a sequence, whose older rows are copied from the cache, to that of its last one. After this
-//            phase, new and cached tokens are read in the same way.
+//   stage    Write new keys and values to the workspace as granules of the cache's kind: for each sequence, from the
+//            granule of its first new token to that of its last token. Rows of the first granule that precede the new
+//            tokens are copied from the cache. After this phase, new and cached tokens are read in the same way.
 //   attend   Run the items of the plan: query rows against tiles of keys and values (item.cpp).
 //   finish   Combine results that several items contributed to, and store new tokens to their slots. The cache is not
 //            written before this phase: in a ring buffer, rows are read before they are overwritten.
@@ -14,8 +14,8 @@
 namespace penstock {
 namespace {
 
-constexpr std::int64_t SERIAL_BYTES = 64 << 10;  // copying less takes no longer than waking a helper
-constexpr std::int64_t TOKENS_PER_ITEM = 64;     // of penstock_cache_store and penstock_cache_load
+constexpr std::int64_t SERIAL_BYTES = 64 << 10;  // copying less than this takes no longer than waking a helper
+constexpr std::int64_t TOKENS_PER_ITEM = 64;     // in penstock_cache_store and penstock_cache_load
 
 // ---- Checks before anything is written
 
@@ -24,14 +24,14 @@ bool slots_exist(const PenstockCache& cache, const std::int64_t* slots, std::int
     return std::all_of(slots, slots + count, [=](std::int64_t slot) { return slot < stop; });
 }
 
-// The new tokens of all sequences, one sequence after the other, are those of the step.
+// Whether the new tokens of all sequences, one sequence after the other, are those of the step.
 bool starts_fit(const PenstockAttentionStep& step) {
     const std::int32_t* starts = step.query_start_loc;
     return starts[0] == 0 && starts[step.sequences] == step.tokens &&
            std::is_sorted(starts, starts + step.sequences + 1);
 }
 
-// The block table covers all cached tokens, and the cache contains all blocks and slots.
+// Whether the block table covers all cached tokens, and the cache contains all blocks and slots.
 bool within_tables(const PenstockAttentionStep& step, const PenstockCache& cache) {
     if (!starts_fit(step)) return false;
     for (std::int64_t s = 0; s < step.sequences; ++s) {
@@ -48,7 +48,7 @@ bool within_tables(const PenstockAttentionStep& step, const PenstockCache& cache
 
 // A staged granule, for all kv heads.
 struct Staged {
-    std::int64_t sequence, index;  // index: counted from the sequence's first
+    std::int64_t sequence, index;  // index: relative to the sequence's first staged granule
     std::int64_t base;             // first position
     std::int64_t token;            // first new token, in the packed step
     int start, end;                // positions base + start .. base + end - 1 are new
@@ -76,7 +76,7 @@ void store_tokens(const AttentionCall& call, std::int64_t token, int count, std:
                        static_cast<const char*>(call.values) + offset, cache.kv_heads * cache.head_dim});
 }
 
-// Rows after the last token become zeros; if the copied granule is finite, they may keep its values instead.
+// Rows after the last token become zeros, or keep the values of the copied granule if these are finite.
 void stage_granule(const AttentionCall& call, const Staged& at, std::int64_t kv_head) {
     char* granule = call.staged_granule(at.sequence, kv_head, at.index);
     if (at.end - at.start < GRANULE) {

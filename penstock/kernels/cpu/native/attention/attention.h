@@ -7,12 +7,12 @@
 //
 //     n = max(m, m'),  l = l e^(m-n) + l' e^(m'-n),  o = o e^(m-n) + o' e^(m'-n)
 //
-// with every operation rounded separately; a part with l' = 0 (nothing visible) leaves the state unchanged, bit for
-// bit. A state begins as (-inf, 0, 0). Within a span a level may add p v to the accumulator o in the products
-// themselves, with p relative to max(m, m'): the same tiles in the same order, one rounding less. So the bits of a row
-// depend on its query and on what it attends to: never on the rows computed with it, the thread that computed a span,
-// the location of blocks, or how the prompt was chunked. (The two-part attention of Tenstorrent's Falcon decode and the
-// refresh and combination of Huawei's IncreFlashAttention are special cases of this fold.)
+// with every operation rounded separately. A part with l' = 0 (nothing visible) leaves the state unchanged, bit for
+// bit. A state begins as (-inf, 0, 0). Within a span, a level may add p v to the accumulator o in the products
+// themselves, with p relative to max(m, m'): the same tiles in the same order, but one rounding less. So the bits of a
+// row depend on its query and on what it attends to, and never on the rows computed with it, the thread that computed a
+// span, the location of blocks, or how the prompt was chunked. (The two-part attention of Tenstorrent's Falcon decode
+// and the refresh and combination of Huawei's IncreFlashAttention are special cases of this fold.)
 //
 // attention.cpp is the driver: it takes a plan (kernels/attention/plan.py), stages new keys and values, passes tiles to
 // the kernels, folds spans, writes results, and stores new tokens. Kernels know neither plans nor sequences.
@@ -44,8 +44,8 @@ constexpr int ROW_CAPACITY = 48;   // operands are sized for a multiple of this:
 //                                                                                  float: key scales, key offsets,
 //                                                                                  value scales, value offsets
 //
-// That of AVX-512 stores values of f32 and bf16 in parts of 32 elements, [Dp / 32][..][32].., each as above: its products
-// take 32 elements at a time, and reading anything but neighbouring lines makes a processor fetch what nobody needs.
+// The layout of AVX-512 stores values of f32 and bf16 in parts of 32 elements, [Dp / 32][..][32].., each as above. Its
+// products take 32 elements at a time, and reading lines that are not neighbours makes a processor fetch unneeded ones.
 //
 // Elements beyond the head dim are 0 (int8: 128) at every position that was stored. A stored integer B means
 // (B + offset) * scale, with one scale and offset per token (in the granule) or per channel (in PenstockCache).
@@ -54,7 +54,7 @@ constexpr std::int64_t padded_head_dim(std::int64_t head_dim) {
     return (head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT;
 }
 
-// Bytes of the keys, or of the values, of a granule.
+// Bytes of a granule's keys, which are also those of its values.
 constexpr std::int64_t half_granule_bytes(std::int32_t kind, std::int64_t padded_dim) {
     return GRANULE * padded_dim * (kind == CACHE_F32 ? 4 : kind == CACHE_BF16 ? 2 : 1);
 }
@@ -83,13 +83,13 @@ struct QueryArgs {
     void* operand;            // out, 64-aligned, query_bytes()
 };
 
-// The index in q [tokens][heads] of the head of a row of the packed step.
+// The index in q [tokens][heads] of the query head of a row of the packed step.
 inline std::int64_t query_head(const QueryArgs& a, std::int64_t row) {
     const std::int64_t group = a.heads / a.cache->kv_heads;
     return row / group * a.heads + a.kv_head * group + row % group;
 }
 
-// Bytes of the operand of so many rows of one kv head, the same on all levels: some widen bfloat16 to float32.
+// Bytes of the operand of `rows` rows of one kv head. They are the same on all levels; some widen bfloat16 to float32.
 constexpr std::int64_t query_bytes(std::int32_t kind, std::int64_t padded_dim, std::int64_t slices, std::int64_t rows) {
     const std::int64_t room = (rows + ROW_CAPACITY - 1) / ROW_CAPACITY * ROW_CAPACITY;
     const std::int64_t element = kind == CACHE_INT8 ? slices : 4;
@@ -121,22 +121,22 @@ struct TileArgs {
     const PenstockAttention* params;
     std::int64_t kv_head;
     int rows;                              // of the operand and of the state
-    const void* operand;                   // from pack_queries
+    const void* operand;                   // written by pack_queries
     const char* granules[TILE_GRANULES];   // keys, then values
-    const char* next[TILE_GRANULES];       // granules of the next tile, to be prefetched; null: none
+    const char* next[TILE_GRANULES];       // granules of the next tile, to be prefetched, or null
     std::int64_t base;                     // first position of the tile
-    const std::int32_t* positions;         // [rows], of the queries
+    const std::int32_t* positions;         // [rows] positions of the queries
     const float* slopes;                   // [rows] ALiBi slopes, or null
     const std::int32_t* low;               // [rows]; null: every position is visible to every row
     const std::int32_t* high;              // [rows]
     std::int32_t sink;
     States state;
-    std::int32_t* thread_state;            // the kernel's state of its thread; 0 before the first tile of an item
+    std::int32_t* thread_state;            // for the kernel's own use, per thread; 0 before the first tile of an item
 };
 
 // Write keys and values, [count] heads of [head_dim] each, `stride` elements apart, to rows start .. start + count - 1
-// of a granule; null keys and values: zeros. Rounds to the cache's type (int8: as quant/kv.py); elements beyond the
-// head dim become 0.
+// of a granule; if keys and values are null, write zeros. Round to the cache's type (int8: as quant/kv.py does);
+// elements beyond the head dim become 0.
 struct StoreArgs {
     const PenstockCache* cache;
     std::int64_t kv_head;
@@ -184,7 +184,7 @@ struct FoldKernel {
     void (*write_output)(const OutputArgs&);
 };
 
-// The kernel of a level for a kind of cache. LEVEL_AMX has bfloat16 and int8; for float32 it uses that of AVX-512.
+// The kernel of a level for a kind of cache. LEVEL_AMX has bfloat16 and int8; for float32 it uses AVX-512's kernel.
 template <Level LEVEL, CacheKind KIND> CacheKernel cache_kernel();
 
 template <Level LEVEL> FoldKernel fold_kernel();

@@ -1,11 +1,11 @@
 // Attention over a bfloat16 cache with AMX tiles, 16 query rows at a time.
 //
 // Keys and values of a granule in memory are B operands. Scores are float32; probabilities are rounded to bfloat16, and
-// their products are added to the accumulator itself: the p of a tile are relative to the running maximum,
+// their products are added to the accumulator itself, because the p of a tile are relative to the running maximum:
 //
 //     n = max(m, m'),  p = e^(s - n),  l = l e^(m-n) + sum p,  o = o e^(m-n) + sum p v
 //
-// which is the fold of attention.h with one multiplication and one pass over o less: o is only rescaled if the running
+// This is the fold of attention.h with one multiplication and one pass over o less: o is rescaled only if the running
 // maximum has grown.
 
 #include "amx_tiles.inc.h"
@@ -20,7 +20,7 @@ constexpr int STRIP = AMX_ROWS;
 constexpr std::int64_t LINE = 64;
 constexpr int KEY_PAIRS = 16;                 // pairs of elements per product of scores
 constexpr int VALUE_PAIRS = GRANULE / 2;      // pairs of positions per product of values
-constexpr int TILE_SUMS = 4;                  // tiles of sums
+constexpr int TILE_SUMS = 4;                  // number of tiles that hold sums
 constexpr float LOG2_E = 1.44269504f;
 
 // Approximate cycles of the parts of a tile. They only determine how prefetches of the next tile are distributed.
@@ -116,7 +116,7 @@ void multiply_values(const Strip& strip, Prefetcher& prefetcher) {
 
 // ---- Softmax
 
-// 2^x within 3e-6, far below the rounding to bfloat16; 0 below -126 and if not visible.
+// 2^x within 3e-6, which is far below the rounding to bfloat16; 0 if x is below -126 or not visible.
 inline __m512 exp2_to_zero(__m512 x, __mmask16 visible) {
     constexpr float CURVE[] = {1.00000259f, 0.693003835f, 0.241442757f, 5.20114606e-2f, 1.35341679e-2f};
     const __m512 f = _mm512_maskz_reduce_ps(0xFFFF, x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
@@ -127,8 +127,8 @@ inline __m512 exp2_to_zero(__m512 x, __mmask16 visible) {
     return _mm512_maskz_scalef_ps(seen, power, x);  // 2^floor(x) times power; NaN gives NaN
 }
 
-// Turn dot products into scores, except for a factor, which is returned: without bias and soft cap it is applied in the
-// exponential.
+// Turn dot products into scores, up to a factor, which is returned. Without bias and soft cap, the scale is applied in
+// the exponential.
 float make_scores(const Strip& strip) {
     const TileArgs& a = strip.a;
     if (a.slopes == nullptr && !(a.params->softcap > 0.0f) && a.params->scale > 0.0f) return a.params->scale;
@@ -154,7 +154,7 @@ void find_max(const Strip& strip, const std::uint64_t* visible, float* max_score
     }
 }
 
-// p = e^(s factor - shift) of each row, and their sums.
+// Compute p = e^(s factor - shift) for each row, and the sums of p.
 void find_probabilities(
     const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum,
     Prefetcher& prefetcher) {
@@ -165,7 +165,7 @@ void find_probabilities(
 #pragma GCC unroll 4
             for (int i = 0; i < TILE_LANES; ++i) {
                 const __m512 s = _mm512_load_ps(strip.s + r * TILE + i * LANES);
-                // Rounded like the maximum score, so that the difference is 0 there and never above 0.
+                // The product is rounded like the maximum score, so the difference is 0 there and never above 0.
                 const __m512 below = _mm512_sub_ps(_mm512_mul_ps(s, _mm512_set1_ps(factor)), _mm512_set1_ps(shift[r]));
                 p[i] = exp2_to_zero(_mm512_mul_ps(below, _mm512_set1_ps(LOG2_E)),
                                     static_cast<__mmask16>(visible[r] >> i * LANES));
@@ -178,7 +178,7 @@ void find_probabilities(
     }
 }
 
-// Turn scores into probabilities, update m and l of the state, and rescale its o for p v. Returns the rows, as bits, to
+// Turn scores into probabilities, update m and l of the state, and rescale its o for p v. Return, as bits, the rows to
 // which nothing of the tile is visible.
 std::uint32_t softmax(const Strip& strip, Prefetcher& prefetcher) {
     const TileArgs& a = strip.a;
@@ -192,7 +192,7 @@ std::uint32_t softmax(const Strip& strip, Prefetcher& prefetcher) {
 
     const __mmask16 rows = first_rows(strip.rows);
     const __m512 log2_e = _mm512_set1_ps(LOG2_E), before = _mm512_maskz_loadu_ps(rows, m);
-    // Scaling is monotone: the maximum score is the maximum dot product, scaled.
+    // Scaling is monotone, so the maximum score is the maximum dot product, scaled.
     const __m512 part = _mm512_mul_ps(_mm512_load_ps(max_score), _mm512_set1_ps(scale));
     const __m512 now = _mm512_maskz_max_ps(0xFFFF, part, before);
     const __mmask16 some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(MINUS_INFINITY), _CMP_NEQ_UQ);

@@ -9,7 +9,7 @@
 
 namespace penstock {
 
-constexpr std::int64_t ROW_UNIT = 16;  // arrays of rows are sized for a multiple: all then begin at multiples of 64
+constexpr std::int64_t ROW_UNIT = 16;  // arrays have room for a multiple of this many rows, to begin at multiples of 64
 
 inline std::int64_t row_room(std::int64_t rows) { return divide_up(rows, ROW_UNIT) * ROW_UNIT; }
 
@@ -25,9 +25,9 @@ inline std::int64_t attention_workspace_bytes(const PenstockAttentionStep& step,
     return granules * granule_bytes(cache) + state_bytes(step.partial_rows, cache.padded_dim);
 }
 
-// Scratch memory of a thread for one item: per row the data of its output, its position and its slope in each head; the
-// operands of the queries; states of the rows and of the current span, unless they are partial rows; and, for rows that
-// are processed one by one, an operand and a tile.
+// Scratch memory of a thread for one item: per row, the data of its output, its position, and its slope in each head;
+// the operands of the queries; the states of the rows and of the current span, unless these are partial rows; and an
+// operand and a tile for rows that are processed one by one.
 inline std::int64_t item_scratch_bytes(const PenstockAttentionItem& item, const PenstockCache& cache) {
     const std::int64_t heads = item.head_end - item.head_begin, rows = item.row_end - item.row_begin;
     const std::int64_t states = item.partial >= 0 ? 0 : item.span_end - item.span_begin > 1 ? 2 : 1;
@@ -91,13 +91,13 @@ struct AttentionCall {
         return step.seq_lens[sequence] - (step.query_start_loc[sequence + 1] - step.query_start_loc[sequence]);
     }
 
-    // index: counted from the sequence's first staged granule.
+    // index: relative to the sequence's first staged granule.
     char* staged_granule(std::int64_t sequence, std::int64_t kv_head, std::int64_t index) const {
         const std::int64_t first = step.staged[sequence], count = step.staged[sequence + 1] - first;
         return staged + (first * cache.kv_heads + kv_head * count + index) * granule;
     }
 
-    // A granule of a block of the cache; zeros if no block is allocated.
+    // A granule of a block of the cache, or zeros if no block is allocated.
     const char* granule_of_block(std::int64_t block, std::int64_t kv_head, std::int64_t index) const {
         if (block < 0) return zeros;
         const std::int64_t number = (block * cache.kv_heads + kv_head) * (cache.block_size / GRANULE) + index;

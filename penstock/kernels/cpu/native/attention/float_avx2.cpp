@@ -1,4 +1,4 @@
-// Attention over float caches with AVX2: vectors of eight floats, multiplied and added in one rounding. A bfloat16
+// Attention over float caches with AVX2: vectors of eight floats, multiplied and added with one rounding. A bfloat16
 // cache is widened as it is read; probabilities stay float32.
 
 #include "attention/layout.inc.h"
@@ -32,7 +32,7 @@ struct Bf16 {
     }
 };
 
-// Add `lines` lines times a [ROWS][lines * TERMS] to the sums. Prefetches one line of `ahead` per line read.
+// Add the product of a [ROWS][lines * TERMS] and `lines` lines to the sums. Prefetch a line of `ahead` per line read.
 template <class Type, int ROWS>
 PENSTOCK_INLINE void multiply(
     F32x16 (&sums)[ROWS], const float* a, std::int64_t a_stride, const char* b, std::int64_t b_stride, int lines,

@@ -1,10 +1,10 @@
 // Attention over caches of bfloat16 and of float32 with AVX-512.
 //
-// Both kinds are processed in words of four bytes, as in products/float_avx512.cpp: a pair of bfloat16 or one float32,
-// of elements of a head in q . k, of positions in P . V. In both products every output is one accumulator in a
-// register, which adds its words in ascending order. Without vdpbf16ps, or where it is slow, pairs are widened, and
-// queries and P are float32. The number of rows is a template argument: 12 rows x 2 registers of outputs leave 8 for keys, values and
-// addresses; with few rows there are 4 registers of outputs per row.
+// Both kinds are processed in words of four bytes, as in products/float_avx512.cpp: a pair of bfloat16, or one float32.
+// A pair is two elements of a head in q . k, and two positions in P . V. In both products every output is one
+// accumulator in a register, which adds its words in ascending order. If vdpbf16ps is missing or slow, pairs are
+// widened, and queries and P are float32. The number of rows is a template argument: 12 rows x 2 registers of outputs
+// leave 8 for keys, values and addresses; with few rows there are 4 registers of outputs per row.
 
 #include "attention/layout_avx512.inc.h"
 
@@ -13,14 +13,15 @@ namespace penstock {
 namespace {
 
 constexpr int STRIP = 12;
-constexpr int WIDE = 4;           // registers of outputs per row, for up to
-constexpr int WIDE_ROWS = 6;      // rows
+constexpr int WIDE = 4;           // registers of outputs per row, for few rows
+constexpr int WIDE_ROWS = 6;      // the most rows that count as few
 constexpr int NARROW = 2;         // registers of outputs per row, for more rows
-constexpr int VALUE_DIMS = NARROW * LANES;  // elements of values that lie together
+constexpr int VALUE_DIMS = NARROW * LANES;  // how many elements of values lie together
 constexpr std::int64_t LINE = 64;
 static_assert(STRIP <= MAX_STRIP && ROW_CAPACITY % STRIP == 0, "operands are sized for whole strips");
 
-// One word of a row times some vectors. Zen 5 multiplies with a word in memory at 3/4 of its rate from registers.
+// Add the products of one word of a row and some vectors. From memory, Zen 5 multiplies a word at 3/4 of its rate from
+// registers.
 template <class Type, int COUNT>
 PENSTOCK_INLINE void multiply_add_row(__m512 (&acc)[COUNT], const __m512i (&vectors)[COUNT], const std::int32_t& word) {
     __m512i in_all_lanes;
@@ -36,8 +37,8 @@ PENSTOCK_INLINE void hold_all(__m512 (&acc)[ROWS][WIDTH]) {
 }
 
 // Prefetch line `line` of four granules in TILE_GRANULES / WIDTH steps. Granules lie anywhere in memory, and reading
-// them side by side is 1.3 times as fast as one after the other. What is read half a tile later fits into the L1; loads
-// from the L2 would wait for the same buffers as these prefetches.
+// them side by side is 1.3 times as fast as reading one after the other. Lines are prefetched into the L1, which holds
+// them until they are read half a tile later; loads from the L2 would wait for the same buffers as these prefetches.
 template <int WIDTH>
 PENSTOCK_INLINE void prefetch_ahead(const char* const (&ahead)[TILE_GRANULES], std::int64_t line, int step) {
 #pragma GCC unroll 4
@@ -49,8 +50,8 @@ PENSTOCK_INLINE void prefetch_ahead(const char* const (&ahead)[TILE_GRANULES], s
 // A strip's rows with some neighbouring granules.
 struct KeyPass {
     const std::int32_t* queries;         // [words][TERMS][STRIP]
-    const char* keys[TILE_GRANULES];     // of the granules
-    const char* ahead[TILE_GRANULES];    // to be prefetched, from this address
+    const char* keys[TILE_GRANULES];     // keys of the granules
+    const char* ahead[TILE_GRANULES];    // where prefetching begins
     std::int64_t words;
     float* scores;                       // out: [rows][TILE], at the first granule's column
 };
@@ -95,13 +96,13 @@ void multiply_keys(const KeyPass& pass) {
 struct ValuePass {
     const std::int32_t* p;               // [rows][words of a tile][TERMS]
     const char* values[TILE_GRANULES];   // at the first element
-    const char* ahead[TILE_GRANULES];    // to be prefetched, from this address
+    const char* ahead[TILE_GRANULES];    // where prefetching begins
     const StripFold* fold;
-    float* accumulator;                  // of the state: [rows][dim], at the first element
+    float* accumulator;                  // the state's o, [rows][dim], at the first element
     std::int64_t dim;
 };
 
-// Without a branch, because GCC would keep the sums in memory; with full stores, which are cheaper than masked ones.
+// There is no branch, because GCC would then keep the sums in memory. Full stores are cheaper than masked stores.
 template <int ROWS, int WIDTH>
 PENSTOCK_INLINE void fold_accumulator(const ValuePass& pass, const __m512 (&acc)[ROWS][WIDTH]) {
     const StripFold& fold = *pass.fold;
@@ -123,7 +124,7 @@ PENSTOCK_INLINE void fold_accumulator(const ValuePass& pass, const __m512 (&acc)
 
 template <class Type, int ROWS, int WIDTH>
 void multiply_values(const ValuePass& pass) {
-    constexpr int WORDS = GRANULE / Type::ELEMENTS;  // of a granule
+    constexpr int WORDS = GRANULE / Type::ELEMENTS;  // words of a granule
     constexpr int ROW_WORDS = TILE_GRANULES * WORDS * Type::TERMS;
     __m512 acc[ROWS][WIDTH];
 #pragma GCC unroll 24
@@ -166,8 +167,8 @@ using ValueKernel = void (*)(const ValuePass&);
 
 struct StripKernels {
     KeyKernel keys;
-    ValueKernel values;       // `width` registers
-    ValueKernel last_values;  // the rest of a head: 2 registers
+    ValueKernel values;       // for `width` registers
+    ValueKernel last_values;  // for the rest of a head, 2 registers
     int width;
 };
 
@@ -180,14 +181,14 @@ constexpr StripKernels kernels_for() {
 
 // ---- A tile
 
-// What softmax leaves: rounded to bfloat16 with BF16; without, float32, as AVX2 multiplies it.
+// The type of the probabilities: bfloat16 on levels with BF16; otherwise float32, as AVX2 multiplies them.
 #if defined(__AVX512BF16__)
 template <class Type> using Probability = typename Type::Element;
 #else
 template <class Type> using Probability = typename Type::Operand::Element;
 #endif
 
-// Whose keys a strip prefetches: its part of the granules of the next tile or, if there are none, those that it reads.
+// Choose the keys that a strip prefetches: its part of the next tile's granules or, if there are none, those it reads.
 void choose_ahead(const TileArgs& a, int strip, int strips, const char* (&ahead)[TILE_GRANULES]) {
     for (int g = 0; g < TILE_GRANULES; ++g) {
         const bool mine = a.next[g] != nullptr && g * strips / TILE_GRANULES == strip;
@@ -206,7 +207,7 @@ void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ah
     StripParts parts;
     StripFold fold;
 
-    // The values are prefetched while keys are multiplied, the keys of the next tile while values are.
+    // The values are prefetched while keys are multiplied, and the keys of the next tile while values are multiplied.
     const std::int64_t half = words * LINE;  // bytes of the keys of a granule, or of its values
     for (int g = 0; g < TILE_GRANULES; g += kernels.width) {
         KeyPass pass;
@@ -220,7 +221,7 @@ void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ah
     softmax(a, first, rows, s, p, parts);
     fold_sums(a, first, rows, parts, fold);
     const void* operands = p;
-    if constexpr (sizeof *p < sizeof(typename Type::Operand::Element)) {  // widen them into s, which is free now
+    if constexpr (sizeof *p < sizeof(typename Type::Operand::Element)) {  // widen p into s, which is free now
         for (int i = 0; i < rows * TILE; i += LANES) store(s + i, load(p + i));
         operands = s;
     }

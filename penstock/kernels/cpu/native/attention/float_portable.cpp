@@ -1,4 +1,4 @@
-// Attention over float32 and bfloat16 caches in plain C++: for processors without other kernels, and the one to read
+// Attention over float32 and bfloat16 caches in plain C++, for processors without other kernels. Read this kernel
 // first. Scores are summed over ascending elements, outputs over ascending positions.
 
 #include "attention/layout.inc.h"
@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-// Sixteen words of two bfloat16 each: the lower ones, or the higher ones.
+// From sixteen words of two bfloat16 each: the lower halves, or the higher halves.
 PENSTOCK_INLINE F32x16 lower(U32x16 pairs) { return bits_as<F32x16>(pairs << 16u); }
 PENSTOCK_INLINE F32x16 higher(U32x16 pairs) { return bits_as<F32x16>(pairs & 0xFFFF0000u); }
 PENSTOCK_INLINE U32x16 load_pairs(const std::uint16_t* from) {

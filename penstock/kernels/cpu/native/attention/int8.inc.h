@@ -1,6 +1,6 @@
-// Attention with an int8 cache, without converting stored integers to floats: the rows of queries and of probabilities
-// are written as int8 slices instead, and the products are of integers, exact on every level (the antiquantisation of
-// Huawei's IncreFlashAttention operator). quant/kv.py specifies integers and slices.
+// Attention with an int8 cache that does not convert stored integers to floats. Instead, the rows of queries and of
+// probabilities are written as int8 slices, so the products are of integers and exact on every level (the
+// antiquantisation of Huawei's IncreFlashAttention operator). quant/kv.py specifies integers and slices.
 //
 // A stored integer B means (B + offset) * scale. With x = scale * (q0 + q1 / 254 + q2 / 254^2) a sliced row, and
 // d0, d1, d2 the dot products of its slices with B, v = (d0 + d1 * (1/254) + d2 * (1/254^2)) * scale. Then
@@ -9,16 +9,16 @@
 //   score    (v + (key offset * sum of the slices)) * key scale  v + sum of (x * key offset), x = query * key scales
 //   o        v + sum of (x * value offset), x = p * value scale  (v + (value offset * sum of x)) * value scale, x = p
 //
-// with every operation rounded separately and none fused. (The sum of the slices per token is that of x.)
+// with every operation rounded separately and none fused. (With scales per token, the sum of the slices is that of x.)
 //
 // Included by the file of each level, which provides a Dot:
 //     static constexpr int ZERO_POINT;  // by how much stored bytes are too large in multiply(): 128, or 0
 //     template <int OPERANDS, int QUADS, class Find>
 //     static void multiply(int runs, std::int64_t step, const Find& find, const std::int32_t* start,
 //                          I32x16 (*sums)[2]);
-// multiply adds, to the start of each of OPERANDS int8 rows, its products with two vectors of stored integers. A vector
-// has 16 lanes of 4 bytes, each multiplied with the same 4 bytes of the row; each of the runs has QUADS vectors, `step`
-// bytes apart. find(run) returns the addresses of a run.
+// For each of OPERANDS int8 rows, multiply begins with the start value and adds the row's products with two columns of
+// vectors of stored integers. A vector has 16 lanes of 4 bytes, each multiplied with the same 4 bytes of the row. Each
+// of the runs has QUADS vectors, `step` bytes apart. find(run) returns the addresses of a run.
 #pragma once
 
 #include "attention/int8_rows.inc.h"
@@ -26,15 +26,15 @@
 namespace penstock {
 namespace {
 
-// The start of a run of quads: in two vectors of stored integers, in the vectors to prefetch, and in the operand.
+// Where a run of quads begins: in two columns of stored integers, in the vectors to prefetch, and in the operand.
 struct Run {
     const std::uint8_t* stored[2];
     const std::uint8_t* next[2];
     const std::int8_t* operand;
 };
 
-// The granule to prefetch while granule g is read: that of the next tile for the first strip; otherwise g itself, which
-// is already in the cache.
+// The granule to prefetch while granule g is read: for the first strip, that of the next tile; otherwise g itself,
+// which is already in the processor's cache.
 PENSTOCK_INLINE Granule next_granule(const TileArgs& a, int first, int g) {
     return Granule(*a.cache, first == 0 && a.next[g] != nullptr ? a.next[g] : a.granules[g]);
 }
@@ -49,7 +49,7 @@ struct Int8Kind {
         });
     }
 
-    // Folded into the state. p is overwritten.
+    // The results are folded into the state. p is overwritten.
     static void multiply_values(const TileArgs& a, int first, int rows, float* p, const StripFold& fold) {
         with_constant<STRIP>(rows, [&](auto count) {
             (a.cache->slices == 2 ? strip_values<count.value, 2> : strip_values<count.value, 3>)(a, first, p, fold);
@@ -145,7 +145,7 @@ struct Int8Kind {
     }
 };
 
-// The scales of the next tile; the products prefetch its keys and values.
+// Prefetch the scales of the next tile. The products prefetch its keys and values.
 PENSTOCK_INLINE void prefetch_scales(const TileArgs& a) {
     if (a.next[0] == nullptr || a.cache->key_scales != nullptr) return;
     for (const char* next : a.next) {
@@ -155,7 +155,7 @@ PENSTOCK_INLINE void prefetch_scales(const TileArgs& a) {
     }
 }
 
-// As attend_tile, but each output is folded where it is computed.
+// The same as attend_tile, but each output is folded where it is computed.
 template <class Kind>
 void attend_strips(const TileArgs& a) {
     alignas(64) float p[Kind::STRIP * TILE];

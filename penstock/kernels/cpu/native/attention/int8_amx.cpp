@@ -1,11 +1,11 @@
 // Attention with an int8 cache and byte products of AMX tiles: signed slices of rows times unsigned stored integers.
 //
-// A granule in memory consists of B operands: 64 elements of its keys are 16 rows of quads; 16 positions and 16
-// elements of its values are 4. The slices of up to eight query rows, or of their probabilities, are the A operand.
-// Bytes are stored + 128, so the sums are too large by 128 times the sum of the slice.
+// A granule in memory consists of B operands: 64 elements of its keys are 16 rows of quads, and 16 positions of 16
+// elements of its values are 4 rows. The slices of up to eight query rows, or of their probabilities, are the A
+// operand. Bytes are stored + 128, so the sums are too large by 128 times the sum of the slice.
 //
-// Integers are exact and all other steps are those of int8.inc.h, so the bits are those of AVX-512. Most of the time of
-// a tile is memory access, so the next tile is prefetched throughout.
+// Integers are exact and all other steps are those of int8.inc.h, so the bits are those of AVX-512. Most of a tile's
+// time is memory access, so the next tile is prefetched throughout.
 
 #include "amx_tiles.inc.h"
 #include "attention/prefetch.inc.h"
@@ -15,8 +15,8 @@ namespace penstock {
 namespace {
 
 constexpr int STEP = AMX_BYTES;      // elements per product of scores
-constexpr int SHORT_STEP = GRANULE;  // the same for the rest of a head, and positions per product of values
-constexpr int TILE_SUMS = 4;         // tiles of sums
+constexpr int SHORT_STEP = GRANULE;  // the same for the rest of a head; also positions per product of values
+constexpr int TILE_SUMS = 4;         // number of tiles that hold sums
 constexpr int SUM_COLUMNS = TILE_SUMS * LANES;
 static_assert(SUM_COLUMNS == TILE, "the sums of scores have as many columns");
 
@@ -41,7 +41,7 @@ void load_config(int operands) {
 // Approximate cycles of the parts of a tile. They only determine how prefetches are distributed.
 constexpr int STEP_WORK = 16;      // one product of tiles
 constexpr int SCORE_WORK = 24;     // scores of one row
-constexpr int GROUP_WORK = 120;    // the softmax of four rows, and again their slices
+constexpr int GROUP_WORK = 120;    // the softmax of four rows; their slices take as much again
 constexpr int VALUE_WORK = 28;     // 64 elements of one row
 
 int work_of(const TileArgs& a, int strip_rows) {
@@ -79,7 +79,7 @@ struct Strip {
     int first, rows;
     QueryStrip<ROWS> queries;
     alignas(64) float p[ROWS * TILE];                 // scores, then probabilities
-    alignas(64) std::int8_t slices[OPERANDS * TILE];  // of probabilities
+    alignas(64) std::int8_t slices[OPERANDS * TILE];  // slices of probabilities
     alignas(64) std::int32_t sums[2][OPERANDS * SUM_COLUMNS];
     ProbabilityRows<SLICES> numbers[ROWS / STRIP_ROWS];
     StripFold fold;
@@ -172,7 +172,7 @@ struct Strip {
         fold_sums(a, first, rows, parts, fold);
     }
 
-    // Columns d .. d + 16 SUMS - 1 of p v.
+    // Compute columns d .. d + 16 SUMS - 1 of p v.
     template <int SUMS>
     void multiply_values(std::int64_t d) {
         const std::int64_t row = dim() * QUAD, keys = dim() * GRANULE;
@@ -195,7 +195,7 @@ struct Strip {
         store_tiles(sums[d / SUM_COLUMNS % 2]);
     }
 
-    // Fold the same columns into the state.
+    // Fold columns d .. d + 16 SUMS - 1 into the state.
     template <int SUMS>
     void fold_values(std::int64_t d) {
         const std::int64_t channel = a.kv_head * dim() + d;
@@ -218,7 +218,7 @@ struct Strip {
         }
     }
 
-    // The sums of the slices of a row with 16 stored integers.
+    // Load the sums of the slices of a row for 16 columns, without the excess.
     PENSTOCK_INLINE static void load_sums(
         const std::int32_t* from, const std::int32_t (&excess)[SLICES], I32x16 (&of_slice)[SLICES]) {
         for (int s = 0; s < SLICES; ++s) {

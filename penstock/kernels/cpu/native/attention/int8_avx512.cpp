@@ -1,7 +1,7 @@
 // Attention with an int8 cache and the dot product of AVX-512 VNNI: 4 unsigned times 4 signed bytes, added to int32.
 //
-// The sums of a strip with two vectors stay in registers, at most 24, over a whole head or tile. They start at -128
-// times the sum of the row: bytes are stored + 128.
+// The sums of a strip with two columns of vectors stay in at most 24 registers over a whole head or tile. They start
+// at -128 times the sum of the row, because bytes are stored + 128.
 
 #include "attention/int8.inc.h"
 
@@ -45,7 +45,7 @@ struct VnniDot {
     }
 
   private:
-    // In assembly: GCC 12 copies and spills the sums of the intrinsic.
+    // In assembly, because GCC 12 copies and spills the sums of the intrinsic.
     static PENSTOCK_INLINE void add_products(__m512i& sums, const __m512i& stored, const __m512i& row) {
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(stored), "v"(row));
     }

@@ -1,4 +1,4 @@
-// The granules of an int8 cache: quantising keys and values into them and reading them back, as specified in
+// The granules of an int8 cache: quantising keys and values into granules and reading them back, as specified in
 // quant/kv.py.
 #pragma once
 
@@ -13,7 +13,7 @@ constexpr float SMALLEST_HALF = 7.888609052210118e-31f;  // 2^-100
 struct Granule {
     std::uint8_t* keys;
     std::uint8_t* values;
-    float* scales;  // if they are per token: [4][16]
+    float* scales;  // [4][16], if scales are per token
 
     PENSTOCK_INLINE Granule(const PenstockCache& cache, const char* memory) {
         const std::int64_t half = half_granule_bytes(CACHE_INT8, cache.padded_dim);

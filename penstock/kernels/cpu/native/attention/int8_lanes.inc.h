@@ -12,7 +12,7 @@ constexpr int LINE = LANES * QUAD;  // bytes of a vector of stored integers
 constexpr int STRIP_ROWS = 4;
 constexpr int MAX_SLICES = 3;
 
-// To nearest, ties to even; for |x| up to 2^22.
+// Round to nearest, ties to even, for |x| up to 2^22.
 PENSTOCK_INLINE I32x16 round(F32x16 x) {
 #if defined(__AVX512F__)
     I32x16 result;
@@ -27,7 +27,7 @@ PENSTOCK_INLINE I32x16 max(I32x16 a, I32x16 b) { return select(a > b, a, b); }
 
 PENSTOCK_INLINE I32x16 magnitude_bits(F32x16 x) { return bits_as<I32x16>(abs(x)); }
 
-// 16 small integers as bytes.
+// Store 16 small integers as bytes.
 PENSTOCK_INLINE void store_bytes(std::int8_t* to, I32x16 a) {
     typedef std::int8_t BytePart __attribute__((vector_size(PART_LANES)));
     for (int i = 0; i < PARTS; ++i) {
@@ -36,7 +36,7 @@ PENSTOCK_INLINE void store_bytes(std::int8_t* to, I32x16 a) {
     }
 }
 
-// 64 of them, 32 each to `first` and `last`.
+// Store 64 small integers as bytes: 32 to `first` and 32 to `last`.
 PENSTOCK_INLINE void store_tile_bytes(std::int8_t* first, std::int8_t* last, const I32x16 (&a)[TILE_LANES]) {
 #if defined(__AVX512F__)
     constexpr __mmask16 ALL = 0xFFFF;
@@ -68,7 +68,7 @@ PENSTOCK_INLINE Part rotated(Part a) {
     return __builtin_shuffle(a, from);
 }
 
-// A reduction of all lanes, in every lane: lane i with lane i + 8, then i + 4, i + 2, i + 1.
+// The reduction of all lanes, in every lane: lane i with lane i + 8, then i + 4, i + 2, i + 1.
 template <class Op, class Part, class Scalar>
 PENSTOCK_INLINE Lanes<Part, Scalar> reduce_lanes(Lanes<Part, Scalar> a) {
     const Op op;
@@ -83,7 +83,7 @@ PENSTOCK_INLINE Lanes<Part, Scalar> reduce_lanes(Lanes<Part, Scalar> a) {
     return a;
 }
 
-// The same for four rows at once: that of row r in lanes 4 r .. 4 r + 3.
+// The same for four rows at once: the result of row r is in lanes 4 r .. 4 r + 3.
 template <class Op, class Part, class Scalar>
 PENSTOCK_INLINE Lanes<Part, Scalar> reduce_rows(const Lanes<Part, Scalar> (&row)[STRIP_ROWS]) {
 #if defined(__AVX512F__)

@@ -1,4 +1,5 @@
-// Query rows and rows of probabilities as int8 slices, and what their integer products with a granule mean.
+// Query rows and rows of probabilities as int8 slices, and the floats that their integer products with a granule stand
+// for.
 #pragma once
 
 #include "attention/int8_granule.inc.h"
@@ -10,12 +11,13 @@ namespace {
 // r * slices + s.
 constexpr int CHUNK = 32;
 
-// The scale of the slices and the factor that elements are multiplied by; with a factor of 0 all slices are zeros.
+// The scale of the slices, and the factor by which elements are multiplied. If the factor is 0, all slices are zeros.
 struct RowScales {
     F32x16 scale, factor;
 };
 
-// From the bits of max |x| of rows: as integers they have the order of the values, with infinity and NaN at the top.
+// Computed from the bits of max |x| of rows, which as integers have the order of the values, infinity and NaN being the
+// largest.
 PENSTOCK_INLINE RowScales row_scales(I32x16 max_bits) {
     const F32x16 a = bits_as<F32x16>(max_bits), none = 0.0f;
     const I32x16 finite = max_bits < INFINITY_BITS, usable = finite & (max_bits >= SMALLEST_BITS);
@@ -23,7 +25,7 @@ PENSTOCK_INLINE RowScales row_scales(I32x16 max_bits) {
             select(usable, LARGEST_SLICE / a, none)};
 }
 
-// The next slice of elements; `rest` becomes the remainder in units of the slice after it.
+// The next slice of elements. `rest` becomes the remainder, in units of the slice after that.
 PENSTOCK_INLINE I32x16 take_slice(F32x16& rest) {
     const I32x16 slice = round(rest);
     rest = (rest - to_float(slice)) * SLICE_RATIO;
@@ -32,7 +34,7 @@ PENSTOCK_INLINE I32x16 take_slice(F32x16& rest) {
 
 PENSTOCK_INLINE F32x16 first_rest(F32x16 x, F32x16 factor) { return select(factor != 0.0f, x * factor, F32x16(0.0f)); }
 
-// The value of the integers of all slices.
+// The value that the integers of all slices stand for.
 template <int SLICES>
 PENSTOCK_INLINE F32x16 combine(const I32x16* of_slice, F32x16 scale) {
     F32x16 value = to_float(of_slice[0]);
@@ -45,9 +47,9 @@ PENSTOCK_INLINE F32x16 combine(const I32x16* of_slice, F32x16 scale) {
 
 struct QueryRow {
     float scale;
-    float sum;                      // of the row
+    float sum;                      // sum of the row
     float shift;                    // scales per channel: what key offsets add to every score
-    std::int32_t sums[MAX_SLICES];  // of the slices
+    std::int32_t sums[MAX_SLICES];  // sums of the slices
 };
 
 // A strip: an operand of ROWS * slices rows, then one QueryRow of 64 bytes per row.
@@ -132,11 +134,11 @@ PENSTOCK_INLINE F32x16 scores_of(
 template <int SLICES>
 struct ProbabilityRows {
     alignas(64) float scale[LANES];
-    alignas(64) float sum[LANES];  // scales per token: of x * value offset; per channel: of x
-    alignas(64) std::int32_t sums[SLICES][LANES];  // of the slices
+    alignas(64) float sum[LANES];  // scales per token: sum of x * value offset; per channel: sum of x
+    alignas(64) std::int32_t sums[SLICES][LANES];  // sums of the slices
 };
 
-// Turn p [TILE] of a row into x. If p is 0 the position may be hidden, and its scale and offset anything.
+// Turn p [TILE] of a row into x. If p is 0, the position may be hidden, and its scale and offset may be anything.
 PENSTOCK_INLINE void scale_probabilities(const TileArgs& a, float* p, F32x16& sum, I32x16& max_bits) {
     F32x16 part[TILE_GRANULES];
     max_bits = 0;
@@ -155,8 +157,8 @@ PENSTOCK_INLINE void scale_probabilities(const TileArgs& a, float* p, F32x16& su
     sum = (part[0] + part[1]) + (part[2] + part[3]);
 }
 
-// Write p [ROWS][TILE] as an operand: slice s of row r as 32 bytes at (r * SLICES + s) * row_bytes and 32 bytes
-// half_bytes after them.
+// Write p [ROWS][TILE] as an operand: slice s of row r is 32 bytes at (r * SLICES + s) * row_bytes, and 32 bytes that
+// begin half_bytes after these.
 template <int ROWS, int SLICES>
 PENSTOCK_INLINE void slice_probabilities(
     const TileArgs& a, float* p, std::int8_t* slices, int row_bytes, int half_bytes, ProbabilityRows<SLICES>& out) {
@@ -189,7 +191,7 @@ PENSTOCK_INLINE void slice_probabilities(
     }
 }
 
-// Elements of o from `channel` on, from the integers of the slices of a row; scale and sum as in ProbabilityRows.
+// Elements of o from `channel` on, from the integers of the slices of a row. scale and sum are as in ProbabilityRows.
 template <int SLICES>
 PENSTOCK_INLINE F32x16 outputs_of(
     const PenstockCache& cache, float scale, float sum, std::int64_t channel, const I32x16 (&of_slice)[SLICES]) {

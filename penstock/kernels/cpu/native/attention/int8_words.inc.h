@@ -1,4 +1,4 @@
-// Attention with an int8 cache for levels without an exact dot product of bytes, in words of 16 bits.
+// Attention with an int8 cache, computed in words of 16 bits, for levels without an exact dot product of bytes.
 #include "attention/int8.inc.h"
 #include "word_pairs.inc.h"
 

@@ -1,5 +1,6 @@
-// An item of a plan: some query rows of some kv heads against the tiles of some spans that are visible to any of them,
-// tile by tile and, within a tile, head by head: neighbouring heads of a block are adjacent in memory.
+// An item of a plan: some query rows of some kv heads against those tiles of some spans that any of the rows may see.
+// The order is tile by tile and, within a tile, head by head, because neighbouring heads of a block are adjacent in
+// memory.
 
 #include "attention/call.h"
 
@@ -11,7 +12,7 @@ constexpr int BLOCK_ROWS = ROW_CAPACITY;
 // Rows that a kernel processes together, as one operand.
 struct RowBlock {
     std::int32_t first, rows;
-    std::int32_t earliest, latest;  // positions
+    std::int32_t earliest, latest;  // positions of the rows
 };
 
 struct Granules {
@@ -92,8 +93,8 @@ class Item {
                                            operand(head, block_[i].first)});
     }
 
-    // The state of the first span is that of the row: folding it into an empty state could only change the sign of a
-    // zero, which writing the results removes.
+    // The state of the first span serves as that of the row: folding it into an empty state could only change the sign
+    // of a zero, which write_results removes.
     void attend_span(std::int64_t span) {
         const bool first = span == item_.span_begin;
         const std::int64_t states = heads_ * head_states_;
@@ -146,7 +147,7 @@ class Item {
         call_.kernel.attend_tile(args);
     }
 
-    // One row alone, with zeros at the positions hidden from it: 0 times a NaN would not be 0.
+    // Attend one row alone, with zeros at the positions hidden from it, because 0 times a NaN would not be 0.
     void attend_row(TileArgs args, std::int64_t head, std::int64_t row) const {
         for (int g = 0; g < TILE_GRANULES; ++g) {
             char* copy = row_tile_ + g * call_.granule;
@@ -198,7 +199,7 @@ class Item {
         return window_ > 0 && base + TILE > sinks_ && block.latest - window_ + 1 > std::max(base, sinks_);
     }
 
-    // Visible positions, relative to the first of the tile.
+    // Set low_ and high_: the visible positions of each row, relative to the first position of the tile.
     void set_visible(const RowBlock& block, std::int64_t base) {
         for (int row = block.first; row < block.first + block.rows; ++row) {
             const std::int64_t end = positions_[row] + std::int64_t{1} - base;
@@ -231,7 +232,7 @@ class Item {
         return granules;
     }
 
-    // The granules that are read next, null after the last ones of the item.
+    // The granules that are read next; null after the last tile and head of the item.
     Granules next_granules(std::int64_t tile, std::int64_t head) const {
         if (head + 1 < heads_) return locate(tile, head + 1);
         const std::int64_t next = first_visible(tile + 1);
@@ -252,7 +253,7 @@ class Item {
     const AttentionCall& call_;
     const PenstockAttentionItem& item_;
     const std::int64_t heads_, rows_, dim_;
-    const std::int64_t window_, sinks_;              // window_: 0 is none; sinks_: first tokens, always visible
+    const std::int64_t window_, sinks_;              // window_: 0 if none; sinks_: first tokens, always visible
     const std::int64_t length_, cached_;            // of the sequence
     const std::int64_t head_bytes_, block_bytes_;   // of operands: per head, per block of rows
     const std::int64_t blocks_;
@@ -261,7 +262,7 @@ class Item {
     const std::int64_t first_staged_, end_granule_; // of the sequence: first staged granule, end
     const std::int32_t* const block_table_;
     std::int64_t begin_tile_ = 0, end_tile_ = 0;    // tiles after the sink tokens that any row may see
-    std::int32_t thread_state_ = 0;                 // of the kernel
+    std::int32_t thread_state_ = 0;                 // TileArgs::thread_state
 
     RowOutputs outputs_;
     RowBlock* block_;          // [blocks]
@@ -273,7 +274,7 @@ class Item {
     char* row_operand_;
     char* row_tile_;           // [4] granules
     States row_state_, span_state_;
-    States state_;             // that tiles fold into: one of these two, or partial rows
+    States state_;             // into which tiles fold: row_state_, span_state_ or partial rows
 };
 
 }  // namespace

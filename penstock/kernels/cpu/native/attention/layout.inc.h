@@ -1,5 +1,5 @@
-// Packing queries, storing and loading float caches (layout: attention.h), 16 elements of a head at a time. Included by
-// files that are compiled once per instruction level.
+// Packing queries, and storing to and loading from float caches (layout: attention.h), 16 elements of a head at a time.
+// Included by files that are compiled once per instruction level.
 #pragma once
 
 #include "attention/attention.h"
@@ -9,8 +9,8 @@ namespace penstock {
 namespace {
 
 // The index of element d of position p in the keys and in the values of a granule. 32 bits contain UNIT neighbouring
-// elements of one key, or one element of UNIT neighbouring values. `width` neighbouring elements of values lie together
-// (attention.h), a divisor of the padded head dim.
+// elements of one key, or one element of UNIT neighbouring values. `width`, a divisor of the padded head dim, is the
+// number of neighbouring elements of values that lie together (attention.h).
 template <class Element>
 struct GranuleLayout {
     static constexpr int UNIT = 4 / sizeof(Element);
@@ -71,7 +71,7 @@ void store_granule(const StoreArgs& a) {
     }
 }
 
-// VALUE_DIMS: elements of values that lie together; 0: all.
+// VALUE_DIMS: how many elements of values lie together; 0: all.
 template <class Element, int VALUE_DIMS = 0>
 void load_granule(const LoadArgs& a) {
     using Layout = GranuleLayout<Element>;

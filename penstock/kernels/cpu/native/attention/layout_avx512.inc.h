@@ -1,5 +1,5 @@
-// Packing queries and storing keys and values in the words of float_avx512.cpp and bf16_amx.cpp, for a Type of theirs:
-// a row of a head is read as registers of 16 words, and transposed 16 x 16 into word-by-word layouts.
+// Packing queries and storing keys and values in the words of float_avx512.cpp and bf16_amx.cpp, for one of their
+// types: a row of a head is read as registers of 16 words, and transposed 16 x 16 into word-by-word layouts.
 #pragma once
 
 #include "attention/layout.inc.h"
@@ -8,9 +8,9 @@
 namespace penstock {
 namespace {
 
-constexpr int MAX_ROW_REGISTERS = MAX_HEAD_DIM / LANES;  // words of float32
+constexpr int MAX_ROW_REGISTERS = MAX_HEAD_DIM / LANES;  // registers of float32 words
 
-// The first `count` of 16 elements as float32, the others 0.
+// The first `count` of 16 elements as float32; the others are 0.
 PENSTOCK_INLINE F32x16 load_elements(const float* from, int count) { return load_rows(from, count); }
 
 PENSTOCK_INLINE F32x16 load_elements(const std::uint16_t* from, int count) {
@@ -20,7 +20,7 @@ PENSTOCK_INLINE F32x16 load_elements(const std::uint16_t* from, int count) {
     return result;
 }
 
-// A row of a head as elements of the cache, padded with zeros; null: zeros.
+// Convert a row of a head to elements of the cache, padded with zeros; if `from` is null, write zeros.
 template <class Element, class From>
 PENSTOCK_INLINE void convert_row(const From* from, std::int64_t head_dim, std::int64_t padded_dim, Element* to) {
     for (std::int64_t d = 0; d < padded_dim; d += LANES) {
@@ -29,7 +29,7 @@ PENSTOCK_INLINE void convert_row(const From* from, std::int64_t head_dim, std::i
     }
 }
 
-// The same from elements `at`, .. of an array of a type.
+// The same from the elements of an array from `at` on; the array is of `type`.
 template <class Element>
 PENSTOCK_INLINE void convert_row(
     const void* x, std::int32_t type, std::int64_t at, const PenstockCache& cache, Element* to) {
@@ -61,7 +61,7 @@ void transpose_rows(const Row<Type>* rows, __mmask16 mask, std::int64_t words, s
     }
 }
 
-// The rows as operands: bfloat16 is widened if its words are multiplied in two terms.
+// Write the rows as operands. bfloat16 is widened if its words are multiplied in two terms.
 template <class Type, int STRIP>
 PENSTOCK_INLINE void transpose_operands(
     const Row<Type> (&rows)[STRIP], int count, std::int64_t dim, std::int32_t* to) {
@@ -91,7 +91,7 @@ void pack_query_words(const QueryArgs& a) {
     }
 }
 
-// Write 16 elements of the value of a position: each is a word, or half of one.
+// Write 16 elements of the value at a position. Each element is a word, or half a word.
 PENSTOCK_INLINE void store_values(const float* from, int, char* to) {
     __builtin_memcpy(to, from, LANES * sizeof *from);
 }
@@ -102,7 +102,7 @@ PENSTOCK_INLINE void store_values(const std::uint16_t* from, int position, char*
     _mm512_mask_storeu_epi16(to, half == 0 ? 0x55555555 : 0xAAAAAAAA, half == 0 ? words : _mm512_slli_epi32(words, 16));
 }
 
-// VALUE_DIMS: elements of values that lie together; 0: all.
+// VALUE_DIMS: how many elements of values lie together; 0: all.
 template <class Type, int VALUE_DIMS = 0>
 void store_granule_words(const StoreArgs& a) {
     using Element = typename Type::Element;

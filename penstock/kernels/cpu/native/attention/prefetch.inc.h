@@ -1,8 +1,8 @@
 // Prefetching the next tile while the current one is computed. Included by files that are compiled for a level.
 //
-// A core has few buffers for outstanding cache lines: a burst of prefetches stalls the work, prefetches distributed
-// evenly over it cost little. Granules are prefetched in memory order, keys then values, into the L2; the L1 keeps the
-// data of the current tile.
+// A core has few buffers for outstanding cache lines: a burst of prefetches stalls the work, while prefetches that are
+// distributed evenly over the work cost little. Granules are prefetched in memory order, keys then values, into the L2,
+// so that the L1 keeps the data of the current tile.
 #pragma once
 
 #include "attention/attention.h"
@@ -20,7 +20,7 @@ class Prefetcher {
         begin_granule();
     }
 
-    // Prefetch the lines that are due after so much work.
+    // Prefetch the lines that are due after this much more work.
     inline __attribute__((always_inline)) void advance(int work) {
         for (owed_ += work * rate_; owed_ >= ONE; owed_ -= ONE) {
             if (line_ == end_) {

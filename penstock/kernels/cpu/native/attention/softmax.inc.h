@@ -1,4 +1,4 @@
-// The softmax of a tile for levels without AVX-512. tile.inc.h includes it and has its contract.
+// The softmax of a tile for levels without AVX-512. tile.inc.h includes this file and states its contract.
 #pragma once
 
 namespace penstock {
@@ -7,7 +7,7 @@ namespace {
 PENSTOCK_INLINE F32x16 load_rows(const float* from, int rows) { return load_first(from, rows); }
 PENSTOCK_INLINE void store_rows(float* to, F32x16 a, int rows) { store_first(to, a, rows); }
 
-// Bit i is set if lane i of the mask is.
+// Bit i is set if lane i of the mask is set.
 PENSTOCK_INLINE std::uint32_t bits_set(I32x16 mask) {
     alignas(64) std::int32_t lane[LANES];
     store(lane, mask);

@@ -1,9 +1,9 @@
-// The softmax of a tile with AVX-512. tile.inc.h includes it and has its contract.
+// The softmax of a tile with AVX-512. tile.inc.h includes this file and states its contract.
 //
-// Maxima and sums are those of four rows together: reducing four registers to four numbers takes half the shuffles of
-// reducing each alone. The maxima of all rows come first, because an exponential waits for its row's. With BF16 (level
-// avx512) multiplications and additions are fused in the exponential and p is added up in the fastest order, so the bits
-// differ from those of other levels; without (level avx512f) they are those of softmax.inc.h.
+// Maxima and sums are reduced for four rows together: reducing four registers to four numbers takes half the shuffles
+// of reducing each alone. The maxima of all rows come first, because an exponential waits for its row's maximum. With
+// BF16 (level avx512), multiplications and additions are fused in the exponential and p is summed in the fastest order,
+// so the bits differ from those of other levels. Without BF16 (level avx512f), the bits are those of softmax.inc.h.
 #pragma once
 
 namespace penstock {
@@ -24,7 +24,7 @@ PENSTOCK_INLINE void store_rows(float* to, F32x16 a, int rows) {
     _mm512_mask_storeu_ps(to, first_rows(rows), a.part[0]);
 }
 
-// Bit i is set if lane i of the mask is.
+// Bit i is set if lane i of the mask is set.
 PENSTOCK_INLINE std::uint32_t bits_set(I32x16 mask) {
     return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask.part[0]));
 }
@@ -41,7 +41,7 @@ struct Max {  // not for NaN
     PENSTOCK_INLINE static __m128 of(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
 };
 
-// Number r from the sixteen lanes of row r, in the same order for each row.
+// Reduce the sixteen lanes of row r to number r, in the same order for each row.
 template <class Op>
 PENSTOCK_INLINE __m128 reduce(const __m512 (&row)[ROW_GROUP]) {
     constexpr __mmask16 ALL = 0xFFFF;
@@ -62,7 +62,7 @@ PENSTOCK_INLINE void store_row(float* p, const __m512 (&x)[TILE_LANES]) {
 
 #if defined(__AVX512BF16__)
 
-// e^x as power * 2^n: within 1 ulp for n from -30, within 3 ulp for all normal numbers.
+// e^x as power * 2^n, within 1 ulp for n >= -30, and within 3 ulp for all normal numbers.
 struct Power {
     __m512 power, n;
 };
@@ -81,7 +81,7 @@ PENSTOCK_INLINE Power exponential(__m512 x) {
     return {power, n};
 }
 
-// Sixteen p, or 0 if hidden or near the subnormal numbers. NaN gives NaN.
+// Sixteen p; 0 where hidden or near the subnormal numbers. NaN gives NaN.
 PENSTOCK_INLINE __m512 probabilities(__m512 x, __mmask16 visible) {
     constexpr float LOWEST = -87.0f;
     const __mmask16 seen = _mm512_mask_cmp_ps_mask(visible, x, _mm512_set1_ps(LOWEST), _CMP_NLT_UQ);
@@ -102,7 +102,7 @@ PENSTOCK_INLINE __m128 add_lanes(const __m512 (&row)[ROW_GROUP]) { return reduce
 
 #else
 
-// The same by the exponential of other levels.
+// The same, by the exponential of other levels.
 PENSTOCK_INLINE __m512 probabilities(__m512 x, __mmask16 visible) {
     F32x16 lanes;
     lanes.part[0] = x;
@@ -126,17 +126,17 @@ PENSTOCK_INLINE __m128 add_lanes(const __m512 (&row)[ROW_GROUP]) {
 
 #endif
 
-// What the exponentials of a strip need: the maximum score of each row, 0 for a row that sees nothing, and the sums of
-// four registers of p.
+// For each row of a strip: the maximum score, which its exponentials subtract (0 if it sees nothing), and the sum of
+// its four registers of p.
 struct StripSums {
     alignas(64) float shift[MAX_STRIP];
     __m512 total[MAX_STRIP];
 };
 
-// Rows of a group; rows that are missing are the first one again.
+// A row of a group. The first row stands in for missing rows.
 PENSTOCK_INLINE int group_row(int row, int rows) { return row < rows ? row : 0; }
 
-// Scaling is monotone: the maximum score is the maximum dot product, scaled.
+// Scaling is monotone, so the maximum score is the maximum dot product, scaled.
 template <bool ALL_VISIBLE>
 PENSTOCK_INLINE void find_maxima(
     const TileArgs& a, int first, int rows, float scale, const float* s, float* m, StripSums& sums) {

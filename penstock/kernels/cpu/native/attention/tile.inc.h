@@ -5,7 +5,7 @@
 //     static constexpr int STRIP;                                          // rows at a time, up to MAX_STRIP
 //     static void multiply_keys(const TileArgs&, int first, int rows, float* s);
 //     static void multiply_values(const TileArgs&, int first, int rows, float* p, float* o);
-// with s [rows][TILE] = q . k, p [rows][TILE], 0 at hidden positions and overwritten if necessary, and o
+// with s [rows][TILE] = q . k; p [rows][TILE], 0 at hidden positions, which may be overwritten; and o
 // [rows][padded_dim] = sum of p v. A kind that folds while the sums are in registers has its own attend_tile, made of
 // softmax, fold_sums and its own products.
 #pragma once
@@ -25,7 +25,7 @@ struct StripParts {
     alignas(64) float sum[MAX_STRIP];
 };
 
-// Bit j: position j of the tile is below `end`, or visible to a row.
+// Bit j is set if position j of the tile is below `end` (positions_below), or visible to a row (visible_positions).
 PENSTOCK_INLINE std::uint64_t positions_below(std::int32_t end) {
     return end <= 0 ? 0 : end >= TILE ? ~std::uint64_t{0} : (std::uint64_t{1} << end) - 1;
 }
@@ -35,7 +35,7 @@ PENSTOCK_INLINE std::uint64_t visible_positions(const TileArgs& a, int row) {
     return positions_below(a.high[row]) & (~positions_below(a.low[row]) | positions_below(a.sink));
 }
 
-// Turn dot products of one row into scores.
+// Turn dot products of one row, from position `first` of the tile on, into scores.
 PENSTOCK_INLINE F32x16 score(const TileArgs& a, int row, int first, F32x16 s) {
     const PenstockAttention& params = *a.params;
     F32x16 bias = 0.0f;
@@ -51,8 +51,8 @@ PENSTOCK_INLINE F32x16 score(const TileArgs& a, int row, int first, F32x16 s) {
 }
 
 // template <class P> void softmax(const TileArgs&, int first, int rows, float* s, P* p, StripParts&):
-// turn dot products s [rows][TILE] of rows first, .. into p [rows][TILE], float or rounded to bfloat16 (uint16), and m'
-// and l' (of the float p). s is overwritten; p may be s.
+// turn the dot products s [rows][TILE] of the rows from `first` on into p [rows][TILE], float or rounded to bfloat16
+// (uint16), and into m' and l' (of the float p). s is overwritten; p may be s.
 }  // namespace
 }  // namespace penstock
 
@@ -67,7 +67,7 @@ namespace {
 
 // ---- The fold of attention.h
 
-// The new m and the factors of the state and of the part: sixteen rows, or one row in all lanes.
+// The new m, and the factors of the state and of the part: of sixteen rows, or of one row in all lanes.
 struct FoldFactors {
     F32x16 max, keep, add;
 };
@@ -82,7 +82,7 @@ struct RowPart {
     float max, sum;
 };
 
-// For one row.
+// The fold of one row.
 PENSTOCK_INLINE void fold_row(std::int64_t dim, float& m, float& l, float* o, RowPart part, const float* part_o) {
     if (part.sum == 0.0f) return;
     const FoldFactors f = fold_factors(m, part.max);

@@ -6,8 +6,9 @@
 namespace penstock {
 namespace {
 
-// Run `iterations` of sum = step(sum) in each of COUNT chains, which start from different values, because the compiler
-// would otherwise compute one for all; return a lane of their total. start(i): the first value of chain i, a vector.
+// Run `iterations` of sum = step(sum) in each of COUNT chains, and return a lane of their total. The chains start from
+// different values, because the compiler would otherwise compute only one. start(i): the first value of chain i, a
+// vector.
 template <int COUNT, class Start, class Step>
 inline __attribute__((always_inline)) auto run_chains(std::int64_t iterations, const Start& start, const Step& step) {
     decltype(start(0)) sums[COUNT];

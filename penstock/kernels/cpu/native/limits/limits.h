@@ -1,4 +1,4 @@
-// Loops that multiply in registers as the products of a level do, and loops that only read: the peaks of a core.
+// Loops that measure the peaks of a core: some multiply in registers as the products of a level do, others only read.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace penstock {
 
 struct LimitLoop {
-    // Return a sum, which the caller has to use, or the compiler may remove the loop.
+    // Return a sum, which the caller must use, because the compiler may otherwise remove the loop.
     float (*run)(std::int64_t iterations);
     std::int64_t operations;  // per iteration; a multiply-add counts as 2
 };
@@ -23,7 +23,7 @@ struct LimitLoops {
     ReadLoop read[READ_LOOPS];
 };
 
-// Set the loops of a level. That of AMX leaves reading and float32 unchanged.
+// Set the loops of a level. LEVEL_AMX leaves those for reading and float32 unchanged.
 template <Level LEVEL> void set_limits(LimitLoops& loops);
 
 // Whether a core multiplies float32 faster than pairs of bfloat16. Takes a tenth of a millisecond.

@@ -1,5 +1,5 @@
 // The limits of a core with AVX2: fused multiply-adds of float32, to which bfloat16 is widened, and products of pairs
-// of 16-bit integers, to which int8 is widened (products of bytes saturate).
+// of 16-bit integers, to which int8 is widened because products of bytes saturate.
 
 #include <immintrin.h>
 
@@ -26,7 +26,7 @@ float multiply_integers(std::int64_t iterations) {
     return run_chains<NUM_CHAINS>(
         iterations, [](int i) { return (Sums)_mm256_set1_epi32(i); },
         PENSTOCK_STEP(Sums) {
-            __asm__("" : "+x"(operand));  // as if it changed; otherwise its product is computed once
+            __asm__("" : "+x"(operand));  // pretend that it changes; otherwise its product is computed only once
             sum += (Sums)_mm256_madd_epi16(operand, factor);
             __asm__("" : "+x"(sum));
         });

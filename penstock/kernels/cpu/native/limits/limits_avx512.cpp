@@ -1,5 +1,6 @@
-// The limits of a core with AVX-512: fused multiply-adds of float32, to which bfloat16 is widened without vdpbf16ps, and
-// vpdpbusd. In assembly: GCC 12 moves and spills the sums of the last two, which takes longer than the products.
+// The limits of a core with AVX-512: fused multiply-adds of float32 (to which bfloat16 is widened if vdpbf16ps is
+// missing), vdpbf16ps, and vpdpbusd. They are in assembly, because GCC 12 moves and spills the sums of the last two,
+// which takes longer than the products.
 
 #include "avx512.inc.h"
 #include "limits/chains.inc.h"

@@ -1,8 +1,8 @@
 // Loops that only read memory. Included by files that are compiled for a level.
 //
-// How many cache lines a core keeps in flight depends on its prefetchers, so there are several loops: few streams of
-// neighbouring lines without prefetches are the fastest where the hardware prefetches well (AMD Zen 5: 64 GB/s by two
-// cores, where four streams with prefetches read 50 and loads of 16 bytes 52), prefetches help elsewhere.
+// How many cache lines a core keeps in flight depends on its prefetchers, so there are several loops. If the hardware
+// prefetches well, few streams of neighbouring lines without prefetches are the fastest (two cores of AMD Zen 5 read
+// 64 GB/s, against 50 with four streams and prefetches and 52 with loads of 16 bytes). Elsewhere, prefetches help.
 #pragma once
 
 #include "limits/limits.h"
@@ -10,8 +10,8 @@
 namespace penstock {
 namespace {
 
-// Read memory as STREAMS streams of equal length, LINES cache lines of each in turn. AHEAD: bytes by which lines are
-// prefetched into the L2, or 0.
+// Read memory as STREAMS streams of equal length, LINES cache lines of each in turn. AHEAD: how many bytes ahead lines
+// are prefetched into the L2, or 0.
 template <class Vector, int STREAMS, int LINES, int AHEAD>
 std::int64_t read_streams(const char* memory, std::int64_t bytes) {
     constexpr int LINE = 64, INTO_L2 = 2, VECTORS = LINE / sizeof(Vector);

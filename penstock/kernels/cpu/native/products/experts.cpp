@@ -10,7 +10,7 @@ namespace penstock {
 namespace {
 
 constexpr std::int64_t ROWS_PER_PASS = 512;          // bounds the memory between the two products
-constexpr std::int64_t SERIAL_ELEMENTS = 32 << 10;   // adding fewer takes no longer than waking a helper
+constexpr std::int64_t SERIAL_ELEMENTS = 32 << 10;   // adding fewer elements takes no longer than waking a helper
 
 struct Experts {
     const PenstockWeight* gate_up;  // [count]
@@ -68,7 +68,7 @@ void sort_by_expert(const Experts& experts, const std::int64_t* ids, const Routi
     }
 }
 
-// One product per expert that has rows: make_product(expert, first place, rows).
+// Run one product per expert that has rows: make_product(expert, first place, rows).
 template <class MakeProduct>
 void multiply_experts(
     Context& context, const Experts& experts, const Buffers& buffers, const MakeProduct& make_product) {
@@ -80,7 +80,7 @@ void multiply_experts(
     multiply_all(context, buffers.products, count);
 }
 
-// activation(gate) * up of every pair.
+// Compute activation(gate) * up of every pair.
 void multiply_gate_up(Context& context, const Experts& experts, const void* x, const Buffers& buffers) {
     multiply_experts(context, experts, buffers, [&](std::int64_t expert, std::int64_t first, std::int64_t rows) {
         const PenstockWeight& weight = experts.gate_up[expert];
@@ -99,7 +99,7 @@ void multiply_down(Context& context, const Experts& experts, const Buffers& buff
     });
 }
 
-// Each row of out = sum of weight * result by ascending expert id, starting from zero.
+// Compute each row of out: the sum of weight * result by ascending expert id, starting from zero.
 void sum_rows(Context& context, const Experts& experts, const Buffers& buffers, const float* weights, float* out) {
     const std::int64_t columns = experts.down[0].n;
     const Routing& routing = buffers.routing;
@@ -128,7 +128,7 @@ void run_rows(Context& context, const Experts& experts, const void* x, std::int6
     sum_rows(context, experts, buffers, weights, out);
 }
 
-// Update the context's counts; false if an id is not in 0 .. count-1.
+// Update the context's counts. Return false if an id is not in 0 .. count-1.
 bool count_experts(Context& context, std::int64_t count, const std::int64_t* ids, std::int64_t pairs) {
     char* chosen = static_cast<char*>(context.workspace.reserve(count));
     std::fill_n(chosen, count, char{0});

@@ -1,9 +1,9 @@
 // Products in bfloat16 and in float32 with AVX-512.
 //
-// Both walk K in words of four bytes: a pair of bfloat16 or one float32. A word of K of one panel is 32 of them, two
-// registers; a tile of activations is [words of K][rows], so that the kernel reads both from front to back. Without
-// vdpbf16ps, which adds the two products of a pair, or where it is slow, pairs are widened, and a tile is float32
-// [K][rows]. Rows and panels are template arguments: all sums stay in registers.
+// Both walk K in words of four bytes: a pair of bfloat16, or one float32. For one word of K, a panel has 32 words,
+// which are two registers. A tile of activations is [words of K][rows], so that the kernel reads both from front to
+// back. vdpbf16ps adds the two products of a pair; if it is missing or slow, pairs are widened, and a tile is float32
+// [K][rows]. Rows and panels are template arguments, so that all sums stay in registers.
 
 #include "avx512.inc.h"
 #include "products/leaves.inc.h"
@@ -12,16 +12,16 @@ namespace penstock {
 
 namespace {
 
-// Rows x 2 registers of sums leave 8 for weights and operands, or 4 where widening pairs is worth more rows.
+// Rows x 2 registers of sums leave 8 for weights and operands, or 4 if pairs are widened, where more rows pay off.
 template <class Type> constexpr int TILE_ROWS = Type::TERMS > 1 ? 14 : 12;
 constexpr int LANES = 16;                          // words per register
 constexpr std::int64_t WORD_BYTES = 4 * PANEL;     // one word of K of a panel
 constexpr std::int64_t AHEAD_BYTES = 8192;         // prefetch distance of a stream from memory, over all its panels
-constexpr std::int64_t OPERANDS_AHEAD = 2048;      // that of operands, which many tiles read from the L3
-constexpr std::int64_t BLOCK_BYTES = 128 << 10;    // of a panel, so that every tile finds it in the cache
-constexpr std::int64_t PASS_BYTES = 8 << 20;       // of operands; with 16 MiB an L3 of 32 MiB loses some of them
+constexpr std::int64_t OPERANDS_AHEAD = 2048;      // prefetch distance of operands, which many tiles read from the L3
+constexpr std::int64_t BLOCK_BYTES = 128 << 10;    // bytes of a panel that stay in the cache for every tile
+constexpr std::int64_t PASS_BYTES = 8 << 20;       // of operands; with 16 MiB, an L3 of 32 MiB would lose some of them
 
-// A leaf of the rows of x as words [padded / ELEMENTS][rows] at `tile`, of Type's operands.
+// Write a leaf of the rows of x to `tile`, as words [padded / ELEMENTS][rows] of Type's operands.
 template <class Type>
 void pack_leaf(const OperandArgs& a, const LeafRange& leaf, std::int32_t* tile) {
     constexpr int STEP = LANES * Type::ELEMENTS;  // elements of K at a time
@@ -58,12 +58,12 @@ void pack(const OperandArgs& a) {
 // A piece of K of one tile and some panels: whole leaves, or a part of one. Sums are [rows][panels * 32].
 struct Piece {
     const std::int32_t* operands;     // [words][TERMS][rows]
-    const char* weights;              // of the first panel
+    const char* weights;              // weights of the first panel
     std::int64_t panel_bytes;         // per panel
     std::int64_t first, end;          // words
     const std::int64_t* leaf_ends;    // in elements of K
     int first_leaf, last_leaf;
-    int leaves;                       // of the weight
+    int leaves;                       // number of leaves of the weight
     bool continues;                   // start from the sums of the previous piece, in the same leaf
     const char* ahead;                // weights to prefetch
     std::int64_t ahead_step;          // bytes prefetched per word
@@ -112,13 +112,13 @@ struct Sums {
         }
     }
 
-    // Bytes to register j of a word of K.
+    // The offset in bytes of register j of a word of K.
     static PENSTOCK_INLINE std::int64_t offset(const Piece& piece, int j) {
         return j / 2 * piece.panel_bytes + j % 2 * 64;
     }
 
-    // Add the products of one word of K. An operand is broadcast into a register once: as a memory operand of every
-    // product it would be loaded for each, and a core that multiplies two vectors in a cycle also loads only two.
+    // Add the products of one word of K. An operand is broadcast into a register once. As a memory operand of every
+    // product it would be loaded each time, and a core that multiplies two vectors per cycle loads only two.
     PENSTOCK_INLINE void multiply_word(const Piece& piece, const std::int32_t* operands, const char* weights,
                                        const char* ahead) {
 #pragma GCC unroll 8
@@ -126,7 +126,7 @@ struct Sums {
 #pragma GCC unroll 2
         for (int step = 0; step < Type::TERMS; ++step) {
             const int term = Type::of_step(step);
-            if constexpr (ROWS > 8)  // those of one or two smaller tiles stay in the L2
+            if constexpr (ROWS > 8)  // the operands of one or two smaller tiles stay in the L2
                 _mm_prefetch(reinterpret_cast<const char*>(operands + term * ROWS) + OPERANDS_AHEAD, _MM_HINT_T0);
             __m512i panel[WIDTH];
 #pragma GCC unroll 8
@@ -141,7 +141,8 @@ struct Sums {
     }
 };
 
-// All leaves of a short piece in one call: the tile's tree then stays in the L1, and its operands are one stream.
+// Multiply all leaves of a short piece in one call, so that the tile's tree stays in the L1 and its operands are one
+// stream.
 template <class Type, int ROWS, int PANELS>
 void multiply_piece(const Piece& piece) {
     Sums<Type, ROWS, PANELS> sums;
@@ -185,8 +186,8 @@ PieceKernel choose(int rows, int panels) {
     });
 }
 
-// One piece of K for all tiles, one after the other; `piece` is that of the first tile. Several tiles prefetch the next
-// piece, each its part; a single tile prefetches a fixed distance ahead.
+// Multiply one piece of K for all tiles in turn; `piece` is that of the first tile. Several tiles prefetch the next
+// piece, each a part of it; a single tile prefetches a fixed distance ahead.
 void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece) {
     const std::int64_t piece_bytes = (piece.end - piece.first) * WORD_BYTES;
     piece.ahead_step = WORD_BYTES / a.tiles;
@@ -200,8 +201,8 @@ void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece) {
     }
 }
 
-// A single tile walks all of K at once. Several tiles walk it in pieces that stay in the cache: leaves, as many as fit,
-// or blocks of a long leaf. A block continues with the sums of the previous one, so that splitting changes no bit.
+// A single tile walks all of K at once. Several tiles walk it in pieces that stay in the cache: as many leaves as fit,
+// or blocks of a long leaf. A block continues with the sums of the previous block, so that splitting changes no bit.
 template <class Type>
 void multiply(const MultiplyArgs& a) {
     const PenstockWeight& weight = *a.weight;

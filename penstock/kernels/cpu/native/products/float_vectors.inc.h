@@ -1,8 +1,8 @@
 // Products of float32 and bfloat16 weights in vectors of float32, for levels without bfloat16 arithmetic.
 //
-// A tile is [padded_k][rows] float32, for bfloat16 weights rounded to bfloat16: widened once, when it is packed. A pair of
-// weights is widened to two float32 values, and each output adds the even element of K first, then the odd one: one chain
-// over ascending K.
+// A tile is [padded_k][rows] float32. For bfloat16 weights it is rounded to bfloat16, and widened once, when it is
+// packed. A pair of weights is widened to two float32 values, and each output adds the even element of K first, then
+// the odd one: one chain over ascending K.
 #include "products/leaves.inc.h"
 
 #if defined(__AVX2__)
@@ -57,8 +57,8 @@ void pack(const OperandArgs& args) {
     }
 }
 
-// How weights are stored: an `Element` has UNIT elements of K of one column; term() is one of them, of a vector of
-// columns.
+// How weights are stored: an `Element` has UNIT elements of K of one column. term() is one of these elements, for a
+// vector of columns.
 struct F32Weights {
     using Element = float;
     static constexpr int UNIT = 1;
@@ -92,14 +92,14 @@ PENSTOCK_INLINE void add_products(
     }
 }
 
-// The destination of the sums of one tile and one panel: `out`, or the tree until later leaves are done.
+// The destination of the sums of one tile and one panel: `out`, or the tree until later leaves are finished.
 struct Tree {
     float* levels;            // [TREE_LEVELS][level_stride]
     std::int64_t level_stride;
     float* out;
-    std::int64_t row_stride;  // of both
+    std::int64_t row_stride;  // of levels and of out
 
-    // Add every level at which the leaf number has a one; the first level with a zero keeps the sum.
+    // Add every level at which the leaf number has a one bit. The first level with a zero bit keeps the sum.
     void add(Vector sum, std::int64_t at, int leaf, bool last) const {
         for (int level = 0; level < TREE_LEVELS; ++level) {
             Vector* held = reinterpret_cast<Vector*>(levels + level * level_stride + at);
@@ -114,8 +114,8 @@ struct Tree {
     }
 };
 
-// One leaf of ROWS rows and one panel, WIDTH vectors of columns at a time. The first of them prefetches the panel, for the
-// first tile that reads it.
+// Add one leaf of ROWS rows and one panel, WIDTH vectors of columns at a time. The first WIDTH vectors prefetch the
+// panel, if this is the first tile that reads it.
 template <class Weights, int ROWS, int WIDTH>
 void add_leaf(
     const MultiplyArgs& args, const void* tile, std::int64_t panel, int leaf, const Tree& tree, bool first_tile) {

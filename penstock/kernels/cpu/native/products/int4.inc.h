@@ -1,30 +1,30 @@
-// What the levels share of products with int4 weights: the loops over leaves, tiles and groups, the end of a leaf, and
-// activations in bfloat16. Included by the int4 file of each level within its anonymous namespace.
+// The common parts of products with int4 weights on all levels: the loops over leaves, tiles and groups, the end of a
+// leaf, and activations in bfloat16. Included by the int4 file of each level within its anonymous namespace.
 
 constexpr int TILE_ROWS = 12;                 // operand rows per tile, on every level
 constexpr int MAX_BLOCK = TILE_ROWS * PANEL;  // operand rows * columns that are summed at once
 constexpr int MAX_GROUP = 128;
 constexpr int QUAD = 4;            // elements of K that packed values store together
-constexpr int QUAD_BYTES = 64;     // of four elements of K in a panel
-constexpr int FETCH_AHEAD = 2048;  // bytes of a panel, at least a group
+constexpr int QUAD_BYTES = 64;     // bytes of four elements of K in a panel
+constexpr int FETCH_AHEAD = 2048;  // prefetch distance: bytes of a panel, at least a group
 
 // The groups of a leaf, for all operand rows of a tile and some neighbouring panels.
 struct Groups {
-    const std::uint8_t* values;    // of the first panel, [size / 4][16][4] per group
+    const std::uint8_t* values;    // values of the first panel, [size / 4][16][4] per group
     std::int64_t values_stride;    // bytes from one panel to the next
-    const std::uint16_t* scales;   // of the first panel, bfloat16 [32] per group
+    const std::uint16_t* scales;   // scales of the first panel, bfloat16 [32] per group
     std::int64_t scales_stride;    // elements from one panel to the next
-    const void* operands;          // of the tile, in the layout of the level
-    const std::int32_t* sums;      // of the operands; unused for bfloat16 activations
+    const void* operands;          // operands of the tile, in the layout of the level
+    const std::int32_t* sums;      // sums of the operands; unused for bfloat16 activations
     int rows;                      // operand rows
     int count;
     int size;                      // elements of K: 32, 64 or 128
-    int last_size;                 // of the last group without padding, rounded up to a multiple of 32; may be 0
+    int last_size;                 // elements of the last group without padding, rounded up to 32s; may be 0
     float* totals;                 // out: [operand rows][panels * 32]
-    int part, parts;               // of the work with these weights that follows one another, this part
-    std::int64_t ahead;            // groups from those that are multiplied to those that are prefetched
-    std::int64_t left;             // groups from the first one to the end of the panel
-    std::int64_t skip;             // groups that prefetching skips there
+    int part, parts;               // the weights are read `parts` times in succession; this is number `part`
+    std::int64_t ahead;            // distance in groups from those being multiplied to those being prefetched
+    std::int64_t left;             // groups from the first group to the end of the panel
+    std::int64_t skip;             // groups that prefetching skips at the end of the panel
 
     int elements(int group) const { return group + 1 < count ? size : last_size; }
     std::int64_t bytes() const { return std::int64_t{size} / QUAD * QUAD_BYTES; }
@@ -40,21 +40,21 @@ inline int operand_rows(const MultiplyArgs& a) {
     return a.weight->slices > 0 ? a.rows * a.weight->slices : a.rows;
 }
 
-// Elements of the last group of a leaf that have to be multiplied, if `left` elements of the leaf are left: the
-// operands of the others are zeros.
+// How many elements of the last group of a leaf have to be multiplied if `left` elements of the leaf are left. The
+// operands of all other elements are zeros.
 inline int last_size(int group_size, std::int64_t left) {
-    constexpr int UNIT = 32;  // of every level
+    constexpr int UNIT = 32;  // on every level
     return left >= group_size ? group_size : left <= 0 ? 0 : static_cast<int>(left + UNIT - 1) / UNIT * UNIT;
 }
 
-// What multiply_panels() has to know of the operands of a level.
+// What multiply_panels() has to know about the operands of a level.
 struct Operand {
-    int element;  // bytes
-    int sums;     // numbers that packing left in OperandArgs::sums for each operand row and group
-    int parts;    // of a tile, in each of which all its weights are read
+    int element;  // bytes of an element
+    int sums;     // how many numbers packing left in OperandArgs::sums for each operand row and group
+    int parts;    // number of parts of a tile; each part reads all weights
 };
 
-// The end of a leaf: from the totals of a tile, [rows][slices][columns], to the tree of partial sums or, after the last
+// The end of a leaf: move the totals of a tile, [rows][slices][columns], to the tree of partial sums or, after the last
 // leaf, to out.
 inline void end_leaf(
     const MultiplyArgs& a, int leaf, int tile, int panel, int slices, int columns, const float* totals) {
@@ -79,10 +79,11 @@ inline void end_leaf(
     }
 }
 
-// All tiles times `panels` panels from a.first_panel + panel on. multiply_groups(Groups) computes the totals of a tile.
+// Multiply all tiles with `panels` panels from a.first_panel + panel on. multiply_groups(Groups) computes the totals of
+// a tile.
 //
-// What goes through the weights of a leaf once prefetches its own weights some groups ahead. What goes through them
-// several times prefetches a part of the next leaf each time; otherwise only the first time would wait for memory.
+// If the weights of a leaf are read once, they are prefetched some groups ahead. If they are read several times, each
+// reading prefetches a part of the next leaf; otherwise only the first would wait for memory.
 template <class MultiplyGroups>
 inline __attribute__((always_inline)) void multiply_panels(
     const MultiplyArgs& a, int panel, int panels, Operand operand, MultiplyGroups multiply_groups) {
@@ -117,8 +118,8 @@ inline __attribute__((always_inline)) void multiply_panels(
     });
 }
 
-// Round a tile to bfloat16. place(k, row, words) writes the elements k .. k + K_UNIT - 1 of padded K of a row, which
-// are words [K_UNIT], in the layout of the level.
+// Round a tile to bfloat16. place(k, row, words) writes words [K_UNIT], the elements k .. k + K_UNIT - 1 of padded K of
+// a row, in the layout of the level.
 template <class Element, class Place>
 inline void pack_bf16(const OperandArgs& args, const Place& place) {
     each_leaf(*args.weight, [&](const LeafRange& leaf) {
@@ -167,8 +168,8 @@ struct Group {
     float* totals;                // [operand rows][32], to be added to
 };
 
-// Rows: the type Unpacked, unpack(Group, operand rows, Unpacked&), add_rows<R>(Group, Unpacked, first row, operand
-// rows) for R = 1 and AT_ONCE, and the bytes of an operand ELEMENT.
+// Rows has the type Unpacked; unpack(Group, operand rows, Unpacked&); add_rows<R>(Group, Unpacked, first row, operand
+// rows) for R = 1 and AT_ONCE; and ELEMENT, the bytes of an operand's element.
 template <class Rows>
 void add_group(const Group& g, int rows) {
     constexpr int AT_ONCE = Rows::AT_ONCE;

@@ -1,9 +1,9 @@
-// Products of int4 weights with activations in bfloat16: packing them, and the sums of a group. Included by
+// Products of int4 weights with bfloat16 activations: packing the activations, and the sums of a group. Included by
 // int4_avx512.cpp within its anonymous namespace.
 
 inline void set_zero(__m512& to) { asm("vpxord %0, %0, %0" : "=v"(to)); }
 
-// The sums of R rows and P panels over one group: of the low columns of a panel and of the high ones.
+// The sums of R rows and P panels over one group, for the low columns and for the high columns of a panel.
 template <class Mode, int R, int P>
 struct FloatSums {
     __m512 low[P][R], high[P][R];
@@ -40,16 +40,16 @@ struct FloatSums {
 
 #if defined(__AVX512BF16__)
 
-// Activations in bfloat16, a tile [padded_k / 4][2][rows][2]: of every four elements first 0 and 2, then 1 and 3.
+// Activations in bfloat16, a tile [padded_k / 4][2][rows][2]: of every four elements, first 0 and 2, then 1 and 3.
 //
 // A word of packed values contains nibbles of two neighbouring elements, and a look-up in a table of bfloat16 uses only
-// the lowest one. So words, shifted by 0, 4, 8 and 12 bits, become elements 0 and 2 of the low and high columns, then
-// elements 1 and 3.
+// the lowest nibble. So words, shifted by 0, 4, 8 and 12 bits, become elements 0 and 2 of the low and high columns,
+// then elements 1 and 3.
 struct Bf16Rows {
     using Mode = UnchangedMode;
     static constexpr int ELEMENT = 2;
     static constexpr int SUMS = 1;
-    static constexpr int MAX_ROWS = TILE_ROWS;  // twice the work per group: totals in memory cost less than half tiles
+    static constexpr int MAX_ROWS = TILE_ROWS;  // with twice the work per group, totals in memory beat half tiles
 
     using Words __attribute__((vector_size(64))) = std::uint16_t;
 
@@ -102,12 +102,12 @@ struct Bf16Rows {
     };
 };
 
-// The order in which vdpbf16ps adds the elements of a word of packed values: of every pair the second one first.
+// The order in which vdpbf16ps adds the elements of a word of packed values: the second element of every pair first.
 constexpr int ORDER[QUAD] = {2, 0, 3, 1};
 
 #else
 
-constexpr int ORDER[QUAD] = {0, 1, 2, 3};  // of AVX2
+constexpr int ORDER[QUAD] = {0, 1, 2, 3};  // the order of AVX2
 
 #endif
 
@@ -126,7 +126,7 @@ struct WideBf16Rows {
         });
     }
 
-    // The columns of the lowest nibbles of 16 words.
+    // The weights of the lowest nibbles of 16 words.
     static PENSTOCK_INLINE __m512i weights(__m512i words) {
         const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
         return (__m512i)_mm512_permutexvar_ps(words, table);

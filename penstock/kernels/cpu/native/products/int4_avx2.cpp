@@ -15,7 +15,7 @@ constexpr int VECTORS = PANEL / LANES;  // registers per row of a panel
 
 inline Floats load_scales(const std::uint16_t* scales) { return same_bits<Floats>(load_bits(scales)); }
 
-// Half of the packed bytes of a quad: low nibbles are columns 8 half .., high ones 16 + 8 half ..
+// Half of the packed bytes of a quad. Low nibbles are the columns from 8 half on, high nibbles those from 16 + 8 half.
 inline Ints load_packed(const std::uint8_t* values, int quad, int half) {
     Ints bytes;
     __builtin_memcpy(&bytes, values + quad * QUAD_BYTES + half * sizeof bytes, sizeof bytes);

@@ -1,7 +1,8 @@
-// Products with int4 weights in AVX-512: integer dot products (VNNI), bfloat16 ones (BF16) or float32, a group at a time.
+// Products with int4 weights in AVX-512, a group at a time: integer dot products (VNNI), or products of bfloat16 (BF16)
+// or float32.
 //
-// Packed bytes are unpacked as little as possible: few rows stay memory-bound, and many rows need no unpacked copy. The
-// multiplications are inline assembly, because GCC 12 spills the accumulators of intrinsics.
+// Packed bytes are unpacked as little as possible, so that few rows stay memory-bound and many rows need no unpacked
+// copy. The multiplications are inline assembly, because GCC 12 spills the accumulators of intrinsics.
 
 #include "avx512.inc.h"
 #include "products/leaves.inc.h"
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int HALF_PANEL = 16;  // columns per register
 
-// Enough panels for the multiplications to be independent and, with few rows, for several streams from memory.
+// Enough panels for independent multiplications and, with few rows, for several streams from memory.
 constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
 
 // The group scales of 16 columns.
@@ -24,7 +25,7 @@ inline Floats load_scales(const std::uint16_t* scales) {
     return (Floats)((Ints)_mm512_maskz_cvtepu16_epi32(0xffff, halves) << 16);
 }
 
-// The totals of R operand rows and P panels over the groups of a leaf, in registers until the end of the leaf.
+// The totals of R operand rows and P panels over the groups of a leaf, kept in registers until the end of the leaf.
 template <int R, int P>
 struct RegisterTotals {
     Floats totals[P][R][2] = {};
@@ -42,7 +43,8 @@ struct RegisterTotals {
     }
 };
 
-// The same in memory: for more of them, and for few rows, which wait for the weights anyway.
+// The same, kept in memory: for more totals than fit into registers, and for few rows, which wait for the weights
+// anyway.
 template <int R, int P>
 struct MemoryTotals {
     float* totals;
@@ -60,7 +62,7 @@ struct MemoryTotals {
     PENSTOCK_INLINE void store(float*) const {}
 };
 
-// always_inline: GCC drops a call that it does not inline early as being without effect.
+// always_inline, because GCC drops a call that it does not inline early, as having no effect.
 inline __attribute__((always_inline)) void prefetch(const void* line) {
     _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T0);
 }
@@ -71,22 +73,22 @@ inline void broadcast(__m512i& to, const std::int32_t& from) { asm("vpbroadcastd
 
 // Activations in int8, a tile [padded_k / 4][rows][4].
 //
-// A byte is low + 16 high. Its dot product minus that of its low nibble is 16 times that of the high one, so one AND
-// gives two vectors of weights; the factor 16 goes into the scale.
+// A byte is low + 16 high. Its dot product minus that of its low nibble is 16 times that of its high nibble, so one AND
+// gives two vectors of weights. The factor 16 goes into the scale.
 //
 // The sums begin with the bits of 1.5 * 2^23, whose last bit has the value 1, so that as a float they are OFFSET + d.
 // The fused d * scale = (OFFSET + d) * scale - OFFSET * scale is rounded once, because OFFSET * scale has ten bits and
-// is exact. A bfloat16 scale leaves enough exponents in float32: 4 bits below it, and above it if it is less than
-// 2^104.
+// is exact. A bfloat16 scale leaves enough exponents in float32: 4 bits below the scale, and enough above it if the
+// scale is less than 2^104.
 struct Int8Rows {
     using Mode = UnchangedMode;
     static constexpr int ELEMENT = 1;
     static constexpr int SUMS = 2;
-    static constexpr int MAX_ROWS = 6;  // at once, times one panel: 12 registers of sums and 12 of totals leave 8
+    static constexpr int MAX_ROWS = 6;  // at once, for one panel: 12 registers of sums and 12 of totals leave 8
     static constexpr float OFFSET = 12582912.0f;
     static constexpr std::int32_t OFFSET_BITS = 0x4b400000;
 
-    // Instead of the sums, the start values: [groups][2][operand rows].
+    // Pack a tile, and replace the sums by the start values, [groups][2][operand rows].
     static void pack(const OperandArgs& args) {
         pack_int8(args);
         const PenstockWeight& weight = *args.weight;
@@ -150,16 +152,16 @@ struct Int8Rows {
     }
 };
 
-// R of ROWS operand rows, from `row` on, times P panels.
+// Multiply R of ROWS operand rows, from `row` on, with P panels.
 template <class Rows, int ROWS, int R, int P>
 void multiply_rows(const Groups& g, int row, int part) {
     constexpr bool PART = R < ROWS;
-    // Unrolled for fewer instructions; a stream from memory is prefetched line by line.
+    // A part is unrolled for fewer instructions; otherwise a stream from memory is prefetched line by line.
     constexpr int AT_ONCE = PART ? 8 : 1;
     std::conditional_t<PART, RegisterTotals<R, P>, MemoryTotals<R, P>> totals(g.totals + row * P * PANEL);
     const auto* operands = static_cast<const std::int32_t*>(g.operands) + row;
     const std::int64_t bytes = g.bytes();
-    // Prefetched for every AT_ONCE lines of weights.
+    // The lines to prefetch for every AT_ONCE lines of weights.
     const int lines = AT_ONCE > 1 && g.parts < AT_ONCE ? AT_ONCE / g.parts : 1;
     const int step = g.parts < AT_ONCE ? lines * QUAD_BYTES : (AT_ONCE * QUAD_BYTES + g.parts - 1) / g.parts;
     for (int i = 0; i < g.count; ++i) {

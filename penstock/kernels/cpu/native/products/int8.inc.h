@@ -1,14 +1,14 @@
-// What the levels share of int8 products: the loops over leaves and tiles, and the end of a leaf. Included by the int8
-// file of each level within its anonymous namespace, after quantize_rows.inc.h.
+// The common parts of int8 products on all levels: the loops over leaves and tiles, and the end of a leaf. Included by
+// the int8 file of each level within its anonymous namespace, after quantize_rows.inc.h.
 //
 // The integer sums of a leaf are exact: packing allows at most 65536 elements, and 65536 * 128 * 127 is below 2^31.
 
 constexpr int STEP = 4;                   // elements of K that are stored together
-constexpr int STEP_BYTES = PANEL * STEP;  // of a panel
+constexpr int STEP_BYTES = PANEL * STEP;  // bytes of a step of a panel
 
 // One leaf of one tile, for neighbouring panels.
 struct LeafArgs {
-    const std::uint8_t* weights;   // of the leaf in the first panel
+    const std::uint8_t* weights;   // weights of the leaf in the first panel
     std::int64_t panel_stride;     // bytes per panel
     std::int64_t steps;
     const std::uint8_t* prefetch;  // weights to prefetch, in every panel
@@ -61,8 +61,8 @@ inline void finish_leaf(const LeafArgs& leaf, const Ints (*sums)[COLUMNS]) {
 
 // Call multiply_leaf(LeafArgs) for every leaf of every tile.
 //
-// A single tile prefetches its own weights a little ahead. Several tiles each prefetch a part of the next leaf:
-// otherwise only the first one would wait for memory, and the others would leave it idle.
+// A single tile prefetches its own weights a little ahead. Several tiles each prefetch a part of the next leaf;
+// otherwise only the first tile would wait for memory, and the other tiles would leave memory idle.
 template <class MultiplyLeaf>
 void multiply_leaves(const MultiplyArgs& args, int ahead_steps, MultiplyLeaf multiply_leaf) {
     const PenstockWeight& weight = *args.weight;

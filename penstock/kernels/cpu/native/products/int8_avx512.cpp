@@ -1,7 +1,8 @@
 // int8 products with the dot product of AVX-512 VNNI: 4 unsigned times 4 signed bytes, added to int32.
 //
-// A micro-kernel keeps the sums of all its rows and panels in registers over a whole leaf: every weight and every four
-// operands are loaded once per step. The sums start at -128 times the sum of the operands: weights are stored + 128.
+// A micro-kernel keeps the sums of all its rows and panels in registers over a whole leaf, so every weight and every
+// four operands are loaded once per step. The sums start at -128 times the sum of the operands, because weights are
+// stored + 128.
 
 #include "avx512.inc.h"
 #include "products/leaves.inc.h"
@@ -13,7 +14,7 @@ namespace {
 #include "products/quantize_rows.inc.h"
 #include "products/int8.inc.h"
 
-constexpr int TILE_ROWS = 12;  // times 2 registers of columns: 24 of the 32
+constexpr int TILE_ROWS = 12;  // times 2 registers of columns: 24 of the 32 registers
 constexpr int VECTORS = PANEL / LANES;
 constexpr int LINE = 64;
 constexpr int AHEAD_STEPS = 32;  // a page of 4 KiB, which the hardware prefetcher does not cross
@@ -28,8 +29,8 @@ inline Ints broadcast(const std::int8_t* four) {
     return Ints{} + bits;
 }
 
-// Add 4 unsigned weights times 4 signed operands to each sum. In assembly: GCC 12 copies and spills the sums of the
-// intrinsic.
+// Add 4 unsigned weights times 4 signed operands to each sum. In assembly, because GCC 12 copies and spills the sums of
+// the intrinsic.
 inline void add_products(Ints& sums, const Ints& weights, const Ints& operands) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(operands));
 }

@@ -1,4 +1,4 @@
-// int8 products for levels without an exact dot product of bytes, in words of 16 bits.
+// int8 products, computed in words of 16 bits, for levels without an exact dot product of bytes.
 #include "products/leaves.inc.h"
 #include "word_pairs.inc.h"
 
@@ -10,9 +10,9 @@ namespace {
 
 constexpr int TILE_ROWS = 12;
 constexpr int BLOCK_COLUMNS = 4;  // registers of columns that are summed at once
-constexpr int BLOCK_ROWS = 3;     // more sums do not fit into 16 registers
+constexpr int BLOCK_ROWS = 3;     // the sums of more rows would not fit into 16 registers
 
-// ROWS operand rows, operands [steps][operand rows][4], with BLOCK_COLUMNS registers of one panel's columns.
+// Multiply ROWS operand rows of operands [steps][operand rows][4] with BLOCK_COLUMNS registers of one panel's columns.
 template <int ROWS>
 void sum_block(const LeafArgs& leaf, int row, int column, Ints (*sums)[PANEL / LANES]) {
     Ints block[ROWS][BLOCK_COLUMNS] = {};

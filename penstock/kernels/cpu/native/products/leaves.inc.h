@@ -1,5 +1,5 @@
-// What all micro-kernels share: the leaves of K, the binary tree in which they are added (products.h), and the rows
-// that a tile is packed from. Internal linkage: every level has its own copy.
+// The common parts of all micro-kernels: the leaves of K, the binary tree in which they are added (products.h), and the
+// rows from which a tile is packed. Internal linkage: every level has its own copy.
 #pragma once
 
 #include "elements.inc.h"
@@ -32,8 +32,8 @@ inline const char* row_address(const OperandArgs& a, int r, std::int64_t first) 
     return static_cast<const char*>(a.x) + (row * a.x_stride + first) * type_bytes(a.x_type);
 }
 
-// The tree is carried out like a binary counter: bit i of the number of leaves done says that level i holds the sum of
-// 2^i of them.
+// The tree works like a binary counter: if bit i of the number of finished leaves is set, level i holds the sum of 2^i
+// leaves.
 
 // The levels (bit i: level i) that are added, lowest first, to the left of a leaf's own sum.
 inline unsigned levels_to_add(int leaf, int leaves) {
@@ -41,7 +41,7 @@ inline unsigned levels_to_add(int leaf, int leaves) {
     return leaf + 1 == leaves ? done : done & ~(done + 1);
 }
 
-// The level that then keeps the sum; after the last leaf the sum is the result instead.
+// The level that then keeps the sum. After the last leaf, the sum is the result instead.
 inline int level_to_keep(int leaf) { return __builtin_ctz(~static_cast<unsigned>(leaf)); }
 
 }  // namespace

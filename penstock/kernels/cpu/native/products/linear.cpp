@@ -1,6 +1,6 @@
-// Products with packed weights: splits rows into tiles and columns into panels, and both among threads.
+// Products with packed weights: splits rows into tiles and columns into panels, and distributes both among threads.
 //
-// First the rows are packed into tiles, then every item multiplies some tiles with some panels and runs the epilogue.
+// First the rows are packed into tiles; then every item multiplies some tiles with some panels and runs the epilogue.
 // The split decides only which thread computes what and when: each output is one micro-kernel's sum over its own row.
 
 #include "products/linear.h"
@@ -15,23 +15,23 @@ namespace {
 // no thread waits long for the last item.
 constexpr std::int64_t ITEM_BYTES = 128 << 10;
 
-// Tiles per call of a micro-kernel: a leaf of a panel is read once from memory, then from the L2.
+// Tiles per call of a micro-kernel. A leaf of a panel is read from memory once, and then from the L2.
 constexpr std::int64_t TILES_PER_CALL = 8;
 
-// Operand rows from which on multiplying takes longer than reading the weights from memory.
+// With this many operand rows or more, multiplying takes longer than reading the weights from memory.
 constexpr std::int64_t REREAD_ROWS = 256;
 
-// Below these, waking a helper takes longer than the work.
-constexpr std::int64_t SERIAL_BYTES = 128 << 10;    // of weights, once per ROWS_PER_READ rows
+// Below these limits, waking a helper takes longer than the work.
+constexpr std::int64_t SERIAL_BYTES = 128 << 10;    // bytes of weights, counted once per ROWS_PER_READ rows
 constexpr std::int64_t ROWS_PER_READ = 8;           // rows that are multiplied about as fast as the weights are read
-constexpr std::int64_t SERIAL_ELEMENTS = 32 << 10;  // of activations to pack
+constexpr std::int64_t SERIAL_ELEMENTS = 32 << 10;  // activations to pack
 
 constexpr std::int64_t OUT_FLOATS = TILES_PER_CALL * MAX_TILE_ROWS * PANEL * MAX_PANELS;
 constexpr std::int64_t TREE_FLOATS = OUT_FLOATS * TREE_LEVELS;
 
 constexpr std::int64_t FLOATS_PER_LINE = 16;  // per cache line
 
-constexpr int ELEMENT_BYTES[NUM_KINDS] = {4, 2, 1, 1, 2};  // of an operand
+constexpr int ELEMENT_BYTES[NUM_KINDS] = {4, 2, 1, 1, 2};  // bytes of an operand's element, by Kind
 
 std::int64_t panel_bytes(const PenstockWeight& weight) {
     const bool nibbles = weight.kind == KIND_INT4 || weight.kind == KIND_INT4_A16;
@@ -46,12 +46,12 @@ struct Plan {
     const ProductKernel* kernel;
     int slices;     // operand rows per activation row
     int tile_rows;  // activation rows of a full tile
-    int rest_rows;  // of the last tile if it is not full, else 0
+    int rest_rows;  // activation rows of the last tile if it is not full, else 0
     std::int64_t full_tiles;
     std::int64_t tile_bytes, scales_stride, sums_stride;  // from one tile to the next
     std::int64_t item_panels;
-    std::int64_t tile_groups;              // items with the same panels
-    std::int64_t first_tile, first_item;   // counted over all products
+    std::int64_t tile_groups;              // number of items with the same panels
+    std::int64_t first_tile, first_item;   // numbered over all products
     char* tiles;
     float* scales;
     std::int32_t* sums;
@@ -61,7 +61,7 @@ struct Plan {
     int max_panels(int rows) const { return std::clamp(kernel->max_panels(rows * slices), 1, MAX_PANELS); }
 };
 
-// Panels per item: few rows stream the weight, many rows keep the panels in the cache.
+// Panels per item. Few rows stream the weight; many rows keep the panels in the cache.
 std::int64_t panels_of_item(const Plan& plan) {
     if (plan.tile_count() > 1) return plan.max_panels(plan.tile_rows);
     const int together = plan.max_panels(static_cast<int>(plan.product.rows));
@@ -141,8 +141,9 @@ struct Panels {
     std::int64_t begin, end;
 };
 
-// Whether the product needs no epilogue, so that the micro-kernel can write to the output directly: no scales, bias,
-// gate or activation, float32, and whole cache lines in every row, also of the last panel.
+// Whether the product needs no epilogue, so that the micro-kernel can write to the output directly. This holds if there
+// are no scales, bias, gate or activation, the output is float32, and every row has whole cache lines, even in the last
+// panel.
 bool writes_directly(const Plan& plan) {
     const Product& product = plan.product;
     const PenstockWeight& weight = *product.weight;
@@ -152,7 +153,7 @@ bool writes_directly(const Plan& plan) {
            reinterpret_cast<std::uintptr_t>(product.out) % 64 == 0;
 }
 
-// Tiles of `rows` rows each times some panels, as many panels per call as suit the micro-kernel. memory: of the thread.
+// Multiply tiles of `rows` rows each with some panels, as many per call as suit the micro-kernel. memory: the thread's.
 void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t tile, std::int64_t tiles, int rows,
                     Panels panels, float* memory) {
     MultiplyArgs args{};
@@ -180,8 +181,8 @@ void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t ti
     }
 }
 
-// Consecutive items of a plan go through the groups of tiles first, so that a thread reuses panels; or, if the groups
-// are large, through the panels, so that it reuses operands.
+// Consecutive items of a plan go through the groups of tiles first, so that a thread reuses panels. If the groups are
+// large, they go through the panels first, so that a thread reuses operands.
 void run_item(const RowKernels& kernels, const Plan& plan, std::int64_t item, float* memory) {
     const std::int64_t ranges = divide_up(plan.product.weight->panels, plan.item_panels);
     const bool large = plan.kernel->tile_rows * TILES_PER_CALL >= REREAD_ROWS;
@@ -195,7 +196,7 @@ void run_item(const RowKernels& kernels, const Plan& plan, std::int64_t item, fl
         multiply_tiles(kernels, plan, plan.full_tiles, 1, plan.rest_rows, panels, memory);
 }
 
-// The plan that an item (or tile) belongs to: the last one that begins at or before it.
+// The plan to which an item (or tile) belongs: the last plan that begins at or before it.
 const Plan& plan_of(const Plan* plans, std::int64_t count, std::int64_t Plan::*first, std::int64_t at) {
     return *(std::partition_point(plans, plans + count, [=](const Plan& plan) { return plan.*first <= at; }) - 1);
 }
@@ -228,7 +229,7 @@ void run_all_items(Context& context, const Plan* plans, std::int64_t count) {
     context.pool.parallel_for(items, task, bytes < SERIAL_BYTES);
 }
 
-// Rows per pass, so that operands stay in the cache: whole tiles, evenly distributed over the passes.
+// Rows per pass, few enough for operands to stay in the cache: whole tiles, evenly distributed over the passes.
 std::int64_t rows_per_pass(const Context& context, const PenstockWeight& weight, std::int64_t rows) {
     const ProductKernel& kernel = context.products[weight.kind];
     const std::int64_t step = kernel.tile_rows / slices_of(weight);

@@ -12,18 +12,18 @@ struct Product {
     const PenstockWeight* weight;
     const void* x;                  // [.., k]
     std::int32_t x_type;
-    const std::int64_t* row_index;  // [rows] rows of x to read; null: the first ones
+    const std::int64_t* row_index;  // [rows] the rows of x to read; null: the first `rows` rows
     std::int64_t rows;
     void* out;                      // [rows, result_columns(weight)]
     std::int64_t out_stride;        // elements between rows of out
     std::int32_t out_type;
-    std::int32_t activation;        // of the gate if the weight is gated
+    std::int32_t activation;        // applies to the gate if the weight is gated
 };
 
 // n, or n / 2 if the weight is gated.
 std::int64_t result_columns(const PenstockWeight& weight);
 
-// The address of row `row` of a [.., columns] array of a type.
+// The address of row `row` of an array [.., columns] of `type`.
 template <class Void>
 Void* row_of(Void* array, std::int32_t type, std::int64_t columns, std::int64_t row) {
     using Byte = std::conditional_t<std::is_const_v<Void>, const char, char>;

@@ -1,7 +1,7 @@
 // Packing: rows of a weight are rounded or quantised and written in the layout of abi.h, panel by panel on all threads.
 //
-// Rows may come in any pieces and any order, each exactly once, into uninitialised memory: a row writes its column over
-// all of padded_k, and the last row of the weight also writes the padding columns after it.
+// Rows may come in any pieces and any order, each exactly once, and the memory may be uninitialised: a row writes its
+// column over all of padded_k, and the last row of the weight also writes the padding columns after it.
 
 #include <algorithm>
 #include <atomic>
@@ -13,7 +13,7 @@
 namespace penstock {
 namespace {
 
-constexpr int HALF = PANEL / 2;       // columns of consecutive rows, in a gated weight too
+constexpr int HALF = PANEL / 2;       // this many columns are consecutive rows, even in a gated weight
 constexpr std::int64_t STAGGER = 16;  // units between staged rows, so that they fall into different cache sets
 
 // Bytes per element before nibbles are combined.
@@ -32,7 +32,7 @@ struct PackJob {
     std::int32_t type;
     std::int64_t first, end;  // rows of the weight
     std::int64_t units;       // per staged row
-    const float* magnitudes;  // of the rows of the weight, or null
+    const float* magnitudes;  // magnitudes of the weight's rows, or null
     std::atomic<bool> quantisable{true};
 
     void pack_panel(std::int64_t panel, std::uint32_t* staged) {
@@ -122,7 +122,7 @@ struct PackJob {
         if (!all_fit) quantisable = false;
     }
 
-    // A column of zero weights with zero scales.
+    // Write a column of zero weights with zero scales.
     void stage_padding(std::int64_t column, std::uint8_t* out) {
         std::memset(out, zero_byte(weight.kind), static_cast<std::size_t>(units) * UNIT_BYTES);
         if (weight.column_scales != nullptr) weight.column_scales[column] = 0;
@@ -131,15 +131,16 @@ struct PackJob {
         for (std::int64_t at = 0; at < weight.padded_k / weight.group_size; ++at) scales[at * PANEL] = 0;
     }
 
-    // The scale of the first group of a column; that of the next group is PANEL elements further.
+    // The scale of the first group of a column. That of the next group is PANEL elements further on.
     std::uint16_t* group_scale(std::int64_t column) const {
         const std::int64_t groups = weight.padded_k / weight.group_size;
         return weight.group_scales + column / PANEL * groups * PANEL + column % PANEL;
     }
 };
 
-// Make the system allocate the memory of a weight that is being packed, page by page, by the threads that will read it:
-// they take neighbouring panels here as in products. On several NUMA nodes, each node then holds what its cores read.
+// Make the system allocate the memory of a weight to be packed: each page is touched by the thread that will read it,
+// because threads take neighbouring panels here as in products. With several NUMA nodes, each node then holds the pages
+// that its cores read.
 void touch_first(Context& context, const PenstockWeight& weight) {
     constexpr std::int64_t PAGE = 4096, BLOCK = std::int64_t{2} << 20;
     char* const memory = static_cast<char*>(weight.values);
@@ -151,7 +152,7 @@ void touch_first(Context& context, const PenstockWeight& weight) {
     context.pool.parallel_for_blocks(bytes, BLOCK, touch);
 }
 
-// Panels that contain rows first .. end - 1 of a weight; for the last row, also the padding after it.
+// The panels that contain rows first .. end - 1 of a weight and, for the last row, the padding after it.
 struct PanelRange {
     std::int64_t first, end;
 };

@@ -1,8 +1,8 @@
 // What an instruction level provides for packing weights: converting rows to stored values and interleaving sixteen
 // rows into a panel. pack.cpp is the only caller.
 //
-// quant/int8.py and quant/int4.py specify the values; pack_kernels.inc.h, compiled once per level, gives the same
-// values on all levels.
+// quant/int8.py and quant/int4.py specify the values. pack_kernels.inc.h, which is compiled once per level, gives the
+// same values on all levels.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +16,21 @@ constexpr int UNIT_BYTES = 4;                // consecutive bytes of a column: 1
 
 // x: `count` elements of one row, of type `type`.
 struct PackKernels {
-    // The largest magnitude; NaN or infinity if x contains one.
+    // The largest magnitude; NaN or infinity if x contains NaN or infinity.
     float (*abs_max)(const void* x, std::int32_t type, std::int64_t count);
     void (*to_f32)(const void* x, std::int32_t type, std::int64_t count, float* out);
     void (*to_bf16)(const void* x, std::int32_t type, std::int64_t count, std::uint16_t* out);
-    // x * inverse, rounded, + 128.
+    // Writes x * inverse, rounded, + 128.
     void (*to_int8)(const void* x, std::int32_t type, std::int64_t count, float inverse, std::uint8_t* out);
-    // One group, or the shorter rest of a leaf: value + 8 in each byte. Returns the scale as bfloat16 bits; sets
-    // `quantisable` to false if a weight is not quantisable.
+    // For one group, or the shorter rest of a leaf: writes value + 8 to each byte, and returns the scale as bfloat16
+    // bits. Sets `quantisable` to false if a weight is not quantisable.
     std::uint16_t (*to_int4)(const void* x, std::int32_t type, int count, std::uint8_t* out, bool& quantisable);
 
     // rows [columns] of `units` units each, `stride` units apart -> out[unit][column], 32 columns apart.
     void (*interleave)(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units,
                        std::uint32_t* out);
-    // The same for nibbles in bytes: into the low or high halves of out[unit][column], 16 columns apart, leaving the
-    // other halves unchanged.
+    // The same for nibbles in bytes: writes the low or high halves of the bytes of out[unit][column], 16 columns apart,
+    // and leaves the other halves unchanged.
     void (*interleave_nibbles)(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units,
                                int high, std::uint32_t* out);
 };

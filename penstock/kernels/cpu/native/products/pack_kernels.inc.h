@@ -1,5 +1,5 @@
-// The kernels of pack_kernels.h on the lanes of lanes.inc.h, compiled once per instruction level. No function of
-// the standard library is used (abi.h says why).
+// The kernels of pack_kernels.h on the lanes of lanes.inc.h, compiled once per instruction level. They use no function
+// of the standard library (abi.h says why).
 
 #include "lanes.inc.h"
 #include "products/pack_kernels.h"
@@ -12,7 +12,7 @@ constexpr float SMALLEST = 0x1p-100f;
 constexpr float ROUNDER = 0x1.8p23f;  // adding it rounds a small float to nearest even
 constexpr std::int32_t ROUNDER_BITS = 0x4b400000;
 
-// Call step(elements, at, count) for every 16 elements; beyond `count`, at the end of x, they are zeros.
+// Call step(elements, at, count) for every 16 elements of x. Elements beyond `count`, at the end of x, are zeros.
 template <class Step>
 PENSTOCK_INLINE void each_lanes(const void* x, std::int32_t type, std::int64_t n, const Step& step) {
     const float* floats = static_cast<const float*>(x);
@@ -25,13 +25,13 @@ PENSTOCK_INLINE void each_lanes(const void* x, std::int32_t type, std::int64_t n
 
 #define PENSTOCK_STEP [&](F32x16 values, std::int64_t at, int left) __attribute__((always_inline))
 
-// The first `count` of integers, narrowed to the elements of `to`.
+// Store the first `count` integers, narrowed to the element type of `to`.
 template <class Element>
 PENSTOCK_INLINE void store_narrow(Element* to, I32x16 a, int count) {
     typedef Element NarrowPart __attribute__((vector_size(sizeof(Element) * PART_LANES)));
     alignas(64) Element lane[LANES];
     for (int i = 0; i < PARTS; ++i) {
-        const ShortPart halves = __builtin_convertvector(a.part[i], ShortPart);  // in two steps: GCC is slow in one
+        const ShortPart halves = __builtin_convertvector(a.part[i], ShortPart);  // one step is slow with GCC
         const NarrowPart narrow = __builtin_convertvector(halves, NarrowPart);
         __builtin_memcpy(lane + i * PART_LANES, &narrow, sizeof narrow);
     }
@@ -40,7 +40,7 @@ PENSTOCK_INLINE void store_narrow(Element* to, I32x16 a, int count) {
 
 PENSTOCK_INLINE I32x16 larger(I32x16 a, I32x16 b) { return select(a > b, a, b); }
 
-// Bits of magnitudes have the order of the magnitudes, with infinity and NaN at the top.
+// Bits of magnitudes have the order of the magnitudes, with infinity and NaN as the largest.
 PENSTOCK_INLINE I32x16 magnitude_bits(F32x16 x) { return bits_as<I32x16>(abs(x)); }
 
 PENSTOCK_INLINE std::int32_t reduce_max(I32x16 lanes) {
@@ -90,7 +90,7 @@ struct Group {
     int count;
 };
 
-// The integers are in the low bits.
+// The results have the rounded integers in their low bits.
 PENSTOCK_INLINE F32x16 round_int4(F32x16 weights, float inverse) {
     return min(max(weights * inverse, -8.0f), 7.0f) + ROUNDER;
 }

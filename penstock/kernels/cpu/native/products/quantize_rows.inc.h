@@ -16,7 +16,7 @@ using Ints __attribute__((vector_size(LANES * 4))) = std::int32_t;
 using HalfWords __attribute__((vector_size(LANES * 2))) = std::uint16_t;
 using Bytes __attribute__((vector_size(LANES))) = std::int8_t;
 
-constexpr int CHUNK = 64;  // elements of K quantised at a time: those of all rows of a tile stay in the L1
+constexpr int CHUNK = 64;  // elements of K quantised at a time; the chunks of all rows of a tile stay in the L1
 static_assert(CHUNK == K_UNIT && CHUNK % LANES == 0);
 
 constexpr std::int32_t MAGNITUDE_BITS = 0x7fffffff;
@@ -32,7 +32,7 @@ inline Ints load_bits(const std::uint16_t* x) {
     HalfWords bits;
     __builtin_memcpy(&bits, x, sizeof bits);
 #if defined(__AVX512F__)
-    // GCC 12 compiles the conversion below to four instructions, and warns of the intrinsic without a mask.
+    // GCC 12 compiles the conversion below to four instructions, and warns about the intrinsic without a mask.
     return same_bits<Ints>(_mm512_maskz_cvtepu16_epi32(0xffff, same_bits<__m256i>(bits))) << 16;
 #else
     return __builtin_convertvector(bits, Ints) << 16;
@@ -91,8 +91,8 @@ inline void reduce_sums(const Ints* values, int count, std::int32_t* to) {
 
 #endif
 
-// Bits of max |x|. As integers they have the order of the values, with infinity and then NaN at the top. Several maxima
-// at a time, because each waits for the one before it.
+// Bits of max |x|. As integers they have the order of the values, with infinity and then NaN as the largest. Several
+// maxima are computed at a time, because each step waits for the one before it.
 template <class Element>
 std::int32_t max_magnitude_bits(const Element* x, std::int64_t count) {
     constexpr int AT_ONCE = 4;
@@ -112,13 +112,13 @@ std::int32_t max_magnitude_bits(const Element* x, std::int64_t count) {
     return reduce_max(results[0]);
 }
 
-// The scale of the operands and the factor that elements are multiplied by; with a factor of 0 all slices are zeros.
+// The scale of the operands, and the factor by which elements are multiplied. If the factor is 0, all slices are zeros.
 struct LeafScale {
     float scale;
     float factor;
 };
 
-// From 2^-118 on the scale is normal and the factor finite; smaller leaves are treated as zeros.
+// From 2^-118 on, the scale is normal and the factor finite. Leaves of smaller magnitude are treated as zeros.
 inline LeafScale leaf_scale(std::int32_t magnitude_bits) {
     if (magnitude_bits >= INFINITY_BITS) return {__builtin_nanf(""), 0.0f};
     if (magnitude_bits < SMALLEST_BITS) return {0.0f, 0.0f};
@@ -128,7 +128,7 @@ inline LeafScale leaf_scale(std::int32_t magnitude_bits) {
 
 #if defined(__AVX512F__)
 
-// COUNT * 16 integers from -127 to 127 as bytes, followed by zeros.
+// COUNT * 16 integers, each from -127 to 127, as bytes; zeros follow.
 template <int COUNT>
 inline __m512i to_bytes(const Ints (&values)[COUNT]) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -191,7 +191,7 @@ struct LeafRows {
     std::int64_t count;  // elements per row, without the padding of the leaf
 };
 
-// Locate the rows of a leaf, count elements from `first` on, and write their scales [rows].
+// Locate the rows of a leaf, `count` elements from `first` on, and write their scales [rows].
 template <class Element>
 LeafRows<Element> find_leaf(const OperandArgs& args, std::int64_t first, std::int64_t count, float* scales) {
     LeafRows<Element> leaf;
@@ -220,7 +220,7 @@ void quantize_chunks(const LeafRows<Element>& leaf, std::int64_t k, std::int8_t*
 }
 
 // Quantise a tile and sum every `span` elements of padded K, or every leaf if span is 0. place(k, length, slices)
-// writes the operands k .. k + length - 1 of padded K, slices [rows * SLICES][CHUNK], in the layout of the level;
+// writes slices [rows * SLICES][CHUNK], the operands k .. k + length - 1 of padded K, in the layout of the level.
 // length is LENGTH, the smaller of CHUNK and span.
 template <int SLICES, int LENGTH, class Element, class Place>
 void quantize_tile(const OperandArgs& args, int span, const Place& place) {

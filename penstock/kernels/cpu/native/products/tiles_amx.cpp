@@ -1,9 +1,9 @@
 // Products in bfloat16 and int8 with AMX tiles.
 //
-// A step of K is 64 bytes of a row. A packed tile of activations is [steps][operand rows][64 bytes]: 16 rows of it are
-// an A operand. A step of a panel in memory is a B operand: 16 rows, 128 bytes apart, columns 0..15 in the first half
-// of each. Of the eight AMX tiles four hold sums, for up to 32 rows of one panel or 16 rows of two panels, two A and
-// two B.
+// A step of K is 64 bytes of a row. A packed tile of activations is [steps][operand rows][64 bytes], and 16 of its rows
+// are an A operand. A step of a panel in memory is two B operands: 16 rows, 128 bytes apart, with columns 0..15 in the
+// first half of each row. Of the eight AMX tiles, four hold sums (for up to 32 rows of one panel, or 16 rows of two
+// panels), two hold A operands and two hold B operands.
 
 #include "amx_tiles.inc.h"
 #include "products/leaves.inc.h"
@@ -17,19 +17,19 @@ namespace {
 
 constexpr int TILE_ROWS = 2 * AMX_ROWS;
 constexpr std::int64_t LINE = 64;
-constexpr std::int64_t STEP_BYTES = AMX_BYTES * PANEL;  // of a panel
+constexpr std::int64_t STEP_BYTES = AMX_BYTES * PANEL;  // bytes of a step of a panel
 constexpr std::int64_t BLOCK_STEPS = 8;                 // steps of operands that stay in the L1 for several panels
-constexpr int MANY_TILES = 3;                           // take longer than reading their weights from memory
+constexpr int MANY_TILES = 3;                           // this many tiles take longer than reading their weights
 
-// Tiles 0 and 1 are sums of the columns of a panel; tiles 2 and 3 are
+// Tiles 0 and 1 hold the sums of the columns of a panel. The use of tiles 2 and 3:
 enum class Form {
-    TALL,  // the same columns for rows 16..31
-    WIDE,  // the same rows with the next panel
+    TALL,  // the same columns, for rows 16..31
+    WIDE,  // the same rows, for the next panel
     HALF   // unused
 };
 
 // The prefetch distance of a single stream: short enough that lines are requested in order, which keeps the hardware
-// prefetcher active. With a longer distance it stops, and these prefetches alone are slower.
+// prefetcher active. With a longer distance the hardware prefetcher stops, and these prefetches alone are slower.
 constexpr std::int64_t ahead_bytes(Form form) { return form == Form::TALL ? STEP_BYTES : STEP_BYTES / 2; }
 
 // Tiles: 0 .. 3 sums; 4 and 5 operands, 6 and 7 weights.
@@ -48,12 +48,12 @@ struct LeafSums {
     int rows;
     std::int64_t width;          // columns per row of sums and tree
     std::int64_t first_column, end_column;
-    int slices;                  // int8 only, like
-    const float* scales;         // [rows] and
-    const std::int32_t* totals;  // of the operands, [operand rows]
+    int slices;                  // int8 only
+    const float* scales;         // int8 only: [rows]
+    const std::int32_t* totals;  // int8 only: sums of the operands, [operand rows]
     const float* tree;           // sums of earlier leaves
     std::int64_t tree_stride;    // per level
-    unsigned levels;             // of the tree, to be added
+    unsigned levels;             // bit l: level l of the tree is to be added
     float* to;                   // may be `sums`
     std::int64_t to_row;         // elements between rows of `to`
 };
@@ -121,7 +121,7 @@ void pack_int8(const OperandArgs& a) {
     });
 }
 
-// Some steps of one tile times one or two panels.
+// The product of some steps of one tile with one or two panels.
 struct Piece {
     const char* operands;
     int operand_rows;
@@ -131,13 +131,13 @@ struct Piece {
     const char* ahead;         // weights to prefetch
     std::int64_t ahead_step;   // bytes prefetched per step
     bool continues;            // start from the sums of the previous piece at `sums`
-    const char* sums;          // four bytes each
+    const char* sums;          // four bytes per sum
     std::int64_t sums_row;     // bytes between rows
     char* to;                  // destination of the sums, may be `sums`
     std::int64_t to_row;       // bytes between rows
 };
 
-// Bytes from the sums of tiles 0 and 1 to those of tiles 2 and 3.
+// The offset in bytes from the sums of tiles 0 and 1 to those of tiles 2 and 3.
 template <Form FORM>
 inline std::int64_t to_second(std::int64_t row) {
     return FORM == Form::TALL ? AMX_ROWS * row : 2 * AMX_BYTES;
@@ -218,8 +218,8 @@ struct Range {
     int first_panel, last_panel;
 };
 
-// One tile times every panel of the range; `block` is that tile with the first panel of the call. Prefetches weights
-// `distance` bytes after those of each panel or, if that is negative, a little ahead.
+// Multiply one tile with every panel of the range; `block` is that tile with the first panel of the call. Prefetches
+// weights `distance` bytes after those of each panel or, if `distance` is negative, a little ahead.
 template <class Type, Form FORM>
 void multiply_panels(Range range, const Piece& block, std::int64_t distance) {
     constexpr int STRIDE = FORM == Form::WIDE ? 2 : 1;
@@ -233,8 +233,8 @@ void multiply_panels(Range range, const Piece& block, std::int64_t distance) {
     }
 }
 
-// One block of K: every tile times every panel of the range. Many tiles prefetch the block `next` bytes after this one,
-// each its part; with few tiles, the first one prefetches a little ahead.
+// Multiply one block of K: every tile with every panel of the range. Many tiles each prefetch a part of the block that
+// is `next` bytes after this one; with few tiles, the first tile prefetches a little ahead.
 template <class Type>
 void multiply_block(
     const MultiplyArgs& a, Range range, const Piece& block, std::int64_t next, std::int64_t sums_stride,
@@ -254,7 +254,7 @@ void multiply_block(
     }
 }
 
-// Where the sums of a leaf are collected and where its results go, from the first tile on. Strides are in elements.
+// Where the sums of a leaf are collected and where its results go, for the first tile. Strides are in elements.
 struct Destination {
     float* sums;
     std::int64_t sums_stride;  // per tile
@@ -274,14 +274,14 @@ Destination destination_of(const MultiplyArgs& a, int leaf, int slices) {
     d.to = last ? a.out : a.tree + level_to_keep(leaf) * a.rows * width;
     d.to_stride = last ? a.rows * a.out_stride : tree_floats(a);
     d.to_row = last ? a.out_stride : width;
-    // With several slices there are more sums than results; the tree, then narrow, leaves its last third free.
+    // With several slices there are more sums than results; the tree is then narrow and leaves its last third free.
     d.sums = slices > 1 ? a.tree + 2 * MAX_TILE_ROWS * width : last ? a.partial : d.to;
     d.sums_stride = slices == 1 && last ? a.rows * width : tree_floats(a);
     d.finish = Type::STEP == Int8::STEP || levels_to_add(leaf, a.weight->leaves) != 0;
     return d;
 }
 
-// All blocks of K of one leaf, steps step .. end - 1.
+// Multiply all blocks of K of one leaf, steps step .. end - 1.
 template <class Type>
 void multiply_leaf(const MultiplyArgs& a, Range range, std::int64_t step, std::int64_t end, int slices,
                    const Destination& d) {

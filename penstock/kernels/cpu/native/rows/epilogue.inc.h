@@ -1,5 +1,5 @@
-// The epilogue of products: scales, bias and activation. Compiled once per instruction level; row_kernels.h specifies
-// it.
+// The epilogue of products: scales, bias and activation. row_kernels.h specifies it. Compiled once per instruction
+// level.
 #pragma once
 
 #include "rows/row_kernels.h"
@@ -8,9 +8,9 @@
 namespace penstock {
 namespace {
 
-constexpr float LOWEST = -3.40282347e38f;  // the lowest finite float, in place of -inf if it is multiplied by 0
+constexpr float LOWEST = -3.40282347e38f;  // the lowest finite float, used in place of -inf in a product with 0
 
-// Activations. Some results below 2e-36 are 0; the error bounds are for the others.
+// Activations. Some results below 2e-36 are 0; the error bounds hold for all other results.
 
 // x / (1 + e^-t) for x and t of the same sign. Large |t| and infinite x give the limit: e^-|t| cannot overflow.
 PENSTOCK_INLINE F32x16 times_sigmoid(F32x16 x, F32x16 t) {
@@ -22,14 +22,14 @@ PENSTOCK_INLINE F32x16 times_sigmoid(F32x16 x, F32x16 t) {
 PENSTOCK_INLINE F32x16 silu(F32x16 x) { return times_sigmoid(x, x); }
 
 // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), where (1 + tanh(t)) / 2 is the sigmoid of 2 t.
-// Within 10 + 2 x^2 ulp: far below zero the rounding of the exponent dominates.
+// Within 10 + 2 x^2 ulp: far below zero, the rounding of the exponent dominates.
 PENSTOCK_INLINE F32x16 gelu_tanh(F32x16 x) {
     constexpr float LINEAR = 1.59576912f, CUBIC = 0.0713548163f;  // 2 sqrt(2 / pi), and that times 0.044715
     return times_sigmoid(x, x * (x * x * CUBIC + LINEAR));
 }
 
-// x times the cumulative normal distribution of x, within 10 + 2 x^2 ulp. Below zero it is computed as a tail, which
-// keeps its precision.
+// x times the cumulative normal distribution of x, within 10 + 2 x^2 ulp. Below zero, the distribution is computed as a
+// tail, which keeps its precision.
 PENSTOCK_INLINE F32x16 gelu(F32x16 x) {
     constexpr float SQRT_HALF = 0.707106781f;
     const F32x16 tail = erfc_positive(abs(x) * SQRT_HALF) * 0.5f;
@@ -44,7 +44,7 @@ PENSTOCK_INLINE F32x16 activate(F32x16 x) {
     return x;
 }
 
-// Sums of sixteen columns, times scales plus bias.
+// Sums of sixteen columns, times their scales, plus their bias.
 PENSTOCK_INLINE F32x16 scaled(const PenstockWeight& weight, F32x16 sums, std::int64_t column) {
     if (weight.column_scales != nullptr) sums = sums * load(weight.column_scales + column);
     if (weight.bias != nullptr) sums = sums + load(weight.bias + column);

@@ -11,8 +11,8 @@
 
 namespace penstock {
 
-// Turn product sums into results: times the scale of the column, plus its bias, then the activation; if the weight is
-// gated, the activation of the gate times the up half.
+// Turn product sums into results: multiply by the scale of the column, add its bias, then apply the activation. If the
+// weight is gated, the result is the activation of the gate times the up half.
 struct EpilogueArgs {
     const PenstockWeight* weight;
     std::int64_t first_panel;
@@ -20,7 +20,7 @@ struct EpilogueArgs {
     std::int64_t rows;         // rows of `sums`
     const float* sums;         // [rows][panels * 32]
     std::int32_t activation;
-    void* out;                 // the first of these rows, at column 0 (not at the first panel)
+    void* out;                 // where the first of these rows begins, at column 0 (not at the first panel)
     std::int64_t out_stride;   // elements between rows
 };
 
@@ -38,8 +38,8 @@ struct NormArgs {
 
 // The norm of the heads of q or of k.
 struct HeadNorm {
-    const float* weight;  // [size], or null: none
-    std::int64_t size;    // head_dim: each head by itself; elements of all heads: all of them together
+    const float* weight;  // [size]; null: no norm
+    std::int64_t size;    // head_dim: each head is normed by itself; elements of all heads: all are normed together
 };
 
 // Split rows of q, k and v, norm the heads of q and k if weights are given, and rotate them.
@@ -64,8 +64,8 @@ struct EmbeddingArgs {
     float* out;   // [.., n]
 };
 
-// Softmax over all experts, then the top_k most likely, the lower id first on a tie. A row whose softmax contains NaN
-// (a logit is NaN or +inf, or all are -inf) gets the ids 0, 1, .. with weights NaN.
+// Softmax over all experts, then the top_k most likely experts, the lower id first on a tie. A row whose softmax
+// contains NaN (a logit is NaN or +inf, or all are -inf) gets the ids 0, 1, .. with weights NaN.
 struct RouteArgs {
     const float* logits;  // [.., experts]
     std::int64_t experts;
@@ -75,7 +75,7 @@ struct RouteArgs {
     float* weights;            // [.., top_k]
 };
 
-// Arrays are indexed by a DataType: that of the results, or of the table of an embedding.
+// Arrays are indexed by a DataType: that of the results or, for `embedding`, that of the table.
 struct RowKernels {
     void (*epilogue[2])(const EpilogueArgs&);
     void (*rms_norm[2])(const NormArgs&, std::int64_t first, std::int64_t rows);

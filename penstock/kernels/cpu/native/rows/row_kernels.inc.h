@@ -13,8 +13,8 @@ PENSTOCK_INLINE float norm_scale(F32x16 squares, std::int64_t n, float eps) {
     return 1.0f / __builtin_sqrtf(reduce_sum(squares) / static_cast<float>(n) + eps);
 }
 
-// The row to be normed: x, or x + branch, which is also written. visit(value) gets each vector of it, with zeros after
-// the end.
+// The row to be normed: x, or x + branch, which is also written to sum. visit(value) is called with each vector of the
+// row, with zeros after the end.
 template <class Visit>
 PENSTOCK_INLINE const float* normed_row(const NormArgs& a, std::int64_t row, const Visit& visit) {
     const float* x = a.x + row * a.n;
@@ -75,7 +75,7 @@ void layer_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
 
 // ---- Rotary
 
-// A head, normed if it has a weight.
+// A head, which is normed if it has a weight.
 struct Head {
     const float* x;
     const float* weight;  // null: not normed
@@ -97,7 +97,7 @@ PENSTOCK_INLINE float scale_of(const float* x, std::int64_t n, float eps) {
     return norm_scale(squares, n, eps);
 }
 
-// Rotate element i against element i + half, for i < half. Elements from 2 half on are copied.
+// Rotate element i against element i + half, for i < half. Elements from 2 * half on are copied.
 template <class Out>
 PENSTOCK_INLINE void rotate(const Head& head, const float* cosines, std::int64_t half, std::int64_t n, Out* out) {
     const float* sines = cosines + half;
@@ -111,7 +111,7 @@ PENSTOCK_INLINE void rotate(const Head& head, const float* cosines, std::int64_t
     each_vector(n - rest, PENSTOCK_BODY { store_some(out + rest + i, head.at(rest + i, count), count); });
 }
 
-// The heads [heads, n] of q, or of k, normed and rotated.
+// Norm and rotate the heads [heads, n] of q or of k.
 template <class Out>
 PENSTOCK_INLINE void rotate_heads(const float* x, std::int64_t heads, std::int64_t n, const HeadNorm& norm, float eps,
                                 const float* cosines, std::int64_t half, Out* out) {
@@ -156,7 +156,7 @@ void embedding(const EmbeddingArgs& a, std::int64_t first, std::int64_t rows) {
 
 // ---- Routing
 
-constexpr float TAKEN = -1.0f;  // in place of a probability: already chosen, or no expert
+constexpr float TAKEN = -1.0f;  // in place of a probability if the expert is already chosen or does not exist
 
 // The maximum of n numbers, none of them NaN, in whole vectors.
 PENSTOCK_INLINE float max_of(const float* values, std::int64_t n) {
@@ -165,7 +165,7 @@ PENSTOCK_INLINE float max_of(const float* values, std::int64_t n) {
     return reduce_max(best);
 }
 
-// The softmax of n logits, padded with TAKEN to a whole vector. Returns false if it contains NaN.
+// Write the softmax of n logits, padded with TAKEN to a whole vector. Return false if it contains NaN.
 PENSTOCK_INLINE bool softmax(const float* logits, std::int64_t n, float* out) {
     constexpr float MINUS_INFINITY = -__builtin_inff();
     F32x16 best = MINUS_INFINITY;

@@ -9,12 +9,11 @@ namespace penstock {
 namespace {
 
 constexpr std::int64_t BLOCK_ELEMENTS = 8192;    // per item of work: about 2 microseconds
-constexpr std::int64_t SERIAL_ELEMENTS = 32768;  // fewer take less time than waking a helper
-constexpr std::int64_t UNPACK_COST = 4;           // a cache line for every two bf16 elements
-constexpr std::int64_t SOFTCAP_COST = 4;          // an exponential and two divisions, in simple operations
+constexpr std::int64_t SERIAL_ELEMENTS = 32768;  // fewer elements take less time than waking a helper
+constexpr std::int64_t UNPACK_COST = 4;           // in simple operations: a cache line for every two bf16 elements
+constexpr std::int64_t SOFTCAP_COST = 4;          // in simple operations: an exponential and two divisions
 
-// Call task(first, count, thread) for blocks of `count` rows or elements, each of which costs so many simple
-// operations.
+// Call task(first, count, thread) for blocks of rows or elements. Each row or element costs `cost` simple operations.
 template <class Task>
 Status over_blocks(Context& context, std::int64_t count, std::int64_t cost, const Task& task) {
     const std::int64_t block = std::max<std::int64_t>(1, BLOCK_ELEMENTS / cost);
@@ -35,8 +34,8 @@ float widen(std::uint16_t half) {
     return value;
 }
 
-// Write scale * row `id` of a packed weight to out [k]. A panel holds GROUP neighbours of K of one row, then those of the
-// next row, so a row is read with a stride.
+// Write scale * row `id` of a packed weight to out [k]. A panel holds GROUP neighbouring elements of K of one row, then
+// those of the next row, so a row is read with a stride.
 template <class Element, int GROUP>
 void unpack_row(const PenstockWeight& weight, std::int64_t id, float scale, float* out) {
     const Element* const row =
@@ -54,7 +53,7 @@ void unpack_row(const PenstockWeight& weight, std::int64_t id, float scale, floa
 
 using NormKernel = void (*)(const NormArgs&, std::int64_t first, std::int64_t rows);
 
-// function: as for CallScope.
+// function: as in CallScope.
 Status run_norm(
     Context* context, NormKernel kernel, const NormArgs& args, std::int64_t rows,
     const char* function = __builtin_FUNCTION()) {
@@ -171,7 +170,7 @@ extern "C" std::int32_t penstock_route(
     return run_call(context, [&] {
         const RouteArgs args = {logits, experts, top_k, renormalize, ids, weights};
         context->reserve_per_thread(divide_up(experts, 16) * 16 * std::int64_t{sizeof(float)});
-        const std::int64_t cost = experts * (4 + top_k);  // per expert an exponential and its part of top_k searches
+        const std::int64_t cost = experts * (4 + top_k);  // per expert: an exponential, and its part of top_k searches
         return over_blocks(*context, rows, cost, [&](std::int64_t first, std::int64_t count, int thread) {
             context->rows.route(args, first, count, static_cast<float*>(context->per_thread[thread].data()));
         });

@@ -1,7 +1,7 @@
-// Drawing: the highest value plus Gumbel noise -log(-log(u)), u = ((word >> 9) + 0.5) * 2^-23.
+// Drawing: the entry with the highest value plus Gumbel noise -log(-log(u)), where u = ((word >> 9) + 0.5) * 2^-23.
 //
 // Nearly all entries are skipped without a logarithm. Because -log(u) >= 1 - u, noise is at most -log(1 - u), so an
-// entry exceeds `best` only if 1 - u <= exp(x - best). And because 1 - u >= 2^-24, only if x >= best - 24 log(2).
+// entry exceeds `best` only if 1 - u <= exp(x - best). Because 1 - u >= 2^-24, this requires x >= best - 24 log(2).
 #pragma once
 
 #include "sampling/philox.inc.h"
@@ -44,8 +44,8 @@ PENSTOCK_INLINE F32x16 gumbel(U32x16 word) {
     return F32x16(0.0f) - log(F32x16(0.0f) - log(u));
 }
 
-// Whether 1 - u may be at most exp(depth); never false by mistake. 1 + f >= 2^f for f in 0 .. 1, and the float with the
-// bits (127 + i + f) * 2^23 is 2^i (1 + f): so those bits, with f + i = depth * log2(e), are an upper bound of exp.
+// Whether 1 - u may be at most exp(depth). The result is never false by mistake: 1 + f >= 2^f for f in 0 .. 1, and the
+// float with the bits (127 + i + f) * 2^23 is 2^i (1 + f), so with i + f = depth * log2(e) it is an upper bound of exp.
 PENSTOCK_INLINE I32x16 may_win(U32x16 word, F32x16 depth) {
     constexpr float LOG2_E = 1.44269504f, TWO_23 = 8388608.0f, EXPONENT = 127.0f + 23.0f, SLACK = 0.001f;
     const F32x16 rest = 8388607.5f - to_float(bits_as<I32x16>(word >> 9u));  // (1 - u) * 2^23, exact
@@ -60,7 +60,7 @@ PENSTOCK_INLINE I32x16 may_win(U32x16 word, F32x16 depth) {
 struct GumbelMax {
     float value = MINUS_INFINITY;   // with noise
     std::int64_t id = -1;  // -1: none yet
-    float threshold;       // an entry whose value plus noise, before rounding, is below this cannot be the best
+    float threshold;       // an entry with a value plus noise, before rounding, below this cannot be the best
 
     // max: the maximum of the entries.
     PENSTOCK_INLINE explicit GumbelMax(float max) { must_reach(max + MIN_NOISE); }

@@ -1,4 +1,4 @@
-// What changes the logits of a row before sampling: mask, bias and penalties, in the order of kernels/sampling.py.
+// The changes to a row's logits before sampling: mask, bias and penalties, in the order of kernels/sampling.py.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-// (row, id) pairs in any order, grouped by row; within a row they keep their order.
+// Groups (row, id) pairs, which come in any order, by row. Within a row they keep their order.
 class PairsByRow {
   public:
     PairsByRow(const std::int64_t* pairs, std::int64_t count, std::int64_t rows, BumpAllocator& memory)
@@ -17,7 +17,7 @@ class PairsByRow {
         order_ = memory.allocate<std::int64_t>(count_);
     }
 
-    // Counting sort by row, into the memory.
+    // A counting sort by row, into the memory given to the constructor.
     void sort() {
         if (count_ == 0) return;
         std::int64_t* const next = begin_ + 1;  // next[r]: place of row r's next pair; begin_[r + 1] at the end
@@ -56,7 +56,7 @@ class Penalties {
     // Bytes of memory that sort() writes.
     std::int64_t bytes() const { return bytes_; }
 
-    // Must be called once before the functions below.
+    // Must be called once before `any` and `apply`.
     void sort() {
         masked_.sort();
         bias_.sort();

@@ -2,7 +2,7 @@
 //
 // kernels/sampling.py specifies the key, the counter and the word of each entry.
 //
-// A register contains one word of several blocks, each in the lower half of a 64-bit lane; the upper half is arbitrary,
+// A register contains one word of several blocks, each in the lower half of a 64-bit lane. The upper half is arbitrary,
 // because a product reads only the lower half. So a round is two products, two shifts and four xors.
 #pragma once
 
@@ -24,7 +24,7 @@ typedef std::uint64_t WidePart __attribute__((vector_size(4 * PART_LANES)));
 constexpr __mmask8 ALL_LANES = 0xFF;  // GCC 12 warns about its own header in the forms without a mask
 #endif
 
-// Lane by lane, the product of the lower halves.
+// The product of the lower halves, lane by lane.
 PENSTOCK_INLINE WidePart multiply_low_halves(WidePart a, WidePart b) {
 #if defined(__AVX512F__)
     return reinterpret_cast<WidePart>(
@@ -53,8 +53,8 @@ PENSTOCK_INLINE void interleave(WidePart a, WidePart b, WidePart& first, WidePar
 #endif
 }
 
-// The block number of each lane of register p. `interleave` gives entries in order if even lanes are the blocks of one
-// result and odd lanes those of the next.
+// The block number of each lane of register p. `interleave` gives entries in order if even lanes hold the blocks of one
+// result and odd lanes those of the next result.
 PENSTOCK_INLINE WidePart block_numbers(std::uint64_t first_block, int p) {
     WidePart numbers;
     for (int lane = 0; lane < PART_BLOCKS; ++lane) {

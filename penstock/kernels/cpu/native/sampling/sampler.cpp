@@ -1,5 +1,5 @@
-// Log-probabilities and sampling, with the steps and order of kernels/sampling.py. Each row is processed by one thread:
-// its work is small compared with the product that computed its logits.
+// Log-probabilities and sampling, with the steps and order of kernels/sampling.py. Each row is processed by one thread,
+// because its work is small compared with the product that computed its logits.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -14,7 +14,7 @@ namespace penstock {
 namespace {
 
 constexpr std::int64_t NO_TOKEN = -1;
-constexpr float LOWEST = -FLT_MAX;  // everything below is -inf, which is never drawn
+constexpr float LOWEST = -FLT_MAX;  // only -inf is lower, and it is never drawn
 
 std::int64_t num_maxima(std::int64_t vocab) { return divide_up(vocab, SCAN_BLOCK) * SCAN_LANES; }
 
@@ -23,7 +23,7 @@ struct RowMemory {
     float* maxima;           // [num_maxima]
     float* logits;           // [vocab], after penalties and temperature
     Candidates candidates;   // [vocab]
-    float* weights;          // [vocab], of the candidates
+    float* weights;          // [vocab], weights of the candidates
     std::int32_t* open;      // [vocab or num_maxima], for last_within
 
     RowMemory(BumpAllocator& memory, std::int64_t vocab)
@@ -40,16 +40,17 @@ struct RowMemory {
     }
 };
 
-// The distribution of one row, restricted by min_p, top_k and top_p, called in this order, and a draw from it. The row
-// is not changed: the restriction is a cut in the order of its values, and candidates are copied.
+// The distribution of one row, and a draw from it. min_p, top_k and top_p restrict it and are called in this order. The
+// row is not changed: the restriction is a cut in the order of its values, and candidates are copied.
 class Distribution {
   public:
-    // x [vocab]: divided by the temperature; maxima: of x times `temperature`, from scan; max: the maximum of x.
+    // x [vocab] is divided by the temperature; memory has the maxima of x times `temperature`, from scan; max is that
+    // of x.
     Distribution(const SamplerKernels& kernels, RowMemory& memory, const float* x, std::int64_t vocab, float max,
                  float temperature)
         : kernels_(kernels), memory_(memory), x_(x), vocab_(vocab), max_(max), temperature_(temperature) {}
 
-    // Drop x < max + log(min_p), that is exp(x - max) < min_p.
+    // Drop entries with x < max + log(share), which means exp(x - max) < share.
     void min_p(float share) {
         if (share > 0.0f) cut_.value = std::max(LOWEST, kernels_.floor(max_, share));
     }
@@ -73,7 +74,8 @@ class Distribution {
         end_at(last_of_mass(share * static_cast<double>(total)));
     }
 
-    // Drawing from a list takes about four times as long per entry as from neighbours, which use one block of noise.
+    // Per entry, drawing from a list takes about four times as long as drawing from neighbours, which share blocks of
+    // noise.
     std::int64_t draw(NoiseKey key) const {
         Candidates& list = memory_.candidates;
         if (!collected_ || list.count > vocab_ / 4) return kernels_.draw(x_, vocab_, max_, cut_, key);
@@ -88,7 +90,7 @@ class Distribution {
         return static_cast<std::uint64_t>(static_cast<std::int64_t>(weight * UNITS));  // signed: one instruction
     }
 
-    // top_p without an earlier cut: most of the row is dropped, so only entries above a floor are collected. The sums
+    // top_p without an earlier cut. Most of the row is dropped, so only entries above a floor are collected. The sums
     // that choose the floor are rounded; the cut itself is exact.
     void top_p_of_all(float share) {
         const Masses masses = kernels_.masses(x_, vocab_, max_);
@@ -105,14 +107,14 @@ class Distribution {
         }
     }
 
-    // The last entry with less than this mass before it, at least the first entry.
+    // The last entry with less than `mass` before it; at least the first entry.
     std::int64_t last_of_mass(double mass) const {
         const std::uint64_t limit = mass >= 1.0 && mass < 0x1p63 ? static_cast<std::uint64_t>(std::ceil(mass)) : 1;
         return last_within(memory_.candidates, limit, memory_.open,
                            [weights = memory_.weights](std::int32_t i) { return units(weights[i]); });
     }
 
-    // A value that at least k entries reach: the k-th largest of the maxima of disjoint parts of the row.
+    // A value that at least k entries reach: the k-th largest maximum of disjoint parts of the row.
     float at_most_kth(std::int64_t k) const {
         const Candidates maxima = {num_maxima(vocab_), nullptr, memory_.maxima};
         const std::int64_t last = last_within(maxima, static_cast<std::uint64_t>(k), memory_.open,
@@ -128,7 +130,7 @@ class Distribution {
 
     void weigh() { kernels_.weights(memory_.candidates.values, memory_.candidates.count, max_, memory_.weights); }
 
-    // Cut after a candidate; -1 keeps all.
+    // Cut after candidate `last`; -1 keeps all candidates.
     void end_at(std::int64_t last) {
         if (last >= 0) cut_ = {memory_.candidates.values[last], memory_.candidates.ids[last]};
     }
@@ -161,7 +163,7 @@ struct TokenSampler {
         if (max == -INFINITY) return NO_TOKEN;
         const float temperature = params.temperature[row];
         const bool drawn = temperature > 0.0f && params.noise_key != nullptr;
-        // A temperature so small that the maximum overflows means greedy.
+        // A temperature so small that the maximum overflows is treated as greedy.
         if (!drawn || !std::isfinite(max / temperature)) return argmax(x, max, memory.maxima);
         return draw(row, x, max, memory);
     }
@@ -169,7 +171,7 @@ struct TokenSampler {
   private:
     std::int64_t argmax(const float* x, float max, const float* maxima) const {
         const std::int64_t index = kernels.find(maxima, num_maxima(vocab), max);
-        if (index < 0) return NO_TOKEN;  // only if there are NaN
+        if (index < 0) return NO_TOKEN;  // happens only if there are NaN
         const std::int64_t begin = index / SCAN_LANES * SCAN_BLOCK;
         return begin + kernels.find(x + begin, std::min<std::int64_t>(SCAN_BLOCK, vocab - begin), max);
     }

@@ -10,7 +10,7 @@
 
 namespace penstock {
 
-// Leaf i of a log-softmax over n entries is i * n / 8 .. (i + 1) * n / 8 - 1; the sums of leaves are added as a binary
+// Leaf i of a log-softmax over n entries is i * n / 8 .. (i + 1) * n / 8 - 1. The sums of leaves are added as a binary
 // tree, so that ranks that each hold a part of the vocabulary get the same bits.
 constexpr int SUM_LEAVES = 8;
 
@@ -20,8 +20,8 @@ constexpr int SCAN_LANES = 16;
 constexpr int NUM_STEPS = 4;
 constexpr float STEPS[NUM_STEPS] = {2.0f, 4.0f, 7.0f, 10.0f};  // distances below the maximum at which `masses` sums
 
-// Keeps the entries up to and including (value, id), ordered by value, the highest first, and equal values by id, the
-// lowest first. That entry itself need not exist.
+// Keeps the entries up to and including (value, id). The order is by value, the highest first, and for equal values by
+// id, the lowest first. The entry (value, id) itself need not exist.
 struct Cut {
     float value;
     std::int32_t id;
@@ -39,23 +39,23 @@ struct NoiseKey {
 };
 
 struct SamplerKernels {
-    // The maximum of x, and maxima [ceil(n / SCAN_BLOCK)][SCAN_LANES]: lane l of a block is the maximum of its entries
-    // l, l + 16, l + 32 .. NaN entries give an unspecified value.
+    // Return the maximum of x, and write maxima [ceil(n / SCAN_BLOCK)][SCAN_LANES]: lane l of a block is the maximum of
+    // its entries l, l + 16, l + 32, .. If entries are NaN, the values are unspecified.
     float (*scan)(const float* x, std::int64_t n, float* maxima);
 
-    // The lowest index of a value, -1 if there is none.
+    // The lowest index of a value, or -1 if x does not contain it.
     std::int64_t (*find)(const float* x, std::int64_t n, float value);
 
     // 1 if no value is NaN or +inf and some value is above -inf, else 0.
     std::uint8_t (*finite)(const float* x, std::int64_t n);
 
-    // out = (x - max) - log(sum of exp(x - max)), the sum in SUM_LEAVES. `out` may be x.
+    // out = (x - max) - log(sum of exp(x - max)), with the sum in SUM_LEAVES leaves. `out` may be x.
     void (*log_softmax)(const float* x, std::int64_t n, float max, float* out);
 
     // out = x / divisor. `out` may be x.
     void (*divide)(const float* x, std::int64_t n, float divisor, float* out);
 
-    // max + log(share): values below it are less likely than `share` times the most likely one.
+    // max + log(share). Values below it are less likely than `share` times the most likely value.
     float (*floor)(float max, float share);
 
     Masses (*masses)(const float* x, std::int64_t n, float max);
@@ -66,8 +66,8 @@ struct SamplerKernels {
     // out = exp(x - max).
     void (*weights)(const float* x, std::int64_t n, float max, float* out);
 
-    // The id with the highest value plus noise among the entries that the cut keeps, the lowest id on a tie. `max` is
-    // the maximum of x, finite and kept by the cut. -1 if only NaN entries are left.
+    // The id with the highest value plus noise among the entries that the cut keeps, the lowest id on a tie; -1 if only
+    // NaN entries are left. `max` is the maximum of x, which is finite and kept by the cut.
     std::int64_t (*draw)(const float* x, std::int64_t n, float max, Cut cut, NoiseKey key);
 
     // The same for `count` entries with ascending ids.

@@ -6,8 +6,8 @@
 namespace penstock {
 namespace {
 
-// The maximum of each lane of x [n], n up to SCAN_BLOCK. Four accumulators, because each has to wait for its last
-// result.
+// The maximum of each lane of x [n], for n up to SCAN_BLOCK. There are four accumulators, because each has to wait for
+// its last result.
 PENSTOCK_INLINE F32x16 lane_maxima(const float* x, std::int64_t n) {
     F32x16 a = MINUS_INFINITY, b = MINUS_INFINITY, c = MINUS_INFINITY, d = MINUS_INFINITY;
     std::int64_t i = 0;
@@ -51,8 +51,8 @@ std::uint8_t finite(const float* x, std::int64_t n) {
     return any(some) && !any(below_infinity == I32x16(0));
 }
 
-// COUNT sums at once. Lanes are added in blocks, then the blocks are added, so that errors grow with the length of a
-// block and the number of blocks, not with the vocabulary.
+// COUNT sums at once. Lanes are added in blocks, and then the blocks are added, so that errors grow with the length of
+// a block and the number of blocks, not with the vocabulary.
 template <int COUNT>
 class BlockSums {
   public:

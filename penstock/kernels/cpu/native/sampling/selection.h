@@ -1,9 +1,9 @@
 // The entry at which a sum over entries in descending order reaches a limit, found without sorting.
 //
 // Entries are ordered by value, the highest first, and equal values by id, the lowest first. An entry is dropped if the
-// entries before it have a weight of `limit` or more: weights of 1 give top-k, integer probabilities give top-p.
-// Integer sums do not depend on the order, so entries are only counted into buckets of neighbouring values; the bucket
-// in which the sum reaches the limit is split again, and the other buckets are never sorted.
+// entries before it have a total weight of `limit` or more: weights of 1 give top-k, integer probabilities give top-p.
+// Integer sums do not depend on the order, so entries are only summed into buckets of neighbouring values. The bucket
+// in which the sum reaches the limit is split again, and no other bucket is ever sorted.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ struct Candidates {
     }
 };
 
-// An integer with the order of the float; -0 counts as 0.
+// An integer that has the order of the float; -0 counts as 0.
 inline std::uint32_t ordered_key(float value) {
     value += 0.0f;
     std::uint32_t bits;
@@ -48,8 +48,8 @@ constexpr int SELECTION_BUCKETS = 1024;
 template <class Weight>
 std::int64_t last_within(const Candidates& from, std::uint64_t limit, std::int32_t* open, const Weight& weight) {
     std::int64_t count = from.count;
-    std::uint64_t before = 0;  // weight of the entries before all open ones
-    bool all = true;           // all entries are open; later only those in `open`, one bucket
+    std::uint64_t before = 0;  // weight of the entries before all open entries
+    bool all = true;           // whether all entries are open; later only those in `open` are, which are one bucket
     const auto entry = [&](std::int64_t i) { return all ? static_cast<std::int32_t>(i) : open[i]; };
     while (count > 0) {
         std::uint32_t lowest = UINT32_MAX, highest = 0;

@@ -24,9 +24,9 @@ namespace penstock {
 namespace {
 
 constexpr int CACHE_LINE = 64;
-constexpr std::int64_t MAX_ITEMS = 0xffff;  // per run; more are split into several runs
-constexpr std::chrono::microseconds SPIN_FOR_RUN(50);    // of a helper; outlasts the gap between calls of one layer
-constexpr std::chrono::microseconds SPIN_FOR_ITEMS(20);  // of the caller: a helper may need this core
+constexpr std::int64_t MAX_ITEMS = 0xffff;  // per run; more items are split into several runs
+constexpr std::chrono::microseconds SPIN_FOR_RUN(50);    // by a helper; outlasts the gap between calls of one layer
+constexpr std::chrono::microseconds SPIN_FOR_ITEMS(20);  // by the caller, and no longer: a helper may need its core
 constexpr int CHECKS_PER_CLOCK = 32;
 
 void pause() {
@@ -37,7 +37,7 @@ void pause() {
 #endif
 }
 
-// Whether `ready` became true within that time.
+// Wait until `ready` is true, for at most `time`. Return whether it is.
 template <class Ready>
 bool spin_until(const Ready& ready, std::chrono::microseconds time) {
     if (ready()) return true;
@@ -51,7 +51,7 @@ bool spin_until(const Ready& ready, std::chrono::microseconds time) {
     return false;
 }
 
-// Sleeps while the word has this value; may return early.
+// Sleep while the word has this value. May return early.
 void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
 #if defined(__linux__)
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
@@ -68,8 +68,8 @@ void wake(std::atomic<std::uint32_t>& word, int sleepers) {
 #endif
 }
 
-// The items begin .. end-1 of a run that are not taken yet, as one word. It includes the number of the run, so that a
-// late thread, which still holds the task of an earlier run, finds nothing to take.
+// The items begin .. end-1 of a run that are not taken yet, packed into one word. The word includes the number of the
+// run, so that a late thread, which still holds the task of an earlier run, finds nothing to take.
 struct Items {
     std::uint32_t run;
     std::uint32_t begin, end;  // 16 bits each
@@ -90,7 +90,7 @@ struct alignas(CACHE_LINE) Range {
         return items.run == run ? items.end - items.begin : 0;
     }
 
-    // Take one item of this run, the first or the last; -1 if there is none.
+    // Take the first or the last item of this run. Return -1 if no item is left.
     std::int64_t take(std::uint32_t run, bool first) {
         std::uint64_t seen = word.load(std::memory_order_relaxed);
         for (;;) {
@@ -105,8 +105,8 @@ struct alignas(CACHE_LINE) Range {
 
 }  // namespace
 
-// A thread reads the task of a run before it takes an item. That is safe: as long as an item of run r is left, r has
-// not finished, so the caller still waits and has not written the next run's task.
+// A thread reads the task of a run before it takes an item. This is safe: as long as an item of run r is left, r has
+// not finished, so the caller is still waiting and has not written the next run's task.
 struct ThreadPool::State {
     explicit State(int count) : threads(count), ranges(new Range[count]), process(getpid()) {}
 
@@ -162,7 +162,8 @@ struct ThreadPool::State {
     }
 
     // Start a new run with items begin .. begin + count - 1 of the task. A helper counts itself as sleeping before the
-    // kernel checks `run` a last time, and `run` is written before `sleepers` is read: one of the two sees the other.
+    // kernel checks `run` for the last time, and the caller writes `run` before it reads `sleepers`. So at least one of
+    // the two sees the other's change.
     void publish(std::int64_t begin, std::uint32_t count, const std::int64_t* starts) {
         const auto start_of = [=](int thread) {
             if (starts == nullptr) return static_cast<std::uint32_t>(std::uint64_t{count} * thread / threads);
@@ -179,7 +180,7 @@ struct ThreadPool::State {
         if (sleepers.load() > 0) wake(run, static_cast<int>(std::min<std::uint32_t>(count - 1, threads)));
     }
 
-    // Run items until none is left. `unfinished` is counted down as soon as the own range is empty.
+    // Run items until none is left. `unfinished` is counted down as soon as the thread's own range is empty.
     void work(std::uint32_t current, int thread) {
         const Function call = function.load(std::memory_order_relaxed);
         const void* task = object.load(std::memory_order_relaxed);
@@ -197,7 +198,7 @@ struct ThreadPool::State {
         }
     }
 
-    // The last item of the fullest range, or -1 if all are empty.
+    // Take the last item of the fullest range. Return -1 if all ranges are empty.
     std::int64_t steal(std::uint32_t current) {
         for (;;) {
             Range* fullest = nullptr;
