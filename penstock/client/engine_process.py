@@ -130,9 +130,7 @@ class EngineServer:
     def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
         """Count an invalid frame. If it was meant to add a request, reject that, so that nobody waits for it."""
         self._num_invalid_frames += 1
-        if (
-            self._num_invalid_frames.bit_count() == 1
-        ):  # the 1st, 2nd, 4th, ...: a flood must not fill the log
+        if self._num_invalid_frames.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a flood must not fill the log
             message = f"engine process: dropped {self._num_invalid_frames} invalid frames so far; the last: {error}"
             print(message, file=sys.stderr, flush=True)
         request_id = frames.request_id_in(body)
