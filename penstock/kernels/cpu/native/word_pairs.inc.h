@@ -6,7 +6,9 @@
 #include "slices.inc.h"
 
 #if defined(__AVX2__)
-#include <immintrin.h>
+#include "avx2.inc.h"
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace penstock {
@@ -33,24 +35,28 @@ PENSTOCK_INLINE WordPairs split_stored(const std::uint8_t* from) {
     return {(words & 255) - std::int16_t{LESS}, (words >> 8 & 255) - std::int16_t{LESS}};
 }
 
-// The 4 signed bytes of one row in every lane.
-PENSTOCK_INLINE WordPairs split_row(const std::int8_t* four) {
+// Two words of one row in every lane.
+PENSTOCK_INLINE Words pair_of(const std::int16_t* two) {
     std::int32_t bits;
-    __builtin_memcpy(&bits, four, sizeof bits);
-    const Words words = same_bits<Words>(WordSums{} + bits);
-    return {words << 8 >> 8, words >> 8};
+    __builtin_memcpy(&bits, two, sizeof bits);
+    return same_bits<Words>(WordSums{} + bits);
 }
 
-// The sum of four products in every lane.
-PENSTOCK_INLINE WordSums dot(const WordPairs& stored, const WordPairs& row) {
+// Add two products to every lane.
+PENSTOCK_INLINE WordSums add_products(WordSums sums, const Words& stored, const Words& row) {
 #if defined(__AVX2__)
-    return same_bits<WordSums>(_mm256_madd_epi16(same_bits<__m256i>(stored.even), same_bits<__m256i>(row.even))) +
-           same_bits<WordSums>(_mm256_madd_epi16(same_bits<__m256i>(stored.odd), same_bits<__m256i>(row.odd)));
+    return add_word_products(sums, stored, row);
+#elif defined(__SSE2__)
+    return sums + same_bits<WordSums>(_mm_madd_epi16(same_bits<__m128i>(stored), same_bits<__m128i>(row)));
 #else
-    // The sum of two products fits into a word: 2 * 128 * 127 is below 2^15.
-    const WordSums two_sums = same_bits<WordSums>(stored.even * row.even + stored.odd * row.odd);
-    return (two_sums << 16 >> 16) + (two_sums >> 16);
+    const WordSums products = same_bits<WordSums>(static_cast<Words>(stored * row));
+    return sums + (products << 16 >> 16) + (products >> 16);
 #endif
+}
+
+// Add four products to every lane.
+PENSTOCK_INLINE WordSums add_products(WordSums sums, const WordPairs& stored, const WordPairs& row) {
+    return add_products(add_products(sums, stored.even, row.even), stored.odd, row.odd);
 }
 
 }  // namespace

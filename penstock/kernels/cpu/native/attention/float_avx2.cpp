@@ -3,6 +3,7 @@
 
 #include "attention/layout.inc.h"
 #include "attention/tile.inc.h"
+#include "avx2.inc.h"
 
 namespace penstock {
 namespace {
@@ -11,7 +12,8 @@ constexpr int GROUP = 6;  // rows per load: 12 vectors of sums and 3 operands fi
 constexpr std::int64_t LINE = 64;
 
 PENSTOCK_INLINE F32x16 multiply_add(float a, F32x16 b, F32x16 c) {
-    for (int i = 0; i < PARTS; ++i) c.part[i] = _mm256_fmadd_ps(FloatPart{} + a, b.part[i], c.part[i]);
+    const FloatPart factor = _mm256_set1_ps(a);
+    for (int i = 0; i < PARTS; ++i) c.part[i] = add_products(c.part[i], factor, b.part[i]);
     return c;
 }
 

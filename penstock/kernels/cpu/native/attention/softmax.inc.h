@@ -26,11 +26,11 @@ template <class P>
 PENSTOCK_INLINE void softmax_row(const TileArgs& a, int row, const float* s, P* p, float& m, float& l) {
     const std::uint64_t visible = visible_positions(a, row);
     F32x16 x[TILE_LANES], top = MINUS_INFINITY;
-    for (int i = 0; i < TILE_LANES; ++i) {
-        x[i] = score(a, row, i * LANES, load(s + i * LANES));
-        x[i] = select(lanes_of(visible, i * LANES), x[i], F32x16(MINUS_INFINITY));
-        top = max(x[i], top);  // top if x is NaN
-    }
+    for (int i = 0; i < TILE_LANES; ++i) x[i] = score(a, row, i * LANES, load(s + i * LANES));
+    if (visible != ~std::uint64_t{0})  // else, as in most tiles, there is nothing to hide
+        for (int i = 0; i < TILE_LANES; ++i)
+            x[i] = select(lanes_of(visible, i * LANES), x[i], F32x16(MINUS_INFINITY));
+    for (int i = 0; i < TILE_LANES; ++i) top = max(x[i], top);  // top if x is NaN
     m = reduce_max(top);
     const float shift = m == MINUS_INFINITY ? 0.0f : m;
     F32x16 total = 0.0f;

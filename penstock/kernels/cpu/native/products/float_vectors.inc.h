@@ -6,7 +6,7 @@
 #include "products/leaves.inc.h"
 
 #if defined(__AVX2__)
-#include <immintrin.h>
+#include "avx2.inc.h"
 #endif
 
 namespace penstock {
@@ -22,7 +22,7 @@ using Words = std::uint32_t __attribute__((vector_size(4 * LANES), may_alias));
 
 inline Vector multiply_add(Vector a, Vector b, Vector c) {
 #if defined(__AVX2__)
-    return _mm256_fmadd_ps(a, b, c);
+    return penstock::add_products(c, a, b);
 #else
     return a * b + c;
 #endif
@@ -30,8 +30,11 @@ inline Vector multiply_add(Vector a, Vector b, Vector c) {
 
 constexpr int TILE_ROWS = 6;  // 6 rows x 2 vectors of columns: 12 of 16 registers hold sums
 constexpr int VECTORS = PANEL / LANES;
-constexpr int LINES = PANEL * 4 / 64;       // cache lines of a step through a panel
-constexpr std::int64_t AHEAD_BYTES = 2048;  // prefetch distance
+constexpr int STEP_BYTES = PANEL * 4;       // of a step through a panel
+constexpr int LINE = 64;
+constexpr std::int64_t AHEAD_BYTES = 2048;  // prefetch distance of a single pass
+constexpr std::int64_t BLOCK_STEPS = 128;   // of a block that is read in several passes, so that it stays in the L1
+constexpr std::int64_t LONG_STEPS = 512;    // the same for MAX_TILES tiles, whose operands are better read in long runs
 
 // The operand of one activation row: position `at` of padded K goes to tile[at * rows].
 template <bool ROUNDS, class From>
@@ -114,47 +117,84 @@ struct Tree {
     }
 };
 
-// Add one leaf of ROWS rows and one panel, WIDTH vectors of columns at a time. The first WIDTH vectors prefetch the
-// panel, if this is the first tile that reads it.
+// One pass over a block of weights, for some columns and the rows of one tile.
+template <class Element>
+struct Pass {
+    const Element* weights;  // of the first column
+    const float* operands;   // of the tile
+    std::int64_t steps;
+    const char* prefetch;    // weights to prefetch
+    int prefetch_step;       // bytes prefetched per step
+};
+
+// Add the products of ROWS rows and WIDTH vectors of columns.
 template <class Weights, int ROWS, int WIDTH>
-void add_leaf(
-    const MultiplyArgs& args, const void* tile, std::int64_t panel, int leaf, const Tree& tree, bool first_tile) {
-    using Element = typename Weights::Element;
+void add_block(Pass<typename Weights::Element> pass, Vector (*sums)[VECTORS]) {
+    Vector added[ROWS][WIDTH];
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < WIDTH; ++v) added[r][v] = sums[r][v];
+    const float* const end = pass.operands + pass.steps * Weights::UNIT * ROWS;
+    for (; pass.operands != end; pass.operands += Weights::UNIT * ROWS) {
+        for (int byte = 0; byte < STEP_BYTES * WIDTH / VECTORS; byte += LINE) __builtin_prefetch(pass.prefetch + byte);
+        pass.prefetch += pass.prefetch_step;
+        add_products<Weights>(pass.operands, pass.weights, added);
+        pass.weights += PANEL;
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < WIDTH; ++v) sums[r][v] = added[r][v];
+}
+
+// Add one leaf of one panel to the sums of all tiles, [tiles].
+//
+// A single pass prefetches its own weights a little ahead. Several passes over a block each prefetch a part of the next
+// block: otherwise only the first pass would wait for memory, and the others would leave it idle.
+template <class Weights, int ROWS>
+void multiply_leaf(const MultiplyArgs& args, std::int64_t panel, int leaf, Vector (*sums)[ROWS][VECTORS]) {
     constexpr int UNIT = Weights::UNIT;
+    // With few rows, more columns at a time give enough independent sums, as far as registers last.
+    constexpr int WIDTH = ROWS * VECTORS <= (UNIT == 1 ? 12 : 8) ? VECTORS : ROWS <= 3 ? VECTORS / 2 : 2;
     const PenstockWeight& weight = *args.weight;
     const std::int64_t begin = leaf > 0 ? weight.padded_leaf_ends[leaf - 1] / UNIT : 0;
     const std::int64_t end = weight.padded_leaf_ends[leaf] / UNIT;
-    const float* operands = static_cast<const float*>(tile);
-    const Element* values = static_cast<const Element*>(weight.values) + panel * (weight.padded_k / UNIT) * PANEL;
-    for (int first = 0; first < VECTORS; first += WIDTH) {
-        Vector sums[ROWS][WIDTH] = {};
-        const int lines = first == 0 && first_tile ? LINES : 0;
-        for (std::int64_t at = begin; at < end; ++at) {
-            const Element* here = values + at * PANEL;
-            for (int line = 0; line < lines; ++line)
-                __builtin_prefetch(reinterpret_cast<const char*>(here) + AHEAD_BYTES + line * 64);
-            add_products<Weights>(operands + at * UNIT * ROWS, here + first * LANES, sums);
+    const auto* values =
+        static_cast<const typename Weights::Element*>(weight.values) + panel * (weight.padded_k / UNIT) * PANEL;
+    const int passes = args.tiles * VECTORS / WIDTH;
+    const std::int64_t block = passes == 1 ? end - begin : args.tiles < MAX_TILES ? BLOCK_STEPS : LONG_STEPS;
+    for (std::int64_t at = begin; at < end; at += block) {
+        Pass<typename Weights::Element> pass{};
+        pass.steps = end - at < block ? end - at : block;
+        pass.prefetch_step = STEP_BYTES / passes;
+        pass.prefetch = reinterpret_cast<const char*>(values + at * PANEL) +
+                        (passes == 1 ? AHEAD_BYTES : pass.steps * STEP_BYTES);
+        for (int t = 0; t < args.tiles; ++t) {
+            const char* tile = static_cast<const char*>(args.tile) + t * args.tile_stride;
+            pass.operands = reinterpret_cast<const float*>(tile) + at * UNIT * ROWS;
+            for (int first = 0; first < VECTORS; first += WIDTH) {
+                pass.weights = values + at * PANEL + first * LANES;
+                add_block<Weights, ROWS, WIDTH>(pass, reinterpret_cast<Vector(*)[VECTORS]>(&sums[t][0][first]));
+                pass.prefetch += pass.steps * pass.prefetch_step;
+            }
         }
-        for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < WIDTH; ++v)
-                tree.add(sums[r][v], r * tree.row_stride + (first + v) * LANES, leaf, leaf + 1 == weight.leaves);
     }
 }
 
 template <class Weights, int ROWS>
 void multiply_rows(const MultiplyArgs& args) {
-    // With few rows, more columns at a time give enough independent sums.
-    constexpr int WIDTH = ROWS * VECTORS <= 12 ? VECTORS : ROWS <= 3 ? 4 : 2;
     const std::int64_t row_stride = std::int64_t{args.panels} * PANEL;
     const std::int64_t level_stride = MAX_TILE_ROWS * row_stride;
     for (int panel = 0; panel < args.panels; ++panel)
-        for (int leaf = 0; leaf < args.weight->leaves; ++leaf)
+        for (int leaf = 0; leaf < args.weight->leaves; ++leaf) {
+            Vector sums[MAX_TILES][ROWS][VECTORS];
+            __builtin_memset(sums, 0, args.tiles * sizeof sums[0]);
+            multiply_leaf<Weights, ROWS>(args, args.first_panel + panel, leaf, sums);
             for (int t = 0; t < args.tiles; ++t) {
                 const Tree tree{args.tree + t * TREE_LEVELS * level_stride + panel * PANEL, level_stride,
                                 args.out + t * ROWS * row_stride + panel * PANEL, row_stride};
-                const void* tile = static_cast<const char*>(args.tile) + t * args.tile_stride;
-                add_leaf<Weights, ROWS, WIDTH>(args, tile, args.first_panel + panel, leaf, tree, t == 0);
+                for (int r = 0; r < ROWS; ++r)
+                    for (int v = 0; v < VECTORS; ++v)
+                        tree.add(sums[t][r][v], r * row_stride + v * LANES, leaf, leaf + 1 == args.weight->leaves);
             }
+        }
 }
 
 template <class Weights>
@@ -172,7 +212,7 @@ template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
     ProductKernel kernel{TILE_ROWS, one_panel, pack<true>, multiply<Bf16Weights>, false, true};
-    kernel.wide = true;
+    kernel.element_bytes = sizeof(float);
     return kernel;
 }
 

@@ -148,13 +148,13 @@ inline void pack_int8(const OperandArgs& args) { quantize_interleaved(args, args
 
 #if !defined(__AVX512F__)
 
-// ---- Levels that unpack a group before they multiply it, one panel at a time
+// ---- Levels that multiply one group after the other, one panel at a time
 
-// A tile laid out as bfloat16 [padded_k][rows].
-inline void pack_bf16_columns(const OperandArgs& args) {
-    auto* tile = static_cast<std::uint16_t*>(args.tile);
+// A tile laid out as [padded_k][rows], bfloat16 widened to float32.
+inline void pack_bf16_widened(const OperandArgs& args) {
+    auto* tile = static_cast<float*>(args.tile);
     pack_bf16(args, [=, &args](std::int64_t k, int row, const std::uint16_t* words) {
-        for (int i = 0; i < K_UNIT; ++i) tile[(k + i) * args.rows + row] = words[i];
+        for (int i = 0; i < K_UNIT; ++i) tile[(k + i) * args.rows + row] = to_float(words[i]);
     });
 }
 
@@ -168,34 +168,33 @@ struct Group {
     float* totals;                // [operand rows][32], to be added to
 };
 
-// Rows has the type Unpacked; unpack(Group, operand rows, Unpacked&); add_rows<R>(Group, Unpacked, first row, operand
-// rows) for R = 1 and AT_ONCE; and ELEMENT, the bytes of an operand's element.
-template <class Rows>
-void add_group(const Group& g, int rows) {
-    constexpr int AT_ONCE = Rows::AT_ONCE;
-    typename Rows::Unpacked unpacked;
-    Rows::unpack(g, rows, unpacked);
-    int row = 0;
-    for (; row + AT_ONCE <= rows; row += AT_ONCE) Rows::template add_rows<AT_ONCE>(g, unpacked, row, rows);
-    if (row < rows) Rows::template add_rows<1>(g, unpacked, row, rows);
-}
-
+// Multiply all groups of a leaf for one tile. Rows has add_group(Group, operand rows), and ELEMENT, the bytes of an
+// operand's element. Each tile prefetches a part of the weights that follow.
 template <class Rows>
 void multiply_groups(const Groups& g) {
+    constexpr int LINE = 64;
     const auto* operands = static_cast<const std::uint8_t*>(g.operands);
+    const std::int64_t part = g.bytes() / g.parts;
     for (int i = 0; i < g.rows * PANEL; ++i) g.totals[i] = 0.0f;
-    for (int i = 0; i < g.count; ++i)
-        add_group<Rows>({g.values + i * g.bytes(), g.scales + i * PANEL, operands + i * g.size * g.rows * Rows::ELEMENT,
+    for (int i = 0; i < g.count; ++i) {
+        const std::uint8_t* next = g.values + g.next(i) * g.bytes() + g.part * part;
+        for (std::int64_t byte = 0; byte < part; byte += LINE) __builtin_prefetch(next + byte);
+        if (g.part == 0) __builtin_prefetch(g.scales + g.next(i) * PANEL);
+        Rows::add_group({g.values + i * g.bytes(), g.scales + i * PANEL, operands + i * g.size * g.rows * Rows::ELEMENT,
                          g.sums + i * g.rows, g.elements(i), g.totals}, g.rows);
+    }
 }
 
 template <class Rows>
-ProductKernel unpacking_kernel() {
+ProductKernel group_kernel() {
     const auto multiply = [](const MultiplyArgs& a) {
         for (int panel = 0; panel < a.panels; ++panel)
             multiply_panels(a, panel, 1, {Rows::ELEMENT, 1, 1}, multiply_groups<Rows>);
     };
-    return {TILE_ROWS, [](int) { return 1; }, Rows::ELEMENT == 1 ? pack_int8 : pack_bf16_columns, multiply};
+    const auto pack = Rows::ELEMENT == 1 ? pack_int8 : pack_bf16_widened;
+    ProductKernel kernel{TILE_ROWS, [](int) { return 1; }, pack, multiply};
+    kernel.element_bytes = Rows::ELEMENT;
+    return kernel;
 }
 
 #endif

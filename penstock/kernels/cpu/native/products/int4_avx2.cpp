@@ -1,7 +1,8 @@
-// Products with int4 weights in AVX2: a group is unpacked, then multiplied by two rows at a time.
+// Products with int4 weights in AVX2: blocks of rows and columns whose sums stay in registers.
 
 #include <immintrin.h>
 
+#include "avx2.inc.h"
 #include "products/leaves.inc.h"
 #include "slices.inc.h"
 
@@ -12,6 +13,9 @@ namespace {
 #include "products/int4.inc.h"
 
 constexpr int VECTORS = PANEL / LANES;  // registers per row of a panel
+constexpr int HALVES = 2;               // of the packed bytes of a quad: each has two registers of columns
+constexpr int BLOCK_ROWS = 6;           // rows whose sums stay in registers with the columns of one half
+constexpr int FEW_ROWS = 2;             // the same with the columns of both halves
 
 inline Floats load_scales(const std::uint16_t* scales) { return same_bits<Floats>(load_bits(scales)); }
 
@@ -22,103 +26,150 @@ inline Ints load_packed(const std::uint8_t* values, int quad, int half) {
     return bytes;
 }
 
+// The register of a panel's row that is column c of a block that begins with `half`.
+constexpr int vector_of(int half, int c) { return half + c / 2 + c % 2 * HALVES; }
+
+// Add the sums of a group, [ROWS][COLUMNS], to its totals.
+template <int ROWS, int COLUMNS, class Sums>
+inline void add_totals(const Group& g, int half, int row, const Sums (&sums)[ROWS][COLUMNS]) {
+#pragma GCC unroll 4
+    for (int c = 0; c < COLUMNS; ++c) {
+        const int v = vector_of(half, c);
+        const Floats scales = load_scales(g.scales + v * LANES);
+        for (int r = 0; r < ROWS; ++r) {
+            Floats& total = floats(g.totals + (row + r) * PANEL + v * LANES);
+            total = total + __builtin_convertvector(sums[r][c], Floats) * scales;
+        }
+    }
+}
+
 // Activations in int8, a tile [padded_k / 4][rows][4].
 struct Int8Rows {
-    static constexpr int AT_ONCE = 2;
     static constexpr int ELEMENT = 1;
     static constexpr int QUADS_AT_ONCE = 8;  // sums of two products fit in 16 bits: 8 * 2 * 15 * 127 < 2^15
 
-    using Unpacked = Ints[MAX_GROUP / QUAD][VECTORS];  // weight + 8 in every byte
-
-    static inline void unpack(const Group& g, int, Unpacked& weights) {
-        for (int quad = 0; quad < g.size / QUAD; ++quad)
-            for (int half = 0; half < 2; ++half) {
-                const Ints bytes = load_packed(g.values, quad, half);
-                weights[quad][half] = bytes & 0x0f0f0f0f;
-                weights[quad][2 + half] = bytes >> 4 & 0x0f0f0f0f;
+    // Some rows of a group, with the columns of SOME halves.
+    template <int ROWS, int SOME>
+    static void add_rows(const Group& g, int half, int row, int rows) {
+        constexpr int COLUMNS = 2 * SOME;
+        const auto* quads = static_cast<const std::int32_t*>(g.operands) + row;
+        Ints sums[ROWS][COLUMNS];
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < COLUMNS; ++c) sums[r][c] = Ints{} - 8 * g.sums[row + r];  // stored: weight + 8
+        for (int first = 0; first < g.size / QUAD; first += QUADS_AT_ONCE) {
+            Ints shorts[ROWS][COLUMNS] = {};  // sixteen of 16 bits
+            for (int quad = first; quad < first + QUADS_AT_ONCE; ++quad) {
+                Ints weights[COLUMNS];
+                for (int i = 0; i < SOME; ++i) {
+                    const Ints bytes = load_packed(g.values, quad, half + i);
+                    weights[2 * i] = bytes & 0x0f0f0f0f;
+                    weights[2 * i + 1] = bytes >> 4 & 0x0f0f0f0f;
+                }
+#pragma GCC unroll 6
+                for (int r = 0; r < ROWS; ++r) {
+                    const Ints x = Ints{} + quads[quad * rows + r];
+#pragma GCC unroll 4
+                    for (int c = 0; c < COLUMNS; ++c) shorts[r][c] = add_byte_products(shorts[r][c], weights[c], x);
+                }
             }
+            const Ints ones = (Ints)_mm256_set1_epi16(1);
+            for (int r = 0; r < ROWS; ++r)
+                for (int c = 0; c < COLUMNS; ++c) sums[r][c] = add_word_products(sums[r][c], shorts[r][c], ones);
+        }
+        add_totals(g, half, row, sums);
     }
 
-    template <int R>
-    static inline void add_rows(const Group& g, const Unpacked& weights, int first_row, int rows) {
-        const auto* quads = static_cast<const std::int32_t*>(g.operands) + first_row;
-        __m256i sums[R][VECTORS];
-        for (int r = 0; r < R; ++r)
-            for (int v = 0; v < VECTORS; ++v) sums[r][v] = _mm256_set1_epi32(-8 * g.sums[first_row + r]);
-        for (int quad = 0; quad < g.size / QUAD; quad += QUADS_AT_ONCE) {
-            __m256i shorts[R][VECTORS];
-            for (int r = 0; r < R; ++r)
-                for (int v = 0; v < VECTORS; ++v) shorts[r][v] = _mm256_setzero_si256();
-            for (int q = quad; q < quad + QUADS_AT_ONCE; ++q)
-#pragma GCC unroll 2
-                for (int r = 0; r < R; ++r) {
-                    const __m256i x = _mm256_set1_epi32(quads[q * rows + r]);
-#pragma GCC unroll 4
-                    for (int v = 0; v < VECTORS; ++v)
-                        shorts[r][v] = _mm256_add_epi16(shorts[r][v], _mm256_maddubs_epi16((__m256i)weights[q][v], x));
-                }
-            for (int r = 0; r < R; ++r)
-                for (int v = 0; v < VECTORS; ++v)
-                    sums[r][v] =
-                        _mm256_add_epi32(sums[r][v], _mm256_madd_epi16(shorts[r][v], _mm256_set1_epi16(1)));
-        }
-        for (int r = 0; r < R; ++r)
-            for (int v = 0; v < VECTORS; ++v) {
-                auto* total = reinterpret_cast<Floats*>(g.totals + (first_row + r) * PANEL) + v;
-                *total = *total + __builtin_convertvector((Ints)sums[r][v], Floats) * load_scales(g.scales + v * LANES);
-            }
+    static void add_group(const Group& g, int rows) {
+        if (rows <= FEW_ROWS)
+            return with_constant<FEW_ROWS>(rows, [&](auto some) { add_rows<some.value, HALVES>(g, 0, 0, rows); });
+        for (int half = 0; half < HALVES; ++half)
+            for (int row = 0; row < rows; row += BLOCK_ROWS)
+                with_constant<BLOCK_ROWS>(
+                    rows - row, [&](auto some) { add_rows<some.value, 1>(g, half, row, rows); });
     }
 };
 
-// Activations in bfloat16, a tile [padded_k][rows]; both operands are converted to float32.
+// Activations in bfloat16, widened: a tile [padded_k][rows] of float32.
 struct Bf16Rows {
-    static constexpr int AT_ONCE = 2;
-    static constexpr int ELEMENT = 2;
+    static constexpr int ELEMENT = 4;
 
-    struct Unpacked {
-        Floats weights[MAX_GROUP][VECTORS];
-        float x[MAX_GROUP * TILE_ROWS];
-    };
-
-    static inline void unpack(const Group& g, int rows, Unpacked& to) {
-        for (int quad = 0; quad < g.size / QUAD; ++quad)
-            for (int half = 0; half < 2; ++half) {
-                const Ints nibbles = load_packed(g.values, quad, half) ^ (Ints{} + static_cast<int>(0x88888888));
-#pragma GCC unroll 4
-                for (int i = 0; i < QUAD; ++i) {  // the highest bit of the nibble is now its sign
-                    Floats* weights = to.weights[quad * QUAD + i];
-                    weights[half] = __builtin_convertvector(nibbles << (28 - 8 * i) >> 28, Floats);
-                    weights[2 + half] = __builtin_convertvector(nibbles << (24 - 8 * i) >> 28, Floats);
-                }
-            }
-        const auto* halves = static_cast<const std::uint16_t*>(g.operands);
-        for (int i = 0; i < g.size * rows; ++i) to.x[i] = to_float(halves[i]);
+    // The weights of one element of K, [2 * SOME], from packed bytes whose nibbles have their sign in the highest bit.
+    template <int SOME>
+    static PENSTOCK_INLINE void unpack(const Ints (&nibbles)[SOME], int i, Floats* weights) {
+        for (int h = 0; h < SOME; ++h) {
+            weights[2 * h] = __builtin_convertvector(nibbles[h] << (28 - 8 * i) >> 28, Floats);
+            weights[2 * h + 1] = __builtin_convertvector(nibbles[h] << (24 - 8 * i) >> 28, Floats);
+        }
     }
 
-    template <int R>
-    static inline void add_rows(const Group& g, const Unpacked& from, int first_row, int rows) {
-        __m256 sums[R][VECTORS];
-        for (int r = 0; r < R; ++r)
-            for (int v = 0; v < VECTORS; ++v) sums[r][v] = _mm256_setzero_ps();
-        for (int k = 0; k < g.size; ++k)
-#pragma GCC unroll 2
-            for (int r = 0; r < R; ++r) {
-                const __m256 x = _mm256_set1_ps(from.x[k * rows + first_row + r]);
+    template <int SOME>
+    static PENSTOCK_INLINE void load_nibbles(const Group& g, int quad, int half, Ints (&nibbles)[SOME]) {
+        for (int h = 0; h < SOME; ++h)
+            nibbles[h] = load_packed(g.values, quad, half + h) ^ (Ints{} + static_cast<int>(0x88888888));
+    }
+
+    template <int ROWS, int COLUMNS>
+    static PENSTOCK_INLINE void add_element(const float* x, const Floats* weights, Floats (&sums)[ROWS][COLUMNS]) {
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; ++r) {
+            const Floats row = x[r] - Floats{};
 #pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; ++v)
-                    sums[r][v] = _mm256_fmadd_ps((__m256)from.weights[k][v], x, sums[r][v]);
+            for (int c = 0; c < COLUMNS; ++c) sums[r][c] = add_products(sums[r][c], weights[c], row);
+        }
+    }
+
+    // All rows with the columns of SOME halves: weights are unpacked in registers.
+    template <int ROWS, int SOME>
+    static void add_block(const Group& g, int half) {
+        const auto* x = static_cast<const float*>(g.operands);
+        Floats sums[ROWS][2 * SOME] = {};
+        for (int quad = 0; quad < g.size / QUAD; ++quad) {
+            Ints nibbles[SOME];
+            load_nibbles(g, quad, half, nibbles);
+#pragma GCC unroll 4
+            for (int i = 0; i < QUAD; ++i, x += ROWS) {
+                Floats weights[2 * SOME];
+                unpack(nibbles, i, weights);
+                add_element(x, weights, sums);
             }
-        for (int r = 0; r < R; ++r)
-            for (int v = 0; v < VECTORS; ++v) {
-                auto* total = reinterpret_cast<Floats*>(g.totals + (first_row + r) * PANEL) + v;
-                *total = *total + (Floats)sums[r][v] * load_scales(g.scales + v * LANES);
+        }
+        add_totals(g, half, 0, sums);
+    }
+
+    template <int ROWS>
+    static void add_rows(const Group& g, const Floats (*weights)[2], int half, int row, int rows) {
+        const auto* x = static_cast<const float*>(g.operands) + row;
+        Floats sums[ROWS][2] = {};
+        for (int k = 0; k < g.size; ++k, x += rows) add_element(x, weights[k], sums);
+        add_totals(g, half, row, sums);
+    }
+
+    static void add_group(const Group& g, int rows) {
+        if (rows <= FEW_ROWS)
+            return with_constant<FEW_ROWS>(rows, [&](auto some) { add_block<some.value, HALVES>(g, 0); });
+        for (int half = 0; half < HALVES; ++half) {
+            if (rows <= BLOCK_ROWS) {
+                with_constant<BLOCK_ROWS>(rows, [&](auto some) { add_block<some.value, 1>(g, half); });
+                continue;
             }
+            Floats weights[MAX_GROUP][2];
+            for (int quad = 0; quad < g.size / QUAD; ++quad) {
+                Ints nibbles[1];
+                load_nibbles(g, quad, half, nibbles);
+#pragma GCC unroll 4
+                for (int i = 0; i < QUAD; ++i) unpack(nibbles, i, weights[quad * QUAD + i]);
+            }
+            for (int row = 0; row < rows; row += BLOCK_ROWS)
+                with_constant<BLOCK_ROWS>(rows - row, [&](auto some) {
+                    add_rows<some.value>(g, weights, half, row, rows);
+                });
+        }
     }
 };
 
 }  // namespace
 
-template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4>() { return unpacking_kernel<Int8Rows>(); }
-template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4_A16>() { return unpacking_kernel<Bf16Rows>(); }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4>() { return group_kernel<Int8Rows>(); }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4_A16>() { return group_kernel<Bf16Rows>(); }
 
 }  // namespace penstock

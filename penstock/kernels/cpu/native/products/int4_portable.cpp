@@ -11,7 +11,7 @@ namespace {
 
 // The weights of a group as numbers -8 .. 7.
 template <class Number>
-void unpack_group(const Group& g, int, Number (&weights)[MAX_GROUP][PANEL]) {
+void unpack_group(const Group& g, Number (&weights)[MAX_GROUP][PANEL]) {
     for (int k = 0; k < g.size; ++k) {
         const std::uint8_t* bytes = g.values + k / QUAD * QUAD_BYTES + k % QUAD;
         for (int c = 0; c < PANEL / 2; ++c) {
@@ -23,52 +23,51 @@ void unpack_group(const Group& g, int, Number (&weights)[MAX_GROUP][PANEL]) {
 
 // Activations in int8, a tile [padded_k / 4][rows][4].
 struct Int8Rows {
-    using Unpacked = std::int16_t[MAX_GROUP][PANEL];
-    static constexpr auto unpack = unpack_group<std::int16_t>;
-    static constexpr int AT_ONCE = 1;
     static constexpr int ELEMENT = 1;
     static constexpr int SHORT_SUM = 16;  // products whose sum fits in 16 bits: 16 * 8 * 127 < 2^15
 
     // The weights are signed here, so the sums of the operands are not needed; the integers are the same.
-    template <int>
-    static void add_rows(const Group& g, const Unpacked& weights, int row, int rows) {
-        const auto* x = static_cast<const std::int8_t*>(g.operands) + row * QUAD;
-        std::int32_t sums[PANEL] = {};
-        for (int first = 0; first < g.size; first += SHORT_SUM) {
-            std::int16_t part[PANEL] = {};
-            for (int k = first; k < first + SHORT_SUM; ++k) {
-                const std::int16_t factor = x[k / QUAD * rows * QUAD + k % QUAD];
-                for (int c = 0; c < PANEL; ++c) part[c] = static_cast<std::int16_t>(part[c] + weights[k][c] * factor);
+    static void add_group(const Group& g, int rows) {
+        std::int16_t weights[MAX_GROUP][PANEL];
+        unpack_group(g, weights);
+        for (int row = 0; row < rows; ++row) {
+            const auto* x = static_cast<const std::int8_t*>(g.operands) + row * QUAD;
+            std::int32_t sums[PANEL] = {};
+            for (int first = 0; first < g.size; first += SHORT_SUM) {
+                std::int16_t part[PANEL] = {};
+                for (int k = first; k < first + SHORT_SUM; ++k) {
+                    const std::int16_t factor = x[k / QUAD * rows * QUAD + k % QUAD];
+                    for (int c = 0; c < PANEL; ++c)
+                        part[c] = static_cast<std::int16_t>(part[c] + weights[k][c] * factor);
+                }
+                for (int c = 0; c < PANEL; ++c) sums[c] += part[c];
             }
-            for (int c = 0; c < PANEL; ++c) sums[c] += part[c];
+            for (int c = 0; c < PANEL; ++c)
+                g.totals[row * PANEL + c] += static_cast<float>(sums[c]) * to_float(g.scales[c]);
         }
-        for (int c = 0; c < PANEL; ++c)
-            g.totals[row * PANEL + c] += static_cast<float>(sums[c]) * to_float(g.scales[c]);
     }
 };
 
-// Activations in bfloat16, a tile [padded_k][rows]; both operands are converted to float32.
+// Activations in bfloat16, a tile [padded_k][rows] of float32.
 struct Bf16Rows {
-    using Unpacked = float[MAX_GROUP][PANEL];
-    static constexpr auto unpack = unpack_group<float>;
-    static constexpr int AT_ONCE = 1;
-    static constexpr int ELEMENT = 2;
+    static constexpr int ELEMENT = 4;
 
-    template <int>
-    static void add_rows(const Group& g, const Unpacked& weights, int row, int rows) {
-        const auto* x = static_cast<const std::uint16_t*>(g.operands) + row;
-        float sums[PANEL] = {};
-        for (int k = 0; k < g.size; ++k) {
-            const float factor = to_float(x[k * rows]);
-            for (int c = 0; c < PANEL; ++c) sums[c] += weights[k][c] * factor;
+    static void add_group(const Group& g, int rows) {
+        float weights[MAX_GROUP][PANEL];
+        unpack_group(g, weights);
+        for (int row = 0; row < rows; ++row) {
+            const auto* x = static_cast<const float*>(g.operands) + row;
+            float sums[PANEL] = {};
+            for (int k = 0; k < g.size; ++k)
+                for (int c = 0; c < PANEL; ++c) sums[c] += weights[k][c] * x[k * rows];
+            for (int c = 0; c < PANEL; ++c) g.totals[row * PANEL + c] += sums[c] * to_float(g.scales[c]);
         }
-        for (int c = 0; c < PANEL; ++c) g.totals[row * PANEL + c] += sums[c] * to_float(g.scales[c]);
     }
 };
 
 }  // namespace
 
-template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4>() { return unpacking_kernel<Int8Rows>(); }
-template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4_A16>() { return unpacking_kernel<Bf16Rows>(); }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4>() { return group_kernel<Int8Rows>(); }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4_A16>() { return group_kernel<Bf16Rows>(); }
 
 }  // namespace penstock

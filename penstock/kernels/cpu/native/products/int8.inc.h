@@ -13,7 +13,7 @@ struct LeafArgs {
     std::int64_t steps;
     const std::uint8_t* prefetch;  // weights to prefetch, in every panel
     std::int64_t prefetch_step;    // bytes prefetched per step
-    const std::int8_t* operands;   // [steps][operand rows][4]
+    const std::int8_t* operands;   // of the tile, in the layout of the level: [steps][operand rows][4]
     int operand_rows;
     int slices;
     const std::int32_t* sums;      // [operand rows]
@@ -59,6 +59,31 @@ inline void finish_leaf(const LeafArgs& leaf, const Ints (*sums)[COLUMNS]) {
     }
 }
 
+// A leaf of one tile, whose operands have so many bytes; without what to prefetch.
+inline LeafArgs leaf_of_tile(const MultiplyArgs& args, const LeafRange& range, std::int64_t tile, int operand_bytes) {
+    const PenstockWeight& weight = *args.weight;
+    const std::int64_t panel_bytes = weight.padded_k * PANEL;
+    const std::int64_t level = std::int64_t{MAX_TILE_ROWS} * PANEL * args.panels;
+    const int l = range.index, rows = args.rows * weight.slices;
+    float* tree = args.tree + tile * TREE_LEVELS * level;
+    LeafArgs leaf{};
+    leaf.weights = static_cast<const std::uint8_t*>(weight.values) + args.first_panel * panel_bytes +
+                   range.padded_first * PANEL;
+    leaf.panel_stride = panel_bytes;
+    leaf.steps = range.padded / STEP;
+    leaf.operands = static_cast<const std::int8_t*>(args.tile) + tile * args.tile_stride +
+                    range.padded_first * rows * operand_bytes;
+    leaf.operand_rows = rows;
+    leaf.slices = weight.slices;
+    leaf.sums = args.sums + tile * args.sums_stride + l * rows;
+    leaf.scales = args.scales + tile * args.scales_stride + l * args.rows;
+    leaf.add = levels_to_add(l, weight.leaves);
+    leaf.tree = tree;
+    leaf.to = l + 1 == weight.leaves ? args.out + tile * args.rows * args.panels * PANEL
+                                     : tree + level_to_keep(l) * level;
+    return leaf;
+}
+
 // Call multiply_leaf(LeafArgs) for every leaf of every tile.
 //
 // A single tile prefetches its own weights a little ahead. Several tiles each prefetch a part of the next leaf;
@@ -67,31 +92,16 @@ template <class MultiplyLeaf>
 void multiply_leaves(const MultiplyArgs& args, int ahead_steps, MultiplyLeaf multiply_leaf) {
     const PenstockWeight& weight = *args.weight;
     const std::int64_t panel_bytes = weight.padded_k * PANEL;
-    const std::int64_t level = std::int64_t{MAX_TILE_ROWS} * PANEL * args.panels;
     const std::uint8_t* panel = static_cast<const std::uint8_t*>(weight.values) + args.first_panel * panel_bytes;
-    LeafArgs leaf{};
-    leaf.panel_stride = panel_bytes;
-    leaf.prefetch_step = STEP_BYTES / args.tiles;
-    leaf.operand_rows = args.rows * weight.slices;
-    leaf.slices = weight.slices;
     each_leaf(weight, [&](const LeafRange& range) {
         const std::int64_t end = range.padded_first + range.padded;
-        const int l = range.index;
-        const bool last = l + 1 == weight.leaves;
+        const bool last = range.index + 1 == weight.leaves;
         const std::uint8_t* next = last ? panel + args.panels * panel_bytes : panel + end * PANEL;
-        leaf.weights = panel + range.padded_first * PANEL;
-        leaf.steps = range.padded / STEP;
-        leaf.add = levels_to_add(l, weight.leaves);
         for (std::int64_t t = 0; t < args.tiles; ++t) {
-            float* tree = args.tree + t * TREE_LEVELS * level;
+            LeafArgs leaf = leaf_of_tile(args, range, t, 1);
+            leaf.prefetch_step = STEP_BYTES / args.tiles;
             leaf.prefetch = args.tiles == 1 ? leaf.weights + ahead_steps * STEP_BYTES
                                             : next + t * leaf.steps * leaf.prefetch_step;
-            leaf.operands = static_cast<const std::int8_t*>(args.tile) + t * args.tile_stride +
-                            range.padded_first * leaf.operand_rows;
-            leaf.sums = args.sums + t * args.sums_stride + l * leaf.operand_rows;
-            leaf.scales = args.scales + t * args.scales_stride + l * args.rows;
-            leaf.tree = tree;
-            leaf.to = last ? args.out + t * args.rows * args.panels * PANEL : tree + level_to_keep(l) * level;
             multiply_leaf(leaf);
         }
     });

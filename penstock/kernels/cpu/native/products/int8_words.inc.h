@@ -1,4 +1,7 @@
-// int8 products, computed in words of 16 bits, for levels without an exact dot product of bytes.
+// int8 products for levels without an exact dot product of bytes, in words of 16 bits.
+//
+// Operands are stored as words. Weights stay bytes in memory. Where few rows share them they are split into words in
+// registers; otherwise a block of them is split once and stays in the L1 for all rows.
 #include "products/leaves.inc.h"
 #include "word_pairs.inc.h"
 
@@ -9,32 +12,124 @@ namespace {
 #include "products/int8.inc.h"
 
 constexpr int TILE_ROWS = 12;
-constexpr int BLOCK_COLUMNS = 4;  // registers of columns that are summed at once
-constexpr int BLOCK_ROWS = 3;     // the sums of more rows would not fit into 16 registers
+constexpr int COLUMNS = PANEL / LANES;   // registers of columns in a panel
+constexpr int FEW_ROWS = 3;              // operand rows of a tile whose weights are split in registers
+constexpr int FEW_COLUMNS = 4;           // registers of columns that are summed at once for them
+constexpr int BLOCK_ROWS = 6;            // otherwise: their sums with BLOCK_COLUMNS take 12 of 16 registers
+constexpr int BLOCK_COLUMNS = 2;         // registers of columns
+constexpr int BLOCK_STEPS = 32;          // steps of K whose weights are split at once
+constexpr int ROW_STEP = 4;              // words of an operand row per step: two of even elements, two of odd ones
+constexpr int AHEAD_BYTES = 2048;        // prefetch distance for them
+constexpr int LINE = 64;
 
-// Multiply ROWS operand rows of operands [steps][operand rows][4] with BLOCK_COLUMNS registers of one panel's columns.
-template <int ROWS>
-void sum_block(const LeafArgs& leaf, int row, int column, Ints (*sums)[PANEL / LANES]) {
-    Ints block[ROWS][BLOCK_COLUMNS] = {};
-    const std::uint8_t* weights = leaf.weights + column * LANES * STEP;
-    const std::int8_t* operands = leaf.operands + row * STEP;
-    for (std::int64_t step = 0; step < leaf.steps; ++step) {
-        WordPairs of_row[ROWS];
-        for (int r = 0; r < ROWS; ++r) of_row[r] = split_row(operands + r * STEP);
-#pragma GCC unroll 4
-        for (int c = 0; c < BLOCK_COLUMNS; ++c) {
-            const WordPairs of_columns = split_stored<ZERO_POINT>(weights + c * LANES * STEP);
-            for (int r = 0; r < ROWS; ++r) block[r][c] += dot(of_columns, of_row[r]);
+using Sums = Ints[TILE_ROWS][COLUMNS];
+using Block = Words[2 * BLOCK_STEPS][COLUMNS];  // of each step the weights of even, then of odd elements of K
+
+// A tile laid out as [padded_k / 4][even, odd][operand rows][2].
+void pack(const OperandArgs& args) {
+    const int rows = args.rows * args.weight->slices;
+    auto* tile = static_cast<std::int16_t*>(args.tile);
+    quantize_tile(args, 0, [=](std::int64_t k, int length, const std::int8_t* slices) {
+        for (int step = 0; step < length / STEP; ++step) {
+            std::int16_t* even = tile + (k / STEP + step) * rows * ROW_STEP;
+            std::int16_t* odd = even + rows * 2;
+            for (int r = 0; r < rows; ++r) {
+                const std::int8_t* four = slices + r * CHUNK + step * STEP;
+                even[2 * r] = four[0];
+                even[2 * r + 1] = four[2];
+                odd[2 * r] = four[1];
+                odd[2 * r + 1] = four[3];
+            }
         }
-        weights += STEP_BYTES;
-        operands += leaf.operand_rows * STEP;
+    });
+}
+
+inline const std::int16_t* operands_of(const LeafArgs& leaf, std::int64_t step) {
+    return reinterpret_cast<const std::int16_t*>(leaf.operands) + step * leaf.operand_rows * ROW_STEP;
+}
+
+// Sum all rows of a tile that has few.
+template <int ROWS>
+void sum_few(const LeafArgs& leaf, Sums& sums) {
+    for (int column = 0; column < COLUMNS; column += FEW_COLUMNS) {
+        Ints block[ROWS][FEW_COLUMNS] = {};
+        const std::uint8_t* weights = leaf.weights + column * LANES * STEP;
+        const std::int16_t* operands = operands_of(leaf, 0);
+        for (std::int64_t step = 0; step < leaf.steps; ++step) {
+            for (int byte = 0; byte < STEP_BYTES; byte += LINE) __builtin_prefetch(weights + AHEAD_BYTES + byte);
+            WordPairs of_row[ROWS];
+            for (int r = 0; r < ROWS; ++r) of_row[r] = {pair_of(operands + 2 * r), pair_of(operands + 2 * (ROWS + r))};
+#pragma GCC unroll 4
+            for (int c = 0; c < FEW_COLUMNS; ++c) {
+                const WordPairs of_columns = split_stored<ZERO_POINT>(weights + c * LANES * STEP);
+                for (int r = 0; r < ROWS; ++r) block[r][c] = add_products(block[r][c], of_columns, of_row[r]);
+            }
+            weights += STEP_BYTES;
+            operands += ROWS * ROW_STEP;
+        }
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < FEW_COLUMNS; ++c) sums[r][column + c] = block[r][c];
     }
-    for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < BLOCK_COLUMNS; ++c) sums[row + r][column + c] = block[r][c];
+}
+
+void split_block(const std::uint8_t* weights, std::int64_t steps, Block& block) {
+    for (std::int64_t step = 0; step < steps; ++step, weights += STEP_BYTES)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) {
+            const WordPairs pairs = split_stored<ZERO_POINT>(weights + c * LANES * STEP);
+            block[2 * step][c] = pairs.even;
+            block[2 * step + 1][c] = pairs.odd;
+        }
+}
+
+// Weights that are prefetched, some bytes at a time, while others are multiplied.
+struct Prefetch {
+    const std::uint8_t* next;
+    std::int64_t bytes;
+
+    void fetch_some() {
+        for (std::int64_t byte = 0; byte < bytes; byte += LINE) __builtin_prefetch(next + byte);
+        next += bytes;
+    }
+};
+
+// Add the products of `halves` half steps of a block with ROWS rows of a tile, of which `operands` is the first.
+template <int ROWS>
+void add_rows(const Block& block, std::int64_t halves, const std::int16_t* operands, int tile_rows,
+              Ints (*sums)[COLUMNS], Prefetch& prefetch) {
+    for (int column = 0; column < COLUMNS; column += BLOCK_COLUMNS) {
+        prefetch.fetch_some();
+        Ints added[ROWS][BLOCK_COLUMNS];
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < BLOCK_COLUMNS; ++c) added[r][c] = sums[r][column + c];
+        const std::int16_t* row = operands;
+        // One half step at a time: unrolled, the loop needs more registers than there are.
+        for (const Words* weights = block[0] + column; weights != block[halves] + column; weights += COLUMNS) {
+            Words columns[BLOCK_COLUMNS];
+            for (int c = 0; c < BLOCK_COLUMNS; ++c) columns[c] = weights[c];
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; ++r) {
+                const Words of_row = pair_of(row + 2 * r);
+                for (int c = 0; c < BLOCK_COLUMNS; ++c) added[r][c] = add_products(added[r][c], columns[c], of_row);
+            }
+            row += tile_rows * 2;
+        }
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < BLOCK_COLUMNS; ++c) sums[r][column + c] = added[r][c];
+    }
+}
+
+// Add the products of a block with all rows of a tile.
+void add_block(const Block& block, std::int64_t steps, const std::int16_t* operands, int rows, Sums& sums,
+               Prefetch& prefetch) {
+    for (int row = 0; row < rows; row += BLOCK_ROWS)
+        with_constant<BLOCK_ROWS>(rows - row, [&](auto some) {
+            add_rows<some.value>(block, 2 * steps, operands + 2 * row, rows, sums + row, prefetch);
+        });
 }
 
 template <int SLICES>
-void finish_rows(LeafArgs leaf, const Ints (*sums)[PANEL / LANES]) {
+void finish_rows(LeafArgs leaf, const Sums& sums) {
     for (int row = 0; row < leaf.operand_rows; row += SLICES) {
         finish_leaf<SLICES, SLICES>(leaf, sums + row);
         ++leaf.scales;
@@ -43,26 +138,49 @@ void finish_rows(LeafArgs leaf, const Ints (*sums)[PANEL / LANES]) {
     }
 }
 
-void multiply_leaf(const LeafArgs& leaf) {
-    Ints sums[TILE_ROWS][PANEL / LANES];
-    for (int column = 0; column < PANEL / LANES; column += BLOCK_COLUMNS) {
-        int row = 0;
-        for (; row + BLOCK_ROWS <= leaf.operand_rows; row += BLOCK_ROWS) sum_block<BLOCK_ROWS>(leaf, row, column, sums);
-        if (row + 2 == leaf.operand_rows) sum_block<2>(leaf, row, column, sums);
-        if (row + 1 == leaf.operand_rows) sum_block<1>(leaf, row, column, sums);
-    }
+void finish(const LeafArgs& leaf, const Sums& sums) {
     with_constant<3>(leaf.slices, [&](auto slices) { finish_rows<slices.value>(leaf, sums); });
+}
+
+void multiply_few(const MultiplyArgs& args) {
+    each_leaf(*args.weight, [&](const LeafRange& range) {
+        const LeafArgs leaf = leaf_of_tile(args, range, 0, sizeof(std::int16_t));
+        Sums sums;
+        with_constant<FEW_ROWS>(leaf.operand_rows, [&](auto rows) { sum_few<rows.value>(leaf, sums); });
+        finish(leaf, sums);
+    });
+}
+
+void multiply(const MultiplyArgs& args) {
+    const int rows = args.rows * args.weight->slices;
+    if (args.tiles == 1 && rows <= FEW_ROWS) return multiply_few(args);
+    // The parts in which the next block is prefetched: one before each call of a micro-kernel.
+    const int parts = args.tiles * ((rows + BLOCK_ROWS - 1) / BLOCK_ROWS) * (COLUMNS / BLOCK_COLUMNS);
+    each_leaf(*args.weight, [&](const LeafRange& range) {
+        Sums sums[MAX_TILES];
+        for (int t = 0; t < args.tiles; ++t) __builtin_memset(sums[t], 0, rows * sizeof sums[t][0]);
+        const LeafArgs leaf = leaf_of_tile(args, range, 0, sizeof(std::int16_t));
+        Block block;
+        for (std::int64_t step = 0; step < leaf.steps; step += BLOCK_STEPS) {
+            const std::int64_t left = leaf.steps - step, steps = left < BLOCK_STEPS ? left : BLOCK_STEPS;
+            const std::uint8_t* weights = leaf.weights + step * STEP_BYTES;
+            split_block(weights, steps, block);
+            Prefetch prefetch{weights + steps * STEP_BYTES, steps * STEP_BYTES / parts};
+            for (int t = 0; t < args.tiles; ++t) {
+                const LeafArgs of_tile = leaf_of_tile(args, range, t, sizeof(std::int16_t));
+                add_block(block, steps, operands_of(of_tile, step), rows, sums[t], prefetch);
+            }
+        }
+        for (int t = 0; t < args.tiles; ++t) finish(leaf_of_tile(args, range, t, sizeof(std::int16_t)), sums[t]);
+    });
 }
 
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() {
-    return {
-        TILE_ROWS,
-        [](int) { return 1; },
-        [](const OperandArgs& args) { quantize_interleaved(args, 0); },
-        [](const MultiplyArgs& args) { multiply_leaves(args, 0, multiply_leaf); },
-    };
+    ProductKernel kernel{TILE_ROWS, [](int) { return 1; }, pack, multiply};
+    kernel.element_bytes = sizeof(std::int16_t);
+    return kernel;
 }
 
 }  // namespace penstock

@@ -15,9 +15,6 @@ namespace {
 // no thread waits long for the last item.
 constexpr std::int64_t ITEM_BYTES = 128 << 10;
 
-// Tiles per call of a micro-kernel. A leaf of a panel is read from memory once, and then from the L2.
-constexpr std::int64_t TILES_PER_CALL = 8;
-
 // With this many operand rows or more, multiplying takes longer than reading the weights from memory.
 constexpr std::int64_t REREAD_ROWS = 256;
 
@@ -26,7 +23,7 @@ constexpr std::int64_t SERIAL_BYTES = 128 << 10;    // bytes of weights, counted
 constexpr std::int64_t ROWS_PER_READ = 8;           // rows that are multiplied about as fast as the weights are read
 constexpr std::int64_t SERIAL_ELEMENTS = 32 << 10;  // activations to pack
 
-constexpr std::int64_t OUT_FLOATS = TILES_PER_CALL * MAX_TILE_ROWS * PANEL * MAX_PANELS;
+constexpr std::int64_t OUT_FLOATS = std::int64_t{MAX_TILES} * MAX_TILE_ROWS * PANEL * MAX_PANELS;
 constexpr std::int64_t TREE_FLOATS = OUT_FLOATS * TREE_LEVELS;
 
 constexpr std::int64_t FLOATS_PER_LINE = 16;  // per cache line
@@ -88,7 +85,7 @@ Plan plan_product(const Context& context, const Product& product) {
     plan.scales_stride = std::int64_t{weight.leaves} * plan.tile_rows;
     plan.sums_stride = std::max<std::int64_t>(2 * groups, weight.leaves) * plan.tile_rows * plan.slices;
     plan.item_panels = panels_of_item(plan);
-    plan.tile_groups = std::max<std::int64_t>(divide_up(plan.full_tiles, TILES_PER_CALL), 1);
+    plan.tile_groups = std::max<std::int64_t>(divide_up(plan.full_tiles, MAX_TILES), 1);
     return plan;
 }
 
@@ -185,7 +182,7 @@ void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t ti
 // large, they go through the panels first, so that a thread reuses operands.
 void run_item(const RowKernels& kernels, const Plan& plan, std::int64_t item, float* memory) {
     const std::int64_t ranges = divide_up(plan.product.weight->panels, plan.item_panels);
-    const bool large = plan.kernel->tile_rows * TILES_PER_CALL >= REREAD_ROWS;
+    const bool large = plan.kernel->tile_rows * MAX_TILES >= REREAD_ROWS;
     const std::int64_t group = large ? item / ranges : item % plan.tile_groups;
     const std::int64_t panel = (large ? item % ranges : item / plan.tile_groups) * plan.item_panels;
     const Panels panels{panel, std::min(panel + plan.item_panels, plan.product.weight->panels)};
@@ -234,14 +231,15 @@ std::int64_t rows_per_pass(const Context& context, const PenstockWeight& weight,
     const ProductKernel& kernel = context.products[weight.kind];
     const std::int64_t step = kernel.tile_rows / slices_of(weight);
     const std::int64_t tiles = divide_up(rows, step);
-    const std::int64_t most = std::max(kernel.pass_bytes / operand_bytes(weight, kernel), TILES_PER_CALL);
+    const std::int64_t most = std::max<std::int64_t>(kernel.pass_bytes / operand_bytes(weight, kernel), MAX_TILES);
     return divide_up(tiles, divide_up(tiles, most)) * step;
 }
 
 }  // namespace
 
 std::int64_t operand_bytes(const PenstockWeight& weight, const ProductKernel& kernel) {
-    return kernel.tile_rows * weight.padded_k * (kernel.wide ? 4 : ELEMENT_BYTES[weight.kind]);
+    const int element_bytes = kernel.element_bytes > 0 ? kernel.element_bytes : ELEMENT_BYTES[weight.kind];
+    return kernel.tile_rows * weight.padded_k * element_bytes;
 }
 
 std::int64_t result_columns(const PenstockWeight& weight) { return weight.gated != 0 ? weight.n / 2 : weight.n; }

@@ -13,6 +13,7 @@ namespace penstock {
 
 constexpr int MAX_TILE_ROWS = 32;  // operand rows of a tile, on any level
 constexpr int MAX_PANELS = 4;      // neighbouring panels in one call of a micro-kernel
+constexpr int MAX_TILES = 8;       // tiles in one call: a leaf of a panel is read once from memory, then from the L2
 constexpr int TREE_LEVELS = 3;     // partial sums kept by the tree of 8 leaves
 
 // Pack up to tile_rows / slices activation rows as the operand of a product.
@@ -50,7 +51,7 @@ struct MultiplyArgs {
     std::int64_t first_panel;
     int panels;                  // 1 .. max_panels(rows)
     int rows;                    // activation rows of every tile
-    int tiles;                   // at least 1
+    int tiles;                   // 1 .. MAX_TILES
     const void* tile;            // operands of the first tile
     std::int64_t tile_stride;    // bytes from one tile to the next
     const float* scales;         // from OperandArgs, of the first tile
@@ -74,10 +75,10 @@ struct ProductKernel {
     void (*pack)(const OperandArgs&);
     void (*multiply)(const MultiplyArgs&);
     bool strided = false;                 // multiply supports any out_stride that is a multiple of 16
-    bool even_tiles = false;              // a tile of fewer rows takes less time, so all tiles get about as many
-    std::int64_t pass_bytes = 16 << 20;   // bytes of operands per pass over the weight; they are read again for every
-                                          // panel, so they should stay in the L3
-    bool wide = false;                    // operands of bfloat16 are stored as float32
+    bool even_tiles = false;              // a tile of fewer rows takes less time, so all get about as many
+    std::int64_t pass_bytes = 16 << 20;   // operand tiles per pass over the weight: read again for every panel, they
+                                          // should stay in the L3
+    int element_bytes = 0;                // of an operand; 0: as many as its type has
 };
 
 // Bytes of the operands of one full tile, on any level.
