@@ -8,12 +8,14 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import httpx
@@ -32,6 +34,7 @@ IN_PROCESS_TIME = 0.6  # share of the time that the requests in this process may
 LEAVE = 0.1  # share of the clients that leave
 KILL = 0.01  # share of the requests that begin with a death of the engine
 KILL_EVERY_S = 20.0  # minimum time between two deaths, because a server gives up after five within a minute
+DEMO_SERVERS = 4  # they mostly wait until their engine may be killed again
 AT_ONCE = 16
 PER_ROUND = 1000
 WARM_UP = 0.2  # share of the measurements that is not counted, because caches fill
@@ -63,8 +66,19 @@ class LongRun:
 
     def run(self, trials: Trials) -> None:
         asyncio.run(_without_sockets(trials, until=time.monotonic() + trials.seconds_left * IN_PROCESS_TIME))
-        with serve(trials.subject, *FLAGS) as server:
-            _OverHttp(trials, server).run()
+        with contextlib.ExitStack() as stack:
+            number = DEMO_SERVERS if trials.subject.model == "demo" else 1
+            started = [stack.enter_context(serve(trials.subject, *FLAGS)) for _ in range(number)]
+            lock = threading.Lock()
+            days = [_OverHttp(trials, server, random.Random(trials.random.random()), lock) for server in started]
+            with ThreadPoolExecutor(number) as threads:
+                for done in [threads.submit(day.run) for day in days]:
+                    done.result()
+        trials.figure("over_http", sum(day.num_tried for day in days))
+        trials.figure("clients_that_left", sum(day.num_left for day in days))
+        trials.figure("kills", sum(day.num_kills for day in days))
+        worst = max(days, key=lambda day: slope(day.points) or -math.inf)
+        _judge_slope(trials, "server_memory", worst.points)
 
 
 async def _without_sockets(trials: Trials, *, until: float) -> None:
@@ -95,44 +109,48 @@ async def _without_sockets(trials: Trials, *, until: float) -> None:
 
 
 class _OverHttp:
-    """Requests of several clients on a real server."""
+    """Requests of several clients on a real server.
 
-    def __init__(self, trials: Trials, server: Server) -> None:
+    Args:
+        source: of its random choices.
+        lock: held while the trials are told of something.
+    """
+
+    def __init__(self, trials: Trials, server: Server, source: random.Random, lock: threading.Lock) -> None:
+        self.num_kills = self.num_left = self.num_tried = 0
+        self.points: list[tuple[int, int]] = []
         self._trials = trials
         self._server = server
-        self._lock = threading.Lock()
+        self._random = source
+        self._lock = lock
         self._http = quick_client(server.url, KEY)
-        self._kills = self._left = self._tried = 0
+        self._killing = threading.Lock()  # held by the client that waits until the engine may be killed
         self._killed_at = time.monotonic()
-        self._points: list[tuple[int, int]] = []
 
     def run(self) -> None:
         before = level_of(self._http, self._server.process.pid)
-        while self._tried == 0 or self._trials.go_on():
+        while self.num_tried == 0 or self._trials.go_on():
             self._round(PER_ROUND // 5)
-            self._points.append((self._tried, memory_bytes(self._server.process.pid)))
+            self.points.append((self.num_tried, memory_bytes(self._server.process.pid)))
         self._check_settled(before)
-        _judge_slope(self._trials, "server_memory", self._points)
-        self._trials.figure("over_http", self._tried)
-        self._trials.figure("clients_that_left", self._left)
-        self._trials.figure("kills", self._kills)
 
     def _round(self, number: int) -> None:
-        bodies = [body(self._trials.random) for _ in range(number)]
-        leave = [self._trials.random.random() < LEAVE for _ in bodies]
-        kill = [self._trials.random.random() < KILL for _ in bodies]
+        bodies = [body(self._random) for _ in range(number)]
+        leave = [self._random.random() < LEAVE for _ in bodies]
+        kill = [self._random.random() < KILL for _ in bodies]
         pending = list(zip(bodies, leave, kill, strict=True))
         threads = [threading.Thread(target=self._work, args=(pending,)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        self._tried += number
-        self._trials.tried(number)
+        self.num_tried += number
+        with self._lock:
+            self._trials.tried(number)
 
     def _work(self, pending: list[tuple[dict[str, Any], bool, bool]]) -> None:
         while True:
-            with self._lock:
+            with self._killing:
                 if not pending:
                     return
                 content, leaves, kills = pending.pop()
@@ -149,7 +167,7 @@ class _OverHttp:
             if leaves:
                 next(answer.iter_bytes(), None)
                 with self._lock:
-                    self._left += 1
+                    self.num_left += 1
                 return
             told = answer.read()
         if answer.status_code != 200:
@@ -166,7 +184,7 @@ class _OverHttp:
             self._killed_at = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                self._kills += 1
+                self.num_kills += 1
 
     def _check_settled(self, before: Level) -> None:
         def settled() -> bool:
@@ -176,7 +194,8 @@ class _OverHttp:
             wait_until(settled, SETTLE_S, "everything to be given back")
         except EngineError as error:
             after = level_of(self._http, self._server.process.pid)
-            self._trials.wrong(f"{error}: {after.problem(before, same_engine=False)}")
+            with self._lock:
+                self._trials.wrong(f"{error}: {after.problem(before, same_engine=False)}")
 
 
 def slope(points: Sequence[tuple[int, int]]) -> float | None:
