@@ -75,9 +75,10 @@ class Pace:
         self._token = _TokenCost()
 
     def allowance(self, num_stream_tokens: int) -> Allowance:
-        """Return what prompts may have in a step with num_stream_tokens: at least one token.
+        """Return what prompts may have in a step with num_stream_tokens.
 
-        They get nothing until a step with as many stream tokens, or fewer, has been measured without prompts.
+        Nothing until a step with as many stream tokens, or fewer, has been measured without prompts; then at least one
+        token.
         """
         if not self._known_base(num_stream_tokens):
             return Allowance(0.0, 0.0)

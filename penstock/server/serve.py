@@ -216,7 +216,7 @@ class Serving:
                 resume(self._app.state.context)
                 self._announce()
                 announced = True
-            if watchdog_s is not None and time.monotonic() - told_at >= watchdog_s / 2:
+            if watchdog_s is not None and time.monotonic() - told_at >= watchdog_s:
                 told_at = time.monotonic()
                 systemd.notify("WATCHDOG=1")
             await asyncio.sleep(WATCH_INTERVAL_S if not announced else 10 * WATCH_INTERVAL_S)
