@@ -162,10 +162,15 @@ class Ledger:
         return next((text for text, changed in self._changes(config) if self._fits(changed)), None)
 
     def _operands(self, config: EngineConfig, tokens: int, deepest: int) -> int:
-        """Return the bytes of the operands that products copy: int8 slices for quantised weights, otherwise the values
-        that some levels widen to float32. All experts copy theirs at once."""
+        """Return the bytes of the operands that products copy. All experts copy theirs at once.
+
+        They are int8 slices for quantised weights, which some levels widen to words beside int8 weights; otherwise
+        values that some levels widen to float32.
+        """
         model, scheme = self.model, config.numerics.scheme
-        element = scheme.slices if scheme is not None and scheme.slices else ELEMENT_BYTES["float32"]
+        element = ELEMENT_BYTES["float32"]
+        if scheme is not None and scheme.slices:
+            element = scheme.slices * (2 if scheme.weight_bits == 8 else 1)
         pairs = tokens * model.num_experts_per_tok
         return max(min(tokens * deepest * element, PASS_BYTES), pairs * max(model.hidden_size, _inner(model)) * element)
 
