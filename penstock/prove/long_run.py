@@ -35,6 +35,7 @@ LEAVE = 0.1  # share of the clients that leave
 KILL = 0.01  # share of the requests that begin with a death of the engine
 KILL_EVERY_S = 20.0  # minimum time between two deaths, because a server gives up after five within a minute
 DEMO_SERVERS = 4  # they mostly wait until their engine may be killed again
+SERVER_WARM_UP = 4000  # requests until a server has as many finished calls and timelines as it keeps
 AT_ONCE = 16
 PER_ROUND = 1000
 WARM_UP = 0.2  # share of the measurements that is not counted, because caches fill
@@ -77,8 +78,8 @@ class LongRun:
         trials.figure("over_http", sum(day.num_tried for day in days))
         trials.figure("clients_that_left", sum(day.num_left for day in days))
         trials.figure("kills", sum(day.num_kills for day in days))
-        worst = max(days, key=lambda day: slope(day.points) or -math.inf)
-        _judge_slope(trials, "server_memory", worst.points)
+        warm = [[point for point in day.points if point[0] >= SERVER_WARM_UP] for day in days]
+        _judge_slope(trials, "server_memory", max(warm, key=lambda points: slope(points) or -math.inf))
 
 
 async def _without_sockets(trials: Trials, *, until: float) -> None:
@@ -130,7 +131,7 @@ class _OverHttp:
     def run(self) -> None:
         before = level_of(self._http, self._server.process.pid)
         while self.num_tried == 0 or self._trials.go_on():
-            self._round(PER_ROUND // 5)
+            self._round(PER_ROUND // 10)
             self.points.append((self.num_tried, memory_bytes(self._server.process.pid)))
         self._check_settled(before)
 

@@ -11,7 +11,7 @@ namespace {
 
 // Add the products of eight float32 in one rounding.
 template <class Floats>
-PENSTOCK_INLINE Floats add_products(Floats sums, Floats a, Floats b) {
+PENSTOCK_INLINE Floats add_float_products(Floats sums, Floats a, Floats b) {
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));
     return sums;
 }

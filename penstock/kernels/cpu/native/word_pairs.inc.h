@@ -49,7 +49,7 @@ PENSTOCK_INLINE WordSums add_products(WordSums sums, const Words& stored, const 
 #elif defined(__SSE2__)
     return sums + same_bits<WordSums>(_mm_madd_epi16(same_bits<__m128i>(stored), same_bits<__m128i>(row)));
 #else
-    const WordSums products = same_bits<WordSums>(static_cast<Words>(stored * row));
+    const WordSums products = same_bits<WordSums>(stored * row);  // each fits into a word: 255 * 127 is below 2^15
     return sums + (products << 16 >> 16) + (products >> 16);
 #endif
 }

@@ -13,7 +13,7 @@ constexpr std::int64_t LINE = 64;
 
 PENSTOCK_INLINE F32x16 multiply_add(float a, F32x16 b, F32x16 c) {
     const FloatPart factor = _mm256_set1_ps(a);
-    for (int i = 0; i < PARTS; ++i) c.part[i] = add_products(c.part[i], factor, b.part[i]);
+    for (int i = 0; i < PARTS; ++i) c.part[i] = add_float_products(c.part[i], factor, b.part[i]);
     return c;
 }
 

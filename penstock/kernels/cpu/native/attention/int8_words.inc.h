@@ -9,11 +9,7 @@ namespace penstock {
 namespace {
 
 struct WordsDot {
-#if defined(__SSE2__)
     static constexpr int ZERO_POINT = penstock::ZERO_POINT;
-#else
-    static constexpr int ZERO_POINT = 0;  // two products of unsigned bytes would not fit into a word
-#endif
     static constexpr int MOST = 6;  // operands whose sums are in registers at once
     static constexpr int MAX_QUADS = MAX_HEAD_DIM / QUAD;
     static constexpr int QUADS_AT_ONCE = 4;
@@ -22,7 +18,7 @@ struct WordsDot {
     static PENSTOCK_INLINE void multiply(
         int runs, std::int64_t step, const Find& find, const std::int32_t* start, I32x16 (*sums)[2]) {
         constexpr int BLOCKS = (OPERANDS + MOST - 1) / MOST, BLOCK = (OPERANDS + BLOCKS - 1) / BLOCKS;
-        alignas(64) std::int16_t words[MAX_QUADS * OPERANDS * QUAD];
+        alignas(64) std::int16_t words[MAX_QUADS * OPERANDS * QUAD];  // runs * QUADS is at most MAX_QUADS
         for (int run = 0; run < runs; ++run)
             store_words<OPERANDS, QUADS>(find(run).operand, words + run * QUADS * OPERANDS * QUAD);
         for (int side = 0; side < 2; ++side) {
@@ -42,6 +38,7 @@ struct WordsDot {
     // The operands of a run as [quad][operand], each two even, then two odd elements.
     template <int OPERANDS, int QUADS>
     static PENSTOCK_INLINE void store_words(const std::int8_t* operand, std::int16_t* words) {
+        static_assert(QUADS % QUADS_AT_ONCE == 0);
         typedef std::int8_t Bytes __attribute__((vector_size(QUADS_AT_ONCE * QUAD)));
         typedef std::int16_t Wide __attribute__((vector_size(2 * QUADS_AT_ONCE * QUAD)));
         for (int i = 0; i < OPERANDS; ++i)
@@ -58,11 +55,12 @@ struct WordsDot {
             }
     }
 
-    // One vector of each quad with ROWS of the operands.
+    // The sums of ROWS of the operands with the vectors of one side.
     template <int ROWS, int OPERANDS, int QUADS, class Find>
     static PENSTOCK_INLINE void add(int runs, std::int64_t step, const Find& find, int side, const std::int16_t* words,
                                     const std::int32_t* start, I32x16 (*sums)[2]) {
-        constexpr int LESS = penstock::ZERO_POINT - ZERO_POINT, AT_ONCE = 2;  // registers
+        constexpr int AT_ONCE = 2;  // registers
+        static_assert(PARTS % AT_ONCE == 0);
         for (int part = 0; part < PARTS; part += AT_ONCE) {
             IntPart block[ROWS][AT_ONCE];
             for (int r = 0; r < ROWS; ++r)
@@ -72,8 +70,8 @@ struct WordsDot {
                 const std::uint8_t* stored = find(run).stored[side] + part * PART_LANES * QUAD;
 #pragma GCC unroll 4
                 for (int quad = 0; quad < QUADS; ++quad, stored += step, row += OPERANDS * QUAD) {
-                    const WordPairs left = split_stored<LESS>(stored);
-                    const WordPairs right = split_stored<LESS>(stored + PART_LANES * QUAD);
+                    const WordPairs left = split_stored<0>(stored);
+                    const WordPairs right = split_stored<0>(stored + PART_LANES * QUAD);
 #pragma GCC unroll 6
                     for (int r = 0; r < ROWS; ++r) {
                         const WordPairs of_row{pair_of(row + r * QUAD), pair_of(row + r * QUAD + 2)};

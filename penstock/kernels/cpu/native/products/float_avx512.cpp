@@ -236,8 +236,9 @@ void multiply(const MultiplyArgs& a) {
 
 template <class Type>
 ProductKernel kernel() {
-    return {TILE_ROWS<Type>, max_panels, pack<typename Type::Operand>, multiply<Type>, true, true, PASS_BYTES,
-            Type::TERMS > 1};
+    using Operand = typename Type::Operand;
+    return {TILE_ROWS<Type>, sizeof(typename Operand::Element), max_panels, pack<Operand>, multiply<Type>, true, true,
+            PASS_BYTES};
 }
 
 }  // namespace

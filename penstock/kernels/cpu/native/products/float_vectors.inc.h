@@ -22,7 +22,7 @@ using Words = std::uint32_t __attribute__((vector_size(4 * LANES), may_alias));
 
 inline Vector multiply_add(Vector a, Vector b, Vector c) {
 #if defined(__AVX2__)
-    return penstock::add_products(c, a, b);
+    return add_float_products(c, a, b);
 #else
     return a * b + c;
 #endif
@@ -34,7 +34,7 @@ constexpr int STEP_BYTES = PANEL * 4;       // of a step through a panel
 constexpr int LINE = 64;
 constexpr std::int64_t AHEAD_BYTES = 2048;  // prefetch distance of a single pass
 constexpr std::int64_t BLOCK_STEPS = 128;   // of a block that is read in several passes, so that it stays in the L1
-constexpr std::int64_t LONG_STEPS = 512;    // the same for MAX_TILES tiles, whose operands are better read in long runs
+constexpr std::int64_t LONG_STEPS = 512;    // of a block for MAX_TILES tiles, whose operands are better read in long runs
 
 // The operand of one activation row: position `at` of padded K goes to tile[at * rows].
 template <bool ROUNDS, class From>
@@ -127,12 +127,12 @@ struct Pass {
     int prefetch_step;       // bytes prefetched per step
 };
 
-// Add the products of ROWS rows and WIDTH vectors of columns.
+// Add the products of ROWS rows and WIDTH vectors of columns, from vector `first` on.
 template <class Weights, int ROWS, int WIDTH>
-void add_block(Pass<typename Weights::Element> pass, Vector (*sums)[VECTORS]) {
+void add_block(Pass<typename Weights::Element> pass, int first, Vector (*sums)[VECTORS]) {
     Vector added[ROWS][WIDTH];
     for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < WIDTH; ++v) added[r][v] = sums[r][v];
+        for (int v = 0; v < WIDTH; ++v) added[r][v] = sums[r][first + v];
     const float* const end = pass.operands + pass.steps * Weights::UNIT * ROWS;
     for (; pass.operands != end; pass.operands += Weights::UNIT * ROWS) {
         for (int byte = 0; byte < STEP_BYTES * WIDTH / VECTORS; byte += LINE) __builtin_prefetch(pass.prefetch + byte);
@@ -141,7 +141,7 @@ void add_block(Pass<typename Weights::Element> pass, Vector (*sums)[VECTORS]) {
         pass.weights += PANEL;
     }
     for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < WIDTH; ++v) sums[r][v] = added[r][v];
+        for (int v = 0; v < WIDTH; ++v) sums[r][first + v] = added[r][v];
 }
 
 // Add one leaf of one panel to the sums of all tiles, [tiles].
@@ -151,8 +151,9 @@ void add_block(Pass<typename Weights::Element> pass, Vector (*sums)[VECTORS]) {
 template <class Weights, int ROWS>
 void multiply_leaf(const MultiplyArgs& args, std::int64_t panel, int leaf, Vector (*sums)[ROWS][VECTORS]) {
     constexpr int UNIT = Weights::UNIT;
-    // With few rows, more columns at a time give enough independent sums, as far as registers last.
-    constexpr int WIDTH = ROWS * VECTORS <= (UNIT == 1 ? 12 : 8) ? VECTORS : ROWS <= 3 ? VECTORS / 2 : 2;
+    // With few rows, more columns at a time give enough independent sums, as far as there are registers.
+    constexpr int MOST = UNIT == 1 ? 12 : 8;
+    constexpr int WIDTH = ROWS * VECTORS <= MOST ? VECTORS : (ROWS <= 3 ? VECTORS / 2 : 2);
     const PenstockWeight& weight = *args.weight;
     const std::int64_t begin = leaf > 0 ? weight.padded_leaf_ends[leaf - 1] / UNIT : 0;
     const std::int64_t end = weight.padded_leaf_ends[leaf] / UNIT;
@@ -171,7 +172,7 @@ void multiply_leaf(const MultiplyArgs& args, std::int64_t panel, int leaf, Vecto
             pass.operands = reinterpret_cast<const float*>(tile) + at * UNIT * ROWS;
             for (int first = 0; first < VECTORS; first += WIDTH) {
                 pass.weights = values + at * PANEL + first * LANES;
-                add_block<Weights, ROWS, WIDTH>(pass, reinterpret_cast<Vector(*)[VECTORS]>(&sums[t][0][first]));
+                add_block<Weights, ROWS, WIDTH>(pass, first, sums[t]);
                 pass.prefetch += pass.steps * pass.prefetch_step;
             }
         }
@@ -207,13 +208,11 @@ int one_panel(int) { return 1; }
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
-    return {TILE_ROWS, one_panel, pack<false>, multiply<F32Weights>, false, true};
+    return {TILE_ROWS, sizeof(float), one_panel, pack<false>, multiply<F32Weights>, false, true};
 }
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
-    ProductKernel kernel{TILE_ROWS, one_panel, pack<true>, multiply<Bf16Weights>, false, true};
-    kernel.element_bytes = sizeof(float);
-    return kernel;
+    return {TILE_ROWS, sizeof(float), one_panel, pack<true>, multiply<Bf16Weights>, false, true};
 }
 
 }  // namespace penstock

@@ -146,10 +146,6 @@ inline void pack_bf16(const OperandArgs& args, const Place& place) {
 // A tile laid out as int8 [padded_k / 4][operand rows][4], and its sums.
 inline void pack_int8(const OperandArgs& args) { quantize_interleaved(args, args.weight->group_size); }
 
-#if !defined(__AVX512F__)
-
-// ---- Levels that multiply one group after the other, one panel at a time
-
 // A tile laid out as [padded_k][rows], bfloat16 widened to float32.
 inline void pack_bf16_widened(const OperandArgs& args) {
     auto* tile = static_cast<float*>(args.tile);
@@ -157,6 +153,10 @@ inline void pack_bf16_widened(const OperandArgs& args) {
         for (int i = 0; i < K_UNIT; ++i) tile[(k + i) * args.rows + row] = to_float(words[i]);
     });
 }
+
+#if !defined(__AVX512F__)
+
+// ---- Levels that multiply one group after the other, one panel at a time
 
 // One group.
 struct Group {
@@ -192,9 +192,7 @@ ProductKernel group_kernel() {
             multiply_panels(a, panel, 1, {Rows::ELEMENT, 1, 1}, multiply_groups<Rows>);
     };
     const auto pack = Rows::ELEMENT == 1 ? pack_int8 : pack_bf16_widened;
-    ProductKernel kernel{TILE_ROWS, [](int) { return 1; }, pack, multiply};
-    kernel.element_bytes = Rows::ELEMENT;
-    return kernel;
+    return {TILE_ROWS, Rows::ELEMENT, [](int) { return 1; }, pack, multiply};
 }
 
 #endif

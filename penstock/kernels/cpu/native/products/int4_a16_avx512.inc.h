@@ -119,12 +119,7 @@ struct WideBf16Rows {
     static constexpr int SUMS = 1;
     static constexpr int MAX_ROWS = TILE_ROWS;  // totals in memory cost less than unpacking twice
 
-    static void pack(const OperandArgs& args) {
-        auto* tile = static_cast<float*>(args.tile);
-        pack_bf16(args, [=, &args](std::int64_t k, int row, const std::uint16_t* words) {
-            for (int i = 0; i < K_UNIT; ++i) tile[(k + i) * args.rows + row] = to_float(words[i]);
-        });
-    }
+    static void pack(const OperandArgs& args) { pack_bf16_widened(args); }
 
     // The weights of the lowest nibbles of 16 words.
     static PENSTOCK_INLINE __m512i weights(__m512i words) {

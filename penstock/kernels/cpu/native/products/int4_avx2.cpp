@@ -12,7 +12,6 @@ namespace {
 #include "products/quantize_rows.inc.h"
 #include "products/int4.inc.h"
 
-constexpr int VECTORS = PANEL / LANES;  // registers per row of a panel
 constexpr int HALVES = 2;               // of the packed bytes of a quad: each has two registers of columns
 constexpr int BLOCK_ROWS = 6;           // rows whose sums stay in registers with the columns of one half
 constexpr int FEW_ROWS = 2;             // the same with the columns of both halves
@@ -114,7 +113,7 @@ struct Bf16Rows {
         for (int r = 0; r < ROWS; ++r) {
             const Floats row = x[r] - Floats{};
 #pragma GCC unroll 4
-            for (int c = 0; c < COLUMNS; ++c) sums[r][c] = add_products(sums[r][c], weights[c], row);
+            for (int c = 0; c < COLUMNS; ++c) sums[r][c] = add_float_products(sums[r][c], weights[c], row);
         }
     }
 

@@ -220,7 +220,7 @@ void multiply(const MultiplyArgs& a) {
 
 template <class Rows>
 ProductKernel kernel() {
-    return {TILE_ROWS, panels_at_once, Rows::pack, multiply<Rows>, false, false, INTEGER_PASS_BYTES, Rows::ELEMENT == 4};
+    return {TILE_ROWS, Rows::ELEMENT, panels_at_once, Rows::pack, multiply<Rows>, false, false, INTEGER_PASS_BYTES};
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ struct LeafArgs {
     std::int64_t steps;
     const std::uint8_t* prefetch;  // weights to prefetch, in every panel
     std::int64_t prefetch_step;    // bytes prefetched per step
-    const std::int8_t* operands;   // of the tile, in the layout of the level: [steps][operand rows][4]
+    const std::int8_t* operands;   // of the tile, in the layout of the level
     int operand_rows;
     int slices;
     const std::int32_t* sums;      // [operand rows]
@@ -59,8 +59,8 @@ inline void finish_leaf(const LeafArgs& leaf, const Ints (*sums)[COLUMNS]) {
     }
 }
 
-// A leaf of one tile, whose operands have so many bytes; without what to prefetch.
-inline LeafArgs leaf_of_tile(const MultiplyArgs& args, const LeafRange& range, std::int64_t tile, int operand_bytes) {
+// A leaf of one tile, whose operands have elements of so many bytes. What to prefetch is left out.
+inline LeafArgs leaf_of_tile(const MultiplyArgs& args, const LeafRange& range, std::int64_t tile, int element_bytes) {
     const PenstockWeight& weight = *args.weight;
     const std::int64_t panel_bytes = weight.padded_k * PANEL;
     const std::int64_t level = std::int64_t{MAX_TILE_ROWS} * PANEL * args.panels;
@@ -72,7 +72,7 @@ inline LeafArgs leaf_of_tile(const MultiplyArgs& args, const LeafRange& range, s
     leaf.panel_stride = panel_bytes;
     leaf.steps = range.padded / STEP;
     leaf.operands = static_cast<const std::int8_t*>(args.tile) + tile * args.tile_stride +
-                    range.padded_first * rows * operand_bytes;
+                    range.padded_first * rows * element_bytes;
     leaf.operand_rows = rows;
     leaf.slices = weight.slices;
     leaf.sums = args.sums + tile * args.sums_stride + l * rows;

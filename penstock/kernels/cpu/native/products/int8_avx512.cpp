@@ -88,7 +88,7 @@ void multiply(const MultiplyArgs& args) {
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() {
-    return {TILE_ROWS, max_panels, pack, multiply, false, true, INTEGER_PASS_BYTES};
+    return {TILE_ROWS, 1, max_panels, pack, multiply, false, true, INTEGER_PASS_BYTES};
 }
 
 }  // namespace penstock

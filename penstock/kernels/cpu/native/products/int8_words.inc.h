@@ -12,14 +12,14 @@ namespace {
 #include "products/int8.inc.h"
 
 constexpr int TILE_ROWS = 12;
-constexpr int COLUMNS = PANEL / LANES;   // registers of columns in a panel
-constexpr int FEW_ROWS = 3;              // operand rows of a tile whose weights are split in registers
-constexpr int FEW_COLUMNS = 4;           // registers of columns that are summed at once for them
-constexpr int BLOCK_ROWS = 6;            // otherwise: their sums with BLOCK_COLUMNS take 12 of 16 registers
-constexpr int BLOCK_COLUMNS = 2;         // registers of columns
-constexpr int BLOCK_STEPS = 32;          // steps of K whose weights are split at once
-constexpr int ROW_STEP = 4;              // words of an operand row per step: two of even elements, two of odd ones
-constexpr int AHEAD_BYTES = 2048;        // prefetch distance for them
+constexpr int COLUMNS = PANEL / LANES;  // registers of columns in a panel
+constexpr int FEW_ROWS = 3;             // most operand rows whose weights are split in registers
+constexpr int FEW_COLUMNS = 4;          // registers of columns whose sums stay in registers with FEW_ROWS
+constexpr int AHEAD_BYTES = 2048;       // prefetch distance of sum_few()
+constexpr int BLOCK_ROWS = 6;           // most rows of a pass over a block of split weights
+constexpr int BLOCK_COLUMNS = 2;        // registers of columns of a pass: the sums take 12 of 16 registers
+constexpr int BLOCK_STEPS = 32;         // steps of K in a block
+constexpr int ROW_STEP = 4;             // words of an operand row per step: two of even elements, two of odd ones
 constexpr int LINE = 64;
 
 using Sums = Ints[TILE_ROWS][COLUMNS];
@@ -104,9 +104,9 @@ void add_rows(const Block& block, std::int64_t halves, const std::int16_t* opera
             for (int c = 0; c < BLOCK_COLUMNS; ++c) added[r][c] = sums[r][column + c];
         const std::int16_t* row = operands;
         // One half step at a time: unrolled, the loop needs more registers than there are.
-        for (const Words* weights = block[0] + column; weights != block[halves] + column; weights += COLUMNS) {
+        for (std::int64_t half = 0; half < halves; ++half) {
             Words columns[BLOCK_COLUMNS];
-            for (int c = 0; c < BLOCK_COLUMNS; ++c) columns[c] = weights[c];
+            for (int c = 0; c < BLOCK_COLUMNS; ++c) columns[c] = block[half][column + c];
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; ++r) {
                 const Words of_row = pair_of(row + 2 * r);
@@ -154,7 +154,7 @@ void multiply_few(const MultiplyArgs& args) {
 void multiply(const MultiplyArgs& args) {
     const int rows = args.rows * args.weight->slices;
     if (args.tiles == 1 && rows <= FEW_ROWS) return multiply_few(args);
-    // The parts in which the next block is prefetched: one before each call of a micro-kernel.
+    // The parts in which the next block is prefetched: one before each pass over this one.
     const int parts = args.tiles * ((rows + BLOCK_ROWS - 1) / BLOCK_ROWS) * (COLUMNS / BLOCK_COLUMNS);
     each_leaf(*args.weight, [&](const LeafRange& range) {
         Sums sums[MAX_TILES];
@@ -178,9 +178,7 @@ void multiply(const MultiplyArgs& args) {
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() {
-    ProductKernel kernel{TILE_ROWS, [](int) { return 1; }, pack, multiply};
-    kernel.element_bytes = sizeof(std::int16_t);
-    return kernel;
+    return {TILE_ROWS, sizeof(std::int16_t), [](int) { return 1; }, pack, multiply};
 }
 
 }  // namespace penstock

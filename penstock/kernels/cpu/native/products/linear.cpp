@@ -28,11 +28,10 @@ constexpr std::int64_t TREE_FLOATS = OUT_FLOATS * TREE_LEVELS;
 
 constexpr std::int64_t FLOATS_PER_LINE = 16;  // per cache line
 
-constexpr int ELEMENT_BYTES[NUM_KINDS] = {4, 2, 1, 1, 2};  // bytes of an operand's element, by Kind
+constexpr int WEIGHT_BITS[NUM_KINDS] = {32, 16, 8, 4, 4};  // by Kind
 
 std::int64_t panel_bytes(const PenstockWeight& weight) {
-    const bool nibbles = weight.kind == KIND_INT4 || weight.kind == KIND_INT4_A16;
-    return nibbles ? weight.padded_k * PANEL / 2 : weight.padded_k * PANEL * ELEMENT_BYTES[weight.kind];
+    return weight.padded_k * PANEL * WEIGHT_BITS[weight.kind] / 8;
 }
 
 int slices_of(const PenstockWeight& weight) { return std::max(weight.slices, 1); }
@@ -238,8 +237,7 @@ std::int64_t rows_per_pass(const Context& context, const PenstockWeight& weight,
 }  // namespace
 
 std::int64_t operand_bytes(const PenstockWeight& weight, const ProductKernel& kernel) {
-    const int element_bytes = kernel.element_bytes > 0 ? kernel.element_bytes : ELEMENT_BYTES[weight.kind];
-    return kernel.tile_rows * weight.padded_k * element_bytes;
+    return kernel.tile_rows * weight.padded_k * kernel.element_bytes;
 }
 
 std::int64_t result_columns(const PenstockWeight& weight) { return weight.gated != 0 ? weight.n / 2 : weight.n; }

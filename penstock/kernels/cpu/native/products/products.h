@@ -13,7 +13,7 @@ namespace penstock {
 
 constexpr int MAX_TILE_ROWS = 32;  // operand rows of a tile, on any level
 constexpr int MAX_PANELS = 4;      // neighbouring panels in one call of a micro-kernel
-constexpr int MAX_TILES = 8;       // tiles in one call: a leaf of a panel is read once from memory, then from the L2
+constexpr int MAX_TILES = 8;       // tiles in one call, so that a leaf of a panel is read from memory once for all
 constexpr int TREE_LEVELS = 3;     // partial sums kept by the tree of 8 leaves
 
 // Pack up to tile_rows / slices activation rows as the operand of a product.
@@ -71,6 +71,7 @@ constexpr std::int64_t INTEGER_PASS_BYTES = 1 << 20;
 
 struct ProductKernel {
     int tile_rows;                        // operand rows of a full tile
+    int element_bytes;                    // bytes of an operand's element
     int (*max_panels)(int operand_rows);  // best number of panels per call
     void (*pack)(const OperandArgs&);
     void (*multiply)(const MultiplyArgs&);
@@ -78,7 +79,6 @@ struct ProductKernel {
     bool even_tiles = false;              // a tile of fewer rows takes less time, so all get about as many
     std::int64_t pass_bytes = 16 << 20;   // operand tiles per pass over the weight: read again for every panel, they
                                           // should stay in the L3
-    int element_bytes = 0;                // of an operand; 0: as many as its type has
 };
 
 // Bytes of the operands of one full tile, on any level.

@@ -358,11 +358,11 @@ int max_panels(int) { return MAX_PANELS; }
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
-    return {TILE_ROWS, max_panels, pack_bf16, multiply<Bf16>, true};
+    return {TILE_ROWS, 2, max_panels, pack_bf16, multiply<Bf16>, true};
 }
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() {
-    return {TILE_ROWS, max_panels, pack_int8, multiply<Int8>, true};
+    return {TILE_ROWS, 1, max_panels, pack_int8, multiply<Int8>, true};
 }
 
 }  // namespace penstock
