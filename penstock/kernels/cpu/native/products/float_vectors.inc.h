@@ -34,7 +34,7 @@ constexpr int STEP_BYTES = PANEL * 4;       // of a step through a panel
 constexpr int LINE = 64;
 constexpr std::int64_t AHEAD_BYTES = 2048;  // prefetch distance of a single pass
 constexpr std::int64_t BLOCK_STEPS = 128;   // of a block that is read in several passes, so that it stays in the L1
-constexpr std::int64_t LONG_STEPS = 512;    // of a block for MAX_TILES tiles, whose operands are better read in long runs
+constexpr std::int64_t LONG_STEPS = 512;    // of a block for MAX_TILES tiles, whose operands are better read at length
 
 // The operand of one activation row: position `at` of padded K goes to tile[at * rows].
 template <bool ROUNDS, class From>
