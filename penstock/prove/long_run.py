@@ -35,7 +35,7 @@ LEAVE = 0.1  # share of the clients that leave
 KILL = 0.01  # share of the requests that begin with a death of the engine
 KILL_EVERY_S = 20.0  # minimum time between two deaths, because a server gives up after five within a minute
 DEMO_SERVERS = 4  # they mostly wait until their engine may be killed again
-SERVER_WARM_UP = 4000  # requests until a server has as many finished calls and timelines as it keeps
+SERVER_WARM_UP = 4000  # requests in which a server's memory grows to its level; measured
 AT_ONCE = 16
 PER_ROUND = 1000
 WARM_UP = 0.2  # share of the measurements that is not counted, because caches fill
@@ -113,8 +113,8 @@ class _OverHttp:
     """Requests of several clients on a real server.
 
     Args:
-        source: of its random choices.
-        lock: held while the trials are told of something.
+        source: makes the random choices.
+        lock: held while a result is reported to the trials, which several servers share.
     """
 
     def __init__(self, trials: Trials, server: Server, source: random.Random, lock: threading.Lock) -> None:
