@@ -5,9 +5,11 @@ from bisect import bisect_left, bisect_right, insort
 DOWN, UP = 0.5, 0.1  # weights of a new time below and above the usual one: a slow step was held up
 OUTLIER = 1.5  # times the usual time: a longer step counts as this long, and a single one changes nothing
 FIRST_TIMES = 4  # first steps of a size: the shortest time counts, without the first (it records its program)
-MAX_LOSS = 0.02  # share of the time of all steps that drafts may lose
-CREDIT_STEPS = 1.0  # limit of what is saved up for later losses, in steps without drafts
-FULL = 0.8  # share of that limit that is enough for a trial
+MAX_LOSS = 0.014  # share of the time of all steps that drafts may lose
+CREDIT_STEPS = 4.0  # limit of what is saved up for later losses, in steps without drafts: a few steps with wrong drafts
+TRIAL_CREDIT = 0.4  # what is enough for each step of a trial, in steps without drafts
+ENTRY_LOSS = 0.004  # share of the time of all steps that the entries of requests may lose
+ENTRY_STEPS = 64.0  # limit of what is saved up for entries, in steps without drafts
 
 
 class StepCosts:
@@ -85,25 +87,51 @@ class Budget:
 
     It starts at zero and never exceeds CREDIT_STEPS steps, so what was saved long ago pays for little. An unforeseen
     loss makes it negative, and then nothing is tried until later steps have made up for it.
+
+    A request's entry is what must be done once before its first draft, such as reading its prompt with a draft model.
+    Entries have an account of their own, which also gets half of every gain, and what exceeds the limit of the first
+    account. Once the entry of a request is paid, its drafts need no more than the first account.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._most = 0.0
+        self._entries = 0.0
+        self._base = 0.0  # seconds of a step without drafts
 
     def earn(self, step_seconds: float) -> None:
-        """Add the share of a step that takes `step_seconds` without drafts."""
-        self._most = CREDIT_STEPS * step_seconds
-        self.spend(-MAX_LOSS * step_seconds)
+        """Add the shares of a step that takes `step_seconds` without drafts."""
+        self._base = step_seconds
+        self._save(ENTRY_LOSS * step_seconds)
+        self._add(MAX_LOSS * step_seconds)
 
     def spend(self, seconds: float) -> None:
         """Subtract a loss; a negative one is a gain."""
-        self.seconds = min(self.seconds - seconds, self._most)
+        if seconds < 0.0:
+            self._save(-seconds / 2)
+            seconds /= 2
+        self._add(-seconds)
+
+    def _add(self, seconds: float) -> None:
+        self.seconds += seconds
+        if (excess := self.seconds - CREDIT_STEPS * self._base) > 0.0:
+            self._save(excess)
+            self.seconds -= excess
+
+    def enter(self, seconds: float) -> None:
+        """Pay for the entry of one or more requests."""
+        self._entries -= seconds
+
+    def _save(self, seconds: float) -> None:
+        self._entries = min(self._entries + seconds, ENTRY_STEPS * self._base)
 
     @property
     def is_used_up(self) -> bool:
         return self.seconds < 0.0
 
+    def allows_trial(self, num_steps: int) -> bool:
+        """Return whether drafts may be tried for a number of steps."""
+        return 0.0 < num_steps * TRIAL_CREDIT * self._base <= self.seconds
+
     @property
-    def is_full(self) -> bool:
-        return 0.0 < FULL * self._most <= self.seconds
+    def may_enter(self) -> bool:
+        return self._entries >= 0.0

@@ -18,6 +18,8 @@ from penstock.engine.draft_costs import Budget, StepCosts
 
 REFRESH_STEPS = 48  # steps with drafts, after which one without drafts is timed again
 MARGIN = 1.02  # factor by which drafts must be faster
+MIN_TRIAL, MAX_TRIAL = 2, 8  # steps in a row of a trial: the first records its program
+COLD_SECONDS = 0.003  # for so long, code and weights that were not used for a while are slower
 TRIAL_DRAFTS = 2  # most drafts of all requests together until a step with drafts has been timed
 NUMBERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)  # of drafts in a step
 FIRST_WAIT, MAX_WAIT = 64, 4096  # steps until drafts that did not pay are tried again; doubled each time
@@ -71,10 +73,13 @@ class DraftPolicy:
     budget: Budget = field(default_factory=Budget)
     overall: Acceptance = field(default_factory=lambda: Acceptance(1.5, 2.0))
     _of_request: dict[str, Acceptance] = field(default_factory=dict)
-    _rounds: StepCosts = field(default_factory=StepCosts)
+    _proposals: StepCosts = field(default_factory=StepCosts)  # to make drafts, by the most drafts of a request
     _thoughts: StepCosts = field(default_factory=StepCosts)
-    _seconds_per_round: float = 0.0  # to make one more draft for each request that gets that many
-    _is_new: bool = False  # drafts have just been made for the first time
+    _is_new: bool = False  # as many drafts per request have just been made for the first time
+    _enters: bool = False  # drafts have just been made for a request that had none before
+    _held_up: float = 0.0  # seconds by which these drafts took longer than is counted
+    _trial: int = 0  # number of drafts of the running trial
+    _trial_steps: int = 0  # of the running trial that are left
     _since_refresh: int = 0
     _steps_to_wait: int = 0  # until the next trial of drafts that did not pay
     _wait: int = FIRST_WAIT
@@ -82,7 +87,12 @@ class DraftPolicy:
     @property
     def may_think(self) -> bool:
         """Return whether there is time to consider drafts at all. At first there is, so that a step is measured."""
-        return not self.base or not self.budget.is_used_up
+        return not self.base or not self.budget.is_used_up or self._trial_steps > 0
+
+    @property
+    def may_enter(self) -> bool:
+        """Return whether requests that had no drafts yet may have some."""
+        return self.budget.may_enter
 
     def choose(self, limits: Mapping[str, int], num_requests: int) -> dict[str, int]:
         """Return how many drafts of each request a step of num_requests computes: at most `limits`, without zeros."""
@@ -101,6 +111,8 @@ class DraftPolicy:
     def _best(self, drafts: list[tuple[float, int, str]], num_requests: int) -> _Choice | None:
         """Return the choice that pays best. One that was never measured, or did not pay, is made only as a trial."""
         choices = self._choices(drafts, num_requests)
+        if self._trial_steps:
+            return min(choices, key=lambda choice: abs(choice.count - self._trial))
         plain = MARGIN * num_requests / self.costs.estimate(num_requests)
         known = [choice for choice in choices if self.costs.knows(num_requests + choice.count)]
         best = max(known, key=lambda choice: choice.rate, default=None)
@@ -109,7 +121,7 @@ class DraftPolicy:
         promising = max(choices, key=lambda choice: choice.rate)
         least = plain if best is None else max(plain, MARGIN * best.rate)
         if promising.rate > least and promising not in known and self._can_afford(promising, num_requests):
-            return promising
+            return self._try(promising)
         if best is not None and best.rate > plain:
             self._wait = FIRST_WAIT
             return best
@@ -118,7 +130,7 @@ class DraftPolicy:
     def _can_afford(self, trial: _Choice, num_requests: int) -> bool:
         """Return whether the budget covers a trial in which each token costs as much as in a step without drafts."""
         loss = self.costs.estimate(num_requests) * (num_requests + trial.count - trial.tokens) / num_requests
-        return self.budget.is_full or self.budget.seconds >= loss
+        return self.budget.allows_trial(self._trial_length) or self.budget.seconds >= loss * self._trial_length
 
     def _choices(self, drafts: list[tuple[float, int, str]], num_requests: int) -> list[_Choice]:
         found, most, expected, done = [], 0, float(num_requests), 0
@@ -129,20 +141,32 @@ class DraftPolicy:
                 expected -= chance
                 most = max(most, place)
             done = min(count, len(drafts))
-            seconds = self.costs.estimate(num_requests + done) + most * self._seconds_per_round
+            seconds = self.costs.estimate(num_requests + done) + self._proposals.estimate(most)
             found.append(_Choice(done, expected, seconds))
         return found
 
     def _again(self, best: _Choice | None, num_requests: int) -> _Choice | None:
         """Return, now and then, a choice that did not pay when measured: the machine or the text may have changed."""
-        if best is None or self._steps_to_wait or not self.budget.is_full:
+        if best is None or self._steps_to_wait or not self.budget.allows_trial(self._trial_length):
             return None
         hoped = best.tokens if self.hears_of_all else max(best.tokens, num_requests + HOPE)
         if hoped < WORTH * num_requests:
             return None
         self._wait = min(2 * self._wait, MAX_WAIT)
         self._steps_to_wait = self._wait
-        return best
+        return self._try(best)
+
+    def _try(self, choice: _Choice) -> _Choice:
+        """Begin a trial of a choice."""
+        self._trial, self._trial_steps = choice.count, self._trial_length
+        return choice
+
+    @property
+    def _trial_length(self) -> int:
+        """The number of steps of a trial. A single one shows enough where drafts are looked up."""
+        if self.hears_of_all:
+            return 1
+        return min(max(MIN_TRIAL, round(COLD_SECONDS / max(self.base, 1e-9))), MAX_TRIAL)
 
     def _chance(self, request_id: str) -> float:
         """Return the chance of a request's next draft, from its own share of right drafts and that of all requests."""
@@ -156,22 +180,29 @@ class DraftPolicy:
         own.note(num_drafts, num_accepted, FORGETTING)
         self.overall.note(num_drafts, num_accepted, PRIOR_FORGETTING)
 
-    def note_proposal(self, rounds: int, seconds: float) -> None:
-        """Learn what drafts cost to make, from the time of a proposal of at most `rounds` drafts per request."""
-        self._is_new = not self._rounds.has_seen(1)
-        self._rounds.note(1, seconds / rounds)
-        self._seconds_per_round = self._rounds.estimate(1)
+    def note_proposal(self, most: int, seconds: float, *, enters: bool) -> None:
+        """Learn what drafts cost to make, from the time of a proposal of at most `most` drafts per request.
+
+        enters: whether a request had no drafts before. What that costs, such as reading its prompt, occurs only once.
+        """
+        self._is_new, self._enters = not self._proposals.has_seen(most), enters
+        self._held_up = 0.0
+        if not enters or self._is_new:
+            self._held_up = seconds - self._proposals.note(most, seconds)
 
     def note_step(self, num_requests: int, num_tokens: int, seconds: float, num_accepted: int) -> None:
         """Learn the cost of a step in which every request decoded."""
         is_first = not self.costs.has_seen(num_tokens)
+        is_trial, self._trial_steps = self._trial_steps > 0, max(0, self._trial_steps - 1)
         counted = self.costs.note(num_tokens, seconds)
         self.base = base = self.costs.estimate(num_requests)
         if num_tokens > num_requests:
             loss = counted - base * (num_requests + num_accepted) / num_requests
             self.budget.spend(min(loss, base) if is_first else loss)
             self._since_refresh += 1
-            if loss > base and not is_first:  # unforeseen: wait until it is a small part of the time since
+            if loss > (2 * base if is_trial else base) and not is_first:
+                # Unforeseen: wait until it is a small part of the time since.
+                self._trial_steps = 0
                 self._steps_to_wait = max(self._steps_to_wait, int(loss / base / RARE_LOSS))
         else:
             self._since_refresh = 0
@@ -181,8 +212,9 @@ class DraftPolicy:
         """Subtract the time that drafts cost outside the step: to make them, to choose, to learn."""
         if self.hears_of_all:  # always about the same; a longer time means that it was held up
             seconds = self._thoughts.note(1, seconds)
-        self.budget.spend(min(seconds, self.base) if self._is_new else seconds)
-        self._is_new = False
+        seconds -= self._held_up
+        (self.budget.enter if self._enters else self.budget.spend)(min(seconds, self.base) if self._is_new else seconds)
+        self._is_new, self._enters, self._held_up = False, False, 0.0
 
     def note_pause(self) -> None:
         """Count a step without drafts, which is taken to last `base` seconds."""
@@ -198,6 +230,10 @@ class DraftPolicy:
 
 class EveryDraft(DraftPolicy):
     """Computes every draft, whether it pays or not; used in proofs."""
+
+    @property
+    def may_enter(self) -> bool:
+        return True
 
     @property
     def may_think(self) -> bool:

@@ -19,6 +19,7 @@ from penstock.interface.drafts import DraftQuery, Proposer
 from penstock.interface.step import CacheGroup, ScheduledRequest
 
 MAX_PAUSE = 15  # most steps without asking, while no draft pays: asking takes time too
+MAX_MODEL_PAUSE = 63  # the same with a draft model, whose worth depends less on the text
 CHEAP = 0.002  # share of a step up to which asking is cheap enough to go on
 LOGGER = logging.getLogger("penstock")
 
@@ -65,6 +66,7 @@ class Speculation:
         self._clock = clock
         self.proposal = Proposal(0.0, 0.0, is_measured=False)
         self._ended = 0.0  # when the last measured step was noted
+        self._asked: set[str] = set()  # requests that had drafts, if drafts are not free
         self._guesses: dict[str, tuple[int, list[int]]] = {}  # drafts not computed: position of the first, and ids
         self._pause = self._steps_to_pause = 0  # steps without asking, after no draft paid
 
@@ -92,7 +94,8 @@ class Speculation:
         ended = self._clock()
         self.proposal = Proposal(ended, ended - began, is_measured=True)
         is_fine = self.policy.pays or self.proposal.spent <= CHEAP * self.policy.base
-        self._pause = 0 if is_fine else min(2 * self._pause + 1, MAX_PAUSE)
+        longest = MAX_PAUSE if self._proposer.is_free else MAX_MODEL_PAUSE
+        self._pause = 0 if is_fine else min(2 * self._pause + 1, longest)
         self._steps_to_pause = self._pause
         return drafts
 
@@ -113,13 +116,22 @@ class Speculation:
             counts = self.policy.choose({name: len(ids) for name, ids in found.items()}, len(running))
             self._guesses |= {name: (running[name].num_tokens, found[name]) for name in found if name not in counts}
             return {name: found[name][:count] for name, count in counts.items()}
-        counts = self.policy.choose(limits, len(running))
+        limits = self._admitted(limits)
+        counts = self.policy.choose(limits, len(running)) if limits else {}
         if not counts:
             return {}
         began = self._clock()
         found = _ask(proposer, running, counts)
-        self.policy.note_proposal(max(counts.values()), self._clock() - began)
+        enters = not counts.keys() <= self._asked
+        self._asked |= counts.keys()
+        self.policy.note_proposal(max(counts.values()), self._clock() - began, enters=enters)
         return found
+
+    def _admitted(self, limits: dict[str, int]) -> dict[str, int]:
+        """Return the requests that may have drafts: those that had some, and others if the budget allows entries."""
+        if self.policy.may_enter:
+            return limits
+        return {name: limit for name, limit in limits.items() if name in self._asked}
 
     def _settle_guesses(self, running: dict[str, Request]) -> None:
         """Note which guesses that were not computed would have been right, which costs next to nothing."""
@@ -167,6 +179,7 @@ class Speculation:
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._guesses.pop(request_id, None)
+        self._asked.discard(request_id)
         self.policy.forget(request_id)
         if self._proposer is not None:
             self._proposer.forget(request_id)

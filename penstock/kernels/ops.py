@@ -339,6 +339,33 @@ class Program(Protocol):
             ValueError: a token id or a position is outside of its table.
         """
 
+    def decode(
+        self,
+        attention: Sequence[AttentionMetadata],
+        input_ids: Tensor,
+        positions: Tensor,
+        tokens: Array,
+        vocab_size: int,
+    ) -> bool:
+        """Run a recorded pass over one token of each of B sequences S times, always with the likeliest next tokens.
+
+        Args:
+            attention: as in `run`; its plans must hold for all S steps.
+            input_ids, positions: those of the recorded pass, [B].
+            tokens: [B, S+1] int64, each row's token in each step, and the one after the last step. The first column is
+                given. Negative entries of the others are replaced with the likeliest token.
+            vocab_size: only the logits of these tokens count.
+
+        Positions and the slots of the metadata are advanced in place by S. Its lengths, and the positions of its plans,
+        are written anew from `positions`.
+
+        Returns:
+            False if the backend cannot do this with the pass; then nothing was computed.
+
+        Raises:
+            ValueError: as in `run`.
+        """
+
 
 @runtime_checkable
 class RecordingOps(Ops, Protocol):

@@ -19,5 +19,5 @@ class FollowingRunner(ModelRunner):
         for piece in pieces:
             end = start + len(piece.targets)
             for first in range(start, end, LOGITS_ROWS):
-                self._model.compute_logits(hidden[first : min(first + LOGITS_ROWS, end)])
+                self.model.compute_logits(hidden[first : min(first + LOGITS_ROWS, end)])
             start = end

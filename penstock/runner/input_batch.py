@@ -181,8 +181,8 @@ class InputBatch:
         """Pack the scheduled tokens (at least one) into one flat batch.
 
         Its arrays must not be changed, and are valid until the next call: a decode step that follows one with the same
-        rows may be the same object, packed again in place. Drafts are written behind the row's tokens, and have no
-        meaning there after this step.
+        rows and as many drafts may be the same object, packed again in place. Drafts are written behind the row's
+        tokens, and have no meaning there after this step.
 
         Raises:
             EngineError: a scheduled token is not in the batch or has no block.
@@ -191,18 +191,21 @@ class InputBatch:
         rows, new = layout.rows, layout.new
         computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
         decode, self._decode = self._decode, None  # it stays None if this call fails
-        if decode is not None and decode.precedes(layout, computed, self.num_tokens):
-            step = decode.advance(self.token_ids)
-            self._decode = decode
-            return step
         if has_drafts:
             self._write_drafts(scheduled, rows)
+        if decode is not None and decode.precedes(layout, computed, self.num_tokens):
+            if has_drafts:
+                step = decode.advance_with_drafts(self.token_ids, computed, _drafts_at(scheduled))
+            else:
+                step = decode.advance(self.token_ids)
+            self._decode = decode
+            return step
         seq_lens = computed + new
         self._check(layout, seq_lens)
         token_rows, token_ends, positions = rows, seq_lens, computed
         if len(layout.token_rows) > len(rows):  # else every sequence has one token, as in most steps
-            token_rows, token_ends = layout.token_rows, np.repeat(seq_lens, new)
-            positions = np.repeat(computed - layout.starts[:-1], new) + np.arange(len(token_rows))
+            token_rows, token_ends = layout.token_rows, seq_lens[layout.token_sequences]
+            positions = layout.positions(computed)
         prompt_indices, pieces = self._prompt_positions(rows, computed, seq_lens, layout.starts)
         longest = int(seq_lens.max())
         step = PackedStep(
@@ -221,7 +224,7 @@ class InputBatch:
             has_drafts=has_drafts,
             prompt_pieces=pieces,
         )
-        if layout.is_decode:
+        if layout.samples_all and not pieces:
             self._decode = DecodeStep(step, layout, self.block_tables, longest)
         return step
 

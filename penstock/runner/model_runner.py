@@ -55,6 +55,10 @@ class ModelRunner:
     """Computes steps one after the other, with a model and its KV caches.
 
     Attributes:
+        model: the model, recorded where the backend can.
+        ops, groups: the backend and the cache groups.
+        vocab_size: the number of tokens, without the LM head's padding.
+        computing: returns the context in which the model must be called.
         batch: the state of its requests.
         cache_bytes: the bytes of all its KV caches.
     """
@@ -86,13 +90,13 @@ class ModelRunner:
         max_model_len, threads = config.scheduler.max_model_len, config.numerics.threads
         if max_model_len is None or threads is None:
             raise EngineError("the runner needs a resolved config")
-        self._computing = _prepare_torch(ops, 1 if config.numerics.kernels == "cpu" else threads)
+        self.computing = _prepare_torch(ops, 1 if config.numerics.kernels == "cpu" else threads)
         is_recorded = isinstance(ops, RecordingOps) and _is_alike_every_time(config, model_config)
-        self._model = RecordedModel(model, cast(RecordingOps, ops)) if is_recorded else model
-        self._ops = ops
-        self._vocab_size = model_config.vocab_size
+        self.model = RecordedModel(model, cast(RecordingOps, ops)) if is_recorded else model
+        self.ops = ops
+        self.vocab_size = model_config.vocab_size
         self._heads = Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim)
-        self._groups = tuple(groups)
+        self.groups = tuple(groups)
         self._layer_group = layer_groups(groups, model_config.num_hidden_layers)
         self._own_layers = range(model_config.num_hidden_layers) if stage is None else stage.layers
         self._kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales, self._own_layers)
@@ -122,7 +126,7 @@ class ModelRunner:
         self._copy_blocks(scheduler_output.block_copies)
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
-        with self._computing():
+        with self.computing():
             return self._compute(scheduler_output)
 
     def compute_stage(self, scheduler_output: SchedulerOutput) -> Any:
@@ -131,9 +135,9 @@ class ModelRunner:
         self._copy_blocks(scheduler_output.block_copies)
         if not scheduler_output.scheduled:
             return None
-        with self._computing():
+        with self.computing():
             step = self.batch.pack(scheduler_output.scheduled)
-            return self._model(self._ops.tensor(step.input_ids), self._context(step))
+            return self.model(self.ops.tensor(step.input_ids), self.context(step))
 
     def note_outputs(self, outputs: Mapping[str, Sequence[int]]) -> None:
         """Append tokens that the last stage has sampled. Tokens of removed requests are dropped."""
@@ -142,11 +146,11 @@ class ModelRunner:
     @property
     def block_bytes(self) -> list[int]:
         """The bytes of a block in all layers of each cache group."""
-        return [sum(memory.nbytes for memory in self._block(index, 0)) for index in range(len(self._groups))]
+        return [sum(memory.nbytes for memory in self._block(index, 0)) for index in range(len(self.groups))]
 
     def _block(self, group: int, block_id: int) -> list[Array]:
         """Return the memory of a block in each layer of its group."""
-        return [self._ops.block_bytes(self._kv_caches[layer], block_id) for layer in self._groups[group].layers]
+        return [self.ops.block_bytes(self._kv_caches[layer], block_id) for layer in self.groups[group].layers]
 
     def _transfer_blocks(self, plan: SchedulerOutput) -> None:
         """Save blocks to the store, and load blocks that the store has fetched."""
@@ -165,21 +169,21 @@ class ModelRunner:
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
-            for layer in self._groups[copy.group].layers:
+            for layer in self.groups[copy.group].layers:
                 if layer in self._own_layers:
-                    self._ops.copy_block(self._kv_caches[layer], copy.source, copy.target)
+                    self.ops.copy_block(self._kv_caches[layer], copy.source, copy.target)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None
         step = self.batch.pack(scheduler_output.scheduled)
         self._structured.begin(step)
         results = [RequestStepOutput([]) for _ in scheduler_output.scheduled]
-        input_ids, ctx = self._ops.tensor(step.input_ids), self._context(step)
+        input_ids, ctx = self.ops.tensor(step.input_ids), self.context(step)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
-        if isinstance(self._model, RecordedModel) and len(step.sampled) == len(step.input_ids) <= FEW_ROWS:
-            self._sample(self._model.logits(input_ids, ctx), step, results)
+        if isinstance(self.model, RecordedModel) and len(step.sampled) == len(step.input_ids) <= FEW_ROWS:
+            self._sample(self.model.logits(input_ids, ctx), step, results)
         else:
-            hidden = self._model(input_ids, ctx)
+            hidden = self.model(input_ids, ctx)
             self._pool(hidden, step, scheduler_output, results)
             self._finish(hidden, step, results)
         pairs = zip(scheduler_output.scheduled, results, strict=True)
@@ -196,28 +200,29 @@ class ModelRunner:
         """Sample and score hidden [T, hidden], with logits only at the positions that need them."""
         num_sampled = len(step.sampled)
         if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled, in order
-            hidden = hidden[self._ops.tensor(step.logits_indices)]
+            hidden = hidden[self.ops.tensor(step.logits_indices)]
         if step.prompt_pieces:
             self._score_prompts(hidden[num_sampled:], step.prompt_pieces, results)
             hidden = hidden[:num_sampled]
         if num_sampled:
-            self._sample(self._model.compute_logits(hidden), step, results)
+            self._sample(self.model.compute_logits(hidden), step, results)
 
-    def _context(self, step: PackedStep) -> ForwardContext:
+    def context(self, step: PackedStep) -> ForwardContext:
+        """Return what the model needs to know of a step, which may be the last step, changed in place."""
         if step is not self._packed:  # else the step was advanced in place, and the metadata still holds
             self._packed = step
             self._unplanned = {index: self._attention(step, index) for index in self._first_layers}
         planned = {
-            index: self._ops.plan(meta, self._heads, self._kv_caches[self._first_layers[index]])
+            index: self.ops.plan(meta, self._heads, self._kv_caches[self._first_layers[index]])
             for index, meta in self._unplanned.items()
         }
         unused = next(iter(planned.values()))  # a placeholder for groups whose layers are all on other stages
-        attention = tuple(planned.get(index, unused) for index in range(len(self._groups)))
-        return ForwardContext(self._ops.tensor(step.positions), self._kv_caches, attention, self._layer_group)
+        attention = tuple(planned.get(index, unused) for index in range(len(self.groups)))
+        return ForwardContext(self.ops.tensor(step.positions), self._kv_caches, attention, self._layer_group)
 
     def _attention(self, step: PackedStep, index: int) -> AttentionMetadata:
         """Return the metadata of a cache group, without a plan."""
-        group = self._groups[index]
+        group = self.groups[index]
         return AttentionMetadata(
             query_start_loc=step.query_start_loc,
             seq_lens=step.seq_lens,
@@ -229,7 +234,7 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Sample a token from each row of logits [M, V'], and give each sequence its valid tokens."""
-        logits = self._without_padding(logits)
+        logits = self.without_padding(logits)
         sequences = step.sampled.tolist()
         if self._checksum_step is not None:
             for b, checksum in zip(sequences, logits_checksums(as_array(logits), self._checksum_step), strict=True):
@@ -274,14 +279,14 @@ class ModelRunner:
 
         failed: [M], rows whose sequence has an error already; None if no row has.
         """
-        healthy = as_array(self._ops.finite_rows(logits)).astype(bool)
+        healthy = as_array(self.ops.finite_rows(logits)).astype(bool)
         usable = healthy if failed is None else healthy & ~failed
         if np.count_nonzero(usable) == len(usable):
             return self._choose_healthy(logits, positions)
         errors, kept = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE), np.flatnonzero(usable)
         found = Sampled(np.full(len(usable), NO_TOKEN, dtype=np.int64), [None] * len(usable))
         if len(kept):
-            sampled, wrong = self._choose_healthy(logits[self._ops.tensor(kept)], positions.at(kept))
+            sampled, wrong = self._choose_healthy(logits[self.ops.tensor(kept)], positions.at(kept))
             found.token_ids[kept] = sampled.token_ids
             for index, entry in zip(kept.tolist(), sampled.logprobs, strict=True):
                 found.logprobs[index] = entry
@@ -291,7 +296,7 @@ class ModelRunner:
 
     def _choose_healthy(self, logits: Tensor, positions: Positions) -> tuple[Sampled, dict[int, str]]:
         """Do the work of `_choose` for logits whose rows are all finite."""
-        processed, wrong = apply_custom_processors(logits, self.batch, positions, self._ops)
+        processed, wrong = apply_custom_processors(logits, self.batch, positions, self.ops)
         processed, unfit = self._structured.apply(processed, positions)
         sampled = self._sampler.sample(logits, self.batch, positions, processed)
         masked = sampled.token_ids == NO_TOKEN
@@ -299,11 +304,11 @@ class ModelRunner:
             return sampled, dict.fromkeys(np.flatnonzero(masked).tolist(), ALL_MASKED) | unfit | wrong
         return sampled, {}
 
-    def _without_padding(self, logits: Tensor) -> Tensor:
+    def without_padding(self, logits: Tensor) -> Tensor:
         """Remove the LM head's padding, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""
-        if logits.shape[1] == self._vocab_size:
+        if logits.shape[1] == self.vocab_size:
             return logits
-        return self._ops.tensor(np.ascontiguousarray(as_array(logits)[:, : self._vocab_size]))
+        return self.ops.tensor(np.ascontiguousarray(as_array(logits)[:, : self.vocab_size]))
 
     def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[RequestStepOutput]) -> None:
         """Compute the prompt log-probabilities of hidden [P, hidden], a bounded slice at a time."""
@@ -324,12 +329,12 @@ class ModelRunner:
         is_finite = True
         for start in range(0, len(piece.targets), LOGITS_ROWS):
             end = start + LOGITS_ROWS
-            logits = self._without_padding(self._model.compute_logits(hidden[start:end]))
-            is_finite = is_finite and bool(as_array(self._ops.finite_rows(logits)).all())
+            logits = self.without_padding(self.model.compute_logits(hidden[start:end]))
+            is_finite = is_finite and bool(as_array(self.ops.finite_rows(logits)).all())
             if not is_finite:
                 continue
             some = piece.targets[start:end]
-            yield from token_logprobs(as_array(self._ops.log_softmax(logits)), some, [piece.num_top] * len(some))
+            yield from token_logprobs(as_array(self.ops.log_softmax(logits)), some, [piece.num_top] * len(some))
 
 
 class LocalExecutor:

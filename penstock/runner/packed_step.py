@@ -76,7 +76,9 @@ class Layout:
         rows, new, num_drafts, starts: [B] int64, but [B+1] for starts, which is query_start_loc as int64.
         is_decode: whether every sequence has one token and no draft, and is sampled.
         catches_up: [B] bool, sequences whose last token must be in the step.
-        token_rows: [T] int64, the row of each token.
+        samples_all: whether every token is sampled: each sequence has one token and its drafts.
+        token_rows, token_sequences, token_offsets: [T] int64, of each token its row, its sequence, and its index among
+            the sequence's new tokens.
         indices: [M] int64, logits_indices of the sampled positions.
         query_start_loc, sampled, sampled_rows, offsets: see PackedStep.
         no_drafts: `drafts` of PackedStep for a step without drafts.
@@ -89,8 +91,11 @@ class Layout:
     has_drafts: bool
     is_decode: bool
     starts: Int64
+    samples_all: bool
     catches_up: npt.NDArray[np.bool_]
     token_rows: Int64
+    token_sequences: Int64
+    token_offsets: Int64
     indices: Int64
     query_start_loc: Int32
     sampled: Int64
@@ -114,6 +119,7 @@ class Layout:
         np.cumsum(new, out=starts[1:])
         sampled = np.repeat(np.arange(len(rows)), num_samples)
         offsets = np.arange(len(sampled)) - (np.cumsum(num_samples) - num_samples)[sampled]
+        token_sequences = np.repeat(np.arange(len(rows)), new)
         return cls(
             key=key,
             rows=rows,
@@ -122,8 +128,11 @@ class Layout:
             has_drafts=bool(num_drafts.any()),
             is_decode=len(sampled) == len(rows) == int(starts[-1]),
             starts=starts,
+            samples_all=len(sampled) == int(starts[-1]),
             catches_up=(num_samples > 0) | (num_drafts > 0),
-            token_rows=np.repeat(rows, new),
+            token_rows=rows[token_sequences],
+            token_sequences=token_sequences,
+            token_offsets=np.arange(starts[-1]) - starts[token_sequences],
             indices=starts[1:][sampled] - num_samples[sampled] + offsets,
             query_start_loc=starts.astype(np.int32),
             sampled=sampled,
@@ -131,3 +140,7 @@ class Layout:
             offsets=offsets,
             no_drafts=np.full(len(sampled), NO_DRAFT, dtype=np.int64),
         )
+
+    def positions(self, computed: Int64) -> Int64:
+        """Return the position of each token, [T], if `computed` [B] tokens of each sequence are cached."""
+        return computed[self.token_sequences] + self.token_offsets

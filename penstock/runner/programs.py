@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.metadata import KVCache
 from penstock.kernels.ops import Program, RecordingOps
-from penstock.kernels.tensors import Tensor, as_array
+from penstock.kernels.tensors import Array, Tensor, as_array
 from penstock.layers.context import CausalLM, ForwardContext
 
 
@@ -37,6 +37,21 @@ class RecordedModel:
     def logits(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the logits of every token, [T, V] float32, as decode steps need. The next call overwrites them."""
         return self._run(input_ids, ctx, head=True)
+
+    def decode(self, tokens: Array, ctx: ForwardContext, vocab_size: int) -> bool:
+        """Compute several greedy decode steps with one token of each sequence, as `Program.decode` does.
+
+        Returns:
+            False if there is no program that can; then nothing was computed.
+        """
+        recorded = self._recorded.get((len(tokens), True))
+        if recorded is None or recorded.kv_caches is not ctx.kv_caches:
+            return False
+        recorded.positions[:] = ctx.positions
+        if not recorded.program.decode(ctx.attention, recorded.input_ids, recorded.positions, tokens, vocab_size):
+            return False
+        ctx.positions[:] = recorded.positions
+        return True
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden)

@@ -411,7 +411,9 @@ def test_memory_is_what_the_native_driver_takes(step: Step, dtype: str, slices: 
     sizes = (ctypes.c_int64 * 2)()
     arguments = (ctypes.addressof(native), ctypes.addressof(cache))
     assert load_library().penstock_attention_bytes(*arguments, ctypes.addressof(sizes)) == 0
-    assert (plan.workspace_bytes, plan.scratch_bytes) == tuple(sizes)
+    per_sequence = shape.num_kv_heads * shape.granule_bytes  # new tokens may begin anywhere in a granule
+    assert sizes[0] <= plan.workspace_bytes <= sizes[0] + len(step.lengths) * per_sequence
+    assert plan.scratch_bytes == sizes[1]
 
 
 @pytest.mark.covers("A28")

@@ -28,12 +28,17 @@ def test_steps_of_decoding_in_a_row(window: int | None, sinks: int, cores: int) 
         new = [1] * len(cached)
         if number % 40 == 20:
             new[0] = 70  # a chunk of a prompt beside decoding
+        elif number % 50 > 35:
+            new = [1 + (index + number // 50) % 4 for index in range(len(cached))]  # drafts
         shared = [chosen.choice([0, 2048]) if number % 30 > 25 else 0 for _ in cached[1:]]
         step = Step(list(zip(cached, new, strict=True)), LLAMA, 16, window, sinks, cores, shared)
-        before = planner._last
+        before = list(planner._plans.values())
         found = planner.plan(step.query_start_loc, step.seq_lens, step.block_table)
         assert same(found, step.plan())
-        kept += planner._last is before
+        kept += list(planner._plans.values()) == before and planner._seen is not None
+        if planner._seen is not None:
+            assert planner.renew(found, step.seq_lens)
+            assert same(found, step.plan())
         cached = [length + count for length, count in zip(cached, new, strict=True)]
         if number % 25 == 24:
             cached = [*cached[1:], chosen.randrange(5000)]

@@ -389,8 +389,11 @@ class Malloc(ctypes.Structure):
 def planned(shape: Shape, counts: list[int], lengths: list[int], table: np.ndarray, threads: int) -> AttentionPlan:
     """The package's own plan."""
     starts, ends = np.cumsum([0, *counts]).astype(np.int32), np.array(lengths, dtype=np.int32)
-    attention = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, DTYPES[shape.kind], shape.slices)
-    return Planner(attention, shape.block_size, num_cores=threads).plan(starts, ends, table)
+    return Planner(attention_shape(shape), shape.block_size, num_cores=threads).plan(starts, ends, table)
+
+
+def attention_shape(shape: Shape) -> AttentionShape:
+    return AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, DTYPES[shape.kind], shape.slices)
 
 
 def as_plan(plan: AttentionPlan) -> Plan:
@@ -418,7 +421,10 @@ def test_a_run_takes_the_memory_of_its_plan_and_no_more(kind: str, counts: list[
     chosen = dict(enumerate(counts))
     step, operands = run.make_step(chosen, as_plan(plan)), run.operands(chosen)
     out, lse = torch.empty_like(operands[0]), torch.empty(sum(counts), 6)
-    assert native.bytes(step, run.cache) == (plan.workspace_bytes, plan.scratch_bytes)
+    workspace, scratch = native.bytes(step, run.cache)
+    most = workspace + len(counts) * 3 * attention_shape(shape).granule_bytes  # wherever the new tokens begin
+    assert workspace <= plan.workspace_bytes <= most
+    assert scratch == plan.scratch_bytes
 
     def grown(native: Attention) -> int:
         before = mallinfo()
@@ -428,7 +434,7 @@ def test_a_run_takes_the_memory_of_its_plan_and_no_more(kind: str, counts: list[
 
     native.reserve(plan.workspace_bytes, plan.scratch_bytes)
     assert grown(native) < 10_000  # what ctypes and Python take
-    assert grown(fresh) > plan.workspace_bytes + 2 * plan.scratch_bytes - 10_000  # growth would be seen
+    assert grown(fresh) > workspace + 2 * scratch - 10_000  # growth would be seen
     native.close()
     fresh.close()
 

@@ -3,15 +3,21 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, SamplingParams
 from penstock.assembly import build_engine
+from penstock.assembly.drafts import find_draft, make_speculation
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
+from penstock.interface.drafts import DraftQuery
 from penstock.interface.messages import EngineRequest
+from penstock.models.config_json import load_model_config
 from penstock.prove.answers import Query, ask_alone
+from tests.hf_models import make_llama, make_mistral, random_ids
 from tests.kernels.packed import levels
 
 pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pytest.mark.covers("C18")]
@@ -46,6 +52,37 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
     stats = engine.stats()
     assert stats.num_draft_tokens_total == stats.num_accepted_tokens_total > 80
     engine.shutdown()
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+@pytest.mark.parametrize(("make", "fields"), [(make_llama, {}), (make_mistral, {"sliding_window": 24})])
+def test_drafts_are_the_models_own_text(make: Any, fields: dict[str, Any], kernels: str, tmp_path: Path) -> None:
+    """Guards against a chain of draft steps that keeps the positions, lengths, slots or plan of its first step: over
+    the end of a tile, with rows of different lengths, texts that continue otherwise than drafted, and rows that go."""
+    _, directory = make(tmp_path, **fields)
+    options = OPTIONS | {"kernels": kernels, "model": str(directory)}
+    config = EngineConfig.from_options(**options, speculative_config={"model": str(directory)})
+    with LLM(**options) as llm:
+
+        def continued(ids: list[int], count: int) -> list[int]:
+            (found,) = llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+            return found.outputs[0].token_ids
+
+        model = load_model_config(directory)
+        speculation = make_speculation(config.resolve(model), find_draft(config.resolve(model), model, directory))
+        assert speculation is not None
+        proposer = speculation._proposer
+        texts = {str(row): random_ids(length, seed=row) for row, length in enumerate((50, 3, 61))}
+        for number in range(6):
+            wanted = [DraftQuery(name, text, 3 + 4 * (number + int(name)) % 20) for name, text in texts.items()]
+            for query, found in zip(wanted, proposer.propose(wanted), strict=True):
+                assert found == continued(query.token_ids, query.count)
+                right = found[: number % 4]  # then another token than drafted
+                query.token_ids.extend([*right, (found[number % 4 :] or [0])[0] ^ 1])
+            if number == 3:
+                proposer.forget("1")
+                texts["1"] = random_ids(20, seed=9)
+        proposer.shutdown()
 
 
 def test_the_bundled_draft_model_changes_no_bit_and_is_often_right() -> None:

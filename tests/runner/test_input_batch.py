@@ -1,7 +1,7 @@
 """InputBatch against a packing that walks token by token."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import pytest
@@ -159,6 +159,29 @@ def test_decode_steps_of_the_same_rows_are_packed_in_place() -> None:
         kept.append(packed is before)
         before = packed
     assert kept == [computed != 48 for computed in range(40, 52)]
+
+
+def test_steps_with_as_many_drafts_are_packed_in_place() -> None:
+    """Guards against steps with drafts that are all packed anew, against drafts and lengths of the step before, and
+    against metadata kept where a block was added."""
+    batch, other = (InputBatch(GROUPS[:1], MAX_SEQS, MAX_LEN) for _ in range(2))
+    length, kept, before = 40, [], None
+    for step, accepted in enumerate((0, 2, 1, 0, 2, 2)):
+        new_block_ids = [[7]] if step == 4 else [[]]
+        item = ScheduledRequest("a", length - 1, 3, new_block_ids, [0], 3, [100 + step, 200 + step])
+        blocks = [5, 9, 3, 7] if step > 4 else [5, 9, 3]
+        first = NewRequest("a", list(range(length)), 40, SamplingParams(temperature=0.0), 0, [blocks])
+        packed = run(batch, [first] if step == 0 else [], item)
+        other.forget("a")
+        alone = run(other, [first], item)
+        for part in fields(PackedStep):
+            assert np.array_equal(getattr(packed, part.name), getattr(alone, part.name)), part.name
+        kept.append(packed is before)
+        before = packed
+        for _ in range(accepted + 1):
+            batch.append(packed.rows, np.array([length]), np.zeros(1, dtype=np.int64))
+            length += 1
+    assert kept == [False, True, True, True, False, True]
 
 
 def decode(computed: int, new_block_ids: list[list[int]] | None = None) -> ScheduledRequest:

@@ -92,7 +92,7 @@ def test_the_runner_records_where_the_backend_can() -> None:
     group = CacheGroup((0,), None, 8, 16)
     for ops, expected in ((load_ops("cpu", torch.float32), True), (FakeOps(), False)):
         runner = ModelRunner(TinyModel(), ops, [group], resolved_config(), tiny_config(40, (1, 1, 2)))
-        assert isinstance(runner._model, RecordedModel) == expected
+        assert isinstance(runner.model, RecordedModel) == expected
 
 
 @pytest.mark.covers("C5")

@@ -7,7 +7,15 @@ import struct
 import numpy as np
 
 from penstock.kernels.cpu.abi import ABI
-from penstock.kernels.cpu.library import ABI_VERSION, LEVELS, MAX_ARGUMENTS, RECORDABLE, PenstockCall, PenstockSpan
+from penstock.kernels.cpu.library import (
+    ABI_VERSION,
+    LEVELS,
+    MAX_ARGUMENTS,
+    RECORDABLE,
+    PenstockAttentionStep,
+    PenstockCall,
+    PenstockSpan,
+)
 from penstock.kernels.tensors import INT32, INT64, UINT8
 from tools.fuzz_native.target import OK, OUT_OF_RANGE, Fuzz, same_bits
 
@@ -80,6 +88,56 @@ def replay(fuzz: Fuzz) -> None:
     fuzz.close_to(x.values, expected.astype(np.float64))
 
 
+def decode(fuzz: Fuzz) -> None:
+    """Decode with a pass that adds to the logits. An unknown function must end the program after some steps."""
+    rows, steps, vocab, groups = fuzz.rows(), fuzz.random.randrange(5), fuzz.size(1, 129), fuzz.random.randrange(3)
+    stride, token_stride = vocab + fuzz.random.choice((0, 3)), steps + 1 + fuzz.random.choice((0, 2))
+    logits, added = fuzz.normal(rows, stride), fuzz.normal(rows, stride)
+    if rows and fuzz.chance(0.2):
+        logits.values[0] = fuzz.random.choice((np.nan, -np.inf))
+    first = fuzz.array(fuzz.numbers.integers(0, 1000, rows, dtype=INT64))
+    start, input_ids = first.values.copy(), fuzz.out((rows,), INT64)
+    tokens = fuzz.array(fuzz.numbers.integers(-2, vocab, (rows, token_stride), dtype=INT64))
+    tokens.values[:, :1] = abs(tokens.values[:, :1])
+    expected, sums = tokens.values.copy(), logits.values.copy()
+    slots = [fuzz.array(start + 100 * group) for group in range(groups)]
+    lengths, positions = fuzz.out((rows,), INT32), [fuzz.out((rows,), INT32) for _ in range(groups)]
+    attention = (PenstockAttentionStep * groups)(
+        *(
+            PenstockAttentionStep(seq_lens=lengths.address, slot_mapping=slot.address, positions=position.address)
+            for slot, position in zip(slots, positions, strict=True)
+        )
+    )
+    words = _words(logits.address, added.address, rows * stride)
+    calls = [PenstockCall(RECORDABLE.index("penstock_add"), words)]
+    stops = steps > 0 and fuzz.chance(0.2)
+    if stops:
+        calls.append(PenstockCall(len(RECORDABLE), _words()))
+    array = (PenstockCall * len(calls))(*calls)
+    fuzz.call(
+        "decode", ctypes.addressof(array), len(calls), ctypes.addressof(attention), groups, logits, stride, vocab, rows,
+        input_ids, first, tokens, token_stride, steps, expected=OUT_OF_RANGE if stops else OK,
+    )  # fmt: skip
+    if stops:
+        same_bits(first.values, start)
+        return
+    for step in range(steps):
+        sums += added.values
+        for row in range(rows):
+            if expected[row, step + 1] < 0:
+                seen = sums[row, :vocab]
+                expected[row, step + 1] = 0 if np.isnan(seen).all() else np.nanargmax(seen)
+    same_bits(tokens.values, expected)
+    same_bits(first.values, start + steps)
+    for group, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        same_bits(slot.values, start + 100 * group + steps)
+        if steps:
+            same_bits(position.values, (start + steps - 1).astype(np.int32))
+            same_bits(lengths.values, (start + steps).astype(np.int32))
+    if steps:
+        same_bits(input_ids.values, expected[:, steps - 1])
+
+
 def limit_read(fuzz: Fuzz) -> None:
     size = fuzz.random.choice((0, 1, 1023, 1024, 4096, 70000))
     pages = fuzz.out((-(-size // 64) * 64,), UINT8)  # begins at a multiple of 64
@@ -107,5 +165,6 @@ def _add(fuzz: Fuzz) -> None:
 TARGETS = {
     "abi_version": abi_version, "best_level": best_level, "context_new": contexts, "context_free": contexts,
     "context_pin": context_pin, "busy_seconds": busy_seconds, "trace": trace, "replay": replay,
+    "decode": decode,
     "limit_read": limit_read, "limit_multiply": limit_multiply,
 }  # fmt: skip

@@ -15,7 +15,7 @@ the order of CHOICES. A key decides nothing: it records the choices made.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -38,6 +38,7 @@ from penstock.kernels.attention.rows import (
     RowBlocks,
     Sequences,
     look_alike,
+    ragged,
     row_blocks,
     share_prefixes,
 )
@@ -48,6 +49,8 @@ SEQUENCE, HEAD_BEGIN, HEAD_END, ROW_BEGIN, ROW_END, SPAN_BEGIN, SPAN_END, PARTIA
 SCRATCH_BUDGET = 192 * 2**10  # bytes of an item's rows, which must stay in a core's own cache from tile to tile
 MIN_BLOCK_ROWS = 96  # when rows are cut only to share the load; shorter blocks would read more than they multiply
 BLOCKS_PER_CORE = 8
+REMEMBERED_PLANS = 16  # of a planner
+ONE: Int32 = np.array(1, dtype=np.int32)
 
 # For each field of a key: the choice that each digit stands for, and its text in a description; "" is left out.
 CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -107,7 +110,8 @@ class AttentionPlan:
             token to that of the last one.
         loads: [I] int64: the cost of each item: rows times tiles times heads, plus the cost of reading.
         partial_rows: the number of partial rows of all items together.
-        workspace_bytes: the memory that the cores share while the step runs; the reference needs none.
+        workspace_bytes: the memory that the cores share while the step runs, wherever in a granule the new tokens of a
+            sequence begin; the reference needs none.
         scratch_bytes: the memory that each core needs for itself.
         key: names the kind of plan; see `describe_key`.
         shape: the shape of the layers for which the plan was made.
@@ -131,8 +135,8 @@ class AttentionPlan:
 class Planner:
     """Plans the steps of one cache group.
 
-    A decode step mostly sees the same tiles as the step before it. In that case only positions change, and the last
-    plan is used again.
+    A step with few new tokens per sequence mostly sees the same tiles as an earlier one. In that case only `positions`
+    and `staged` differ, and the earlier plan is used again.
 
     Attributes: as in kernels.metadata.AttentionMetadata, and the number of cores that share a step.
     """
@@ -142,47 +146,58 @@ class Planner:
     sliding_window: int | None = None
     num_sink_tokens: int = 0
     num_cores: int = 1
-    _seen: tuple[int, bytes] | None = None  # what the last plan depends on
-    _last: AttentionPlan | None = None
-    _decodes: bytes | None = None  # query_start_loc of the last step in which every sequence had one new token
+    _plans: dict[tuple[int, bytes, bytes], AttentionPlan] = field(default_factory=dict)  # by what they depend on
+    _seen: tuple[int, bytes, bytes] | None = None  # what the last plan depends on; None if it cannot be used again
+    _new: "_NewTokens | None" = None  # of the last step with few new tokens per sequence
 
     def plan(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> AttentionPlan:
         """Plan a step. The arguments are as in kernels.metadata.AttentionMetadata, on the host."""
-        seen = self._dependencies(query_start_loc, seq_lens, block_table)
-        if self._last is not None and seen is not None and seen == self._seen:
-            return replace(self._last, positions=seq_lens - 1)
-        self._seen = seen
+        self._seen = self._dependencies(query_start_loc, seq_lens, block_table)
+        known = None if self._seen is None else self._plans.get(self._seen)
+        if known is not None and self._new is not None:
+            return replace(known, positions=self._new.positions(seq_lens), staged=self._new.staged(seq_lens))
         window = self.sliding_window, self.num_sink_tokens
-        self._last = self._new_plan(Sequences.of(query_start_loc, seq_lens, self.shape.group, *window), block_table)
-        return self._last
+        made = self._new_plan(Sequences.of(query_start_loc, seq_lens, self.shape.group, *window), block_table)
+        if self._seen is not None:
+            if len(self._plans) >= REMEMBERED_PLANS:
+                self._plans.clear()
+            self._plans[self._seen] = made
+        return made
 
     def renew(self, plan: AttentionPlan, seq_lens: Int32) -> bool:
-        """Write the next decode step's positions into the last plan. Return False if the step needs another plan.
+        """Change the last plan in place to that of the next step. Return False if the step needs another plan.
 
         The step differs from the planned one only in its lengths, seq_lens: [B] int32.
         """
-        if self._seen is None or self._tiles(seq_lens) != self._seen[1]:
+        if self._seen is None or self._new is None or self._tiles(self._new, seq_lens) != self._seen[2]:
             return False
-        np.subtract(seq_lens, 1, out=plan.positions)
+        plan.positions[:] = self._new.positions(seq_lens)
+        if self._new.counts is not ONE:
+            plan.staged[:] = self._new.staged(seq_lens)
         return True
 
-    def _dependencies(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> tuple[int, bytes] | None:
-        """Return everything a decode step's plan depends on; None for other steps, and if a prefix may be shared."""
-        num_seqs = len(seq_lens)
-        if (starts := query_start_loc.tobytes()) != self._decodes:
-            if query_start_loc[-1] != num_seqs or not np.array_equal(query_start_loc, np.arange(num_seqs + 1)):
-                return None
-            self._decodes = starts
-        if num_seqs == 0 or look_alike(block_table):
-            return None
-        return min(block_table.shape[1], 2), self._tiles(seq_lens)
+    def _dependencies(
+        self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32
+    ) -> tuple[int, bytes, bytes] | None:
+        """Return everything on which the plan of a step depends, besides positions and the granules in `staged`.
 
-    def _tiles(self, seq_lens: Int32) -> bytes:
-        """Return bytes that identify the tiles that the sequences of a decode step see."""
+        None for a step without sequences, with more than ROW_CAPACITY rows of a sequence, or with a prefix that may be
+        shared.
+        """
+        starts = query_start_loc.tobytes()
+        if self._new is None or starts != self._new.starts:
+            self._new = _NewTokens.of(query_start_loc, starts, ROW_CAPACITY // self.shape.group)
+        if self._new is None or look_alike(block_table):
+            return None
+        return min(block_table.shape[1], 2), starts, self._tiles(self._new, seq_lens)
+
+    def _tiles(self, new: "_NewTokens", seq_lens: Int32) -> bytes:
+        """Return bytes that identify the tiles that the sequences see."""
         tiles = ((seq_lens - 1) // TILE).tobytes()
         if self.sliding_window is not None:
-            hidden = seq_lens - self.sliding_window
-            tiles += (hidden // TILE).tobytes() + (hidden > 0).tobytes()
+            # The number of positions that the first new token does not see.
+            hidden = seq_lens - new.counts + (1 - self.sliding_window)
+            tiles += (hidden // TILE).tobytes() + (hidden > 0).tobytes() + (seq_lens > self.sliding_window).tobytes()
         return tiles
 
     def _new_plan(self, step: Sequences, block_table: Int32) -> AttentionPlan:
@@ -197,21 +212,66 @@ class Planner:
         combined, references = combines(blocks, targets, chains, pieces, items, shape.num_kv_heads)
         table, partial_rows = _item_table(blocks, items, partial)
         states = np.where(partial[items.block], 0, 1 + (items.span_end - items.span_begin > 1))
-        staged = _staged(step)
         return AttentionPlan(
             items=table,
             starts=np.array(starts, dtype=np.int64),
             combines=combined,
             references=references,
             positions=_positions(step),
-            staged=staged,
+            staged=_staged(step),
             loads=items.loads,
             partial_rows=partial_rows,
-            workspace_bytes=workspace_bytes(shape, int(staged[-1]), partial_rows),
+            workspace_bytes=workspace_bytes(shape, _most_staged(step), partial_rows),
             scratch_bytes=scratch_bytes(shape, items.head_end - items.head_begin, blocks.rows[items.block], states),
             key=_key(step, shape, blocks, block_table, split=partial_rows > 0, shared=shared is not None),
             shape=shape,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NewTokens:
+    """The new tokens of a step that has few of each sequence.
+
+    Attributes:
+        starts: query_start_loc as bytes.
+        counts: [B] new tokens of each sequence; ONE if every sequence has one.
+        sequences, offsets: [T] each token's sequence, and its index among the sequence's new tokens.
+    """
+
+    starts: bytes
+    counts: Int32
+    sequences: Int64
+    offsets: Int32
+
+    @classmethod
+    def of(cls, query_start_loc: Int32, starts: bytes, limit: int) -> "_NewTokens | None":
+        """Return the tokens of a step. None if it has no sequence, or one without or with more than `limit` tokens."""
+        counts = query_start_loc[1:] - query_start_loc[:-1]
+        if not len(counts) or counts.min() < 1 or counts.max() > max(limit, 1):
+            return None
+        sequences, offsets = ragged(counts)
+        return cls(starts, ONE if counts.max() == 1 else counts, sequences, offsets.astype(np.int32))
+
+    def positions(self, seq_lens: Int32) -> Int32:
+        """Return each token's position, [T], in a step with these lengths [B]."""
+        first: Int32 = seq_lens - self.counts
+        return first if self.counts is ONE else first[self.sequences] + self.offsets
+
+    def staged(self, seq_lens: Int32) -> Int32:
+        """Return AttentionPlan.staged, [B + 1], of a step with these lengths [B]."""
+        staged = np.arange(len(seq_lens) + 1, dtype=np.int32)
+        if self.counts is not ONE:
+            np.cumsum(-(-seq_lens // GRANULE) - (seq_lens - self.counts) // GRANULE, out=staged[1:])
+        return staged
+
+
+def steps_with_same_tiles(seq_lens: Int32, sliding_window: int | None) -> Int32:
+    """Return for how many decode steps each sequence sees the same tiles, that with lengths seq_lens included: [B]."""
+    steps = TILE - (seq_lens - 1) % TILE
+    if sliding_window is None:
+        return steps
+    hidden = seq_lens - sliding_window
+    return np.minimum(steps, np.where(hidden > 0, TILE - hidden % TILE, 1 - hidden))
 
 
 def _positions(step: Sequences) -> Int32:
@@ -228,6 +288,11 @@ def _staged(step: Sequences) -> Int32:
         granules = -(-step.lengths // GRANULE) - step.computed // GRANULE
         np.cumsum(np.where(step.counts > 0, granules, 0), out=staged[1:])
     return staged
+
+
+def _most_staged(step: Sequences) -> int:
+    """Return the last number of `staged` if new tokens begin where in a granule they touch the most granules."""
+    return int(np.where(step.counts > 0, (step.counts + GRANULE - 2) // GRANULE + 1, 0).sum())
 
 
 @lru_cache(maxsize=64)

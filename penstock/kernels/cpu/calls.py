@@ -162,20 +162,26 @@ class NativeCalls:
     def record(
         self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
     ) -> tuple[Tensor, NativeProgram | None]:
-        recorder = Recorder(attention, self._replay)
+        recorder = Recorder(attention, self)
         self._recorder = recorder
         try:
             with self._watching(recorder):
                 result = forward()
         finally:
             self._recorder = None
-        return result, recorder.program(result, self)
+        return result, recorder.program(result)
 
-    def _replay(self, calls: "ctypes.Array[PenstockCall]") -> int:
-        """Run the calls of a program and return a Status."""
+    def replay(self, calls: "ctypes.Array[PenstockCall]") -> int:
         if self.observer is not None:
             self.observer.replay(calls)
         return self._native["penstock_replay"](self._context, ctypes.addressof(calls), len(calls))
+
+    def decode(self, calls: "ctypes.Array[PenstockCall]", steps: int, *arguments: int) -> int:
+        if self.observer is not None:
+            for _ in range(steps):
+                self.observer.replay(calls)
+        at = ctypes.addressof(calls)
+        return self._native["penstock_decode"](self._context, at, len(calls), *arguments, steps)
 
     def _watching(self, recorder: Recorder) -> AbstractContextManager[object]:
         """Watch what torch does besides the native calls. The bundled families use arrays and do nothing else."""

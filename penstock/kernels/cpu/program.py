@@ -14,7 +14,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.library import (
@@ -25,11 +25,20 @@ from penstock.kernels.cpu.library import (
     check_status,
 )
 from penstock.kernels.metadata import AttentionMetadata
-from penstock.kernels.tensors import Tensor, address_of
+from penstock.kernels.tensors import Array, Tensor, address_of, as_array
 
-RunCalls = Callable[["ctypes.Array[PenstockCall]"], int]  # -> status
 HostCall = Callable[[], None]
 Arguments = tuple[int | float | None, ...]  # of a native function, without the context
+
+
+class CallRunner(Protocol):
+    """Runs recorded calls, and returns a Status of native/abi.h."""
+
+    def replay(self, calls: "ctypes.Array[PenstockCall]") -> int:
+        """Run the calls once."""
+
+    def decode(self, calls: "ctypes.Array[PenstockCall]", steps: int, *arguments: int) -> int:
+        """Run the calls in several decode steps. arguments: those of penstock_decode between `count` and `steps`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +47,7 @@ class NativeProgram:
 
     Attributes:
         parts: runs of native calls, and the Python functions between them.
+        runner: runs the calls.
         steps: the arguments of attention, by cache group.
         filled: the metadata from which each of `steps` was filled.
         kept: owners of the memory that the calls read and write.
@@ -45,8 +55,8 @@ class NativeProgram:
     """
 
     parts: "Sequence[ctypes.Array[PenstockCall] | HostCall]"
-    run_calls: RunCalls
-    steps: Sequence[PenstockAttentionStep]
+    runner: CallRunner
+    steps: "ctypes.Array[PenstockAttentionStep]"
     filled: list[AttentionMetadata]
     kept: Sequence[Any]
     result: Tensor
@@ -57,16 +67,50 @@ class NativeProgram:
         Raises:
             ValueError, MemoryError: see `library.check_status`.
         """
+        self._fill(attention)
+        for part in self.parts:
+            if not isinstance(part, ctypes.Array):
+                part()
+            elif status := self.runner.replay(part):
+                check_status(status)
+        return self.result
+
+    def decode(
+        self,
+        attention: Sequence[AttentionMetadata],
+        input_ids: Tensor,
+        positions: Tensor,
+        tokens: Array,
+        vocab_size: int,
+    ) -> bool:
+        if len(self.parts) != 1 or not isinstance(calls := self.parts[0], ctypes.Array):
+            return False
+        self._fill(attention)
+        logits = as_array(self.result)
+        status = self.runner.decode(
+            calls,
+            tokens.shape[1] - 1,
+            ctypes.addressof(self.steps),
+            len(self.steps),
+            logits.ctypes.data,
+            logits.shape[1],
+            vocab_size,
+            len(tokens),
+            address_of(input_ids),
+            address_of(positions),
+            tokens.ctypes.data,
+            tokens.strides[0] // tokens.itemsize,
+        )
+        if status:
+            check_status(status)
+        return True
+
+    def _fill(self, attention: Sequence[AttentionMetadata]) -> None:
+        """Fill the steps from this step's metadata."""
         for index, meta in enumerate(attention):
             if meta is not self.filled[index]:  # for the same metadata, only the contents of its tensors have changed
                 fill_step(self.steps[index], meta)
                 self.filled[index] = meta
-        for part in self.parts:
-            if not isinstance(part, ctypes.Array):
-                part()
-            elif status := self.run_calls(part):
-                check_status(status)
-        return self.result
 
 
 class Recorder:
@@ -76,12 +120,14 @@ class Recorder:
         foreign: an operation that a program cannot contain, or None.
     """
 
-    def __init__(self, attention: Sequence[AttentionMetadata], run_calls: RunCalls) -> None:
-        """attention: the planned metadata of this pass. run_calls: runs recorded calls."""
+    def __init__(self, attention: Sequence[AttentionMetadata], runner: CallRunner) -> None:
+        """attention: the planned metadata of this pass. runner: runs the calls, and owns the native context."""
         self.foreign: str | None = None
         self._attention = attention
-        self._run_calls = run_calls
-        self._steps = [fill_step(PenstockAttentionStep(), meta) for meta in attention]
+        self._runner = runner
+        self._steps = (PenstockAttentionStep * len(attention))()
+        for index, meta in enumerate(attention):
+            fill_step(self._steps[index], meta)
         self._parts: list[list[tuple[str, Arguments]] | HostCall] = []
         self._kept: list[Any] = []
 
@@ -105,18 +151,19 @@ class Recorder:
 
     def step(self, meta: AttentionMetadata) -> PenstockAttentionStep | None:
         """Return the step of this metadata's cache group, or None if the metadata is not part of this pass."""
-        for step, item in zip(self._steps, self._attention, strict=True):
+        for index, item in enumerate(self._attention):
             if item is meta:
+                step: PenstockAttentionStep = self._steps[index]
                 return step
         self.foreign = "attention metadata of unknown origin"
         return None
 
-    def program(self, result: Tensor, context: object) -> NativeProgram | None:
-        """Return the program, or None if it would be incomplete. context: owner of the native context."""
+    def program(self, result: Tensor) -> NativeProgram | None:
+        """Return the program, or None if it would be incomplete."""
         if self.foreign:
             return None
         parts = [_recorded_calls(part) if isinstance(part, list) else part for part in self._parts]
-        return NativeProgram(parts, self._run_calls, self._steps, list(self._attention), [context, *self._kept], result)
+        return NativeProgram(parts, self._runner, self._steps, list(self._attention), self._kept, result)
 
 
 def _recorded_calls(calls: Sequence[tuple[str, Arguments]]) -> "ctypes.Array[PenstockCall]":

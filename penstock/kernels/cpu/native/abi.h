@@ -22,7 +22,7 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 8;         // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 9;         // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
@@ -153,15 +153,15 @@ struct PenstockAttentionCombine {
 };
 
 // One step for the layers of one cache group: its sequences (AttentionMetadata in kernels/metadata.py) and its plan.
-// Python rewrites it before each step; recorded programs keep its address.
+// Python rewrites it before each step; recorded programs keep its address. Only penstock_decode writes to its arrays.
 struct PenstockAttentionStep {
     std::int64_t sequences, tokens;
     const std::int32_t* query_start_loc;  // [sequences + 1]
-    const std::int32_t* seq_lens;         // [sequences]
+    std::int32_t* seq_lens;               // [sequences]
     const std::int32_t* block_table;      // [sequences][max_blocks]
     std::int64_t max_blocks;
-    const std::int64_t* slot_mapping;     // [tokens]
-    const std::int32_t* positions;        // [tokens]
+    std::int64_t* slot_mapping;           // [tokens]
+    std::int32_t* positions;              // [tokens]
     std::int64_t sliding_window;          // 0: none
     std::int64_t num_sink_tokens;
     std::int64_t items, combines;
@@ -233,6 +233,21 @@ PENSTOCK_API std::int64_t penstock_trace(penstock::Context* context, PenstockSpa
 // Run recorded calls in order. Stop at the first that fails, and return its status.
 PENSTOCK_API std::int32_t penstock_replay(
     penstock::Context* context, const PenstockCall* calls, std::int64_t count);
+
+// Decode greedily with the recorded calls of a pass over one token of each of `rows` sequences: `steps` times, run the
+// pass, choose each row's likeliest token, and go on to the next position.
+//
+// tokens [rows][at least steps + 1], token_stride elements from row to row: a row's token in each step, and after them.
+// The first is given. Of the others, those that are negative are replaced with the likeliest token, or with 0 if no
+// logit is a number. The pass reads input_ids [rows], positions [rows] and `groups` attention steps [num_groups], whose
+// plans must hold for all these steps; it writes logits [rows][at least vocab]. `positions`, and the slots of the
+// attention steps, are advanced in place; from `positions`, the lengths and positions of the attention steps are written
+// before each step. Stop at the first call that fails.
+PENSTOCK_API std::int32_t penstock_decode(
+    penstock::Context* context, const PenstockCall* calls, std::int64_t count, PenstockAttentionStep* groups,
+    std::int64_t num_groups, const float* logits, std::int64_t logits_stride, std::int64_t vocab, std::int64_t rows,
+    std::int64_t* input_ids, std::int64_t* positions, std::int64_t* tokens, std::int64_t token_stride,
+    std::int64_t steps);
 
 // ---- Products. kernels/ops.py specifies the operations here and below.
 

@@ -55,8 +55,48 @@ std::int32_t replay(Context* context, const PenstockCall& call) {
     }
 }
 
+std::int32_t choose_likeliest(Context* context, const float* logits, std::int64_t vocab, std::int64_t* token) {
+    const float greedy = 0.0f;
+    PenstockSampling params{};
+    params.temperature = &greedy;
+    const std::int32_t status = penstock_sample(context, logits, 1, vocab, &params, token);
+    if (*token < 0) *token = 0;
+    return status;
+}
+
+// Write the positions [rows] of a step where attention reads them.
+void place(const PenstockAttentionStep& group, const std::int64_t* positions, std::int64_t rows) {
+    for (std::int64_t row = 0; row < rows; ++row) {
+        group.positions[row] = static_cast<std::int32_t>(positions[row]);
+        group.seq_lens[row] = group.positions[row] + 1;
+    }
+}
+
 }  // namespace
 }  // namespace penstock
+
+extern "C" std::int32_t penstock_decode(
+    penstock::Context* context, const PenstockCall* calls, std::int64_t count, PenstockAttentionStep* groups,
+    std::int64_t num_groups, const float* logits, std::int64_t logits_stride, std::int64_t vocab, std::int64_t rows,
+    std::int64_t* input_ids, std::int64_t* positions, std::int64_t* tokens, std::int64_t token_stride,
+    std::int64_t steps) {
+    for (std::int64_t step = 0; step < steps; ++step) {
+        for (std::int64_t row = 0; row < rows; ++row) input_ids[row] = tokens[row * token_stride + step];
+        for (std::int64_t group = 0; group < num_groups; ++group) penstock::place(groups[group], positions, rows);
+        if (const std::int32_t status = penstock_replay(context, calls, count)) return status;
+        for (std::int64_t row = 0; row < rows; ++row) {
+            std::int64_t* const next = tokens + row * token_stride + step + 1;
+            if (*next < 0)
+                if (const std::int32_t status =
+                        penstock::choose_likeliest(context, logits + row * logits_stride, vocab, next))
+                    return status;
+            ++positions[row];
+        }
+        for (std::int64_t group = 0; group < num_groups; ++group)
+            for (std::int64_t row = 0; row < rows; ++row) ++groups[group].slot_mapping[row];
+    }
+    return penstock::STATUS_OK;
+}
 
 extern "C" std::int32_t penstock_replay(penstock::Context* context, const PenstockCall* calls, std::int64_t count) {
     for (std::int64_t index = 0; index < count; ++index)

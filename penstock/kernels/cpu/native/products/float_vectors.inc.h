@@ -156,7 +156,9 @@ void multiply_leaf(const MultiplyArgs& args, std::int64_t panel, int leaf, Vecto
     constexpr int WIDTH = ROWS * VECTORS <= MOST ? VECTORS : (ROWS <= 3 ? VECTORS / 2 : 2);
     const PenstockWeight& weight = *args.weight;
     const std::int64_t begin = leaf > 0 ? weight.padded_leaf_ends[leaf - 1] / UNIT : 0;
-    const std::int64_t end = weight.padded_leaf_ends[leaf] / UNIT;
+    // Padding is left out: it would only add zeros, to a sum that is never -0.
+    const std::int64_t count = weight.leaf_ends[leaf] - (leaf > 0 ? weight.leaf_ends[leaf - 1] : 0);
+    const std::int64_t end = begin + (count + UNIT - 1) / UNIT;
     const auto* values =
         static_cast<const typename Weights::Element*>(weight.values) + panel * (weight.padded_k / UNIT) * PANEL;
     const int passes = args.tiles * VECTORS / WIDTH;
