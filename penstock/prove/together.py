@@ -23,6 +23,7 @@ from penstock.prove import axes, features
 from penstock.prove.features import Asked, Maker
 from penstock.prove.proof import Trials
 from penstock.prove.same_bits import room_bytes
+from penstock.runner.model_runner import ALL_MASKED
 
 LENGTHS = (8, 2048)  # shortest and longest prompt in tokens, as far as the model's context reaches
 NUM_SHARED = 6  # number of texts with which prompts begin
@@ -150,8 +151,11 @@ def _take(crowd: _Crowd, output: RequestOutput) -> None:
         return
     del crowd.open[output.request_id]
     expected = _ask_alone(crowd.alone, asked)
-    crowd.counts["failed, alone too"] += expected.error is not None
     wrong = _difference(output, expected)
+    if expected.error is not None:
+        crowd.counts["failed, alone too"] += 1
+        if ALL_MASKED not in expected.error:  # only that can be the request's own fault
+            wrong = f"failed alone: {expected.error}"
     if wrong is not None:
         crowd.trials.wrong(
             f"{wrong} (request {number} of --seed {crowd.trials.seed}: {asked.features}, {asked.params})"

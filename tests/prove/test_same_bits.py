@@ -44,13 +44,13 @@ def test_a_sample_of_the_product(via: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_kernel_that_depends_on_the_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a proof that cannot fail: here logits are one unit in the last place higher in company."""
-    right = ModelRunner._without_padding
+    right = ModelRunner.without_padding
 
     def wrong(self: ModelRunner, logits: Any) -> Any:
         logits = right(self, logits)
-        return logits if len(logits) == 1 else self._ops.tensor(np.nextafter(as_array(logits), np.float32(np.inf)))
+        return logits if len(logits) == 1 else self.ops.tensor(np.nextafter(as_array(logits), np.float32(np.inf)))
 
-    monkeypatch.setattr(ModelRunner, "_without_padding", wrong)
+    monkeypatch.setattr(ModelRunner, "without_padding", wrong)
     outcome = prove(25)
     assert outcome.num_wrong > 3
     assert "log-probabilities" in outcome.wrong[0]

@@ -40,13 +40,13 @@ def test_a_sample() -> None:
 
 def test_what_depends_on_the_crowd_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a proof that cannot fail: here logits are one unit in the last place higher in company."""
-    right = ModelRunner._without_padding
+    right = ModelRunner.without_padding
 
     def wrong(self: ModelRunner, logits: Any) -> Any:
         logits = right(self, logits)
-        return logits if len(logits) == 1 else self._ops.tensor(np.nextafter(as_array(logits), np.float32(np.inf)))
+        return logits if len(logits) == 1 else self.ops.tensor(np.nextafter(as_array(logits), np.float32(np.inf)))
 
-    monkeypatch.setattr(ModelRunner, "_without_padding", wrong)
+    monkeypatch.setattr(ModelRunner, "without_padding", wrong)
     outcome = prove(8)
     assert "log-probabilities of" in outcome.wrong[0]
 
