@@ -1,5 +1,6 @@
 """Rotary tables."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, Phi3Config
+from transformers import DynamicCache, LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
@@ -111,11 +112,12 @@ def test_dynamic_scaling_is_that_of_transformers_token_by_token(tmp_path: Path) 
     chunks = [cut.step({0: ids[start : start + 7]})[0] for start in range(0, len(ids), 7)]
     torch.testing.assert_close(torch.cat(chunks), whole, atol=1e-5, rtol=0)
 
+    accepted = signature(hf_model.forward).parameters  # the name since Transformers 5.24
+    cached = {"cache" if "cache" in accepted else "past_key_values": DynamicCache(config=hf_model.config)}
     with torch.no_grad():
-        answer = hf_model(torch.tensor([ids[:CONTEXT]]), use_cache=True)
+        hf_model(torch.tensor([ids[:CONTEXT]]), use_cache=True, **cached)
         for position in range(CONTEXT, len(ids)):
-            step = torch.tensor([[ids[position]]])
-            answer = hf_model(step, past_key_values=answer.past_key_values, use_cache=True)
+            answer = hf_model(torch.tensor([[ids[position]]]), use_cache=True, **cached)
             expected = answer.logits[0, -1].float().log_softmax(dim=-1)
             torch.testing.assert_close(whole[position], expected, atol=1e-4, rtol=0)
     at_once = hf_logprobs(hf_model, ids)
