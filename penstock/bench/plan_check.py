@@ -2,10 +2,13 @@
 
 python -m penstock.bench.plan_check MODEL
 
-The weights are random if MODEL's directory has only a config.json. Run `penstock bench machine` first. For each form of
-the weights, two kinds of cases are predicted and then measured: the step of some streams, and the time to the first
-token of one prompt. All cases take turns. The exit code is 1 if one prediction is more than 15 % from the mean of its
-measurements, or if the median of these errors is more than 7 %.
+The weights are random if MODEL's directory has only a config.json. For each form of the weights, two kinds of cases are
+predicted and measured: the step of some streams, and the time to the first token of one prompt. All cases take turns.
+
+The rates that predictions are based on are those of `penstock bench machine`, measured right before and right after the
+cases of a form, because the rates of a shared machine change within minutes; a prediction is the mean of both. The exit
+code is 1 if one prediction is more than 15 % from the mean of its measurements, or if the median of these errors is
+more than 7 %.
 """
 
 import argparse
@@ -14,15 +17,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
+from penstock.bench.this_machine import as_hardware, measure_machine
 from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.planner.fit import Budget
 from penstock.planner.forecast import DECODE, PREFILL, Load
-from penstock.planner.machines import THIS, Hardware, load_hardware
+from penstock.planner.machines import Hardware, load_hardware
 from penstock.planner.report import Question, answer
 from penstock.weights.hub import resolve_model
 from penstock.weights.planned import PlannedModel
@@ -47,16 +52,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", nargs="*", type=int, default=STREAMS, metavar="N")
     parser.add_argument("--prompt-len", nargs="*", type=int, default=PROMPT_LENS, metavar="N")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--hardware", metavar="NAME", help="predict for this hardware instead of the measured machine")
     args = parser.parse_args(argv)
-    hardware = load_hardware(THIS)
+    rates = _measured_rates if args.hardware is None else partial(load_hardware, args.hardware)
     cases = [*((DECODE, count) for count in args.streams), *((PREFILL, length) for length in args.prompt_len)]
-    errors = []
+    errors, after = [], rates()
     for form in args.quantization:
         options = _options(args.model, form, cases)
-        predicted = predict(options, cases, hardware)
         measured = measure(options, cases, args.rounds)
+        before, after = after, rates()
+        predicted = [predict(options, cases, hardware) for hardware in (before, after)]
         for case in cases:
-            errors.append(_compare(form, case, predicted[case], measured[case]))
+            errors.append(_compare(form, case, [found[case] for found in predicted], measured[case]))
     median = statistics.median(errors)
     print(f"median {median:.1%}, largest {max(errors):.1%} of {len(errors)}")
     return 0 if median <= MEDIAN_LIMIT and max(errors) <= ONE_LIMIT else 1
@@ -141,16 +148,22 @@ def _send(built: BuiltEngine, rng: random.Random, name: str, prompt_len: int, ou
     built.engine.add_request(EngineRequest(name, ids, params))
 
 
-def _compare(form: str, case: Case, predicted: dict[str, Any], measured: list[float]) -> float:
-    """Print a case. Return the relative error of its prediction."""
-    (phase, size), mean = case, statistics.mean(measured)
-    error = float(predicted["seconds"]) / mean - 1
+def _measured_rates() -> Hardware:
+    return as_hardware(measure_machine())
+
+
+def _compare(form: str, case: Case, predicted: list[dict[str, Any]], measured: list[float]) -> float:
+    """Print a case. Return the relative error of the mean of its predictions."""
+    phase, size = case
+    times = [float(item["seconds"]) for item in predicted]
+    error = statistics.mean(times) / statistics.mean(measured) - 1
     what = f"a step of {size} streams" if phase == DECODE else f"first token after {size}"
-    spread = f"{1e3 * min(measured):.1f} to {1e3 * max(measured):.1f}"
-    parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted["parts"].items() if value)
-    print(f"{form:<8} {what:<24} predicted {1e3 * predicted['seconds']:9.1f} ms ({parts})  "
-          f"measured {1e3 * mean:9.1f} ms ({spread})  {error:+7.1%}", flush=True)  # fmt: skip
+    print(f"{form:<8} {what:<24} predicted {_in_ms(times)}  measured {_in_ms(measured)}  {error:+7.1%}", flush=True)
     return abs(error)
+
+
+def _in_ms(times: list[float]) -> str:
+    return f"{1e3 * statistics.mean(times):9.1f} ms ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})"
 
 
 if __name__ == "__main__":

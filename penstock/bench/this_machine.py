@@ -90,10 +90,18 @@ def measure_machine(
     return figures | {"unsettled": found.unsettled}
 
 
+def as_hardware(figures: dict[str, Any]) -> Hardware:
+    """Return measured figures as they are read from a hardware file."""
+    return read_hardware(_kept(figures))
+
+
+def _kept(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if name != "unsettled"}
+
+
 def write_machine(figures: dict[str, Any], path: Path) -> Hardware:
     """Write the figures as a hardware file, and return it as it will be read."""
-    kept = {name: value for name, value in figures.items() if name != "unsettled"}
-    hardware = read_hardware(kept)
+    kept, hardware = _kept(figures), as_hardware(figures)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_file = path.with_suffix(".part")
     partial_file.write_text(FILE_COMMENT + yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")

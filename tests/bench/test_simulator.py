@@ -202,6 +202,17 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(planned, requests, count
         assert leaping.times[metric]._counts == histogram._counts
 
 
+def test_a_request_is_on_its_way_besides_its_steps(planned):
+    """Guards against a way that is left out of a time, or that users do not wait for."""
+    near, far = (
+        Scenario(planned, replace(COSTS, request=way), [Arrival(0.0, 20, 3)] * 2, users=1).run(1) for way in (0.0, 0.5)
+    )
+    for metric, longer in (("ttft", 0.5), ("e2e", 0.5), ("itl", 0.0)):
+        pairs = zip(times(near, metric), times(far, metric), strict=True)
+        assert all(there == pytest.approx(here + longer, rel=0.006) for here, there in pairs)
+    assert far.ended - far.began == pytest.approx(near.ended - near.began + 2 * 0.5)
+
+
 def test_most_steps_are_taken_at_once(planned, monkeypatch):
     """Guards against leaps that never happen."""
     computed: list[int] = []

@@ -67,7 +67,7 @@ def test_predictions_stand_beside_measurements(
     assert len(cases) == 6
     assert all(case() > 0 for case in cases.values())
     write_machine(FIGURES | {"operations_per_s": {"other": 1e6}, "unsettled": {}}, this_file())
-    words = [written(tmp_path / "m", LLAMA), "--quantization", "none", "--rounds", "1"]
+    words = [written(tmp_path / "m", LLAMA), "--quantization", "none", "--rounds", "1", "--hardware", "this"]
     assert plan_check.main([*words, "--streams", "1", "3", "--prompt-len", "20"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("predicted")[0].split(maxsplit=1)[1].strip() for line in lines[:-1]] == [

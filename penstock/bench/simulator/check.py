@@ -1,8 +1,9 @@
 """Compare the simulator with this machine, which should be idle: `python -m penstock.bench.simulator.check MODEL`.
 
-First the costs of the model's steps are fitted to measured steps (`--costs`). Then a server answers Poisson loads at
-50, 80 and 100 % of the capacity that the simulator predicts, and all requests at once, as in `bench offline`; each load
-is compared with its simulation. Exit code 1 if an error exceeds its limit: throughput 7 %, medians 15 %, p99 25 %.
+A server answers Poisson loads at 50, 80 and 100 % of the capacity that the simulator predicts, and all requests at
+once, as in `bench offline`; each load is compared with its simulation. The costs of the model's steps are fitted to
+steps measured before and after these loads (`--costs`), because the speed of a shared machine changes within minutes.
+Exit code 1 if an error exceeds its limit: throughput 7 %, medians 15 %, p99 25 %.
 """
 
 import argparse
@@ -14,18 +15,22 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from tempfile import NamedTemporaryFile
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from penstock.assembly import build_engine
 from penstock.bench.datasets import Dataset, Vocabulary, draw_samples
 from penstock.bench.http_client import HttpClient
 from penstock.bench.outcomes import Load
 from penstock.bench.serving import Target, measure_serving
-from penstock.bench.simulator.costs import LinearCosts
-from penstock.bench.simulator.recorded import load_costs
-from penstock.bench.simulator.run import Options, find_costs, run
+from penstock.bench.simulator.calibrate import record_mix
+from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, fit_costs
+from penstock.bench.simulator.recorded import measured_steps
+from penstock.bench.simulator.run import Options, run
+from penstock.config import EngineConfig
 from penstock.errors import EngineError
+from penstock.recorder.bundle import unpack
 
 SHARES = (0.5, 0.8, 1.0)
 START_S = 300.0
@@ -35,6 +40,7 @@ MIX = (  # loads: the dataset, the number of requests, and requests per second
     (Dataset(input_len=40, output_len=100), 64, float("inf")),
     (Dataset(input_len=200, output_len=50), 48, 6.0),
 )
+LIGHT, LIGHT_SHARE, LIGHT_COUNT = Dataset(input_len=100, output_len=24), 0.3, 48  # a load with hardly any queue
 # The name in `bench serve`, the path in the simulator's figures, and the largest error allowed.
 FIGURES = {
     "tokens per second": ("output_throughput", ("output_tokens_per_s",), 0.07),
@@ -60,12 +66,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     dataset = Dataset(input_len=args.input_len, output_len=args.output_len)
     engine = {"model": args.model, "quantization": args.quantization, "load_format": args.load_format}
-    costs = find_costs(engine, "this") if args.costs == "this" else None
     with _server(engine) as address:
-        costs = costs or _served_costs(address, args.model)
-        at_once = _simulated(engine, dataset, args.num_prompts, float("inf"), costs)
+        is_served = args.costs == "served"
+        calibrate = partial(_served_steps, address, args.model) if is_served else partial(_own_steps, engine)
+        steps = calibrate()
+        at_once = _simulated(engine, dataset, args.num_prompts, float("inf"), fit_costs(steps))
         rates = [*(share * at_once["request_throughput"] for share in SHARES), float("inf")]
         measured = asyncio.run(_measured(address, args.model, dataset, args.num_prompts, rates))
+        costs = fit_costs(steps + calibrate())
+        if is_served:
+            costs = replace(costs, request=_request_seconds(address, engine, costs))
     found = [
         _compare(rate, there, _simulated(engine, dataset, args.num_prompts, rate, costs))
         for rate, there in zip(rates, measured, strict=True)
@@ -73,15 +83,26 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(found) else 1
 
 
-def _served_costs(address: str, model: str) -> LinearCosts:
-    """Return the costs of a server's steps, under loads of other lengths than those that are compared."""
+def _own_steps(engine: dict[str, Any]) -> list[MeasuredStep]:
+    """Return the steps of an engine alone."""
+    return measured_steps(record_mix(build_engine(EngineConfig.from_options(**engine))))
+
+
+def _served_steps(address: str, model: str) -> list[MeasuredStep]:
+    """Return the steps of a server, under loads of other lengths than those that are compared."""
+    began = time.time()
     for dataset, count, rate in MIX:
         asyncio.run(_measured(address, model, dataset, count, [rate]))
-    with NamedTemporaryFile() as file:
-        with urllib.request.urlopen(f"{address}/status/record", data=b"") as answer:
-            file.write(answer.read())
-        file.flush()
-        return load_costs(Path(file.name))
+    with urllib.request.urlopen(f"{address}/status/record", data=b"") as answer:
+        return measured_steps(unpack(answer.read()), began)
+
+
+def _request_seconds(address: str, engine: dict[str, Any], costs: LinearCosts) -> float:
+    """Return how much longer than simulated a first token takes, under a light load of other lengths."""
+    rate = LIGHT_SHARE * _simulated(engine, LIGHT, LIGHT_COUNT, float("inf"), costs)["request_throughput"]
+    (light,) = asyncio.run(_measured(address, engine["model"], LIGHT, LIGHT_COUNT, [rate]))
+    simulated = _simulated(engine, LIGHT, LIGHT_COUNT, rate, costs)
+    return max(0.0, float(light["median_ttft_ms"]) - float(simulated["ttft_ms"]["p50"])) / 1000
 
 
 def _simulated(engine: dict[str, Any], dataset: Dataset, count: int, rate: float, costs: LinearCosts) -> dict[str, Any]:

@@ -10,7 +10,7 @@ The fit is good for steps like the measured ones, with as many sequences and con
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from penstock.interface.step import ScheduledRequest, SchedulerOutput
 Floats = npt.NDArray[np.float64]
 MIN_STEPS = 20  # steps that a fit needs
 ROBUST_ROUNDS, OUTLIER = 5, 3.0  # a step whose error is more than OUTLIER times the median error counts less
+PARTS = ("step", "sequence", "prompt_token", "cached_token", "pair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +57,23 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class LinearCosts:
-    """Seconds for each part of a step. A StepCosts."""
+    """Seconds for each part of a step. A StepCosts.
+
+    Attributes:
+        request: seconds of a request's way to the engine and of its first token's way back.
+    """
 
     step: float
     sequence: float
     prompt_token: float
     cached_token: float
     pair: float
+    request: float = 0.0
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            check.check_float(item.name, getattr(self, item.name), 0.0, 1e6)
-        if not sum(asdict(self).values()):
+        for name in (*PARTS, "request"):
+            check.check_float(name, getattr(self, name), 0.0, 1e6)
+        if not any(getattr(self, name) for name in PARTS):
             raise InvalidRequestError("costs: all of them are 0", param="costs")
 
     def step_seconds(self, step: SchedulerOutput) -> float:
@@ -117,8 +123,7 @@ def read_costs(path: Path) -> LinearCosts:
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     except (ValueError, TypeError, RecursionError) as error:
-        names = ", ".join(item.name for item in fields(LinearCosts))
-        reason = f"must be a record of steps, or JSON with the seconds {names}: {check.one_line(error)}"
+        reason = f"must be a record of steps, or JSON with the seconds {', '.join(PARTS)}: {check.one_line(error)}"
     raise InvalidRequestError(f"costs: {str(path)!r} {reason}", param="costs")
 
 

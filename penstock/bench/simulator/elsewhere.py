@@ -21,6 +21,7 @@ class HardwareCosts:
 
     work: ModelWork
     hardware: Hardware
+    request: float = 0.0
 
     def step_seconds(self, step: SchedulerOutput) -> float:
         """Return the seconds of a step."""

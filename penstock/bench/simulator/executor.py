@@ -10,6 +10,10 @@ TOKEN = 0  # the id of every output token; prompts are made of other ids
 class StepCosts(Protocol):
     """How long steps take on some machine."""
 
+    @property
+    def request(self) -> float:
+        """Seconds of a request's way to the engine and of its first token's way back."""
+
     def step_seconds(self, step: SchedulerOutput) -> float:
         """Return the seconds from the plan of a step to the plan of the next one, if there is work for it."""
 

@@ -122,13 +122,14 @@ class Figures:
     Attributes:
         goals: of the target. A request is good if its own first token and end are in time, and the share of its own
             gaps that each goal names.
+        request_s: seconds that each request waits besides its steps: for its way to the engine, and for the way back.
         rejected: requests that no replica could ever hold.
         failed: requests that met the deaths of several engines without a token in between.
         fleet: what happened to the replicas; None: all of them were there all the time.
     """
 
-    def __init__(self, goals: tuple[Goal, ...] = ()) -> None:
-        self.goals = goals
+    def __init__(self, goals: tuple[Goal, ...] = (), request_s: float = 0.0) -> None:
+        self.goals, self.request_s = goals, request_s
         self._gap_goals = [goal for goal in goals if goal.metric == "itl"]
         self._limits = {
             name: min((goal.seconds for goal in goals if goal.metric == name), default=math.inf)
@@ -142,7 +143,7 @@ class Figures:
         self.began, self.ended = math.inf, 0.0
 
     def first_token(self, request: RequestTimes, now: float) -> None:
-        seconds = now - request.sent_at
+        seconds = now - request.sent_at + self.request_s
         self.times["ttft"].add(seconds)
         request.is_good = seconds <= self._limits["ttft"]
         request.late = [0] * len(self._gap_goals)
@@ -165,13 +166,13 @@ class Figures:
             request.late[index] += sum(count for seconds, count in gaps.items() if seconds > goal.seconds)
 
     def finish(self, request: RequestTimes, now: float) -> None:
-        seconds = now - request.sent_at
+        seconds = now - request.sent_at + self.request_s
         self.times["e2e"].add(seconds)
         self.requests += 1
         pairs = zip(self._gap_goals, request.late, strict=True)
         in_time = all(late <= request.gaps * (1 - goal.share / 100) for goal, late in pairs)
         self.good += request.is_good and in_time and seconds <= self._limits["e2e"]
-        self.began, self.ended = min(self.began, request.sent_at), max(self.ended, now)
+        self.began, self.ended = min(self.began, request.sent_at), max(self.ended, now + self.request_s)
 
     def merge(self, other: "Figures") -> None:
         """Add the counts of other replicas."""

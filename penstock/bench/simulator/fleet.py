@@ -30,10 +30,11 @@ class Users:
     """Users who each wait for the answer, and then pause before the next request.
 
     think_s: mean seconds of the pause, which is drawn from an exponential distribution; 0: no pause.
+    request_s: seconds of a request's way to the engine and back.
     """
 
-    def __init__(self, count: int, think_s: float = 0.0, seed: int = 0) -> None:
-        self._think_s = think_s
+    def __init__(self, count: int, think_s: float = 0.0, seed: int = 0, request_s: float = 0.0) -> None:
+        self._think_s, self._request_s = think_s, request_s
         self._rng = random.Random(f"users {seed}")
         self._ready = [self._thought() for _ in range(count)]  # when the users who do not wait send again
         heapq.heapify(self._ready)
@@ -48,7 +49,7 @@ class Users:
 
     def answered(self, count: int, now: float) -> None:
         for _ in range(count):
-            heapq.heappush(self._ready, now + self._thought())
+            heapq.heappush(self._ready, now + self._request_s + self._thought())
 
     def _thought(self) -> float:
         return self._rng.expovariate(1 / self._think_s) if self._think_s else 0.0

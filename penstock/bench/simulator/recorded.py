@@ -31,14 +31,16 @@ def load_costs(path: Path) -> LinearCosts:
     return fit_costs(measured_steps(unpack(path.read_bytes()))) if is_record else read_costs(path)
 
 
-def measured_steps(bundle: Bundle) -> list[MeasuredStep]:
+def measured_steps(bundle: Bundle, since: float = 0.0) -> list[MeasuredStep]:
     """Return the steps of a record that were immediately followed by another one, because they share a request.
 
     Their times go from plan to plan, so that they include all that an engine does between two steps.
+
+    since: Unix time in seconds; earlier steps are left out.
     """
     found = []
     for before, after in pairwise(history(bundle.records)):
-        if not (isinstance(before, Step) and isinstance(after, Step)) or before.results is None:
+        if not (isinstance(before, Step) and isinstance(after, Step)) or before.results is None or before.time < since:
             continue
         ids = {item.request_id for item in before.plan.scheduled}
         if after.plan.step_id == before.plan.step_id + 1 and any(i.request_id in ids for i in after.plan.scheduled):

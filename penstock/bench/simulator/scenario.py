@@ -64,7 +64,7 @@ class Scenario:
     def run_part(self, num_replicas: int, part: range, advance: Callable[[int], None] = lambda count: None) -> Figures:
         """Simulate a fleet: all its replicas or, if they are independent, those of `part`."""
         check.check_int("replicas", num_replicas, 1, MAX_REPLICAS)
-        make, figures = make_engine(self.planned), Figures(self.goals)
+        make, figures = make_engine(self.planned), Figures(self.goals, self.costs.request)
         scaling = self.changes.scaling
         most = len(part) if scaling is None else scaling.max_replicas
         check.check_int("max_replicas", most, num_replicas if scaling is not None else 1, MAX_REPLICAS)
@@ -72,7 +72,7 @@ class Scenario:
         if self.has_independent_replicas:
             self._run_apart(num_replicas, dict(zip(part, replicas, strict=True)), advance)
         else:
-            users = None if self.users is None else Users(self.users, self.think_s, self.seed)
+            users = None if self.users is None else Users(self.users, self.think_s, self.seed, self.costs.request)
             life = Lifecycle(num_replicas, self.changes, self.planned.config.scheduler.max_num_seqs, self.seed)
             figures.fleet = Fleet(replicas, ROUTERS[self.router](replicas), users, life).run(self.arrivals, advance)
         for replica in replicas:
