@@ -1,5 +1,5 @@
 // Attention over float caches with AVX2: vectors of eight floats, multiplied and added with one rounding. A bfloat16
-// cache is widened as it is read; probabilities stay float32.
+// cache is widened as it is read, or a tile at a time for many rows; probabilities stay float32.
 
 #include "attention/layout.inc.h"
 #include "attention/tile.inc.h"
@@ -21,17 +21,24 @@ PENSTOCK_INLINE F32x16 multiply_add(float a, F32x16 b, F32x16 c) {
 // in bfloat16 (16 pairs).
 struct F32 {
     using Element = float;
+    using Query = float;
     static constexpr int TERMS = 1;
     static PENSTOCK_INLINE F32x16 term(const char* line, int) { return load(reinterpret_cast<const float*>(line)); }
 };
 
 struct Bf16 {
     using Element = std::uint16_t;
+    using Query = std::uint16_t;
     static constexpr int TERMS = 2;
     static PENSTOCK_INLINE F32x16 term(const char* line, int i) {
         const U32x16 pairs = bits_as<U32x16>(load(reinterpret_cast<const float*>(line)));
         return bits_as<F32x16>(i == 0 ? pairs << 16u : pairs & 0xFFFF0000u);
     }
+};
+
+// A tile of bfloat16 that was widened.
+struct Widened : F32 {
+    using Query = std::uint16_t;
 };
 
 // Add the product of a [ROWS][lines * TERMS] and `lines` lines to the sums. Prefetch a line of `ahead` per line read.
@@ -116,7 +123,7 @@ struct FloatKind {
     static void multiply_keys(const TileArgs& a, int first, int rows, float* s) {
         alignas(64) float room[STRIP * MAX_HEAD_DIM];
         const std::int64_t dim = a.cache->padded_dim;
-        const auto* const operand = static_cast<const typename Type::Element*>(a.operand) + first * dim;
+        const auto* const operand = static_cast<const typename Type::Query*>(a.operand) + first * dim;
         const float* const q = query_floats(operand, rows * dim, room);
         each_group({a, first == 0, q, dim, s, TILE}, rows, [](const GroupArgs& g, auto count) {
             group_keys<Type, count.value>(g);
@@ -131,15 +138,46 @@ struct FloatKind {
     }
 };
 
-template <class Type>
-constexpr CacheKernel float_kernel() {
-    using Element = typename Type::Element;
-    return {pack_queries<Element>, attend_tile<FloatKind<Type>>, store_granule<Element>, load_granule<Element>};
+// Widening a tile costs as much as multiplying it with a few rows.
+constexpr int MIN_WIDENED_ROWS = 3 * GROUP;
+constexpr int MAX_WIDENED_DIM = 128;
+
+// Widen [rows][columns] pairs to [2 rows][columns] floats: the lower halves of a row, then its upper halves.
+void widen_pairs(const char* pairs, std::int64_t rows, std::int64_t columns, float* out) {
+    for (std::int64_t row = 0; row < rows; ++row, out += 2 * columns) {
+        for (std::int64_t c = 0; c < columns; c += LANES, pairs += LINE) {
+            store(out + c, Bf16::term(pairs, 0));
+            store(out + columns + c, Bf16::term(pairs, 1));
+        }
+    }
+}
+
+void attend_bf16_tile(const TileArgs& a) {
+    const std::int64_t dim = a.cache->padded_dim;
+    if (a.rows < MIN_WIDENED_ROWS || dim > MAX_WIDENED_DIM) return attend_tile<FloatKind<Bf16>>(a);
+    alignas(64) float floats[TILE_GRANULES][2 * GRANULE * MAX_WIDENED_DIM];
+    const std::int64_t keys = half_granule_bytes(CACHE_BF16, dim);
+    TileArgs wide = a;
+    for (int granule = 0; granule < TILE_GRANULES; ++granule) {
+        if (a.next[granule] != nullptr)
+            for (std::int64_t at = 0; at < 2 * keys; at += LINE) _mm_prefetch(a.next[granule] + at, _MM_HINT_T1);
+        widen_pairs(a.granules[granule], dim / 2, GRANULE, floats[granule]);
+        widen_pairs(a.granules[granule] + keys, GRANULE / 2, dim, floats[granule] + GRANULE * dim);
+        wide.granules[granule] = reinterpret_cast<const char*>(floats[granule]);
+        wide.next[granule] = nullptr;
+    }
+    attend_tile<FloatKind<Widened>>(wide);
 }
 
 }  // namespace
 
-template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_F32>() { return float_kernel<F32>(); }
-template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_BF16>() { return float_kernel<Bf16>(); }
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_F32>() {
+    return {pack_queries<float>, attend_tile<FloatKind<F32>>, store_granule<float>, load_granule<float>};
+}
+
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_BF16>() {
+    using Element = Bf16::Element;
+    return {pack_queries<Element>, attend_bf16_tile, store_granule<Element>, load_granule<Element>};
+}
 
 }  // namespace penstock

@@ -22,30 +22,36 @@ PENSTOCK_INLINE I32x16 lanes_of(std::uint64_t bits, int first) {
     return (mine >> lane_index() & 1) != 0;
 }
 
-template <class P>
-PENSTOCK_INLINE void softmax_row(const TileArgs& a, int row, const float* s, P* p, float& m, float& l) {
+// Turn the dot products of a row into scores, and return the maximum.
+PENSTOCK_INLINE float score_row(const TileArgs& a, int row, float* s) {
     const std::uint64_t visible = visible_positions(a, row);
-    F32x16 x[TILE_LANES], top = MINUS_INFINITY;
-    for (int i = 0; i < TILE_LANES; ++i) x[i] = score(a, row, i * LANES, load(s + i * LANES));
-    if (visible != ~std::uint64_t{0})  // else, as in most tiles, there is nothing to hide
-        for (int i = 0; i < TILE_LANES; ++i)
-            x[i] = select(lanes_of(visible, i * LANES), x[i], F32x16(MINUS_INFINITY));
-    for (int i = 0; i < TILE_LANES; ++i) top = max(x[i], top);  // top if x is NaN
-    m = reduce_max(top);
-    const float shift = m == MINUS_INFINITY ? 0.0f : m;
-    F32x16 total = 0.0f;
+    F32x16 top = MINUS_INFINITY;
     for (int i = 0; i < TILE_LANES; ++i) {
-        x[i] = exp_to_zero(x[i] - shift);
-        total = total + x[i];
-        store(p + i * LANES, x[i]);
+        F32x16 x = score(a, row, i * LANES, load(s + i * LANES));
+        if (visible != ~std::uint64_t{0})  // else, as in most tiles, there is nothing to hide
+            x = select(lanes_of(visible, i * LANES), x, F32x16(MINUS_INFINITY));
+        store(s + i * LANES, x);
+        top = max(x, top);  // top if x is NaN
     }
-    l = reduce_sum(total);
+    return reduce_max(top);
 }
 
+// All maxima come first, and all sums last: an exponential waits for its row's maximum, and a row has more instructions
+// than a core looks ahead.
 template <class P>
 PENSTOCK_INLINE void softmax(const TileArgs& a, int first, int rows, float* s, P* p, StripParts& parts) {
-    for (int r = 0; r < rows; ++r)
-        softmax_row(a, first + r, s + r * TILE, p + r * TILE, parts.max[r], parts.sum[r]);
+    F32x16 total[MAX_STRIP];
+    for (int r = 0; r < rows; ++r) parts.max[r] = score_row(a, first + r, s + r * TILE);
+    for (int r = 0; r < rows; ++r) {
+        const float shift = parts.max[r] == MINUS_INFINITY ? 0.0f : parts.max[r];
+        total[r] = 0.0f;
+        for (int i = r * TILE; i < (r + 1) * TILE; i += LANES) {
+            const F32x16 x = exp_to_zero(load(s + i) - shift);
+            total[r] = total[r] + x;
+            store(p + i, x);
+        }
+    }
+    for (int r = 0; r < rows; ++r) parts.sum[r] = reduce_sum(total[r]);
 }
 
 }  // namespace
