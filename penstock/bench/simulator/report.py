@@ -59,7 +59,7 @@ def about(result: dict[str, Any]) -> str:
     if "hardware" in costs:
         steps = f"steps as planned on {costs['devices']} of {costs['hardware']}"
     else:
-        steps = "seconds of a step: " + ", ".join(f"{name} {value:.3g}" for name, value in costs.items())
+        steps = "seconds of a step: " + ", ".join(f"{name} {value:.3g}" for name, value in costs.items() if value)
     return f"{result['model']}, simulated: {result['runs'][0]['requests']} requests a run; {steps}"
 
 
