@@ -112,6 +112,9 @@ def test_a_record_of_steps_is_a_file_of_costs(of_the_demo, tmp_path, capsys):
     assert (
         20 <= len(steps) < bundle.records[-1].step_id + 1
     )  # the last of each burst is followed by none of its requests
+    times = [record.time for record in bundle.records if isinstance(record, Planned)]
+    assert 0 < len(measured_steps(bundle, times[len(times) // 2])) < len(steps)
+    assert measured_steps(bundle, times[-1] + 1.0) == []
     file = tmp_path / "demo.record"
     file.write_bytes(pack(bundle))
     assert load_costs(file).seconds(steps[0].shape) > 0

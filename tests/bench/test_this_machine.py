@@ -1,5 +1,6 @@
 """`penstock bench machine`: rates that settle, or are said not to, and a file that plans read."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,20 @@ def test_predictions_stand_beside_measurements(
         "a step of 1 streams", "a step of 3 streams", "first token after 20",
     ]  # fmt: skip
     assert lines[-1].startswith("median ")
+
+
+def test_a_prediction_is_the_mean_of_the_rates_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against rates of minutes ago, which make a right prediction wrong on a machine whose speed changes."""
+    rates = iter([1e5, 5e4])
+    monkeypatch.setattr(
+        plan_check, "measure_machine",
+        lambda: FIGURES | {"operations_per_s": {"other": next(rates)}, "unsettled": {"read": 0.5}, "step_s": 0.0},
+    )  # fmt: skip
+    words = [written(tmp_path / "m", LLAMA), "--quantization", "none", "--rounds", "1", "--streams"]
+    plan_check.main([*words, "--prompt-len", "20"])
+    mean, low, high = map(float, re.findall(r"[0-9.]+", capsys.readouterr().out.split("predicted")[1])[:3])
+    assert high == pytest.approx(2 * low, rel=0.01)
+    assert mean == pytest.approx((low + high) / 2, rel=0.01)
+    assert next(rates, None) is None

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.bench.simulator.costs import LinearCosts, fit_costs
+from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, fit_costs
 from penstock.bench.simulator.recorded import measured_steps
 from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
@@ -23,12 +23,17 @@ OUTPUT_LEN = 24
 
 
 def measure_costs(options: dict[str, Any]) -> LinearCosts:
+    """Return the costs of a model's steps, as measured by `measure_steps`."""
+    return fit_costs(measure_steps(options))
+
+
+def measure_steps(options: dict[str, Any]) -> list[MeasuredStep]:
     """Load the model of EngineConfig options and measure its steps here, for about SECONDS or at least one round.
 
     Raises:
         ModelLoadError, InvalidRequestError: as `build_engine`.
     """
-    return fit_costs(measured_steps(record_mix(build_engine(EngineConfig.from_options(**options)))))
+    return measured_steps(record_mix(build_engine(EngineConfig.from_options(**options))))
 
 
 def record_mix(built: BuiltEngine) -> Bundle:

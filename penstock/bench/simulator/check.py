@@ -19,16 +19,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from penstock.assembly import build_engine
 from penstock.bench.datasets import Dataset, Vocabulary, draw_samples
 from penstock.bench.http_client import HttpClient
 from penstock.bench.outcomes import Load
 from penstock.bench.serving import Target, measure_serving
-from penstock.bench.simulator.calibrate import record_mix
+from penstock.bench.simulator.calibrate import measure_steps
 from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, fit_costs
 from penstock.bench.simulator.recorded import measured_steps
 from penstock.bench.simulator.run import Options, run
-from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.recorder.bundle import unpack
 
@@ -68,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     engine = {"model": args.model, "quantization": args.quantization, "load_format": args.load_format}
     with _server(engine) as address:
         is_served = args.costs == "served"
-        calibrate = partial(_served_steps, address, args.model) if is_served else partial(_own_steps, engine)
+        calibrate = partial(_served_steps, address, args.model) if is_served else partial(measure_steps, engine)
         steps = calibrate()
         at_once = _simulated(engine, dataset, args.num_prompts, float("inf"), fit_costs(steps))
         rates = [*(share * at_once["request_throughput"] for share in SHARES), float("inf")]
@@ -81,11 +79,6 @@ def main(argv: list[str] | None = None) -> int:
         for rate, there in zip(rates, measured, strict=True)
     ]
     return 0 if all(found) else 1
-
-
-def _own_steps(engine: dict[str, Any]) -> list[MeasuredStep]:
-    """Return the steps of an engine alone."""
-    return measured_steps(record_mix(build_engine(EngineConfig.from_options(**engine))))
 
 
 def _served_steps(address: str, model: str) -> list[MeasuredStep]:

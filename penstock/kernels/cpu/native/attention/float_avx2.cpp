@@ -138,7 +138,7 @@ struct FloatKind {
     }
 };
 
-// Widening a tile costs as much as multiplying it with a few rows.
+// Widening a tile takes as long as attending two rows to it, and saves about a tenth of the time of each row.
 constexpr int MIN_WIDENED_ROWS = 3 * GROUP;
 constexpr int MAX_WIDENED_DIM = 128;
 
