@@ -88,8 +88,11 @@ class AttentionShape:
 
     @property
     def query_row_room(self) -> int:
-        """The bytes of a query row on the instruction level that needs most: some levels widen bfloat16 to float32."""
-        return self.query_row_bytes if self.kv_cache_dtype == "int8" else self.padded_dim * ELEMENT_BYTES["float32"]
+        """The bytes of a query row on the instruction level that needs most: some levels widen bfloat16 to float32, and
+        slices to int16."""
+        if self.kv_cache_dtype == "int8":
+            return 2 * self.padded_dim * self.slices + INTEGER_NOTES
+        return self.padded_dim * ELEMENT_BYTES["float32"]
 
     @property
     def state_row_bytes(self) -> int:

@@ -221,24 +221,50 @@ PENSTOCK_INLINE void store_some(Element* to, F32x16 a, int count) {
 
 // ---- Reductions of sixteen lanes as a binary tree: lane i with lane i + 8, then i + 4, i + 2, i + 1.
 
-PENSTOCK_INLINE float reduce_sum(F32x16 a) {
-    alignas(64) float lane[LANES];
-    store(lane, a);
-    for (int i = 0; i < 8; ++i) lane[i] += lane[i + 8];
-    for (int i = 0; i < 4; ++i) lane[i] += lane[i + 4];
-    return (lane[0] + lane[2]) + (lane[1] + lane[3]);
+struct AddLanes {
+    template <class T>
+    PENSTOCK_INLINE T operator()(T a, T b) const { return a + b; }
+};
+
+struct MaxLanes {
+    PENSTOCK_INLINE IntPart operator()(IntPart a, IntPart b) const { return a > b ? a : b; }
+    PENSTOCK_INLINE FloatPart operator()(FloatPart a, FloatPart b) const { return max_part(a, b); }
+};
+
+// Lane i of the result is lane i ^ DISTANCE.
+template <int DISTANCE, class Part>
+PENSTOCK_INLINE Part swapped(Part a) {
+    IntPart from;
+    for (int i = 0; i < PART_LANES; ++i) from[i] = i ^ DISTANCE;
+    return __builtin_shuffle(a, from);
 }
 
-PENSTOCK_INLINE float max(float a, float b) { return a > b ? a : b; }
+// The reduction of each 4 neighbouring lanes, in every one of them.
+template <class Op, class Part>
+PENSTOCK_INLINE Part reduce_quads(Part a) {
+    const Op op;
+    a = op(a, swapped<2>(a));
+    return op(a, swapped<1>(a));
+}
+
+// The reduction of all lanes, in every lane.
+template <class Op, class Part, class Scalar>
+PENSTOCK_INLINE Lanes<Part, Scalar> reduce_lanes(Lanes<Part, Scalar> a) {
+    const Op op;
+    for (int half = PARTS / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) a.part[i] = op(a.part[i], a.part[i + half]);
+    Part all = a.part[0];
+    if constexpr (PART_LANES > 8) all = op(all, swapped<8>(all));
+    if constexpr (PART_LANES > 4) all = op(all, swapped<4>(all));
+    all = reduce_quads<Op>(all);
+    for (int i = 0; i < PARTS; ++i) a.part[i] = all;
+    return a;
+}
+
+PENSTOCK_INLINE float reduce_sum(F32x16 a) { return reduce_lanes<AddLanes>(a).part[0][0]; }
 
 // No lane may be NaN.
-PENSTOCK_INLINE float reduce_max(F32x16 a) {
-    alignas(64) float lane[LANES];
-    store(lane, a);
-    for (int i = 0; i < 8; ++i) lane[i] = max(lane[i], lane[i + 8]);
-    for (int i = 0; i < 4; ++i) lane[i] = max(lane[i], lane[i + 4]);
-    return max(max(lane[0], lane[2]), max(lane[1], lane[3]));
-}
+PENSTOCK_INLINE float reduce_max(F32x16 a) { return reduce_lanes<MaxLanes>(a).part[0][0]; }
 
 }  // namespace
 }  // namespace penstock

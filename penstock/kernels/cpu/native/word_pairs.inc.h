@@ -32,7 +32,9 @@ template <int LESS>
 PENSTOCK_INLINE WordPairs split_stored(const std::uint8_t* from) {
     Words words;
     __builtin_memcpy(&words, from, sizeof words);
-    return {(words & 255) - std::int16_t{LESS}, (words >> 8 & 255) - std::int16_t{LESS}};
+    typedef std::uint16_t Unsigned __attribute__((vector_size(WORD_REGISTER)));
+    const Words high = same_bits<Words>(same_bits<Unsigned>(words) >> 8);
+    return {(words & 255) - std::int16_t{LESS}, high - std::int16_t{LESS}};
 }
 
 // Two words of one row in every lane.

@@ -89,10 +89,11 @@ inline std::int64_t query_head(const QueryArgs& a, std::int64_t row) {
     return row / group * a.heads + a.kv_head * group + row % group;
 }
 
-// Bytes of the operand of `rows` rows of one kv head. They are the same on all levels; some widen bfloat16 to float32.
+// Bytes of the operand of `rows` rows of one kv head. They are the same on all levels; some widen bfloat16 to float32,
+// and int8 to int16.
 constexpr std::int64_t query_bytes(std::int32_t kind, std::int64_t padded_dim, std::int64_t slices, std::int64_t rows) {
     const std::int64_t room = (rows + ROW_CAPACITY - 1) / ROW_CAPACITY * ROW_CAPACITY;
-    const std::int64_t element = kind == CACHE_INT8 ? slices : 4;
+    const std::int64_t element = kind == CACHE_INT8 ? 2 * slices : 4;
     return room * (padded_dim * element + (kind == CACHE_INT8 ? 64 : 0));
 }
 

@@ -12,11 +12,12 @@
 // with every operation rounded separately and none fused. (With scales per token, the sum of the slices is that of x.)
 //
 // Included by the file of each level, which provides a Dot:
+//     using Operand;  // the type of a slice's elements: int8, or int16 in the order of store_slice()
 //     static constexpr int ZERO_POINT;  // by how much stored bytes are too large in multiply(): 128, or 0
 //     template <int OPERANDS, int QUADS, class Find>
 //     static void multiply(int runs, std::int64_t step, const Find& find, const std::int32_t* start,
 //                          I32x16 (*sums)[2]);
-// For each of OPERANDS int8 rows, multiply begins with the start value and adds the row's products with two columns of
+// For each of OPERANDS rows, multiply begins with the start value and adds the row's products with two columns of
 // vectors of stored integers. A vector has 16 lanes of 4 bytes, each multiplied with the same 4 bytes of the row. Each
 // of the runs has QUADS vectors, `step` bytes apart. find(run) returns the addresses of a run.
 #pragma once
@@ -27,10 +28,11 @@ namespace penstock {
 namespace {
 
 // Where a run of quads begins: in two columns of stored integers, in the vectors to prefetch, and in the operand.
+template <class Operand>
 struct Run {
     const std::uint8_t* stored[2];
     const std::uint8_t* next[2];
-    const std::int8_t* operand;
+    const Operand* operand;
 };
 
 // The granule to prefetch while granule g is read: for the first strip, that of the next tile; otherwise g itself,
@@ -42,6 +44,8 @@ PENSTOCK_INLINE Granule next_granule(const TileArgs& a, int first, int g) {
 template <class Dot>
 struct Int8Kind {
     static constexpr int STRIP = STRIP_ROWS;
+    using Operand = typename Dot::Operand;
+    using Strip = QueryStrip<STRIP, Operand>;
 
     static void multiply_keys(const TileArgs& a, int first, int rows, float* s) {
         with_constant<STRIP>(rows, [&](auto count) {
@@ -61,7 +65,7 @@ struct Int8Kind {
     template <int ROWS, int SLICES>
     static void strip_keys(const TileArgs& a, int first, float* s) {
         constexpr int OPERANDS = ROWS * SLICES, CHUNK_QUADS = CHUNK / QUAD;
-        const QueryStrip<STRIP> strip(const_cast<void*>(a.operand), *a.cache, first);
+        const Strip strip(const_cast<void*>(a.operand), *a.cache, first);
         std::int32_t start[OPERANDS];
         for (int i = 0; i < OPERANDS; ++i) start[i] = -Dot::ZERO_POINT * strip.row(i / SLICES).sums[i % SLICES];
         const int chunks = static_cast<int>(a.cache->padded_dim / CHUNK);
@@ -73,9 +77,9 @@ struct Int8Kind {
                 chunks, LINE,
                 [&](int chunk) {
                     const std::int64_t at = chunk * CHUNK_QUADS * LINE;
-                    return Run{{left.keys + at, right.keys + at},
-                               {next_left.keys + at, next_right.keys + at},
-                               strip.slices + chunk * STRIP * SLICES * CHUNK};
+                    return Run<Operand>{{left.keys + at, right.keys + at},
+                                        {next_left.keys + at, next_right.keys + at},
+                                        strip.slices + chunk * STRIP * SLICES * CHUNK};
                 },
                 start, sums);
             finish_scores<ROWS, SLICES>(*a.cache, strip, sums, 0, left, s + g * GRANULE);
@@ -85,7 +89,7 @@ struct Int8Kind {
 
     // Scores of one granule, column 0 or 1 of the sums.
     template <int ROWS, int SLICES>
-    static PENSTOCK_INLINE void finish_scores(const PenstockCache& cache, const QueryStrip<STRIP>& strip,
+    static PENSTOCK_INLINE void finish_scores(const PenstockCache& cache, const Strip& strip,
                                               const I32x16 (*sums)[2], int column, const Granule& granule, float* s) {
         for (int r = 0; r < ROWS; ++r) {
             I32x16 of_slice[SLICES];
@@ -99,10 +103,10 @@ struct Int8Kind {
     static void strip_values(const TileArgs& a, int first, float* p, const StripFold& fold) {
         constexpr int OPERANDS = ROWS * SLICES, GRANULE_QUADS = GRANULE / QUAD;
         const std::int64_t dim = a.cache->padded_dim;
-        constexpr int CHUNK_BYTES = OPERANDS * CHUNK;
-        alignas(64) std::int8_t slices[TILE / CHUNK * CHUNK_BYTES];
+        constexpr int CHUNK_SIZE = OPERANDS * CHUNK;
+        alignas(64) Operand slices[TILE / CHUNK * CHUNK_SIZE];
         ProbabilityRows<SLICES> numbers;
-        slice_probabilities<ROWS>(a, p, slices, CHUNK, CHUNK_BYTES, numbers);
+        slice_probabilities<ROWS>(a, p, slices, CHUNK, CHUNK_SIZE, numbers);
         std::int32_t start[OPERANDS];
         for (int i = 0; i < OPERANDS; ++i) start[i] = -Dot::ZERO_POINT * numbers.sums[i % SLICES][4 * (i / SLICES)];
         const std::uint8_t *values[TILE_GRANULES], *next[TILE_GRANULES];
@@ -117,9 +121,9 @@ struct Int8Kind {
                 [&](int g) {
                     const std::uint8_t *here = values[g] + d * QUAD, *there = next[g] + d * QUAD;
                     constexpr int IN_CHUNK = CHUNK / GRANULE;
-                    return Run{{here, here + LINE},
-                               {there, there + LINE},
-                               slices + g / IN_CHUNK * CHUNK_BYTES + g % IN_CHUNK * GRANULE};
+                    return Run<Operand>{{here, here + LINE},
+                                        {there, there + LINE},
+                                        slices + g / IN_CHUNK * CHUNK_SIZE + g % IN_CHUNK * GRANULE};
                 },
                 start, sums);
             finish_values<ROWS, SLICES>(a, first, numbers, sums, 0, d, fold);
@@ -173,7 +177,7 @@ void attend_strips(const TileArgs& a) {
 
 template <class Dot>
 CacheKernel int8_kernel() {
-    const auto pack_queries = [](const QueryArgs& a) { pack_strips<STRIP_ROWS>(a, CHUNK); };
+    const auto pack_queries = [](const QueryArgs& a) { pack_strips<STRIP_ROWS, typename Dot::Operand>(a, CHUNK); };
     return {pack_queries, attend_strips<Int8Kind<Dot>>, store_tokens, load_tokens};
 }
 

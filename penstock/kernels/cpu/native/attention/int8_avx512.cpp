@@ -9,6 +9,7 @@ namespace penstock {
 namespace {
 
 struct VnniDot {
+    using Operand = std::int8_t;
     static constexpr int ZERO_POINT = penstock::ZERO_POINT;
 
     template <int OPERANDS, int QUADS, class Find>
@@ -18,7 +19,7 @@ struct VnniDot {
 #pragma GCC unroll 12
         for (int i = 0; i < OPERANDS; ++i) left[i] = right[i] = _mm512_set1_epi32(start[i]);
         for (int run = 0; run < runs; ++run) {
-            Run at = find(run);
+            Run<Operand> at = find(run);
 #pragma GCC unroll 4
             for (int quad = 0; quad < QUADS; ++quad) {
                 _mm_prefetch(at.next[0], _MM_HINT_T0);

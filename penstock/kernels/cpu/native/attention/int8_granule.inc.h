@@ -42,7 +42,8 @@ struct TokenCode {
 PENSTOCK_INLINE TokenCode token_code(float low, float high, bool usable) {
     if (!usable) return {0.0f, 0.0f, __builtin_nanf(""), 0.0f};
     const float middle = (low + high) * 0.5f;
-    const float half = max(high - middle, middle - low);
+    const float above = high - middle, below = middle - low;
+    const float half = above > below ? above : below;
     if (half < SMALLEST_HALF) {
         const float sign = middle > 0.0f ? 1.0f : middle < 0.0f ? -1.0f : 0.0f;
         return {middle, 0.0f, middle * sign, sign};
@@ -74,7 +75,7 @@ PENSTOCK_INLINE void quantize_token(
             const I32x16 inside = lane_index() < static_cast<std::int32_t>(dim - d);
             values = round((load(copy + d) - code.middle) * code.factor) & inside;
         }
-        store_bytes(to + d, values);
+        store_slice(to + d, values);
     }
     scale = code.scale;
     offset = code.offset;
@@ -94,7 +95,7 @@ PENSTOCK_INLINE void quantize_channels(
             const F32x16 held = max(F32x16(-LARGEST_SLICE), min(F32x16(LARGEST_SLICE), number));
             values = round(held) & (lane_index() < static_cast<std::int32_t>(dim - d));
         }
-        store_bytes(to + d, values);
+        store_slice(to + d, values);
     }
 }
 

@@ -27,18 +27,51 @@ PENSTOCK_INLINE I32x16 max(I32x16 a, I32x16 b) { return select(a > b, a, b); }
 
 PENSTOCK_INLINE I32x16 magnitude_bits(F32x16 x) { return bits_as<I32x16>(abs(x)); }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+PENSTOCK_INLINE __m256i words_of(I32x16 a) {
+    const __m256i halves = _mm256_packs_epi32((__m256i)a.part[0], (__m256i)a.part[1]);  // quarters 0, 2, 1, 3
+    return _mm256_permute4x64_epi64(halves, 0xD8);
+}
+#endif
+
 // Store 16 small integers as bytes.
-PENSTOCK_INLINE void store_bytes(std::int8_t* to, I32x16 a) {
+PENSTOCK_INLINE void store_slice(std::int8_t* to, I32x16 a) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i words = words_of(a);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+#else
     typedef std::int8_t BytePart __attribute__((vector_size(PART_LANES)));
     for (int i = 0; i < PARTS; ++i) {
         const BytePart bytes = __builtin_convertvector(a.part[i], BytePart);
         __builtin_memcpy(to + i * PART_LANES, &bytes, sizeof bytes);
     }
+#endif
 }
 
-// Store 64 small integers as bytes: 32 to `first` and 32 to `last`.
-PENSTOCK_INLINE void store_tile_bytes(std::int8_t* first, std::int8_t* last, const I32x16 (&a)[TILE_LANES]) {
+// Store 16 small integers as words: of each quad, first the even, then the odd elements (word_pairs.inc.h).
+PENSTOCK_INLINE void store_slice(std::int16_t* to, I32x16 a) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i even_first = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
+                                                0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_shuffle_epi8(words_of(a), even_first));
+#else
+    constexpr int FROM[QUAD] = {0, 2, 1, 3};
+    for (int i = 0; i < LANES; ++i) {
+        const int lane = i / QUAD * QUAD + FROM[i % QUAD];
+        to[i] = static_cast<std::int16_t>(a.part[lane / PART_LANES][lane % PART_LANES]);
+    }
+#endif
+}
+
+// Store 64 small integers: 32 to `first` and 32 to `last`.
+template <class Operand>
+PENSTOCK_INLINE void store_tile(Operand* first, Operand* last, const I32x16 (&a)[TILE_LANES]) {
+    for (int i = 0; i < TILE_LANES; ++i) store_slice((i < 2 ? first : last) + i % 2 * LANES, a[i]);
+}
+
 #if defined(__AVX512F__)
+PENSTOCK_INLINE void store_tile(std::int8_t* first, std::int8_t* last, const I32x16 (&a)[TILE_LANES]) {
     constexpr __mmask16 ALL = 0xFFFF;
     const __m512i low = _mm512_packs_epi32((__m512i)a[0].part[0], (__m512i)a[1].part[0]);
     const __m512i high = _mm512_packs_epi32((__m512i)a[2].part[0], (__m512i)a[3].part[0]);
@@ -47,43 +80,10 @@ PENSTOCK_INLINE void store_tile_bytes(std::int8_t* first, std::int8_t* last, con
     const __m512i bytes = _mm512_maskz_permutexvar_epi32(ALL, order, quads);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(first), _mm512_maskz_extracti64x4_epi64(0xFF, bytes, 0));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(last), _mm512_maskz_extracti64x4_epi64(0xFF, bytes, 1));
-#else
-    for (int i = 0; i < TILE_LANES; ++i) store_bytes((i < 2 ? first : last) + i % 2 * LANES, a[i]);
+}
 #endif
-}
 
-struct AddLanes {
-    template <class T>
-    PENSTOCK_INLINE T operator()(T a, T b) const { return a + b; }
-};
-
-struct MaxLanes {
-    PENSTOCK_INLINE IntPart operator()(IntPart a, IntPart b) const { return a > b ? a : b; }
-};
-
-template <int DISTANCE, class Part>
-PENSTOCK_INLINE Part rotated(Part a) {
-    IntPart from;
-    for (int i = 0; i < PART_LANES; ++i) from[i] = (i + DISTANCE) % PART_LANES;
-    return __builtin_shuffle(a, from);
-}
-
-// The reduction of all lanes, in every lane: lane i with lane i + 8, then i + 4, i + 2, i + 1.
-template <class Op, class Part, class Scalar>
-PENSTOCK_INLINE Lanes<Part, Scalar> reduce_lanes(Lanes<Part, Scalar> a) {
-    const Op op;
-    for (int half = PARTS / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) a.part[i] = op(a.part[i], a.part[i + half]);
-    Part all = a.part[0];
-    if constexpr (PART_LANES > 8) all = op(all, rotated<8>(all));
-    if constexpr (PART_LANES > 4) all = op(all, rotated<4>(all));
-    all = op(all, rotated<2>(all));
-    all = op(all, rotated<1>(all));
-    for (int i = 0; i < PARTS; ++i) a.part[i] = all;
-    return a;
-}
-
-// The same for four rows at once: the result of row r is in lanes 4 r .. 4 r + 3.
+// The reductions of four rows: that of row r is in lanes 4 r .. 4 r + 3.
 template <class Op, class Part, class Scalar>
 PENSTOCK_INLINE Lanes<Part, Scalar> reduce_rows(const Lanes<Part, Scalar> (&row)[STRIP_ROWS]) {
 #if defined(__AVX512F__)
@@ -95,15 +95,22 @@ PENSTOCK_INLINE Lanes<Part, Scalar> reduce_rows(const Lanes<Part, Scalar> (&row)
     const Part high = op(PENSTOCK_QUARTERS(r2, r3, FIRST), PENSTOCK_QUARTERS(r2, r3, LAST));
     const Part four = op(PENSTOCK_QUARTERS(low, high, EVEN), PENSTOCK_QUARTERS(low, high, ODD));
 #undef PENSTOCK_QUARTERS
-    const IntPart by_two = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
-    const IntPart by_one = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-    const Part two = op(four, __builtin_shuffle(four, by_two));
     Lanes<Part, Scalar> result;
-    result.part[0] = op(two, __builtin_shuffle(two, by_one));
+    result.part[0] = reduce_quads<Op>(four);
+    return result;
+#elif defined(__AVX2__)
+    const Op op;
+    const auto pair = [&](const auto& first, const auto& second) {  // half a register for each of two rows
+        const Part a = op(first.part[0], first.part[1]), b = op(second.part[0], second.part[1]);
+        return op(__builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11),
+                  __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15));
+    };
+    Lanes<Part, Scalar> result;
+    for (int i = 0; i < PARTS; ++i) result.part[i] = reduce_quads<Op>(pair(row[2 * i], row[2 * i + 1]));
     return result;
 #else
-    Lanes<Part, Scalar> result = reduce_lanes<Op>(row[0]);
-    for (int r = 1; r < STRIP_ROWS; ++r) result = select((lane_index() >> 2) == r, reduce_lanes<Op>(row[r]), result);
+    Lanes<Part, Scalar> result;
+    for (int r = 0; r < STRIP_ROWS; ++r) result.part[r] = reduce_lanes<Op>(row[r]).part[0];
     return result;
 #endif
 }

@@ -7,8 +7,8 @@
 namespace penstock {
 namespace {
 
-// An operand: int8 rows in chunks of 32 elements, [chunks][operand rows][32]; slice s of row r is operand row
-// r * slices + s.
+// An operand: rows of slices in chunks of 32 elements, [chunks][operand rows][32]; slice s of row r is operand row
+// r * slices + s. Elements are bytes, or words where products are of words.
 constexpr int CHUNK = 32;
 
 // The scale of the slices, and the factor by which elements are multiplied. If the factor is 0, all slices are zeros.
@@ -55,24 +55,25 @@ struct QueryRow {
 // A strip: an operand of ROWS * slices rows, then one QueryRow of 64 bytes per row.
 constexpr std::int64_t QUERY_ROW_BYTES = 64;
 
-template <int ROWS>
+template <int ROWS, class Operand = std::int8_t>
 struct QueryStrip {
-    std::int8_t* slices;
+    Operand* slices;
     char* rows;
 
     PENSTOCK_INLINE QueryStrip(void* operand, const PenstockCache& cache, std::int64_t first) {
-        const std::int64_t row_bytes = cache.padded_dim * cache.slices;
-        slices = static_cast<std::int8_t*>(operand) + first * (row_bytes + QUERY_ROW_BYTES);
-        rows = reinterpret_cast<char*>(slices) + ROWS * row_bytes;
+        const std::int64_t row_bytes = cache.padded_dim * cache.slices * sizeof(Operand);
+        char* const begin = static_cast<char*>(operand) + first * (row_bytes + QUERY_ROW_BYTES);
+        slices = reinterpret_cast<Operand*>(begin);
+        rows = begin + ROWS * row_bytes;
     }
 
     PENSTOCK_INLINE QueryRow& row(int r) const { return *reinterpret_cast<QueryRow*>(rows + r * QUERY_ROW_BYTES); }
 };
 
 // Write a row as slices, in chunks of `chunk` elements.
-template <int SLICES, int ROWS>
+template <int SLICES, int ROWS, class Operand>
 void pack_row(
-    const QueryArgs& a, std::int64_t row, const QueryStrip<ROWS>& strip, int r, std::int64_t chunk) {
+    const QueryArgs& a, std::int64_t row, const QueryStrip<ROWS, Operand>& strip, int r, std::int64_t chunk) {
     const PenstockCache& cache = *a.cache;
     const std::int64_t dim = cache.head_dim, channels = a.kv_head * cache.padded_dim;
     const char* q = static_cast<const char*>(a.q) + query_head(a, row) * dim * type_bytes(a.type);
@@ -93,11 +94,11 @@ void pack_row(
     I32x16 sums[SLICES];
     for (int s = 0; s < SLICES; ++s) sums[s] = 0;
     for (std::int64_t d = 0; d < cache.padded_dim; d += LANES) {
-        std::int8_t* to = strip.slices + (d / chunk * ROWS + r) * SLICES * chunk + d % chunk;
+        Operand* to = strip.slices + (d / chunk * ROWS + r) * SLICES * chunk + d % chunk;
         F32x16 rest = first_rest(load(x + d), found.factor);
         for (int s = 0; s < SLICES; ++s) {
             const I32x16 slice = take_slice(rest);
-            store_bytes(to + s * chunk, slice);
+            store_slice(to + s * chunk, slice);
             sums[s] = sums[s] + slice;
         }
     }
@@ -111,11 +112,12 @@ void pack_row(
     out.shift = reduce_lanes<AddLanes>(shift).part[0][0];
 }
 
-template <int ROWS>
+template <int ROWS, class Operand = std::int8_t>
 void pack_strips(const QueryArgs& a, std::int64_t chunk) {
     for (int r = 0; r < a.rows; ++r) {
-        const QueryStrip<ROWS> strip(a.operand, *a.cache, r / ROWS * ROWS);
-        (a.cache->slices == 2 ? pack_row<2, ROWS> : pack_row<3, ROWS>)(a, a.first_row + r, strip, r % ROWS, chunk);
+        const QueryStrip<ROWS, Operand> strip(a.operand, *a.cache, r / ROWS * ROWS);
+        const auto pack = a.cache->slices == 2 ? pack_row<2, ROWS, Operand> : pack_row<3, ROWS, Operand>;
+        pack(a, a.first_row + r, strip, r % ROWS, chunk);
     }
 }
 
@@ -157,11 +159,11 @@ PENSTOCK_INLINE void scale_probabilities(const TileArgs& a, float* p, F32x16& su
     sum = (part[0] + part[1]) + (part[2] + part[3]);
 }
 
-// Write p [ROWS][TILE] as an operand: slice s of row r is 32 bytes at (r * SLICES + s) * row_bytes, and 32 bytes that
-// begin half_bytes after these.
-template <int ROWS, int SLICES>
+// Write p [ROWS][TILE] as an operand: slice s of row r is 32 elements at (r * SLICES + s) * stride, and 32 elements at
+// half_stride after these.
+template <int ROWS, int SLICES, class Operand>
 PENSTOCK_INLINE void slice_probabilities(
-    const TileArgs& a, float* p, std::int8_t* slices, int row_bytes, int half_bytes, ProbabilityRows<SLICES>& out) {
+    const TileArgs& a, float* p, Operand* slices, int stride, int half_stride, ProbabilityRows<SLICES>& out) {
     F32x16 sum[STRIP_ROWS];
     I32x16 max_bits[STRIP_ROWS], sums[SLICES][STRIP_ROWS];
     for (int r = 0; r < STRIP_ROWS; ++r)
@@ -180,8 +182,8 @@ PENSTOCK_INLINE void slice_probabilities(
         for (int s = 0; s < SLICES; ++s) {
             I32x16 slice[TILE_LANES];
             for (int i = 0; i < TILE_LANES; ++i) slice[i] = take_slice(rest[i]);
-            std::int8_t* to = slices + (r * SLICES + s) * row_bytes;
-            store_tile_bytes(to, to + half_bytes, slice);
+            Operand* to = slices + (r * SLICES + s) * stride;
+            store_tile(to, to + half_stride, slice);
             sums[s][r] = (slice[0] + slice[1]) + (slice[2] + slice[3]);
         }
     }
