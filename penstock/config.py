@@ -442,8 +442,11 @@ class EngineConfig:
             names = [item.name for item in fields(part_class) if item.name in options]
             parts[part] = part_class(**{name: options.pop(name) for name in names})
         if options:
-            name = next(iter(options))
-            raise InvalidRequestError(f"{name}: unknown option; known are {', '.join(option_names())}", param=name)
+            from penstock.interface.option_hints import hint  # here, so that difflib is imported only after a mistake
+
+            name, known = next(iter(options)), option_names()
+            meant = hint(name, known) or f"; known are {', '.join(known)}"
+            raise InvalidRequestError(f"{name}: unknown option{meant}", param=name)
         return cls(model=model, imports=imports, **parts)
 
     def resolve(self, model: "ModelConfig", num_engines: int = 1) -> "EngineConfig":

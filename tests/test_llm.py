@@ -1,12 +1,17 @@
 """The offline API with the demo model: what users' scripts rely on."""
 
 import asyncio
+import json
 import pickle
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock import LLM, EngineDeadError, InvalidRequestError, RequestOutputKind, SamplingParams
+from penstock import LLM, AsyncLLM, EngineDeadError, InvalidRequestError, RequestOutputKind, SamplingParams
+from penstock.demo import MODEL_DIR
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import app_client
 
@@ -138,6 +143,57 @@ def test_chat_with_parts_prompts_as_over_http(llm):
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
     assert app_client(fake).post("/v1/chat/completions", json=body).status_code == 200
     assert fake.seen[0][0] == outputs[0].prompt_token_ids
+
+
+def test_variables_of_the_chat_template(tmp_path):
+    """Guards against a model whose thinking cannot be switched off (`enable_thinking` of Qwen 3)."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_DIR / name, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ messages[-1].content }}{% if enable_thinking %} Hm{% endif %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    messages = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is"}]
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    with LLM(model="demo", threads=1, tokenizer=str(tmp_path)) as llm:
+        assert llm.chat(messages, one)[0].prompt == "It is"
+        assert llm.chat(messages, one, chat_template_kwargs={"enable_thinking": True})[0].prompt == "It is Hm"
+        options = {"add_generation_prompt": False, "continue_final_message": True}
+        assert llm.chat(messages, one, chat_template_kwargs={"enable_thinking": True}, **options)[0].prompt == "It is"
+        for name in ("messages", "tokenize", "chat_template"):
+            with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs: {name} cannot be set"):
+                llm.chat(messages, one, chat_template_kwargs={name: "x"})
+
+
+def test_a_terminal_shows_how_far_a_call_is(llm, capsys, monkeypatch):
+    """Guards against a call of minutes that looks like a hang, and against a bar in a log file."""
+    for is_terminal, shown in ((False, {}), (True, {}), (True, {"use_tqdm": False})):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        outputs = llm.generate(["One", "Two"], GREEDY, **shown)
+        assert len(outputs) == 2
+        assert ("prompts" in capsys.readouterr().err) is (is_terminal and not shown)
+
+
+def test_vllms_names_of_arguments():
+    """Guards against a TypeError in the first stream of somebody who comes from vLLM."""
+
+    async def main():
+        async with AsyncLLM(model="demo", threads=1) as llm:
+            outputs = llm.generate(prompt="Once", sampling_params=GREEDY, request_id="a")
+            return [output.request_id async for output in outputs]
+
+    assert set(asyncio.run(main())) == {"a"}
+
+
+def test_a_program_that_ends_without_shutdown():
+    """Guards against a supervisor that takes the end of the program for the death of its engine: a traceback."""
+    lines = (
+        "import atexit, time; atexit.register(time.sleep, 0.5)",  # a logger that is flushed, for instance
+        "from penstock import LLM, SamplingParams",
+        "llm = LLM('demo', engine_in_process=False)",
+        "print(llm.generate('Once', SamplingParams(max_tokens=2))[0].finished)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 TEXT = {"type": "text", "text": "x"}

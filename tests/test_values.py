@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.config import PARTS, EngineConfig, option_names
 from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError
 from penstock.interface.beam_search import BeamSearchParams
+from penstock.interface.option_hints import HINTS
 from penstock.interface.prompts import read_prompts
 from penstock.interface.sampling_params import SamplingParams
 from penstock.models.config_json import load_model_config
@@ -197,6 +199,21 @@ def test_unknown_options_are_refused():
     with pytest.raises(InvalidRequestError, match="max_seqs: unknown option") as caught:
         EngineConfig.from_options(max_seqs=4)
     assert caught.value.param == "max_seqs"
+    for name, meant in {
+        "max_seqs": "did you mean max_num_seqs",
+        "enforce_eager": "leave it out",
+        "x": "known are",
+    }.items():
+        with pytest.raises(InvalidRequestError, match=f"{name}: unknown option; .*{meant}"):
+            EngineConfig.from_options(**{name: 4})
+
+
+def test_hints_name_options_that_exist():
+    """Guards against advice to use an option that was renamed."""
+    options = {*option_names(), "data_parallel_size"}
+    named = {name for text in HINTS.values() for name in re.findall(r"\{(\w+)\}", text)}
+    assert named <= options
+    assert not options & HINTS.keys()
     with pytest.raises(TypeError):
         SamplingParams(temprature=1.0)
 

@@ -100,7 +100,10 @@ def print_speculation(result: dict[str, Any]) -> None:
     console.print(table)
     low, high = result["speedup_low"], result["speedup_high"]
     console.print(f"times as fast: {result['speedup']:.2f} ({low:.2f} to {high:.2f} over the rounds)")
-    console.print(f"drafts: {result['draft_tokens']}, accepted: {result['accepted_tokens']}, warm-up included")
+    if result["draft_tokens"]:
+        console.print(f"drafts: {result['draft_tokens']}, accepted: {result['accepted_tokens']}, warm-up included")
+    else:
+        console.print("no draft promised to pay, so none was computed: both runs did the same, and the ratio is noise")
 
 
 def print_forms(result: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     with load_llm(args) as llm:
         handle_signals()
         show_choices(llm.engine.model_info)
-        params = llm.default_params(**sampling_options(args), output_kind=RequestOutputKind.DELTA)
+        params = llm.get_default_sampling_params(**sampling_options(args), output_kind=RequestOutputKind.DELTA)
         if params.n != 1:
             raise InvalidRequestError("n: a conversation has one answer at a time", param="n")
         note("/help lists the commands, /exit leaves")

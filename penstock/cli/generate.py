@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from penstock import validation as check
 from penstock.cli.options import add_generation_options, load_llm, parse_size, sampling_options
 from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
-from penstock.cli.terminal import handle_signals, note, progress, show_choices
+from penstock.cli.terminal import handle_signals, note, show_choices
+from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError
 from penstock.interface.prompts import STDIN, check_text, read_prompts, read_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
     with load_llm(args) as llm:
         handle_signals()
-        params = llm.default_params(**sampling_options(args))
+        params = llm.get_default_sampling_params(**sampling_options(args))
         with _profiling(llm, args.profile):
             started = time.perf_counter()
             outputs = list((_print_json if args.json else _print_text)(llm, prompts, params, args))

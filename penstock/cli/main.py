@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock import __version__
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, PenstockError
@@ -40,7 +40,13 @@ EPILOG = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line. For an unknown option it suggests what may have been meant."""
+    """An ArgumentParser whose errors are one line. For an unknown option it suggests what may have been meant.
+
+    Options are not abbreviated: another engine's --model is not --model-impl.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments, allow_abbrev=False)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -48,10 +54,18 @@ class Parser(argparse.ArgumentParser):
         """Parse all arguments; unknown ones end the process with an error."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            from penstock.cli.hints import hints  # here, so that difflib is imported only after a mistake
-
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hints(unknown, self._option_string_actions)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(map(self._hint, unknown))}")
         return found, unknown
+
+    def _hint(self, word: str) -> str:
+        """Return what an unknown flag may have meant, as the end of the error; "" for other words."""
+        from penstock.cli.options import flag_of
+        from penstock.interface.option_hints import hint  # here, so that difflib is imported only after a mistake
+
+        flag = word.partition("=")[0]
+        known = [name.lstrip("-").replace("-", "_") for name in self._option_string_actions]
+        found = hint(flag.lstrip("-").replace("-", "_"), known, flag_of) if flag.startswith("-") else ""
+        return f"; {flag}: {found.removeprefix('; ')}" if found else ""
 
     def error(self, message: str) -> NoReturn:
         print(f"penstock: {message}", file=sys.stderr)

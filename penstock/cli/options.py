@@ -175,10 +175,30 @@ SAMPLING: tuple[tuple[str, dict[str, Any], str], ...] = (  # field of SamplingPa
 )
 
 
+DEFAULT_MODEL = "demo"
+
+
+class _Model(argparse.Action):
+    """Stores the model, which may be an argument or the value of --model."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if namespace.model not in (DEFAULT_MODEL, values):
+            parser.error(f"--model: {namespace.model} and {values} are two models; give one")
+        namespace.model = values
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the positional argument MODEL."""
-    help_text = "a Hugging Face directory, a hub name, or demo, the bundled model (default: demo)"
-    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=help_text)
+    """Add the argument MODEL, and --model, which many scripts for vLLM have."""
+    parser.set_defaults(model=DEFAULT_MODEL)
+    help_text = f"a Hugging Face directory, a hub name, or demo, the bundled model (default: {DEFAULT_MODEL})"
+    parser.add_argument("model", action=_Model, nargs="?", default=UNSET, metavar="MODEL", help=help_text)
+    parser.add_argument("--model", action=_Model, default=UNSET, metavar="MODEL", help="the same as the argument MODEL")
 
 
 def add_log_level(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help_text: str) -> None:

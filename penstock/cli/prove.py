@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import add_engine_options, add_model, engine_options
-from penstock.cli.terminal import handle_signals, progress
+from penstock.cli.terminal import handle_signals
+from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import add_engine_options, add_model, engine_options
-from penstock.cli.terminal import handle_signals, note, progress
+from penstock.cli.terminal import handle_signals, note
+from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ DEFAULT_MAX_NUM_SEQS = 32
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--model", dest="model_option", metavar="MODEL", help="the same as the argument MODEL")
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE.jsonl", help="the requests, one per line")
     parser.add_argument("-o", "--output-file", required=True, metavar="FILE.jsonl", help="where the answers go")
     help_text = "requests that are open at the same time (default: twice --max-num-seqs)"
@@ -38,8 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from penstock.server.batch import Output, read_input
 
-    if args.model_option is not None:
-        args.model = args.model_option
     concurrency = args.max_concurrency
     if concurrency is None:
         concurrency = 2 * getattr(args, "max_num_seqs", DEFAULT_MAX_NUM_SEQS)

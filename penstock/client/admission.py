@@ -31,7 +31,7 @@ from penstock.interface.messages import EngineOutput, EngineStats
 REFRESH_S = 0.05  # how old a forecast may be; it includes requests let in since
 REFRESH_S_PER_CHOICE = 5e-5  # the same for many open choices, so that forecasts take 1/20 of the time
 MARGIN = 0.8  # share of the allowed queue time that a forecast may fill, because forecasts can be wrong
-MAX_UNMEASURED = 256  # choices that may wait for their first token before a rate has been measured
+MAX_UNMEASURED = 1024  # choices that may wait before a rate has been measured; benchmarks begin with 1000 at once
 MIN_MEASURED_S, FORGET_S = 0.5, 4.0  # seconds with a queue: least for a rate; limit beyond which counts halve
 TYPICAL_WEIGHT = 0.05  # weight of the newest choice in the typical number of output tokens
 ERROR_WEIGHT, LEAST_ERROR, MOST_ERROR = 0.1, 0.5, 4.0  # weight of the newest wait in _error, and its limits

@@ -110,7 +110,7 @@ class EngineClient(Protocol):
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         flow: str | None = None,
@@ -129,7 +129,7 @@ class EngineClient(Protocol):
             timeout: seconds until the answer is due, with scheduling_policy = "deadline"; None with other policies.
                 It orders requests, and ends none.
             output_token_ids: tokens from an earlier computation of the request, one list per choice. They come first,
-                and the engine continues after them, with the seed of `params`.
+                and the engine continues after them, with the seed of `sampling_params`.
 
         Raises (inside the iteration):
             InvalidRequestError: the prompt or a parameter is wrong.

@@ -140,7 +140,7 @@ class ProcessClient:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         flow: str | None = None,
@@ -155,7 +155,7 @@ class ProcessClient:
         """
         request = await self.open(
             prompt,
-            params,
+            sampling_params,
             request_id,
             flow=flow,
             priority=priority,
@@ -174,7 +174,7 @@ class ProcessClient:
     async def open(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        sampling_params: SamplingParams | None,
         request_id: str | None,
         *,
         flow: str | None = None,
@@ -189,11 +189,11 @@ class ProcessClient:
         """
         await self.start()
         self.check_admission(flow)
-        form = getattr(params, "structured_outputs", None)
+        form = getattr(sampling_params, "structured_outputs", None)
         if form is not None:
             await self.check_form(form)
-        process = partial(self._input_processor().process, prompt, params, request_id, flow, priority, timeout)
-        prepared = resumed(await self._prepare(prompt, params, process), output_token_ids)
+        process = partial(self._input_processor().process, prompt, sampling_params, request_id, flow, priority, timeout)
+        prepared = resumed(await self._prepare(prompt, sampling_params, process), output_token_ids)
         await self._transfer.prefill(prepared)
         return self._admit(prepared)
 

@@ -80,7 +80,7 @@ def _run(model: str, args: argparse.Namespace, options: dict[str, Any]) -> None:
     with LLM(model=model, tokenizer=args.tokenizer_path, **options) as llm:
         print(f"Load params  {time.perf_counter() - started:.3f} s")
         prompts: Any = PROMPTS if llm.get_tokenizer() is not None else ID_PROMPTS
-        params = llm.default_params(
+        params = llm.get_default_sampling_params(
             temperature=0.0, max_tokens=args.max_output_length, output_kind=RequestOutputKind.CUMULATIVE
         )
         for prompt in prompts:

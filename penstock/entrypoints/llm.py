@@ -25,6 +25,7 @@ from penstock.entrypoints.pooling import (
     requests_for,
     score_output,
 )
+from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.interface.outputs import PrefixUse, RequestOutput
@@ -157,7 +158,7 @@ class LLM:
             raise NotSupportedError("engine_in_process: the model is in another process", param="engine_in_process")
         return self._built
 
-    def default_params(self, **fields: Any) -> SamplingParams:
+    def get_default_sampling_params(self, **fields: Any) -> SamplingParams:
         """Return SamplingParams with the model's own defaults (its generation_config.json), changed by `fields`."""
         return SamplingParams(**{**self.client.model_info.default_sampling, **fields})
 
@@ -166,6 +167,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Return one RequestOutput per prompt, in the order given.
@@ -174,6 +176,7 @@ class LLM:
             prompts: a string, a mapping with `prompt` or `prompt_token_ids` and perhaps a `cache_salt`, or a list of
                 these.
             sampling_params: one for all, or one per prompt; None takes the model's defaults.
+            use_tqdm: show a progress bar on standard error, if it is a terminal and there are several prompts.
             priority: one per prompt; lower comes first, with scheduling_policy="priority".
 
         Raises:
@@ -182,18 +185,23 @@ class LLM:
         listed = _listed(prompts)
         params = self._params(sampling_params, len(listed))
         final = [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in params]
-        with self._lock:
-            results = dict(self.stream(listed, final, priority=priority))
+        results: dict[int, RequestOutput] = {}
+        with self._lock, progress("prompts", len(listed) if use_tqdm else 0) as advance:
+            for index, output in self.stream(listed, final, priority=priority):
+                results[index] = output
+                advance(1)
         return [results[index] for index in range(len(listed))]
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
         """Return the beam_width best answers to each prompt, in the order given, like vLLM's method of this name.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong.
             RequestFailedError: the computation failed.
         """
-        outputs = self.generate(prompts, search_params(params))
+        outputs = self.generate(prompts, search_params(params), use_tqdm=use_tqdm)
         return [search_output(output, self.client.tokenizer) for output in outputs]
 
     def encode(
@@ -201,6 +209,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        use_tqdm: bool = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the pooled hidden states of each prompt as an array, in the order given.
@@ -211,7 +220,8 @@ class LLM:
             InvalidRequestError: a prompt or parameter is wrong.
             RequestFailedError: the computation failed.
         """
-        outputs, params = self._pool(prompts, pooling_params, partial(pooling_request, pooling_task=pooling_task))
+        make = partial(pooling_request, pooling_task=pooling_task)
+        outputs, params = self._pool(prompts, pooling_params, make, use_tqdm)
         are_matrices = [item.pooling is not None and item.pooling.pooling_type == "ALL" for item in params]
         pairs = zip(outputs, are_matrices, strict=True)
         return [pooling_output(output, is_matrix=is_matrix) for output, is_matrix in pairs]
@@ -220,15 +230,20 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt, in the order given. Raise the errors of `encode`."""
-        return [embedding_output(output) for output in self._pool(prompts, pooling_params, embedding_request)[0]]
+        outputs, _ = self._pool(prompts, pooling_params, embedding_request, use_tqdm)
+        return [embedding_output(output) for output in outputs]
 
     def score(
         self,
         text_1: Prompt | Sequence[Prompt],
         text_2: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
         """Return how similar texts are: one text to each of several, or each text to its counterpart.
 
@@ -240,16 +255,16 @@ class LLM:
         if len(first) not in (1, len(second)):
             raise check.fail("text_1", len(first), f"one text, or as many as text_2 has: {len(second)}")
         params = replace(PoolingParams() if pooling_params is None else pooling_params, normalize=True)
-        found = self.embed([*first, *second], params)
+        found = self.embed([*first, *second], params, use_tqdm=use_tqdm)
         known, others = found[: len(first)], found[len(first) :]
         return [score_output(known[index % len(known)], other) for index, other in enumerate(others)]
 
     def _pool(
-        self, prompts: Prompt | Sequence[Prompt], params: Any, make: Callable[[Any], SamplingParams]
+        self, prompts: Prompt | Sequence[Prompt], params: Any, make: Callable[[Any], SamplingParams], use_tqdm: bool
     ) -> tuple[list[RequestOutput], list[SamplingParams]]:
         listed = _listed(prompts)
         requests = requests_for(params, len(listed), make)
-        return (self.generate(listed, requests) if listed else []), requests
+        return (self.generate(listed, requests, use_tqdm=use_tqdm) if listed else []), requests
 
     def stream(
         self,
@@ -292,25 +307,37 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, through the model's chat template.
 
         Args:
             messages: mappings with a role and a content, which is a string or a list of text parts
                 {"type": "text", "text": "..."}, as over HTTP; tool calls and their results too.
+            use_tqdm: as for `generate`.
+            continue_final_message: let the model continue the last message; needs add_generation_prompt=False.
             tools: functions that the model may call: {"type": "function", "function": {"name": ..., "parameters":
                 ...}}. The output's text contains the calls as the model writes them, as in vLLM; `read_answer` parses
                 them.
+            chat_template_kwargs: further variables of the template, such as {"enable_thinking": False} for Qwen 3.
 
         Raises:
             InvalidRequestError: the messages or parameters are wrong, or the model has no chat template.
         """
         several = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [self._chat_prompt(item, add_generation_prompt, tools) for item in conversations]
-        return self.generate(prompts, sampling_params)
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "template_kwargs": chat_template_kwargs,
+        }
+        prompts = [self._chat_prompt(item, **options) for item in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def read_answer(self, text: str) -> dict[str, Any]:
         """Return the text of an answer as the message to append to its conversation, in OpenAI's shape.
@@ -329,7 +356,7 @@ class LLM:
             RequestFailedError: the computation failed.
         """
         delta = replace(params, output_kind=RequestOutputKind.DELTA)
-        for _, output in self.stream([self._chat_prompt(messages, True)], delta):
+        for _, output in self.stream([self._chat_prompt(messages)], delta):
             if output.error is not None:
                 raise RequestFailedError(output.error)
             yield output.outputs[0].text
@@ -382,20 +409,19 @@ class LLM:
         check.check_ids("prompt", prompt, info.vocab_size)
         return list(prompt)
 
-    def _chat_prompt(
-        self, messages: Any, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> Prompt:
+    def _chat_prompt(self, messages: Any, **options: Any) -> Prompt:
+        """Return a conversation as a prompt. options: those of `render_chat`."""
         conversation = _conversation(messages)
         tokenizer = self.client.tokenizer
         if tokenizer is None:
             raise InvalidRequestError("messages: the model has no tokenizer", param="messages")
-        chat = render_chat(tokenizer, conversation, tools=tools, add_generation_prompt=add_generation_prompt)
+        chat = render_chat(tokenizer, conversation, **options)
         check_prompt_length(chat.text, self.client.model_info.max_model_len, param="messages")
         return {"prompt": chat.text, "prompt_token_ids": chat.token_ids(tokenizer)}
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         """Return one SamplingParams per prompt."""
-        given = self.default_params() if given is None else given
+        given = self.get_default_sampling_params() if given is None else given
         listed = [given] * count if isinstance(given, SamplingParams) else given
         if not isinstance(listed, list | tuple) or not all(isinstance(item, SamplingParams) for item in listed):
             raise check.fail("sampling_params", given, "a SamplingParams, or a list of them")

@@ -80,7 +80,7 @@ class ScriptedClient:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         flow: str | None = None,
@@ -90,7 +90,7 @@ class ScriptedClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         if any(output_token_ids) or timeout is not None:
             raise NotImplementedError("no engine dies here, so nothing is resumed, and nothing is due")
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
         request_id = self._client.add_request(request_id, prompt, params, priority)
         mailbox = self._mailboxes[request_id] = Mailbox(params.output_kind)
         if self._pump is None or self._pump.done():

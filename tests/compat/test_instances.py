@@ -70,7 +70,7 @@ def test_settings_of_the_objects_generation_config_count(tmp_path: Path) -> None
     model.generation_config.max_new_tokens = 5
     with LLM(model=model, **OPTIONS) as llm:
         assert llm.engine.model_info.eos_token_ids == (7, 9)
-        assert llm.default_params().max_tokens == 5
+        assert llm.get_default_sampling_params().max_tokens == 5
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class FakeEngineClient:
     async def generate(
         self,
         prompt: Any,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         flow: str | None = None,
@@ -144,7 +144,7 @@ class FakeEngineClient:
         timeout: float | None = None,
         output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncIterator[RequestOutput]:
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
         request_id = request_id or f"request-{next(self._arrivals)}"
         ids = prompt["prompt_token_ids"]
         self.salts.append(prompt["cache_salt"])
