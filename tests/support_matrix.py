@@ -19,7 +19,7 @@ from tests.families.case import Case, all_cases
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "models.md"
 TESTS = ROOT / "tests" / "families"
-COLUMNS = ["float32", "bfloat16", "int8", "int4", "int8 cache", "window"]
+COLUMNS = ["float32", "bfloat16", "int8", "int4", "int8 cache", "window", "drafts", "2 ranks"]
 NOTHING = "–"
 BETWEEN = re.compile(r"(<!-- support matrix: [^\n]*-->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -1,6 +1,8 @@
 """What a built engine says of itself."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,23 @@ def test_a_packed_directory_decides_what_was_left_open(tmp_path: Path) -> None:
         )
     with pytest.raises(InvalidRequestError, match=r"^quantization: 'int8' does not fit"):
         build_engine(EngineConfig.from_options(model=str(tmp_path / "packed"), quantization="int8"))
+
+
+@pytest.mark.covers("F34")
+@pytest.mark.skipif(not levels(), reason="no native library")
+def test_a_start_compiles_nothing() -> None:
+    """Guards against kernels that are compiled at the first request, for seconds, and against a cache of such kernels
+    that can be damaged: the library is built at installation, and programs are recorded in memory."""
+    script = (
+        "import sys\nfound = []\n"
+        "def note(event, args):\n"
+        "    writes = event == 'open' and isinstance(args[1], str) and set(args[1]) & set('wax+')\n"
+        "    if writes or event in ('subprocess.Popen', 'os.system', 'os.posix_spawn', 'os.exec', 'os.fork'):\n"
+        "        found.append((event, args[0]))\n"
+        "sys.addaudithook(note)\n"
+        "from penstock import LLM, SamplingParams\n"
+        "with LLM('demo') as llm:\n    llm.generate('Once', SamplingParams(max_tokens=4))\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -44,6 +44,7 @@ def test_there_is_something_to_run():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
+@pytest.mark.covers("C22")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, port):
     assert not command.endswith("&"), f"pages may start one server only: {SERVE}"

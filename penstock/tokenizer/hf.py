@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.conversation import render_chat, turn_of
 from penstock.tokenizer.grammars import Grammars
 from penstock.tokenizer.tokenizer import Tokenizer, check_unicode
 from penstock.tokenizer.tokenizer_json import library_errors, read_backend, read_text
@@ -102,6 +103,36 @@ class HFTokenizer:
                 decoder = self._backend.decoder
                 text = " ".join(tokens) if decoder is None else decoder.decode(tokens)
         return clean_up_spaces(text) if self._clean_up else str(text)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        documents: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int] | str:
+        """Render a conversation through the chat template, as Transformers' method of this name does.
+
+        Returns:
+            Its token ids, in which nothing inside a message has become a control token; its text if not `tokenize`.
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses the conversation.
+        """
+        chat = render_chat(
+            self,
+            [turn_of(message) for message in conversation],
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+        return chat.token_ids(self) if tokenize else chat.text
 
     def _tokens_with_joined_specials(self, ids: Sequence[int]) -> list[str]:
         """Return the tokens' strings, with neighbouring added tokens joined into one string."""

@@ -187,6 +187,7 @@ def test_a_cache_that_keeps_nothing_wants_whole_sequences() -> None:
         PrefillOnlyCache().begin(torch.tensor([[0, 1, 2], [4, 5, ABSENT]]))
 
 
+@pytest.mark.covers("C23")
 def test_sinks_stay_visible() -> None:
     """Guards against kept first tokens that a hand-written model loses, or sees twice."""
     ops, (num_cached, num_new, window, sinks) = ReferenceOps(torch.float32), (9, 2, 3, 2)

@@ -90,6 +90,7 @@ def check(source: EngineRequest, outputs: list[EngineOutput], window: int | None
     assert token_ids(outputs) == wanted[:stop]
 
 
+@pytest.mark.covers("C19")
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("seed", range(4))
 def test_all_at_once_changes_nothing(policy: str, seed: int) -> None:

@@ -16,9 +16,13 @@ from transformers import PreTrainedModel
 
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
+from penstock.engine.draft_policy import EveryDraft
+from penstock.engine.speculation import Speculation
+from penstock.prove.parallel import BASE, answers, start_threads
 from penstock.quant.scheme import Scheme
 from penstock.weights.convert import convert_model
-from tests.answers import MAX_MODEL_LEN, PROMPTS, ask, ask_alone, check, check_resumed, request
+from tests.answers import LENGTHS, MAX_MODEL_LEN, PROMPTS, ask, ask_alone, check, check_resumed, request
+from tests.fakes_drafts import Oracle
 from tests.families.case import all_cases, for_cases
 from tests.hf_models import Made, hf_logprobs, is_vocabulary, random_ids
 from tests.kernels.packed import levels
@@ -151,6 +155,29 @@ def test_same_bits_in_a_crowd(build: Callable[..., BuiltEngine]) -> None:
     assert not watcher.forbidden
     check(found, alone)
     check_resumed(engine, alone)
+
+
+@pytest.mark.covers("C15")
+@pytest.mark.matrix("drafts")
+@pytest.mark.parametrize("form", [pytest.param(PLAIN, id="bfloat16")])
+def test_drafts_change_nothing(build: Callable[..., BuiltEngine]) -> None:
+    """Guards against a layer in which a rejected draft leaves something behind, or a row sees a later draft."""
+    alone = ask_alone(build(threads=1).engine, WATCHED)
+    engine = build(threads=1).engine
+    oracle = Oracle(lambda name, text, count: alone[int(name)][0][len(text) - LENGTHS[int(name)] :][:count], 0.7)
+    engine.speculate(Speculation(oracle, 5, policy=EveryDraft()))
+    check(ask(engine, map(request, WATCHED)), alone)
+    stats = engine.stats()
+    assert 0 < stats.num_accepted_tokens_total < stats.num_draft_tokens_total
+
+
+@pytest.mark.covers("C15")
+@pytest.mark.matrix("2 ranks")
+def test_two_ranks_have_the_bits_of_one_process(made: Made) -> None:
+    """Guards against a weight that is split where the family's arithmetic does not allow it."""
+    options = {**BASE, "model": str(made[1]), "dtype": "bfloat16"}
+    split = EngineConfig.from_options(**options, tensor_parallel_size=2)
+    assert answers(split, start_threads) == answers(EngineConfig.from_options(**options))
 
 
 def test_few_tokens_are_recorded(made: Made) -> None:

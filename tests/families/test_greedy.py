@@ -126,6 +126,7 @@ def test_alone(oracle):
             oracle.check(index, run(oracle, llm, [oracle.prompts[index]])[0].outputs[0].token_ids)
 
 
+@pytest.mark.covers("C8")
 @pytest.mark.matrix("float32")
 def test_in_a_batch_of_mixed_lengths(oracle):
     oracle.check_all(oracle.batch)

@@ -344,7 +344,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covers("A2")
+@pytest.mark.covers("A2", "C23")
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (5, 0), (5, 2), (3, 7), (30, 2)])
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_scores_in_the_order_of_the_contract(name: str, window: int | None, sinks: int) -> None:

@@ -200,7 +200,7 @@ def test_a_ring_gives_the_bits_of_a_cache_that_keeps_all(native: Attention, kind
     assert same(run.finish({row: [7] * (n // 7) + [n % 7] * (n % 7 > 0) for row, n in enumerate(lengths)}), expected)
 
 
-@pytest.mark.covers("A1")
+@pytest.mark.covers("A1", "F4")
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 @pytest.mark.parametrize(("window", "kept"), [(0, 0), (20, 0), (20, 3)])
 def test_a_spoilt_token_spoils_only_who_sees_it(native: Attention, kind: str, window: int, kept: int) -> None:

@@ -129,7 +129,13 @@ def brute_force(books: dict[str, Book], output: SchedulerOutput) -> dict[str, li
 
 
 def check_packed(packed: PackedStep, books: dict[str, Book], output: SchedulerOutput) -> None:
-    flat = brute_force(books, output)
+    flat, count = brute_force(books, output), len(output.scheduled)
+    assert packed.input_ids.dtype == packed.positions.dtype == np.int64
+    assert packed.query_start_loc.dtype == packed.seq_lens.dtype == np.int32
+    assert packed.query_start_loc.shape == (count + 1,)
+    for table, slots in zip(packed.block_tables, packed.slot_mappings, strict=True):
+        assert (table.dtype, slots.dtype) == (np.int32, np.int64)
+        assert (len(table), slots.shape) == (count, packed.input_ids.shape)
     assert packed.input_ids.tolist() == flat["ids"]
     assert packed.positions.tolist() == flat["positions"]
     assert packed.query_start_loc.tolist() == flat["start"]
@@ -188,6 +194,7 @@ def decode(computed: int, new_block_ids: list[list[int]] | None = None) -> Sched
     return ScheduledRequest("a", computed, 1, new_block_ids or [[]], [0], 1)
 
 
+@pytest.mark.covers("F4")
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_packing_equals_brute_force(rng: random.Random) -> None:
