@@ -55,19 +55,25 @@ class CacheConfig:
     """
 
     block_size: int | None = option(
-        None, BLOCK_SIZES, "tokens in a cache block, a multiple of 16 (default: 16; max-model-len: one per request)"
+        None,
+        BLOCK_SIZES,
+        "tokens per cache block, a multiple of 16; max-model-len: one block per request (default: 16)",
     )
     kv_cache_dtype: str = option("auto", KV_CACHE_DTYPES, "type of the cached keys and values")
-    kv_cache_scales: str | None = option(None, str, "scales per channel of an int8 cache (default: per token)")
+    kv_cache_scales: str | None = option(
+        None, str, "file of scales per channel for an int8 cache (default: scales per token)"
+    )
     kv_cache_memory_bytes: int | None = option(None, range(1, 2**50 + 1), "memory for the cache, like 2GiB")
     memory: int | None = option(None, range(1, 2**50 + 1), "memory for the whole engine, weights included, like 8GiB")
     enable_prefix_caching: bool = option(True, bool, "reuse the cached blocks of equal prefixes (default: on)")
     kv_offload_memory_bytes: int | None = option(
-        None, range(1, 2**50 + 1), "main memory for blocks that fall out of the cache, like 4GiB (default: none)"
+        None, range(1, 2**50 + 1), "main memory for blocks that are evicted from the cache, like 4GiB (default: none)"
     )
-    kv_offload_dir: str | None = option(None, str, "directory for blocks, found again after a restart (default: none)")
+    kv_offload_dir: str | None = option(
+        None, str, "directory for evicted blocks, which are found again after a restart (default: none)"
+    )
     kv_offload_dir_bytes: int | None = option(
-        None, range(1, 2**60 + 1), "most bytes that kv-offload-dir takes (default: 16GiB)"
+        None, range(1, 2**60 + 1), "maximum size of the blocks in kv-offload-dir (default: 16GiB)"
     )
 
     def __post_init__(self) -> None:
@@ -114,15 +120,19 @@ class CacheConfig:
 class SchedulerConfig:
     """What runs at once, and in which order. Prompts longer than max_num_batched_tokens are computed in chunks."""
 
-    max_model_len: int | None = option(None, range(2, MAX_CONTEXT + 1), "longest prompt plus output, in tokens")
-    max_num_seqs: int = option(32, range(1, 2**16 + 1), "most requests that run at once")
-    max_num_batched_tokens: int | None = option(None, range(1, MAX_CONTEXT + 1), "most tokens per step (default: 2048)")
+    max_model_len: int | None = option(
+        None, range(2, MAX_CONTEXT + 1), "maximum length of prompt plus output, in tokens"
+    )
+    max_num_seqs: int = option(32, range(1, 2**16 + 1), "maximum number of requests that run at once")
+    max_num_batched_tokens: int | None = option(
+        None, range(1, MAX_CONTEXT + 1), "maximum number of tokens per step (default: 2048)"
+    )
     scheduling_policy: str = option("fcfs", SCHEDULING_POLICIES, "which waiting request comes next")
     max_stall_ms: int | None = option(
-        None, range(1, 3_600_001), "most milliseconds that streams wait in a step for new prompts (default: any time)"
+        None, range(1, 3_600_001), "maximum milliseconds per step that streams wait for new prompts (default: no limit)"
     )
     prefill_ratio: float | None = option(
-        None, float, "length_classes: how many requests wait for each running one until they start (default: 1.2)"
+        None, float, "length_classes: requests start when this many wait for each running one (default: 1.2)"
     )
 
     def __post_init__(self) -> None:
@@ -164,21 +174,25 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(1, DEGREES, "processes that share each layer")
     attention_parallel_size: int | None = option(
-        None, (None, *DEGREES), "parts of attention (default: tensor-parallel-size, or fewer where key/value heads are)"
+        None,
+        (None, *DEGREES),
+        "parts of attention (default: tensor-parallel-size, or fewer if there are fewer key/value heads)",
     )
     mlp_parallel_size: int | None = option(
         None, (None, *DEGREES), "parts of the feed-forward branch (default: tensor-parallel-size)"
     )
-    expert_parallel_size: int = option(1, DEGREES, "groups of processes that have different experts")
+    expert_parallel_size: int = option(1, DEGREES, "groups of processes, each with its own experts")
     pipeline_parallel_size: int = option(1, range(1, 4097), "processes that share the layers")
     distributed_executor_backend: str = option(
-        "mp", ("mp", "ray"), "where these processes run: on this machine, or on those of the Ray cluster of RAY_ADDRESS"
+        "mp", ("mp", "ray"), "where these processes run; mp: on this machine; ray: on the Ray cluster at RAY_ADDRESS"
     )
-    lm_head_pieces: int = option(1, range(1, MAX_HEAD_PIECES + 1), "matrix products that the LM head is computed in")
+    lm_head_pieces: int = option(1, range(1, MAX_HEAD_PIECES + 1), "number of matrix products that compute the LM head")
     pad_vocab_multiple: int = option(
         1, range(1, 2**16 + 1), "pad the LM head to a multiple of N tokens (Falcon's 65024 become 65536 with 1024)"
     )
-    sharding_config: str | None = option(None, str, "split axis of each weight, YAML (default: the table's)")
+    sharding_config: str | None = option(
+        None, str, "YAML file of the axis that each weight is split along (default: the parameter table)"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -244,7 +258,7 @@ class SpeculationConfig:
     """Speculative decoding, which changes no bit: a SpeculativeConfig (interface/drafts.py) as a dictionary."""
 
     speculative_config: dict[str, Any] | None = option(  # noqa: RUF009  # its default is None
-        None, dict, 'drafts of next tokens, like {"method": "ngram"} or {"model": "demo-draft"}'
+        None, dict, 'speculative decoding, like {"method": "ngram"} or {"model": "demo-draft"}'
     )
 
     def __post_init__(self) -> None:
@@ -282,15 +296,15 @@ class NumericsConfig:
     dtype: str = option("auto", DTYPES, "type of weights and matrix products")
     quantization: str | None = option(None, (None, *SLICES), "how weights are stored and multiplied")
     quantization_group_size: int | None = option(None, (None, *GROUP_SIZES), "weights per scale of int4 (default: 128)")
-    model_impl: str = option("auto", str, "registered implementation of the architecture")
+    model_impl: str = option("auto", str, "which registered implementation of the architecture computes")
     load_format: str = option(
-        "auto", ("auto", "dummy", "mock"), "dummy: random weights, only config.json is needed; mock: no model at all"
+        "auto", ("auto", "dummy", "mock"), "dummy: random weights, so only config.json is needed; mock: no model at all"
     )
     verify_files: bool = option(False, bool, "compare packed weights with their checksums before they are used")
     kernels: str = option("auto", KERNELS, "backend that computes")
     threads: int | None = option(None, range(1, 1025), "cores that compute (default: all, or 1 for a small model)")
     cpu_affinity: str = option(AUTO, str, "where threads run: auto, none, nodes, or one per core of a list like 0-3,8")
-    seed: int = option(0, range(-(2**63), 2**63), "engine's seed; requests without a seed derive theirs from it")
+    seed: int = option(0, range(-(2**63), 2**63), "the engine's seed, from which requests without a seed derive theirs")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -77,7 +77,7 @@ def test_version_and_help_import_no_torch():
         (["generate", "/nowhere", "-p", "x"], "model: there is no directory '/nowhere'"),
         (["generate", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["serve", "--max-model-length", "9"], "--max-model-length: did you mean --max-model-len?"),
-        (["serve", "--gpu-memory-utilization=0.9"], "--memory bounds what an engine takes"),
+        (["serve", "--gpu-memory-utilization=0.9"], "use --memory, which limits the size"),
         (["serve", "-tp", "2"], "-tp: it is --tensor-parallel-size here"),
         (["serve", "--max-model", "9"], "--max-model: did you mean --max-model-len?"),
         (["serve", "--port", "99999"], "--port: 99999 is not allowed"),

@@ -15,7 +15,7 @@ from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError
 from penstock.validation import check_int
 
-DESCRIPTION = "Measure throughput and latency, in this process or of a running server, and kernels."
+DESCRIPTION = "Measure throughput and latency, in this process or of a running server, and the speed of kernels."
 EXAMPLES = """examples:
   penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
   penstock bench offline /models/llama --json result.json
@@ -40,29 +40,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     offline = kinds.add_parser("offline", help="throughput and latency in this process", **shown)
     add_model(offline)
     offline.add_argument("--num-prompts", type=parse_size, default=8, metavar="N", help="requests (default: 8)")
-    offline.add_argument("--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt")
-    help_text = "tokens before these that all prompts of a run share (default: 0)"
+    offline.add_argument(
+        "--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt (default: 128)"
+    )
+    help_text = "length of a prefix that all prompts share, in addition to these tokens (default: 0)"
     offline.add_argument("--prefix-len", type=parse_size, default=0, metavar="N", help=help_text)
-    offline.add_argument("--output-len", type=parse_size, default=128, metavar="N", help="tokens generated per prompt")
-    offline.add_argument("--warmup", type=parse_size, default=1, metavar="N", help="runs before the measured one")
+    help_text = "tokens generated per prompt (default: 128)"
+    offline.add_argument("--output-len", type=parse_size, default=128, metavar="N", help=help_text)
+    offline.add_argument("--warmup", type=parse_size, default=1, metavar="N", help="warm-up runs (default: 1)")
     help_text = "with --speculative-config: prompts of random ids, or texts of the demo model: random, repeat, demo"
     offline.add_argument("--dataset", default=argparse.SUPPRESS, metavar="NAME", help=help_text)
-    help_text = "with --speculative-config: drafts that are right with this probability, in place of the method's"
+    help_text = "with --speculative-config: drafts that are right with this probability, instead of the method's drafts"
     offline.add_argument("--acceptance", type=float, default=argparse.SUPPRESS, metavar="P", help=help_text)
-    help_text = "runs without drafts and with them (default: 5), or without --json-schema-file and with it, in turns"
+    help_text = "how often to run without and with --speculative-config or --json-schema-file, in turn (default: 5)"
     offline.add_argument("--rounds", type=parse_size, default=argparse.SUPPRESS, metavar="N", help=help_text)
-    help_text = "every answer is JSON of the schema in FILE; the model's directory needs a tokenizer.json"
+    help_text = "every answer is JSON that the schema in FILE allows; the model's directory needs a tokenizer.json"
     offline.add_argument("--json-schema-file", type=read_schema, metavar="FILE", help=help_text)
-    offline.add_argument("--profile", action="store_true", help="show calls, time and limits of each operation")
+    offline.add_argument("--profile", action="store_true", help="show the calls, time and limits of each operation")
     offline.add_argument("--trace", metavar="FILE", help="write the run for chrome://tracing or Perfetto")
     add_engine_options(offline)
     ops = kinds.add_parser("ops", help="each kernel against the machine's measured limits", **shown)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     help_text = "measure the shapes of this model (default: those of a 1.1B and a 7B Llama)"
     ops.add_argument("model", nargs="?", metavar="MODEL", help=help_text)
-    ops.add_argument("--op", **several, metavar="NAME", help="linear, experts, attend_decode, attend_prefill")
+    ops.add_argument(
+        "--op", **several, metavar="NAME", help="linear, experts, attend_decode, attend_prefill (default: all)"
+    )
     ops.add_argument("--dtype", **several, metavar="NAME", help="types of weights and caches (default: all)")
-    ops.add_argument("--rows", **several, type=int, metavar="M", help="rows of a product (default: 1 to 512)")
+    ops.add_argument("--rows", **several, type=int, metavar="M", help="rows of the products (default: 1 to 512)")
     ops.add_argument("--shape", **several, type=_parse_shape, metavar="NxK", help="weight shapes, like 5632x2048")
     ops.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
     serve = kinds.add_parser(
@@ -72,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         formatter_class=shown["formatter_class"],
     )
     bench_serve.configure(serve)
-    machine = kinds.add_parser("machine", help="what this machine can do, kept for `penstock plan`", **shown)
+    machine = kinds.add_parser("machine", help="what this machine can do, for `penstock plan`", **shown)
     machine.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
     for command in (offline, serve, ops, machine):
         command.add_argument("--json", metavar="FILE", help="write the figures to FILE (- is standard output)")
@@ -121,14 +126,14 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
     given = {name: getattr(args, name) for name in ("dataset", "acceptance", "rounds") if hasattr(args, name)}
     if "speculative_config" in options:
         if args.json_schema_file is not None:
-            message = "json_schema_file: not with speculative_config, whose runs are compared"
+            message = "json_schema_file: not allowed with speculative_config, whose runs are compared"
             raise InvalidRequestError(message, param="json_schema_file")
         return _prepare_speculation(args, options, given)
     if args.json_schema_file is not None and set(given) == {"rounds"}:
         return _prepare_forms(args, options)
     if given:
         name = next(iter(given))
-        raise InvalidRequestError(f"{name}: only a run with --speculative-config has it", param=name)
+        raise InvalidRequestError(f"{name}: only allowed with --speculative-config", param=name)
     if args.trace:
         _check_writable("trace", args.trace)
     from penstock.bench.offline import Workload, measure_offline
@@ -151,7 +156,7 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
 def _prepare_forms(args: argparse.Namespace, options: dict[str, Any]) -> Bench:
     if args.profile or args.trace:
         name = "trace" if args.trace else "profile"
-        raise InvalidRequestError(f"{name}: not with rounds, whose runs are compared", param=name)
+        raise InvalidRequestError(f"{name}: not allowed with rounds, whose runs are compared", param=name)
     from penstock.bench.forms import FormContest, measure_forms
     from penstock.bench.report import print_forms
 
@@ -162,7 +167,7 @@ def _prepare_forms(args: argparse.Namespace, options: dict[str, Any]) -> Bench:
 def _prepare_speculation(args: argparse.Namespace, options: dict[str, Any], given: dict[str, Any]) -> Bench:
     if args.profile or args.trace:
         name = "trace" if args.trace else "profile"
-        raise InvalidRequestError(f"{name}: not with speculative_config, whose runs are compared", param=name)
+        raise InvalidRequestError(f"{name}: not allowed with speculative_config, whose runs are compared", param=name)
     from penstock.bench.report import print_speculation
     from penstock.bench.speculation import Contest, measure_speculation
 
@@ -181,7 +186,7 @@ def _prepare_ops(args: argparse.Namespace) -> Bench:
         shapes, heads = model_operands(args.model)
     if args.op is not None and "linear" not in args.op and (args.rows or args.shape):
         name = "rows" if args.rows else "shape"
-        raise InvalidRequestError(f"{name}: only --op linear has any", param=name)
+        raise InvalidRequestError(f"{name}: only allowed with --op linear", param=name)
     given = {"ops": args.op, "dtypes": args.dtype, "rows": args.rows, "threads": args.threads}
     given |= {"shapes": shapes, "heads": heads}
     selection = Selection(**{name: value for name, value in given.items() if value is not None})

@@ -28,24 +28,26 @@ METRICS = "ttft,tpot,itl"
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     server = parser.add_argument_group("server")
-    help_text = "address (default: http://127.0.0.1:8000)"
+    help_text = "address of the server (default: http://127.0.0.1:8000)"
     server.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help=help_text)
-    server.add_argument("--backend", default="openai", metavar="NAME", help="openai (completions) or openai-chat")
-    help_text = "the name that the server knows the model by (default: the first that it lists)"
+    help_text = "openai (completions) or openai-chat (default: openai)"
+    server.add_argument("--backend", default="openai", metavar="NAME", help=help_text)
+    help_text = "name of the model on the server (default: the first that it lists)"
     server.add_argument("--served-model-name", metavar="NAME", help=help_text)
-    help_text = "sent as bearer token; better PENSTOCK_API_KEY or OPENAI_API_KEY, as options show in the process list"
+    help_text = "sent as a bearer token (default: $PENSTOCK_API_KEY or $OPENAI_API_KEY, which other users cannot see)"
     server.add_argument("--api-key", metavar="KEY", help=help_text)
-    server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="sent too (repeatable)")
+    help_text = "a header to send with every request (repeatable)"
+    server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help=help_text)
     requests = parser.add_argument_group("requests")
-    requests.add_argument("--num-prompts", type=parse_size, default=100, metavar="N", help="requests (default: 100)")
+    requests.add_argument("--num-prompts", type=parse_size, default=100, metavar="N", help="how many (default: 100)")
     add_dataset(requests)
     help_text = "ask for answers of full length; servers other than Penstock and vLLM may refuse it"
     requests.add_argument("--ignore-eos", action="store_true", help=help_text)
-    requests.add_argument("--temperature", type=float, default=0.0, metavar="X", help="(default: 0)")
-    help_text = "more fields of every body"
+    requests.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of the answers (default: 0)")
+    help_text = "additional fields of every request body"
     requests.add_argument("--extra-body", type=parse_object, default={}, metavar="JSON", help=help_text)
-    requests.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
-    help_text = "requests before the measurement, one after the other (default: 1)"
+    requests.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompts and arrivals (default: 0)")
+    help_text = "requests before the measurement, one after another (default: 1)"
     requests.add_argument("--num-warmups", type=parse_size, default=1, metavar="N", help=help_text)
     _configure_load(parser)
 
@@ -53,12 +55,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _configure_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load and figures")
     add_arrivals(load)
-    load.add_argument("--max-concurrency", type=parse_size, metavar="N", help="most requests under way")
-    help_text = "a request within all of these milliseconds is good: ttft:500 tpot:50 e2el:5000"
+    load.add_argument("--max-concurrency", type=parse_size, metavar="N", help="maximum number of concurrent requests")
+    help_text = "limits in milliseconds within which a request is good, like ttft:500 tpot:50 e2el:5000"
     load.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=help_text)
     help_text = f"latencies to print: ttft,tpot,itl,e2el (default: {METRICS})"
     load.add_argument("--percentile-metrics", default=METRICS, metavar="NAMES", help=help_text)
-    load.add_argument("--metric-percentiles", default="99", metavar="P", help="like 50,90,99 (default: 99)")
+    load.add_argument(
+        "--metric-percentiles", default="99", metavar="P", help="percentiles to print, like 50,90,99 (default: 99)"
+    )
     load.add_argument("--plot", metavar="FILE", help="draw the figures by request rate, as svg, png or pdf")
 
 
@@ -67,13 +71,15 @@ def add_dataset(group: Any) -> None:
     help_text = "random, prefix_repetition, repetitive or sharegpt (default: random)"
     group.add_argument("--dataset-name", default="random", metavar="NAME", help=help_text)
     group.add_argument("--dataset-path", metavar="FILE", help="JSON file of conversations, for sharegpt")
-    group.add_argument("--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt")
+    group.add_argument(
+        "--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt (default: 128)"
+    )
     group.add_argument("--output-len", type=parse_size, metavar="N", help="tokens per answer (default: 128)")
     help_text = "draw lengths from 1 - R to 1 + R times these (default: 0)"
     group.add_argument("--random-range-ratio", type=float, default=0.0, metavar="R", help=help_text)
-    help_text = "tokens before these that prompts share (default: 0)"
+    help_text = "length of a prefix that prompts share, in addition to these tokens (default: 0)"
     group.add_argument("--prefix-len", type=parse_size, default=0, metavar="N", help=help_text)
-    help_text = "different prefixes, for prefix_repetition (default: 1)"
+    help_text = "number of different prefixes, for prefix_repetition (default: 1)"
     group.add_argument("--num-prefixes", type=parse_size, default=1, metavar="N", help=help_text)
 
 
@@ -87,9 +93,11 @@ def read_dataset(args: argparse.Namespace) -> "Dataset":
 
 def add_arrivals(group: Any) -> None:
     """Add the options that define when requests arrive."""
-    help_text = "mean arrivals per second, or inf: all at once (the default); several are measured one after the other"
+    help_text = (
+        "mean arrivals per second, or inf: all at once (the default); several rates are measured one after another"
+    )
     group.add_argument("--request-rate", type=float, nargs="+", default=[float("inf")], metavar="R", help=help_text)
-    help_text = "1: a Poisson process (the default); less: bursts; more: steadier"
+    help_text = "1: a Poisson process (the default); below 1: in bursts; above 1: steadier"
     group.add_argument("--burstiness", type=float, default=1.0, metavar="X", help=help_text)
 
 

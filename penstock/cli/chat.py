@@ -20,7 +20,7 @@ DESCRIPTION = "Talk to a model in the terminal."
 COMMANDS = """\
 /help          these lines
 /retry         answer the last message again (with --temperature above 0 and no --seed: differently)
-/system TEXT   begin a new conversation under this system message; without TEXT: under none
+/system TEXT   begin a new conversation with this system message; without TEXT: with none
 /reset         forget the conversation
 /exit, Ctrl-D  leave
 //TEXT         send TEXT with its slash: //help sends /help

@@ -37,7 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_imports(parser)
     parser.add_argument("--against", metavar="DIR", help="compare with Transformers' model of another directory")
-    parser.add_argument("--tiny", action="store_true", help="small sizes and random weights even if there are weights")
+    parser.add_argument(
+        "--tiny", action="store_true", help="use small sizes and random weights even if there are weights"
+    )
     help_text = "only check the files: structure, checksums, config, tokenizer; needs no Transformers"
     parser.add_argument("--files", action="store_true", help=help_text)
     parser.add_argument("--verify", action="store_true", help="only compare the native kernels with the reference")

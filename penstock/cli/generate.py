@@ -44,12 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print one JSON object per prompt, and nothing else")
     help_text = "print all prompts while they grow, in lines that begin with [1], [2], ..."
     group.add_argument("--concurrent", action="store_true", help=help_text)
-    help_text = "on a terminal, print all prompts anew whenever they have grown"
+    help_text = "on a terminal, print all prompts again whenever one has grown"
     group.add_argument("--reprint", action="store_true", help=help_text)
     group.add_argument("--output-at-end", action="store_true", help="print nothing before all prompts are done")
-    help_text = "tokens of a prompt between two prints of it (default: 1; with --concurrent 16)"
+    help_text = "print a prompt again after every N tokens (default: 1; with --concurrent: 16)"
     group.add_argument("--print-interval", type=parse_size, metavar="N", help=help_text)
-    group.add_argument("--profile", action="store_true", help="show calls, time and limits of each operation")
+    group.add_argument("--profile", action="store_true", help="show the calls, time and limits of each operation")
     # the names of --concurrent and --reprint in Falcon's decode backend
     parser.add_argument("--mode", choices=["concurrent"], help=argparse.SUPPRESS)
     parser.add_argument("--print-option", choices=["reprint"], help=argparse.SUPPRESS)

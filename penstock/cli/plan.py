@@ -15,7 +15,7 @@ from penstock.planner.machines import THIS, Hardware, load_hardware, this_file
 if TYPE_CHECKING:  # an error in the options must not wait for the import of numpy
     from penstock.planner.placement import Placement
 
-DESCRIPTION = "Say what a model takes and how fast it will be, from its config.json, before anything is loaded."
+DESCRIPTION = "Predict a model's memory and speed from its config.json, before anything is loaded."
 EXAMPLES = """examples:
   penstock plan demo                                        on this machine, as the engine would start
   penstock plan /models/llama --hardware tpu-v5e-8          the fewest chips that it fits on
@@ -32,18 +32,20 @@ DOES_NOT_FIT = 1
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     machine = parser.add_argument_group("hardware")
-    help_text = "a YAML file, a name of the package's, or this: what `penstock bench machine` measured (default: this)"
+    help_text = (
+        "a YAML file, the name of a bundled one, or this: what `penstock bench machine` measured (default: this)"
+    )
     add_hardware(machine, help_text)
-    help_text = "a YAML file, or a name of the package's: chips of each part of the model, checked"
+    help_text = (
+        "a YAML file, or the name of a bundled one, with the chips of each part of the model; the plan checks it"
+    )
     machine.add_argument("--placement", metavar="FILE", help=help_text)
     chips = parser.add_argument_group("simulated chips")
-    help_text = "compute the placement: each chip runs its part with the real kernels; compare with a run without chips"
+    help_text = "compute the placement, each chip its part with the real kernels, and compare with a run without chips"
     chips.add_argument("--run", action="store_true", dest="is_run", help=help_text)  # args.run is the command
-    help_text = "of a narrower model, with random weights, that --run computes instead"
+    help_text = "hidden size of a narrower model, with random weights, that --run computes instead"
     chips.add_argument("--hidden-size", type=parse_size, metavar="N", help=help_text)
-    help_text = (
-        "steps of --run in flight, each with some of the rows, where layers have chips of their own (default: 1)"
-    )
+    help_text = "steps of --run in flight, each with some of the rows, if layers have chips of their own (default: 1)"
     chips.add_argument("--micro-batches", type=parse_size, metavar="N", help=help_text)
     help_text = "write what the chips of --run did, for chrome://tracing or Perfetto"
     chips.add_argument("--trace", metavar="FILE", help=help_text)
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig.from_options(**engine_options(args))
     for name in ("hidden_size", "micro_batches", "trace"):
         if getattr(args, name) is not None and not args.is_run:
-            raise InvalidRequestError(f"{name}: it belongs to --run", param=name)
+            raise InvalidRequestError(f"{name}: only allowed with --run", param=name)
     # Without --hardware, use the measurement of this machine, if there is one.
     name = THIS if args.hardware is None and this_file().is_file() else args.hardware
     hardware = None if name is None else load_hardware(name)
@@ -118,7 +120,7 @@ def _note_what_is_unknown(hardware: Hardware | None, devices: tuple[int, int | N
     if hardware is None or not hardware.has_rates:
         note("penstock: no times: measure this machine with `penstock bench machine`, or name a --hardware")
     elif devices is not None and devices[0] > 1 and not hardware.link_bytes_per_s:
-        note(f"penstock: {hardware.name} has no link_bytes_per_s: what devices exchange is not in the times")
+        note(f"penstock: {hardware.name} has no link_bytes_per_s, so the times leave out what devices exchange")
 
 
 def _draw(model: str, result: dict[str, Any], path: Path) -> None:

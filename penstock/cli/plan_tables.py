@@ -26,7 +26,7 @@ def print_plan(model: str, result: dict[str, Any]) -> None:
         console.print("no single change makes it fit; what would fit is below", highlight=False)
     _print_devices(console, result)
     weights = ", ".join(f"{name} {size_text(size)}" for name, size in result["weights"].items())
-    console.print(f"weights: {weights}; cache: {result['cache_bytes_per_token']} bytes a token", highlight=False)
+    console.print(f"weights: {weights}; cache: {result['cache_bytes_per_token']} bytes per token", highlight=False)
     _print_largest(console, result["largest"])
     if result["predictions"]:
         _print_times(console, result)
@@ -79,17 +79,17 @@ def _time_text(seconds: float) -> str:
 
 def _print_placement(console: Console, found: dict[str, Any]) -> None:
     lines = [
-        f"placement: {found['epochs']} epochs, one a layer; head {found['lm_head']}",
-        f"cache: {found['key_bytes'] / MIB:g} MiB a K, {found['cache_bytes_per_layer'] / MIB:g} MiB a layer, "
+        f"placement: {found['epochs']} epochs, one per layer; head {found['lm_head']}",
+        f"cache: {found['key_bytes'] / MIB:g} MiB per K, {found['cache_bytes_per_layer'] / MIB:g} MiB per layer, "
         f"{found['cache_bytes'] / MIB:g} MiB in all",
         f"SRAM of the attention's chips: {found['sram_bytes'] / MIB:g} MiB; at most "
         f"{found['peak_sram_bytes_per_chip'] / MIB:.1f} MiB of a chip in an epoch, "
         f"{size_text(found['peak_dram_bytes_per_chip'])} of its DRAM",
-        f"weights: {found['weight_bytes'] / 1e9:.1f} GB, {found['weight_bytes_per_layer'] / 1e9:.2f} GB a layer "
+        f"weights: {found['weight_bytes'] / 1e9:.1f} GB, {found['weight_bytes_per_layer'] / 1e9:.2f} GB per layer "
         f"({found['counted_weight_bytes'] / 1e9:.1f} GB counted on the chips), "
-        f"{found['streamed_bytes_per_token'] / 1e9:.1f} GB streamed a token",
+        f"{found['streamed_bytes_per_token'] / 1e9:.1f} GB streamed per token",
     ]
-    lines += [f"it cannot be: {problem}" for problem in found["problems"]]
+    lines += [f"it is impossible: {problem}" for problem in found["problems"]]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 

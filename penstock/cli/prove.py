@@ -28,7 +28,9 @@ PIPED_WIDTH = 120  # characters per line of a table that goes to a file or anoth
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--minutes", type=float, default=5.0, metavar="N", help="for all proofs together (default: 5)")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, metavar="N", help="minutes for all proofs together (default: 5)"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="PROOF", help="the proofs to make (default: all)")
     help_text = "write the results, with a description of each trial that went wrong, to this file"
     parser.add_argument("--json", metavar="FILE", help=help_text)

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(report: "ReplayReport") -> None:
-    print(f"made because: {report.reason}")
+    print(f"reason for the record: {report.reason}")
     for remark in report.remarks:
         print(remark)
     for finding in report.findings:
@@ -63,9 +63,9 @@ def _print(report: "ReplayReport") -> None:
         where = f"step {first.step_id}"
         if first.request_id is not None:
             where += f", request {first.request_id}, position {first.position}"
-        print(f"first difference: {where}: {first.what}: {first.recorded} there, {first.replayed} here")
+        print(f"first difference: {where}: {first.what}: {first.recorded} in the record, {first.replayed} here")
         others = [item for item in report.differences[1:] if item.request_id is not None]
         if others:
-            print(f"in the same step differ also: {', '.join(str(item.request_id) for item in others)}")
+            print(f"also different in the same step: {', '.join(str(item.request_id) for item in others)}")
     elif report.computed:
         print("the same bits")

@@ -28,8 +28,12 @@ RAY_OPTIONS = {  # flag -> field of ReplicaOptions
     "target_queued_tokens": "target_queued_tokens",
     "cpus_per_replica": "num_cpus",
 }
-TOOL_PARSER_HELP = "how the model writes tool calls: hermes, llama3_json, mistral, none, or auto: by its chat template"
-REASONING_PARSER_HELP = "which thoughts are told apart from the answer: qwen3, deepseek_r1, none, or auto (as above)"
+TOOL_PARSER_HELP = (
+    "how the model writes tool calls: hermes, llama3_json, mistral, none, or auto: as its chat template shows (default)"
+)
+REASONING_PARSER_HELP = (
+    "how the model separates reasoning from the answer: qwen3, deepseek_r1, none, or auto (as above)"
+)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 DESCRIPTION = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
 EXAMPLES = """examples:
@@ -48,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", metavar="KEY", default=os.environ.get(API_KEY_VARIABLE) or None, help=help_text)
     help_text = "TOML file of named keys with limits; read again on SIGHUP (see the page on serving)"
     group.add_argument("--api-key-file", metavar="FILE", help=help_text)
-    help_text = "keys do not share cached prefixes, so that none can tell what another has sent (default: off)"
+    help_text = "keys share no cached prefixes, so that no client can tell what another has sent (default: off)"
     group.add_argument("--cache-salt-by-key", action="store_true", help=help_text)
     help_text = "name of the model in requests (default: MODEL; repeatable)"
     group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
@@ -60,17 +64,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=help_text)
     group.add_argument("--tool-call-parser", default="auto", metavar="NAME", help=TOOL_PARSER_HELP)
     group.add_argument("--reasoning-parser", default="auto", metavar="NAME", help=REASONING_PARSER_HELP)
-    help_text = "file that remembers background responses and resumable streams, so that they survive a kill"
+    help_text = "file that stores background responses and resumable streams, so that they survive a kill"
     group.add_argument("--journal", metavar="FILE", help=help_text)
-    help_text = "seconds that open requests get after SIGTERM (default: 30)"
+    help_text = "seconds that open requests may go on after SIGTERM (default: 30)"
     group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
     help_text = "keep a second engine process loaded, which takes over at once when the first dies"
     group.add_argument("--standby", action="store_true", help=help_text)
     help_text = "engines that share the requests, each with the whole model and its part of the machine (default: 1)"
     group.add_argument("--data-parallel-size", type=int, default=UNSET, metavar="N", help=help_text)
-    help_text = "memory for what the engine did in its last minutes; 0 for none (default: 32MiB)"
+    help_text = "memory for the record of the engine's last minutes; 0: keep none (default: 32MiB)"
     group.add_argument("--flight-recorder", type=parse_size, default=UNSET, metavar="SIZE", help=help_text)
-    help_text = "directory for records of these minutes, when an engine dies or a request fails (default: none)"
+    help_text = "directory where this record is written when an engine dies or a request fails (default: none)"
     group.add_argument("--record-dir", default=UNSET, metavar="DIR", help=help_text)
     help_text = "keep the token ids of prompts and answers in these records (default: on)"
     group.add_argument("--record-text", action=argparse.BooleanOptionalAction, default=UNSET, help=help_text)
@@ -85,9 +89,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _add_transfer_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prefill and decoding on different engines (both need --kv-offload-dir)")
-    help_text = "prefill: compute prompts for other servers; decode: have them computed (default: do both here)"
+    help_text = (
+        "prefill: compute prompts for other servers; decode: let another server compute them (default: do both here)"
+    )
     group.add_argument("--kv-role", metavar="ROLE", default=UNSET, help=help_text)
-    help_text = "server with --kv-role prefill, which has the same --api-key (repeatable)"
+    help_text = "URL of a server with --kv-role prefill and the same --api-key (repeatable)"
     group.add_argument(
         "--kv-prefill-url", action="append", dest="kv_prefill_urls", default=UNSET, metavar="URL", help=help_text
     )
@@ -95,11 +101,11 @@ def _add_transfer_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_ray_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Ray (needs penstock[ray] and a cluster; see the page on scaling)")
-    help_text = "run the engines, --data-parallel-size of them, as Ray Serve replicas on the cluster of RAY_ADDRESS"
+    help_text = "run the engines, --data-parallel-size of them, as Ray Serve replicas on the cluster at RAY_ADDRESS"
     group.add_argument("--on-ray", action="store_true", help=help_text)
-    help_text = "engines at most: with --on-ray, as many as the queued tokens need (default: --data-parallel-size)"
+    help_text = "maximum number of engines; more start when queued tokens need them (default: --data-parallel-size)"
     group.add_argument("--max-replicas", type=int, default=UNSET, metavar="N", help=help_text)
-    help_text = "tokens that one engine should have to compute, which decides how many there are (default: 16384)"
+    help_text = "queued tokens per engine; with --max-replicas, more tokens start more engines (default: 16384)"
     group.add_argument("--target-queued-tokens", type=float, default=UNSET, metavar="N", help=help_text)
     help_text = "cores that Ray reserves for each engine (default: 1)"
     group.add_argument("--cpus-per-replica", type=float, default=UNSET, metavar="N", help=help_text)
@@ -107,13 +113,15 @@ def _add_ray_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    help_text = "choices that may wait for their turn; beyond it 429 (default: 8192)"
+    help_text = "maximum number of choices that may wait; beyond it, requests get 429 (default: 8192)"
     group.add_argument("--max-queued-requests", type=int, default=UNSET, metavar="N", help=help_text)
-    help_text = "tokens of the prompts that may wait; beyond it 429 (default: 8M)"
+    help_text = "maximum number of prompt tokens that may wait; beyond it, requests get 429 (default: 8M)"
     group.add_argument("--max-queued-tokens", type=parse_size, default=UNSET, metavar="N", help=help_text)
-    help_text = "seconds that a request may wait for its first token; 429 where it would be later (default: 60)"
+    help_text = (
+        "seconds that a request may wait for its first token; if it would wait longer, it gets 429 (default: 60)"
+    )
     group.add_argument("--max-queue-wait", type=float, default=60.0, metavar="S", help=help_text)
-    help_text = "seconds from a request's first byte to the end of its answer; then 504 (default: no limit)"
+    help_text = "seconds from a request's first byte to the end of its answer; later, it gets 504 (default: no limit)"
     group.add_argument("--request-timeout", type=float, default=UNSET, metavar="S", help=help_text)
 
 
@@ -147,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     if args.on_ray:
         return _serve_on_ray(options, ray_options, engine_options(args) | client)
     if ray_options:
-        raise InvalidRequestError("max_replicas, target_queued_tokens, cpus_per_replica: only with --on-ray")
+        raise InvalidRequestError("max_replicas, target_queued_tokens, cpus_per_replica: only allowed with --on-ray")
     llm = AsyncLLM(**engine_options(args), **client)  # the engine loads while the server's modules are imported
     from penstock.server import serve
 

@@ -14,7 +14,7 @@ from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError
 from penstock.planner.machines import THIS, load_hardware
 
-DESCRIPTION = "Simulate a load: the real scheduler and cache on a virtual clock, with steps that take what they cost."
+DESCRIPTION = "Simulate a load: the real scheduler and cache on a virtual clock, which the cost of each step advances."
 # Options that change a fleet -> options, at least one of which must also be given.
 CHANGES = {
     "max_replicas": ("max_replicas",),
@@ -32,7 +32,7 @@ EXAMPLES = """examples:
   penstock simulate demo --trace day.csv --replicas 2 --max-replicas 20 --startup-time 90 --mtbf 86400 --restart-time 15
   penstock simulate demo --costs costs.json --json
   penstock simulate /models/llama --hardware h100-sxm --users 200 --replicas auto --target ttft_p99=2s
-With --hardware, steps cost what `penstock plan` predicts. Else they cost what --costs says: a record of a running
+With --hardware, steps cost what `penstock plan` predicts. Otherwise they cost what --costs says: a record of a running
 server (--record-dir), a file of --save-costs, or this, which measures the model on this machine.
 """
 
@@ -40,36 +40,36 @@ server (--record-dir), a file of --save-costs, or this, which measures the model
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     load = parser.add_argument_group("load")
-    help_text = "requests of a run (default: 1000, or all of the trace)"
+    help_text = "requests per run (default: 1000, or all of the trace)"
     load.add_argument("--num-prompts", type=parse_size, metavar="N", help=help_text)
     add_arrivals(load)
     add_dataset(load)
-    help_text = "CSV of arrival_s, prompt_len, output_len, prefix_group, prefix_len, in place of what is drawn"
+    help_text = "CSV of arrival_s, prompt_len, output_len, prefix_group, prefix_len, instead of drawn requests"
     load.add_argument("--trace", metavar="FILE", help=help_text)
-    help_text = "so many users send the requests, each when the answer to the one before is complete"
+    help_text = "number of users that send the requests, each after the answer to the previous one is complete"
     load.add_argument("--users", type=parse_size, metavar="N", help=help_text)
     help_text = "mean time that a user takes between an answer and the next request (default: 0)"
     load.add_argument("--think-time", type=float, default=0.0, metavar="SECONDS", help=help_text)
-    load.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals (default: 0)")
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="seed of lengths and arrivals (default: 0)")
     fleet = parser.add_argument_group("fleet")
     help_text = "engines behind the router, or auto: as few as meet the target (default: 1)"
     fleet.add_argument("--replicas", type=_parse_replicas, default=1, metavar="N", help=help_text)
     help_text = "round_robin, least_loaded, by open requests, or cached_prefix, as serve does (default: round_robin)"
     fleet.add_argument("--router", default="round_robin", metavar="NAME", help=help_text)
-    help_text = "simulate only N replicas of a round_robin, and let them stand for all"
+    help_text = "with the router round_robin: simulate only N replicas, and let them stand for all"
     fleet.add_argument("--sample", type=parse_size, metavar="N", help=help_text)
-    help_text = "what the fleet must keep, like ttft_p99=2s,itl_p99=100ms,e2e_p50=20s"
+    help_text = "targets that the fleet must meet, like ttft_p99=2s,itl_p99=100ms,e2e_p50=20s"
     add_changes(fleet)
     fleet.add_argument("--target", metavar="GOALS", help=help_text)
-    fleet.add_argument("--price", type=float, metavar="X", help="of a replica for an hour, in any currency")
+    fleet.add_argument("--price", type=float, metavar="X", help="price of a replica per hour, in any currency")
     help_text = "what steps cost: a record, a file, or this: measured now (default: this)"
     fleet.add_argument("--costs", metavar="FILE", help=help_text)
-    help_text = "replicas are on this hardware, and steps cost what `penstock plan` predicts there, in place of --costs"
+    help_text = "replicas are on this hardware, and steps cost what `penstock plan` predicts there, instead of --costs"
     add_hardware(fleet, help_text)
     fleet.add_argument("--save-costs", metavar="FILE", help="write what steps cost as JSON, for --costs")
     output = parser.add_argument_group("output")
     output.add_argument("--plot", metavar="FILE", help="draw the figures by request rate, as html, svg, png or pdf")
-    help_text = "processes that simulate replicas of a round_robin (default: 1)"
+    help_text = "processes that simulate, for the router round_robin (default: 1)"
     output.add_argument("--processes", type=parse_size, metavar="N", help=help_text)
     output.add_argument("--json", action="store_true", help="print the figures as JSON, and nothing else")
     add_engine_options(parser, [name for name in option_names() if name != "seed"])
@@ -77,14 +77,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def add_changes(group: argparse._ArgumentGroup) -> None:
     """Add the options that change a fleet: autoscaling and failures."""
-    help_text = "autoscaling: from --replicas to so many, as --target-ongoing-requests needs"
+    help_text = "autoscaling: from --replicas up to this many, as --target-ongoing-requests needs"
     group.add_argument("--max-replicas", type=parse_size, metavar="N", help=help_text)
     seconds: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
-    help_text = "of a replica, on average (default: max_num_seqs)"
+    help_text = "ongoing requests per replica, on average (default: max_num_seqs)"
     group.add_argument("--target-ongoing-requests", type=float, metavar="X", help=help_text)
-    help_text = "for so long more replicas must be wanted before they are added (default: 30)"
+    help_text = "how long more replicas must be needed before they are added (default: 30)"
     group.add_argument("--upscale-delay", **seconds, help=help_text)
-    help_text = "for so long fewer must be wanted before they are removed (default: 600)"
+    help_text = "how long fewer replicas must suffice before some are removed (default: 600)"
     group.add_argument("--downscale-delay", **seconds, help=help_text)
     help_text = "from the decision to add a replica until it serves (default: 60)"
     group.add_argument("--startup-time", **seconds, help=help_text)
@@ -134,9 +134,11 @@ def _check_costs(args: argparse.Namespace) -> None:
     """Raise InvalidRequestError for options that contradict each other."""
     for name in ("costs", "save_costs"):
         if args.hardware is not None and getattr(args, name) is not None:
-            raise InvalidRequestError(f"{name}: steps on --hardware cost what is planned; leave one out", param=name)
+            raise InvalidRequestError(
+                f"{name}: not allowed with --hardware, whose costs are planned; leave one out", param=name
+            )
     if args.devices is not None and args.hardware is None:
-        raise InvalidRequestError("devices: of which --hardware?", param="devices")
+        raise InvalidRequestError("devices: only allowed with --hardware", param="devices")
 
 
 def _elsewhere(options: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any]:
@@ -172,7 +174,7 @@ def _changes(args: argparse.Namespace) -> Any:
     for name in given:
         if not any(needed in given for needed in CHANGES[name]):
             needed = " or ".join(f"--{needed.replace('_', '-')}" for needed in CHANGES[name])
-            raise InvalidRequestError(f"{name}: it belongs to {needed}", param=name)
+            raise InvalidRequestError(f"{name}: only allowed with {needed}", param=name)
     scaling = None
     if args.max_replicas is not None:
         names = {"upscale_delay": "upscale_delay_s", "downscale_delay": "downscale_delay_s"}

@@ -155,7 +155,7 @@ def _draw_placement(sheet: _Sheet, found: dict[str, Any]) -> None:
     sheet.text(LEFT - 10, sheet.y + 12, "chip", "end soft")
     sheet.y += 26
     for problem in found["problems"]:
-        sheet.text(LEFT, sheet.y + 12, f"It cannot be: {problem}"[:120], "bad")
+        sheet.text(LEFT, sheet.y + 12, f"It is impossible: {problem}"[:120], "bad")
         sheet.y += 18
     sheet.y += 8
 

@@ -74,7 +74,7 @@ def test_chips_and_epochs_of_a_placement() -> None:
                  "mlp: epochs 7 to 7, chips 30 to 30", "lm_head: epochs 60 to 60, chips 24 to 31"):  # fmt: skip
         assert text in titles
     over = falcon(sram_per_chip=20 * 2**20).figures()
-    assert "It cannot be: layers.0.attention needs" in picture(planned(placement=over))
+    assert "It is impossible: layers.0.attention needs" in picture(planned(placement=over))
 
 
 def test_the_page_stands_for_itself() -> None:

@@ -42,10 +42,10 @@ def test_falcons_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*words, "--placement", "falcon-40b-galaxy"]) == 0
     printed = capsys.readouterr().out
     for text in (
-        "60 epochs, one a layer",
-        "64 MiB a K, 128 MiB a layer, 7680 MiB in all",
+        "60 epochs, one per layer",
+        "64 MiB per K, 128 MiB per layer, 7680 MiB in all",
         "SRAM of the attention's chips: 1920 MiB",
-        "83.5 GB, 1.39 GB a layer",
+        "83.5 GB, 1.39 GB per layer",
     ):
         assert text in printed
 

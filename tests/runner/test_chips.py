@@ -225,7 +225,7 @@ def test_the_bubble_of_a_pipeline_on_chips(tmp_path: Path, micro_batches: int, t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--trace", "x.json"], "trace: it belongs to --run"),
+        (["--trace", "x.json"], "trace: only allowed with --run"),
         ([*RUN, "--micro-batches", "33"], "--micro-batches: 33 is not allowed"),
         (["--run"], "run: it needs a --placement"),
         ([*RUN, "--hidden-size", "60"], "--hidden-size: 60 is not allowed"),
