@@ -199,12 +199,12 @@ class ParallelConfig:
         if self.num_ranks > 1:
             self._check_split()
         if self.is_on_ray and self.num_ranks * self.pipeline_parallel_size == 1:
-            raise fail("distributed_executor_backend", "ray", "mp where one process has the model: nothing is split")
+            raise fail("distributed_executor_backend", "ray", "mp unless several processes share the model")
 
     def _check_split(self) -> None:
         for name in ("lm_head_pieces", "pad_vocab_multiple"):
             if getattr(self, name) > 1:
-                raise fail(name, getattr(self, name), "1 where several processes share the model and its head")
+                raise fail(name, getattr(self, name), "1 if several processes share the model, and so its head")
         if self.sharding_config is None:
             return
         for name in ("attention_parallel_size", "mlp_parallel_size"):
@@ -249,7 +249,7 @@ class ParallelConfig:
             ("tensor_parallel_size", tensor, model.vocab_size),
         ):
             if degree > 1 and length < LEAVES:
-                raise fail(name, degree, f"1: the model has {length} of what is split")
+                raise fail(name, degree, f"1: the dimension that it splits has only {length} elements")
         return Degrees(size, attention, mlp, tensor, experts, min(mlp, size // experts) if model.num_experts else 1)
 
 
@@ -357,7 +357,7 @@ class NumericsConfig:
             choices["kernels"] = native if level else ("reference", f"plain torch, slow; {why_missing()}")
         if num_ranks > 1 and level is None:
             why = "" if self.kernels == "reference" else f": {why_missing()}"
-            raise fail("kernels", self.kernels, f"cpu where several processes share the model{why}")
+            raise fail("kernels", self.kernels, f"cpu if several processes share the model{why}")
         if self.kernels == "cpu" and level is None:
             raise fail("kernels", self.kernels, f"reference: {why_missing()}")
         if self.quantization is None:
@@ -377,7 +377,7 @@ class NumericsConfig:
     def _share_cores(self, machine: Machine, count: int, *, small_model: bool) -> Choices:
         """Choose threads and cpu_affinity for each of several processes, if they were left open."""
         if self.cpu_affinity not in (AUTO, NONE):
-            raise fail("cpu_affinity", self.cpu_affinity, "auto or none where several processes share the cores")
+            raise fail("cpu_affinity", self.cpu_affinity, "auto or none if several processes share the cores")
         choices: Choices = {}
         if self.threads is None:
             threads = 1 if small_model else max(1, machine.default_threads()[0] // count)
@@ -475,7 +475,7 @@ class EngineConfig:
         self.parallel.degrees(model)
         stages = self.parallel.pipeline_parallel_size
         if stages > model.num_hidden_layers:
-            raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, a layer for each process")
+            raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, one layer per process")
         numerics, why_numerics = self.numerics.resolve(
             model, self.parallel.num_ranks * stages, num_engines, elsewhere=self.parallel.is_on_ray
         )

@@ -54,7 +54,7 @@ def test_a_packed_directory_decides_what_was_left_open(tmp_path: Path) -> None:
         assert built.info.choices_made[name] == f"{value}: the directory holds packed weights " + (
             "(bfloat16, int4 in groups of 32)"
         )
-    with pytest.raises(InvalidRequestError, match=r"^quantization: 'int8' does not fit"):
+    with pytest.raises(InvalidRequestError, match=r"^quantization: 'int8' does not match"):
         build_engine(EngineConfig.from_options(model=str(tmp_path / "packed"), quantization="int8"))
 
 

@@ -75,7 +75,7 @@ def test_a_file_of_plain_lines(tmp_path: Path) -> None:
         (b'["a", 5]', "item 2 must be a string or an object"),
         (b'["a", ""]', "item 2 is an empty string"),
         (b'{"prompt": "a", "max_tokens": 5}', "line 1 must be a string or an object"),
-        (b'"a"\n{"prompt": 3}', "line 2 needs either prompt, a text, or prompt_token_ids"),
+        (b'"a"\n{"prompt": 3}', "line 2 needs either prompt"),
         (b'{"prompt_token_ids": []}', "line 1 needs either"),
         (b'{"prompt": "a", "prompt_token_ids": [1]}', "line 1 needs either"),
         (b'"a"\n' + b"[" * 100_000, "line 2 is not JSON"),

@@ -119,7 +119,7 @@ def test_a_file_that_shrinks_under_the_engine(tmp_path) -> None:
         finally:
             server.kill()
             log = server.stderr.read()
-    assert "a file that is mapped has become shorter" in log
+    assert "a mapped file has become shorter" in log
     assert "penstock.safetensors: not a s" in log
     assert "Traceback" not in log
 

@@ -57,9 +57,13 @@ def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weight
     weights = resolve_model(wanted.model)
     model = load_model_config(weights)
     if model.vocab_size != target.vocab_size or not _same_tokens(weights, target_weights):
-        message = f"{wanted.model} has {model.vocab_size} tokens, and {config.model} others or {target.vocab_size}"
+        message = (
+            f"its vocabulary ({model.vocab_size} tokens) is not that of {config.model} ({target.vocab_size} tokens)"
+        )
         param = "speculative_config"
-        raise InvalidRequestError(f"{param}.model: {message}; both need one vocabulary", param=param)
+        raise InvalidRequestError(
+            f"{param}.model: {wanted.model}: {message}; use a draft model that has it", param=param
+        )
     own = _draft_config(config, wanted.model, model)
     rows, length = own.scheduler.max_num_seqs, own.cache.block_size or 0
     groups = tuple(CacheGroup(layers, window, rows, length) for layers, window in model.cache_groups())

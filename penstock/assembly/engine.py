@@ -169,7 +169,7 @@ def _build(
     plan_of_ranks = RankPlan(config, model_config, weights, tuple(plan.groups), find_degrees(config, model_config))
     model, executor, cache_bytes = _open(plan_of_ranks, ops, kv_scales, forms, start)
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
-        raise EngineError(f"the cache takes {cache_bytes} bytes where {plan.num_bytes} were planned")
+        raise EngineError(f"the cache takes {cache_bytes} bytes, but {plan.num_bytes} were planned")
     info = with_memory(describe(config, model_config, plan, weights), memory)
     store, info = _open_store(config, info, plan.groups, executor)
     engine = _make_engine(config, model_config, executor, plan.groups, store=store)
@@ -235,7 +235,11 @@ def _build_mock(
     executor = ScriptedExecutor(plan.groups, model_config.vocab_size, keeps_steps=False, depth=depth)
     engine = _make_engine(config, model_config, executor, plan.groups)
     if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
-        raise fail("speculative_config", config.speculation.drafts.model, 'with the method "ngram": mock has no model')
+        raise fail(
+            "speculative_config",
+            config.speculation.drafts.model,
+            '{"method": "ngram"}: load_format = mock has no model',
+        )
     engine.speculate(make_speculation(config, Draft()))
     model, ops = _NoModel("load_format", "mock has no model"), make_ops(config, model_config)
     return BuiltEngine(

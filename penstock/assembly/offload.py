@@ -26,9 +26,15 @@ def check_offload(config: EngineConfig) -> None:
     if numerics.load_format == "mock":
         raise fail(name, getattr(config.cache, name), "left out: mock has no keys and values to keep")
     if numerics.kernels != "cpu":
-        raise fail(name, getattr(config.cache, name), "left out: only the native kernels (kernels = cpu) can")
+        raise fail(
+            name, getattr(config.cache, name), "left out: only the native kernels (kernels = cpu) can save blocks"
+        )
     if config.parallel.num_ranks > 1 or config.parallel.pipeline_parallel_size > 1:
-        raise fail(name, getattr(config.cache, name), "left out: blocks of a model in several processes are not kept")
+        raise fail(
+            name,
+            getattr(config.cache, name),
+            "left out: blocks of a model that several processes share cannot be saved",
+        )
 
 
 def make_store(

@@ -38,7 +38,9 @@ def open_pipeline(plan: RankPlan, launcher: Launcher) -> PipelineExecutor:
         NotSupportedError: the weights are in this process's memory only.
     """
     if not isinstance(plan.weights, Path):
-        message = "pipeline_parallel_size: a model object is in this process; save it, and name the directory"
+        message = (
+            "pipeline_parallel_size: a model object cannot be split over processes; save it, and give its directory"
+        )
         raise NotSupportedError(message, param="pipeline_parallel_size")
     plan = replace(plan, weights=plan.weights.absolute())
     stages = split_layers(plan.model_config.num_hidden_layers, plan.config.parallel.pipeline_parallel_size)

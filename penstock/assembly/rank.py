@@ -38,7 +38,7 @@ def serve(
     except (ExecutorLostError, OSError):
         return 0
     except (PenstockError, MemoryError) as error:
-        message = str(error) or "there is no memory for its layers"
+        message = str(error) or "there is not enough memory for its layers"
         engine.send(encode(CannotStart(message, getattr(error, "param", None))))
         return 1
     Rank(begin.stage, runner, engine, before, after, rank=begin.rank, peers=ranks).run()

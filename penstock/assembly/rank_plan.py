@@ -67,7 +67,9 @@ def make_runner(
         and isinstance(plan.weights, Path)
         and fingerprint(plan.weights) != plan.fingerprint
     ):
-        raise ModelLoadError(f"{plan.weights} has other weights on {gethostname()} than where the engine runs")
+        raise ModelLoadError(
+            f"{plan.weights} on {gethostname()} differs from the engine's; give all machines the same files"
+        )
     config, whole, share = plan.config, plan.model_config, Share(rank, plan.degrees)
     model = make_model(config, whole, plan.weights, ops, None if ranks is None else Split(share, ranks), stage)
     scales = read_scales(config, whole)

@@ -100,9 +100,13 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
         return
     name, size = "tensor_parallel_size", num_ranks
     if config.numerics.kernels != "cpu" or is_torch(make_ops(replace_threads(config), model).dtype):
-        raise NotSupportedError(f"{name}: {size} processes share only models of the native kernels; use 1", param=name)
+        raise NotSupportedError(
+            f"{name}: {size} processes can share only models that the native kernels compute; use 1", param=name
+        )
     if not isinstance(weights, Path):
-        raise NotSupportedError(f"{name}: {size} processes cannot share a model object; give its directory", param=name)
+        raise NotSupportedError(
+            f"{name}: {size} processes cannot share a model object; save it, and give its directory", param=name
+        )
     if config.numerics.load_format == "mock":
         raise InvalidRequestError(f"{name}: load_format = mock has no model to share; use 1", param=name)
 

@@ -84,7 +84,7 @@ def compare(rows: int, threads: int) -> None:
             f"M = {rows}, {name}: alone {alone:.1f} ms, with a busy process on core {core} {beside:.1f} ms: "
             f"{beside / alone:.2f} times (of means: {mean_beside / mean_alone:.2f})"
         )
-    print(f"M = {rows}, our bits are {'the same' if same else 'DIFFERENT'}")
+    print(f"M = {rows}, the bits of the results are {'the same' if same else 'DIFFERENT'}")
 
 
 def main() -> int:

@@ -59,7 +59,7 @@ class Dataset:
         check.check_int("num_prefixes", self.num_prefixes, 1, 10**6)
         if (self.name == "sharegpt") != (self.path is not None):
             raise InvalidRequestError(
-                "dataset_path: is for --dataset-name sharegpt, which needs it", param="dataset_path"
+                "dataset_path: --dataset-name sharegpt needs it, and no other dataset takes it", param="dataset_path"
             )
 
 

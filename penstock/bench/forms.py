@@ -118,7 +118,7 @@ def _run(
             if output.error is not None:
                 raise EngineError(f"a request failed, so nothing was measured: {output.error}")
             if any(choice.finish_reason is FinishReason.STOP for choice in output.outputs):
-                message = f"json_schema_file: an answer was complete before {output_len} tokens; give a longer schema"
+                message = f"json_schema_file: an answer was complete before {output_len} tokens; require longer answers"
                 raise InvalidRequestError(message, param="json_schema_file")
         if outputs and run.first_token_s:
             run.steps.append(now - step_began)

@@ -118,7 +118,9 @@ def _is_split(built: BuiltEngine, profile: Profile | None) -> bool:
 def _check_length(output: RequestOutput, workload: Workload) -> None:
     """Raise InvalidRequestError if an answer is complete too early, because the runs would not be comparable."""
     if any(choice.finish_reason is FinishReason.STOP for choice in output.outputs):
-        message = f"json_schema_file: an answer was complete before {workload.output_len} tokens; give a longer schema"
+        message = (
+            f"json_schema_file: an answer was complete before {workload.output_len} tokens; require longer answers"
+        )
         raise InvalidRequestError(message, param="json_schema_file")
 
 

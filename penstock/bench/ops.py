@@ -71,7 +71,9 @@ class Selection:
             raise InvalidRequestError(message, param="dtype")
         largest, free = max(case_bytes) + 3 * machine.RING_BYTES, free_memory_bytes()
         if largest > free:
-            message = f"shape: the largest case needs {largest / 2**20:,.0f} MiB; {free / 2**20:,.0f} MiB are free"
+            message = (
+                f"shape: the largest case needs {largest / 2**20:,.0f} MiB, but only {free / 2**20:,.0f} MiB are free"
+            )
             raise InvalidRequestError(message, param="shape")
 
     def _check_products(self) -> None:
@@ -79,7 +81,7 @@ class Selection:
             if not values or min(values) < 1 or max(values) > 2**20:
                 raise InvalidRequestError(f"{name}: numbers must be from 1 to {2**20}", param=name)
         if max(k for _, k in self.shapes) > MAX_INTEGER_LEAF and not {"bf16", "f32"}.issuperset(self.dtypes):
-            message = f"shape: k of an integer product is at most {MAX_INTEGER_LEAF}; choose --dtype bf16 f32 for more"
+            message = f"shape: k of an integer product is at most {MAX_INTEGER_LEAF}; use --dtype bf16 f32 for more"
             raise InvalidRequestError(message, param="shape")
 
     def cases(self) -> Iterator[Case]:

@@ -141,7 +141,7 @@ def line(phase: Phase) -> str:
     """Return the figures of a phase in words."""
     return (
         f"{phase.load:>11}: {phase.sent_per_s:.0f} requests/s sent, {phase.finished_tokens_per_s:.0f} tokens/s "
-        f"finished; {phase.admitted} let in, first token after {phase.p50_ttft_ms:.0f} ms (p99 "
+        f"finished; {phase.admitted} admitted, first token after {phase.p50_ttft_ms:.0f} ms (p99 "
         f"{phase.p99_ttft_ms:.0f}, max {phase.max_ttft_ms:.0f}); {phase.refused} refused after "
         f"{phase.p50_refusal_ms:.0f} ms (p99 {phase.p99_refusal_ms:.0f}); {phase.given_up} given up in the queue, "
         f"{phase.broken} broken; clients {phase.p99_client_late_ms:.0f} ms late (p99), "
@@ -163,7 +163,7 @@ def measure(load: Load) -> list[Phase]:
     phases = [load.closed_loop("peak", NUM_CLIENTS)]
     rate = phases[0].finished_tokens_per_s * len(OUTPUT_LENS) / sum(OUTPUT_LENS)
     if rate == 0.0:
-        raise EngineError("no answer was finished at the peak: the phases are too short for it; take longer --seconds")
+        raise EngineError("no answer was finished at the peak: the phases are too short; increase --seconds")
     phases.append(load.open_loop("1x", rate))
     phases.append(load.open_loop(f"{FACTOR}x", FACTOR * rate))
     phases.append(load.closed_loop(f"{FACTOR}x, polite", FACTOR * NUM_CLIENTS))
@@ -174,9 +174,9 @@ def measure(load: Load) -> list[Phase]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure a server under ten times the load that it can bear.")
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each of five phases")
-    parser.add_argument("--max-queue-wait", type=float, default=3.0, metavar="S", help="as of `penstock serve`")
-    parser.add_argument("--load-format", default="auto", metavar="FORMAT", help="as of `penstock serve`")
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="length of each of the five phases")
+    parser.add_argument("--max-queue-wait", type=float, default=3.0, metavar="S", help="see `penstock serve`")
+    parser.add_argument("--load-format", default="auto", metavar="FORMAT", help="see `penstock serve`")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
     args = parser.parse_args()
     flags = f"--port=0 --threads={max(1, available_threads() - 1)} --max-num-seqs={NUM_ROWS}".split()

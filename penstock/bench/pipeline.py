@@ -148,8 +148,8 @@ def measure(num_stages: int, num_micro_batches: int, stage_s: float, num_tokens:
 
 def main() -> None:
     """Measure every number of stages and micro-batches, and print a table."""
-    parser = argparse.ArgumentParser(description="Measure how long the stages of a pipeline stand still.")
-    parser.add_argument("--stage-ms", type=float, default=20.0, metavar="MS", help="of a stage and micro-batch")
+    parser = argparse.ArgumentParser(description="Measure how long the stages of a pipeline are idle.")
+    parser.add_argument("--stage-ms", type=float, default=20.0, metavar="MS", help="time of a stage for a micro-batch")
     stage_s = parser.parse_args().stage_ms / 1000
     print(f"{NUM_ROWS} rows, a stage takes {1000 * stage_s:g} ms; bubble of one pass, and of {NUM_TOKENS} tokens each")
     print("stages  micro-batches  formula  measured  difference  decoding")

@@ -52,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", nargs="*", type=int, default=STREAMS, metavar="N")
     parser.add_argument("--prompt-len", nargs="*", type=int, default=PROMPT_LENS, metavar="N")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--hardware", metavar="NAME", help="predict for this hardware instead of the measured machine")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="predict for this hardware instead of the machine that was measured"
+    )
     args = parser.parse_args(argv)
     rates = _measured_rates if args.hardware is None else partial(load_hardware, args.hardware)
     cases = [*((DECODE, count) for count in args.streams), *((PREFILL, length) for length in args.prompt_len)]

@@ -58,7 +58,7 @@ def main() -> None:
     costs = [_median(_run(executor)) for executor in (alone, recorded)]
     written = sum(len(record) + 8 for segment in ring.read() for record in segment.records)
     print(f"a step of {NUM_REQUESTS} requests: {costs[0]:.1f} us alone, {costs[1]:.1f} us recorded")
-    print(f"recorded: {costs[1] - costs[0]:.1f} us and {written / STEPS:.0f} bytes a step")
+    print(f"recorded: {costs[1] - costs[0]:.1f} us and {written / STEPS:.0f} bytes per step")
     for vocab_size in VOCABULARIES:
         logits = np.random.default_rng(0).standard_normal((NUM_REQUESTS, vocab_size), np.float32)
         samples = [_timed(logits_checksums, logits, step) for step in range(STEPS)]

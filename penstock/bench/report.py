@@ -83,9 +83,9 @@ def _print_between(console: Console, found: dict[str, Any]) -> None:
     each, whole, predicted = (
         found[name] for name in ("bytes_received_per_step", "bytes_received", "predicted_bytes_received")
     )
-    console.print(f"rank 0 of each stage got {each:,.0f} bytes a step, {whole:,} in all; predicted: {predicted:,}")
+    console.print(f"rank 0 of each stage got {each:,.0f} bytes per step, {whole:,} in total; predicted: {predicted:,}")
     if found["bubble"] is not None:
-        console.print(f"bubble: the stages stood still for {found['bubble']:.1%} of the time")
+        console.print(f"bubble: the stages were idle for {found['bubble']:.1%} of the time")
 
 
 def print_speculation(result: dict[str, Any]) -> None:
@@ -99,9 +99,10 @@ def print_speculation(result: dict[str, Any]) -> None:
         table.add_row(shown, _number(result[f"{name}_tokens_per_s"]), str(result[f"{name}_steps"]))
     console.print(table)
     low, high = result["speedup_low"], result["speedup_high"]
-    console.print(f"times as fast: {result['speedup']:.2f} ({low:.2f} to {high:.2f} over the rounds)")
+    console.print(f"speedup: {result['speedup']:.2f} ({low:.2f} to {high:.2f} over the rounds)")
     if result["draft_tokens"]:
-        console.print(f"drafts: {result['draft_tokens']}, accepted: {result['accepted_tokens']}, warm-up included")
+        drafts, accepted = result["draft_tokens"], result["accepted_tokens"]
+        console.print(f"draft tokens: {drafts}, accepted: {accepted}, warm-up included")
     else:
         console.print("no draft promised to pay, so none was computed: both runs did the same, and the ratio is noise")
 
@@ -167,7 +168,9 @@ def print_profile(profile: dict[str, Any], *, stderr: bool = False) -> None:
                 _percent(row["flop_fraction"]),
             )
         console.print(table)
-    console.print("calls, MB: of a step; read, mult: shares of the limits probed around the calls", style="dim")
+    console.print(
+        "calls, MB: per step; read, mult: shares of the limits that were probed around the calls", style="dim"
+    )
 
 
 def print_ops(result: dict[str, Any]) -> None:
@@ -240,4 +243,4 @@ def print_machine(result: dict[str, Any]) -> None:
     if result["unsettled"]:
         changes = ", ".join(f"{name} {change:+.0%}" for name, change in result["unsettled"].items())
         console.print(f"[yellow]still changing from the first half of the rounds to the second: {changes}[/]")
-        console.print("[yellow]the machine is busy, or its speed wanders; what is kept are medians: measure again[/]")
+        console.print("[yellow]the machine is busy, or its speed varies; medians were kept: measure again[/]")

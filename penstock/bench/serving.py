@@ -21,7 +21,9 @@ from penstock.errors import EngineError, InvalidRequestError
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 DATA = b"data: "
 SHOW_IDS = "return_token_ids"  # the body field that makes a server show tokens without text
-NO_TEXT = "the answer has tokens and no text, as of a model without a tokenizer, and the server does not show their ids"
+NO_TEXT = (
+    "the answer has tokens but no text, as from a model without a tokenizer, and the server does not return their ids"
+)
 
 
 class _Choice(msgspec.Struct):
@@ -134,7 +136,7 @@ class Target:
                 if line.startswith(DATA) and not line.startswith(DATA + b"[DONE]"):
                     self._take(line[len(DATA) :], arrival, outcome)
         if not answer.is_whole:
-            outcome.error = outcome.error or "the connection ended in mid-answer"
+            outcome.error = outcome.error or "the connection ended in the middle of the answer"
         elif not outcome.arrivals:
             outcome.error = outcome.error or (NO_TEXT if outcome.output_len else "the answer has no token")
         outcome.output_len = outcome.output_len or len(outcome.arrivals)
@@ -143,7 +145,7 @@ class Target:
         try:
             event = self._read_event(data)
         except msgspec.DecodeError as error:
-            outcome.error = f"an event is not as OpenAI's: {error}"
+            outcome.error = f"an event does not have OpenAI's format: {error}"
             return
         if event.error is not None:
             outcome.error = check.one_line(event.error)

@@ -119,7 +119,7 @@ def measure_speculation(
         EngineError: a request failed, or drafts changed a token.
     """
     if contest.dataset != "random" and options.get("model", "demo") != "demo":
-        raise check.fail("dataset", contest.dataset, "random: the other texts are the demo model's")
+        raise check.fail("dataset", contest.dataset, "random: the other datasets are for the demo model")
     built = build_engine(EngineConfig.from_options(**{"enable_prefix_caching": False, **options}))
     announce(built.info)
     engine = built.engine
@@ -198,7 +198,7 @@ def _run(engine: Engine, prompts: list[list[int]], contest: Contest) -> _Run:
 def _figures(pairs: list[tuple[_Run, _Run]]) -> dict[str, Any]:
     """Return medians over rounds, and the ratio of the two runs of each round, which are neighbours in time."""
     if not all(run.seconds for pair in pairs for run in pair):
-        raise InvalidRequestError("output_len: it leaves nothing to decode", param="output_len")
+        raise InvalidRequestError("output_len: it leaves nothing to decode; increase it", param="output_len")
     ratios = sorted(plain.seconds / drafted.seconds for plain, drafted in pairs)
     names = ("plain", "drafted")
     speeds = {

@@ -24,7 +24,7 @@ def find_cause(found: Comparison) -> str | None:
         return f"the final norm agrees: {changed or 'the product of the head, or a soft cap'}"
     place = found.places[index]
     if place.what == STREAM:
-        return "both branches agree: they are added to the stream, or scaled, in another way"
+        return "both branches agree: how they are added to the stream, or scaled, differs"
     module = get_submodule(found.ours.model, place.layer)
     if place.what == ATTENTION and isinstance(module, Attention):
         return _attention(found, place, module)
@@ -32,10 +32,10 @@ def find_cause(found: Comparison) -> str | None:
     if changed is not None:
         return changed
     if place.what == ACTIVATION:
-        return "the weights agree: another activation"
+        return "the weights agree: the activation function differs"
     if isinstance(module, RMSNorm | LayerNorm):
         return _norm(found, place, module.eps)
-    return "the weights agree: it is computed in another way"
+    return "the weights agree: the computation differs"
 
 
 def _changed_weights(found: Comparison, layer: str) -> str | None:
@@ -48,7 +48,7 @@ def _changed_weights(found: Comparison, layer: str) -> str | None:
             count = f"{int((difference > 0).sum()):,} of {difference.numel():,} differ, by up to {difference.max():.3g}"
             parts = tensor_rows(parameter.layouts[0], TensorRows(difference))
             source = next(name for name, rows in parts.items() if bool(rows.read(0, rows.shape[0]).any()))
-            return f"{source} has other values there ({count})"
+            return f"{source} has different values there ({count})"
     return None
 
 
@@ -57,7 +57,7 @@ def _norm(found: Comparison, place: Place, ours: float) -> str:
     theirs = next((value for name in EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
     if theirs is not None and theirs != ours:
         return f"the input and the weight agree: the norm's epsilon is {ours:g} here and {theirs:g} there"
-    return "the input and the weight agree: another kind of norm, or an offset of its weight"
+    return "the input and the weight agree: the kind of norm, or an offset of its weight, differs"
 
 
 def _attention(found: Comparison, place: Place, attention: Attention) -> str:

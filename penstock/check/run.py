@@ -64,7 +64,7 @@ class Options:
         check.check_int("prompt_len", self.prompt_len, SHORTEST, 2**20)
         EngineConfig.from_options(dtype=self.dtype, kernels=self.kernels)
         if self.against is not None and (self.tiny or self.verify):
-            raise check.fail("against", self.against, "absent beside --tiny and --verify")
+            raise check.fail("against", self.against, "left out with --tiny and --verify")
 
 
 def check_model(options: Options, announce: Announce = lambda line: None) -> Report:
@@ -129,7 +129,7 @@ def _compare_models(
     theirs = setting.directory if against is None else resolve_model(against)
     architecture = load_model_config(theirs).architecture
     if architecture != config.architecture:
-        text = f"against: it holds a {architecture}; it must be a {config.architecture}, as the model is"
+        text = f"against: it holds a {architecture}; it must hold a {config.architecture}, as the model does"
         raise InvalidRequestError(text, param="against")
     prompt, remarks = _prompt(setting, config)
     ours = OurModel.load(setting.directory, dtype="float32", kernels=setting.kernels, tokens=len(prompt))

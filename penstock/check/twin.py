@@ -41,7 +41,7 @@ class Twin:
         """
         architecture = load_model_config(directory).architecture
         if not find_architecture(architecture).has_lm_head:
-            message = f"check: {architecture} has no language-model head, and logits are what is compared"
+            message = f"check: {architecture} has no language-model head, and the check compares logits"
             raise NotSupportedError(message, param="model")
         model_class = find_class(architecture)
         options = {"local_files_only": True, "use_safetensors": True}

@@ -119,13 +119,13 @@ class Admission:
             return 0.0
         if rate is None:
             if (number := queue.num_queued + num_arriving) > MAX_UNMEASURED:
-                raise _full(f"{number} requests, and how fast they are answered is not known yet", 1.0)
+                raise _full(f"{number} requests, and how fast it moves is not known yet", 1.0)
             return 0.0
         ahead = queue.work_ahead(mine) + num_arriving * queue.mean_work
         wait_s = (ahead + num_prompt_tokens * queue.prompt_weight) / rate
         expected_s = self._error * wait_s
         if ahead and expected_s > MARGIN * limit:
-            what = f"requests whose first token would take {expected_s:.1f} s of at most {limit:g}"
+            what = f"so many requests that the first token would take {expected_s:.1f} s (max_queue_wait = {limit:g})"
             raise _full(what, expected_s - MARGIN * limit)
         return wait_s
 

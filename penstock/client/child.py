@@ -93,7 +93,7 @@ class EngineConnection(ABC):
     def reason_of(self, code: int) -> str:
         """Return why the engine ended, from its exit code."""
         if code == -signal.SIGBUS:
-            return f"signal {-code}: a file that is mapped has become shorter, or its disk fails"
+            return f"signal {-code}: a mapped file has become shorter, or its disk has failed"
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 

@@ -19,7 +19,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.grammars import Grammars
 from penstock.tokenizer.tokenizer import Tokenizer
 
-NO_FORMS = "structured_outputs: this engine has no tokenizer to follow a form with"
+NO_FORMS = "structured_outputs: a form needs a tokenizer, and this engine has none"
 MAX_STEPS = 2**20  # in one call
 
 

@@ -266,14 +266,16 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
     if params.use_beam_search and not any(output_token_ids):
         return prepared
     if params.use_beam_search:
-        message = "output_token_ids: not with use_beam_search: a search begins anew"
+        message = "output_token_ids: not allowed with use_beam_search: a search cannot be resumed"
         raise InvalidRequestError(message, param="output_token_ids")
     num_tokens = [len(ids) for ids in output_token_ids]
     if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
         allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"
         raise InvalidRequestError(f"output_token_ids: must be {allowed}", param="output_token_ids")
     if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
-        message = "output_token_ids: not with log-probabilities or mirostat; compute the request from its beginning"
+        message = (
+            "output_token_ids: not allowed with log-probabilities or mirostat; compute the request from its beginning"
+        )
         raise InvalidRequestError(message, param="output_token_ids")
     pairs = zip(prepared.engine_requests, output_token_ids, strict=True)
     continued = tuple(replace(request, output_token_ids=list(ids)) for request, ids in pairs)

@@ -334,7 +334,9 @@ class ProcessClient:
         self._admission.engine_lost(num_rows, index)
         if to_blame is not None:
             times = DEATHS_BEFORE_TRIAL + 1
-            message = f"the engine process died each of the {times} times that it computed this request, at last alone"
+            message = (
+                f"the engine process died each of the {times} times that it computed this request, the last time alone"
+            )
             self._end(to_blame, RequestFailedError(message))
 
     def engine_failed(self, error: EngineDeadError) -> None:
@@ -350,7 +352,7 @@ class ProcessClient:
         if request is not None:
             self._end(request, frame.as_error())
         elif (pin := self._requests.prefixes.computed_by(frame.request_id)) is not None:
-            LOGGER.error("the prefix %s is not pinned any more: %s", pin.name, frame.message)
+            LOGGER.error("the prefix %s is no longer pinned: %s", pin.name, frame.message)
             self.unpin_prefix(pin.name)
 
     def _deliver(self, index: int, outputs: Sequence[EngineOutput]) -> None:

@@ -175,7 +175,7 @@ class RemotePrefill:
                 if data is not None:
                     await self._keep(blocks, name, data, num_bytes)
                 elif must_be_there:
-                    raise _PrefillError(f"block {name} is not there")
+                    raise _PrefillError(f"block {name} is missing")
         except (httpx.HTTPError, msgspec.MsgspecError, ValueError, _PrefillError) as error:
             return error
         return None
@@ -183,7 +183,7 @@ class RemotePrefill:
     async def _keep(self, blocks: KVBlocks, name: str, data: bytes, num_bytes: int) -> None:
         loop = asyncio.get_running_loop()
         if not await loop.run_in_executor(self._writer, blocks.write, name, data, num_bytes):
-            raise _PrefillError(f"block {name} came damaged, or could not be written")
+            raise _PrefillError(f"block {name} arrived damaged, or could not be written")
         self.status.num_blocks += 1
         self.status.num_bytes += num_bytes
 

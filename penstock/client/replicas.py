@@ -197,10 +197,10 @@ class Replicas:
         if known is not None and known.system_fingerprint != info.system_fingerprint:
             change = f"{known.system_fingerprint} became {info.system_fingerprint}"
             if any(other.is_ready for other in self._replicas if other is not replica):
-                message = f"it computes otherwise than the others ({change}): other files, or another processor"
+                message = f"it computes differently from the others ({change}): its files or its processor differ"
                 replica.supervisor.give_up(EngineDeadError(message))
                 return
-            self._listener.engine_failed(EngineDeadError(f"the new engine computes otherwise: {change}"))
+            self._listener.engine_failed(EngineDeadError(f"the new engine computes differently: {change}"))
             self.model_info = info
         self.model_info = self.model_info or info  # that of the first engine says why its options were chosen
         replica.recovery.engine_ready()

@@ -108,7 +108,7 @@ class Standby:
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason
-        LOGGER.error("there is no standby engine any more: %s", reason)
+        LOGGER.error("there is no longer a standby engine: %s", reason)
 
 
 def private_bytes(pid: int | None) -> int | None:

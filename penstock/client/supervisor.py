@@ -186,15 +186,15 @@ class EngineSupervisor:
                 self._fail(frame.as_error())
             case frames.Failed():  # it could be built before, so memory may only be short for now
                 self._start_error = frame.as_error()
-                LOGGER.error("the engine cannot be built: %s", frame.message)
+                LOGGER.error("the engine cannot be started: %s", frame.message)
 
     async def _replace(self, code: int, was_ready: bool) -> None:
         """Report a death and start another engine process, unless there were too many deaths."""
         self.last_death = self.child.reason_of(code)
         if self._is_leaving:
-            LOGGER.info("%s was let go", self._name)
+            LOGGER.info("%s was released", self._name)
         else:
-            LOGGER.warning("%s died (%s); its requests go on in another one", self._name, self.last_death)
+            LOGGER.warning("%s died (%s); its requests continue in another one", self._name, self.last_death)
         explained = self._listener.engine_lost() or self.child.is_remote
         deaths = 0 if explained else self._deaths.count()
         self._failed_starts = 0 if was_ready or self._is_leaving else self._failed_starts + 1

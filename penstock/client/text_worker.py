@@ -75,7 +75,7 @@ class TextWorker:
             body = msgspec.msgpack.encode(Call(function, args, options, cpu_s, memory))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             param = SUBJECTS[function][0]
-            raise InvalidRequestError(f"{param}: holds a value that is no plain JSON: {error}", param=param) from None
+            raise InvalidRequestError(f"{param}: holds a value that is not plain JSON: {error}", param=param) from None
         with self._lock:
             child = self._ready()
             reply = child.ask(body, cpu_s)
@@ -105,15 +105,15 @@ class TextWorker:
         try:
             return self._loaded()
         except (ModelLoadError, OSError) as error:
-            LOGGER.error("the process that tokenises cannot be started again: %s", error)
-            text = "the process that tokenises cannot be started again; the server's log says why"
+            LOGGER.error("the tokenizer process cannot be restarted: %s", error)
+            text = "the tokenizer process cannot be restarted; the server's log says why"
             raise RequestFailedError(text) from None
 
     def _loaded(self) -> "_Child":
         if self._closed:
-            raise ModelLoadError("the server shuts down")
+            raise ModelLoadError("the server is shutting down")
         if self._child is not None and self._child.loaded and self._child.ended:  # by the system, not by a call
-            LOGGER.warning("the process that tokenises has ended; starting another")
+            LOGGER.warning("the tokenizer process has ended; starting another one")
             self._child.end()
             self._child = None
         child = self._child = self._child or _Child(self._folder)
@@ -179,7 +179,7 @@ class _Child:
         if code == -signal.SIGPROF:
             return f"needs more than {cpu_s:.1f} s"
         if code == -signal.SIGKILL:
-            return "was stuck, or the system ended it for want of memory"
+            return "was stuck, or the system killed it for lack of memory"
         return f"needs more memory than it may take, or crashed (exit code {code})"
 
     def end(self) -> None:

@@ -89,7 +89,7 @@ class Search:
     def _output(self, last: Beam) -> EngineOutput:
         hypotheses = self.search.hypotheses
         if len(hypotheses) < last.params.n:
-            error = f"{len(hypotheses)} answers can be chosen, and n = {last.params.n} beams look for as many"
+            error = f"only {len(hypotheses)} answers can be chosen, but n = {last.params.n} are asked for"
             return EngineOutput(self.request_id, 0, [], finish_reason=FinishReason.ERROR, error=error)
         return EngineOutput(
             self.request_id,
@@ -153,5 +153,5 @@ def check_search(source: EngineRequest, vocab_size: int) -> None:
         message = f"n: {source.params.n} beams are more than the {vocab_size} tokens of the vocabulary"
         raise InvalidRequestError(message, param="n")
     if source.output_token_ids:
-        message = "output_token_ids: not with use_beam_search: a search begins anew"
+        message = "output_token_ids: not allowed with use_beam_search: a search cannot be resumed"
         raise InvalidRequestError(message, param="output_token_ids")

@@ -81,7 +81,7 @@ class SpeculativeConfig:
             check.check_str(_name("model"), self.model)
             for name in ("prompt_lookup_max", "prompt_lookup_min"):
                 if getattr(self, name) is not None:
-                    raise check.fail(_name(name), getattr(self, name), "left out: only method = ngram looks up")
+                    raise check.fail(_name(name), getattr(self, name), "left out: only method = ngram uses it")
             return
         if self.model is not None:
             raise check.fail(_name("model"), self.model, "left out: method = ngram has no model")

@@ -33,7 +33,7 @@ class KVTransferOptions:
         object.__setattr__(self, "kv_prefill_urls", tuple(url.rstrip("/") for url in urls))
         check.check_str("kv_prefill_api_key", self.kv_prefill_api_key, optional=True)
         if (self.kv_role == "decode") != bool(self.kv_prefill_urls):
-            message = "kv_prefill_urls: the role decode needs at least one, and no other has any"
+            message = "kv_prefill_urls: kv_role = decode needs at least one, and no other role takes any"
             raise InvalidRequestError(message, param="kv_prefill_urls")
         for url in self.kv_prefill_urls:
             parts = urlsplit(url)

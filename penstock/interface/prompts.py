@@ -82,7 +82,7 @@ def _prompt(place: str, value: Any) -> Written:
         text, ids = value.get("prompt"), value.get("prompt_token_ids")
         is_one = isinstance(text, str) if ids is None else isinstance(ids, list) and text is None
         if not is_one or not (text or ids):
-            message = f"prompts: {place} needs either prompt, a text, or prompt_token_ids, a list of ids; not empty"
+            message = f"prompts: {place} needs either prompt (a text) or prompt_token_ids (a list of ids), not empty"
             raise InvalidRequestError(message, param="prompts")
         return value
     if not isinstance(value, str):

@@ -186,7 +186,7 @@ class SamplingParams(LogitsParams):
 
     def _check_form(self) -> None:
         if self.guided_decoding is not None:
-            message = "guided_decoding: give structured_outputs, its newer name, a StructuredOutputsParams"
+            message = "guided_decoding: use structured_outputs, its newer name, with a StructuredOutputsParams"
             raise InvalidRequestError(message, param="guided_decoding")
         if self.structured_outputs is None:
             return
@@ -194,7 +194,7 @@ class SamplingParams(LogitsParams):
             raise check.fail("structured_outputs", self.structured_outputs, "a StructuredOutputsParams")
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             if getattr(self, name) not in (None, ()):
-                message = f"{name}: not with structured_outputs, which says what comes where"
+                message = f"{name}: not allowed with structured_outputs, which decides which tokens may come where"
                 raise InvalidRequestError(message, param=name)
 
     def _check_beam_search(self) -> None:
@@ -215,7 +215,7 @@ class SamplingParams(LogitsParams):
             value = getattr(self, field.name)
             unchanged = value == field.default or (field.name == "top_k" and value == -1)
             if field.name not in WITH_BEAM_SEARCH and not unchanged:
-                message = f"{field.name}: not supported with use_beam_search: the raw distribution decides there"
+                message = f"{field.name}: not supported with use_beam_search, which searches in the raw distribution"
                 raise NotSupportedError(message, param=field.name)
 
     def _check_pooling(self) -> None:

@@ -68,7 +68,9 @@ class StructuredOutputsParams:
             if getattr(self, name) and form not in ("json", "json_object"):
                 raise InvalidRequestError(f"{FIELD}.{name}: only allowed with json or json_object", param=FIELD)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            message = f"{FIELD}.whitespace_pattern: not with disable_any_whitespace, which leaves out all whitespace"
+            message = (
+                f"{FIELD}.whitespace_pattern: not allowed with disable_any_whitespace, which leaves out all whitespace"
+            )
             raise InvalidRequestError(message, param=FIELD)
 
     @classmethod

@@ -66,7 +66,7 @@ def empty(shape: tuple[int, ...], dtype: Dtype) -> Tensor:
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for an array of {num_bytes} bytes") from error
+        raise MemoryError(f"not enough memory for an array of {num_bytes} bytes") from error
     with contextlib.suppress(AttributeError, OSError):  # a system without huge pages provides small ones
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=dtype).reshape(shape)  # the array keeps the mapping alive

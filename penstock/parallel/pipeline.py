@@ -180,7 +180,7 @@ class PipelineExecutor:
         if isinstance(message, StepFailed):
             raise MemoryError(message.message) if message.no_memory else EngineError(message.message)
         if not isinstance(message, Done) or message.output.step_id != handle:
-            raise ExecutorLostError(f"the last rank answered with something else than step {handle}")
+            raise ExecutorLostError(f"the last rank did not answer with step {handle}")
         self._outputs.update((name, result.new_token_ids) for name, result in message.output.results.items())
         return message.output
 

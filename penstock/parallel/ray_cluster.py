@@ -38,7 +38,7 @@ def _problem(address: str) -> str | None:
     """Return why a cluster cannot be reached, or None if it answers or only Ray can find out."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdecimal():
-        return f"RAY_ADDRESS={address} is no address like 10.0.0.1:6379"
+        return f"RAY_ADDRESS={address} is not an address like 10.0.0.1:6379"
     try:
         socket.create_connection((host, int(port)), ANSWER_S).close()
     except OSError as error:

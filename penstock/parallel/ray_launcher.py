@@ -186,7 +186,7 @@ class RayLauncher:
         try:
             found: list[tuple[str, int]] = self._ask("measure", measure)
         except RayError as error:
-            raise EngineError(f"a machine of the Ray cluster cannot bear ranks: {_first_line(error)}") from error
+            raise EngineError(f"a machine of the Ray cluster cannot run ranks: {_first_line(error)}") from error
         if self._num_here:
             found.append((ray.get_runtime_context().get_node_id(), measure()))
         count = Counter(node for node, _ in found)

@@ -112,7 +112,7 @@ def plan_given_cache(config: EngineConfig, model: ModelConfig, free_bytes: int, 
         raise InvalidRequestError("the cache groups are not those of this model", param="model")
     num_bytes = sum(need.block_bytes * group.num_blocks for need, group in zip(needs, groups, strict=True))
     if num_bytes > free_bytes:
-        raise InvalidRequestError(f"the cache takes {mib(num_bytes)}, and {mib(free_bytes)} are free")
+        raise InvalidRequestError(f"the cache takes {mib(num_bytes)}, but only {mib(free_bytes)} are free")
     return CachePlan(groups, num_bytes, f"{mib(num_bytes)}: as given")
 
 

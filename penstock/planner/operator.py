@@ -96,7 +96,9 @@ def tiles(group: int, head_dim: int, block_bytes: int = UNIFIED_BUFFER["tmpBuff1
     columns = block_bytes // FLOAT_BYTES
     if columns < max(TILE_UNIT, head_dim):
         needed = FLOAT_BYTES * max(TILE_UNIT, head_dim)
-        raise InvalidRequestError(f"block_bytes: {block_bytes} hold no row, which takes {needed}", param="hardware")
+        raise InvalidRequestError(
+            f"block_bytes: {block_bytes} bytes cannot hold a row, which takes {needed}", param="hardware"
+        )
     keys = min(max(columns // group // TILE_UNIT, 1) * TILE_UNIT, MAX_TILE)
     rows = min(columns // max(keys, head_dim), group)
     return Tiles(keys, rows, -(-group // rows))

@@ -52,7 +52,7 @@ def read_placement(found: Any) -> Placement:
         raise InvalidRequestError("overrides must be a list of {pattern, chips}, the pattern a text like layers.3.*")
     own = {item.name for item in fields(Placement)} - {"chips_of", "overrides", "head_pad"}
     if unknown := [str(name) for name in values if name not in own]:
-        raise InvalidRequestError(f"there is no {', '.join(unknown)}; fields are {', '.join(sorted(own))}")
+        raise InvalidRequestError(f"unknown field {', '.join(unknown)}; known are {', '.join(sorted(own))}")
     if missing := [name for name in ("attention", "mlp") if name not in chips]:
         raise InvalidRequestError(f"{', '.join(missing)} must be given, like {{chips: 0-15}}")
     for name, high in COUNTS.items():

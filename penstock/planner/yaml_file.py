@@ -44,7 +44,7 @@ def record(found: Any, kind: type, where: str) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise InvalidRequestError(f"{where} must be a mapping of {', '.join(allowed)}")
     if unknown := [str(key) for key in found if key not in allowed]:
-        raise InvalidRequestError(f"{where} has no {', '.join(unknown)}; there are {', '.join(allowed)}")
+        raise InvalidRequestError(f"{where} has an unknown field {', '.join(unknown)}; known are {', '.join(allowed)}")
     needed = [name for name, item in allowed.items() if item.default is item.default_factory is MISSING]
     if missing := [name for name in needed if name not in found]:
         raise InvalidRequestError(f"{where} lacks {', '.join(missing)}")

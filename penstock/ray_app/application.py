@@ -107,17 +107,21 @@ def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> Asyn
         InvalidRequestError: an option does not work with engines on Ray, or AsyncLLM refuses it.
     """
     if "flight_recorder" in client_options or "record_dir" in client_options:
-        message = "flight_recorder, record_dir: not with engines on other machines, which cannot write our memory"
+        message = (
+            "flight_recorder, record_dir: not allowed with engines on other machines, which cannot write to our memory"
+        )
         raise InvalidRequestError(message, param="flight_recorder")
     if client_options.get("kv_role") is not None:
-        raise InvalidRequestError("kv_role: not on Ray: its directory of blocks is on one machine", param="kv_role")
+        raise InvalidRequestError(
+            "kv_role: not allowed on Ray: its directory of blocks is on one machine", param="kv_role"
+        )
     if client_options.get("distributed_executor_backend") == "ray":
         option = "distributed_executor_backend"
         raise InvalidRequestError(
-            f"{option}: not with engines on Ray, whose ranks share their machine; use mp", param=option
+            f"{option}: not allowed with engines on Ray, whose ranks share their machine; use mp", param=option
         )
     if client_options.get("standby"):
-        raise InvalidRequestError("standby: not on Ray; start one more replica instead", param="standby")
+        raise InvalidRequestError("standby: not allowed on Ray; start one more replica instead", param="standby")
     pool = EnginePool(handle, options.most, options.num_replicas)
     llm = AsyncLLM(launcher=pool.launcher, flight_recorder=0, **client_options)
     pool.client = llm

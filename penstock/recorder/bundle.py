@@ -110,7 +110,7 @@ def unpack(data: bytes) -> Bundle:
     if not data.startswith(MAGIC):
         raise _broken("it is not a record of Penstock")
     if hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest() != data[len(MAGIC) :][:DIGEST_BYTES]:
-        raise _broken("its checksum does not fit: the file is damaged or cut off")
+        raise _broken("its checksum does not match: the file is damaged or cut off")
     try:
         inflate = zlib.decompressobj()
         content = inflate.decompress(body, MAX_BYTES)

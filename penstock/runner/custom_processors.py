@@ -39,7 +39,7 @@ def apply_custom_processors(
         if isinstance(found, str):
             errors[index] = found
         elif not bool(ops.finite_rows(ops.tensor(found))[0]):
-            errors[index] = f"logits_processors: {', '.join(wanted)}: NaN, +inf, or nothing to choose"
+            errors[index] = f"logits_processors: {', '.join(wanted)}: returned NaN or +inf, or left no token to choose"
         else:
             processed[index : index + 1] = found
     return ops.tensor(processed), errors

@@ -155,7 +155,7 @@ class StructuredRows:
         if known.matcher is None and self._forms is not None and form is not None:
             known.matcher = self._forms.start(form)
         if known.matcher is None:
-            raise ValueError("the model has no tokenizer to follow it with")
+            raise ValueError("it needs a tokenizer, and the model has none")
         found = list[_Mask | None]()
         for place in range(len(answer) - known.count + 1, len(answer) + 1):
             known.matcher.follow(answer[:place])
@@ -174,7 +174,7 @@ class StructuredRows:
         if not asked:
             return logits, {}
         for known in self._worker.wait(LIMIT_S):
-            known.error = f"what may come next was not found within {LIMIT_S:g} s; the form is too complex"
+            known.error = f"the tokens that may come next were not found within {LIMIT_S:g} s; the form is too complex"
             known.matcher = None
         are_kept = np.count_nonzero(self._batch.sampling.num_logprobs[positions.rows] >= 0)
         masked, errors = as_array(logits).copy() if are_kept else as_array(logits), dict[int, str]()

@@ -67,7 +67,7 @@ def read_input(path: str) -> list[Line]:
                 wrong.append(f"line {number}: {error}")
                 continue
             if line.custom_id in seen:
-                wrong.append(f"line {number}: the custom_id {ascii(line.custom_id)[:60]} came before")
+                wrong.append(f"line {number}: the custom_id {ascii(line.custom_id)[:60]} is used twice")
             seen.add(line.custom_id)
             lines.append(line)
     if wrong:
@@ -114,7 +114,7 @@ class Output:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InvalidRequestError(f"output_file: {path}: another run writes it", param="output_file") from None
+            raise InvalidRequestError(f"output_file: {path}: another run is writing it", param="output_file") from None
 
     def _read(self, path: str) -> int:
         """Record the ids of the complete lines, and return the offset at which the last of them ends."""
@@ -202,7 +202,7 @@ async def _answer(http: httpx.AsyncClient, client: EngineClient, line: Line, see
 
 def _problem(line: Line) -> str | None:
     if line.method != "POST" or line.url not in URLS:
-        return f"{ascii(line.method)[:20]} {ascii(line.url)[:100]}: a batch may have POST to {', '.join(URLS)}"
+        return f"{ascii(line.method)[:20]} {ascii(line.url)[:100]}: a batch may contain only POST to {', '.join(URLS)}"
     for name in ("stream", "background"):
         if line.body.get(name):
             return f"{name}: not allowed in a batch"

@@ -228,7 +228,7 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
     own: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         if body.use_beam_search:
-            raise InvalidRequestError("echo: not with logprobs and use_beam_search", param="echo")
+            raise InvalidRequestError("echo: not allowed with logprobs and use_beam_search", param="echo")
         check.check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
         own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return _params(body, info, own)

@@ -216,7 +216,7 @@ class Journal:
 
     def _note_success(self, waiting: list["asyncio.Future[None]"]) -> None:
         if self.error is not None:
-            LOGGER.warning("%s is written again", self.path)
+            LOGGER.warning("%s can be written again", self.path)
         self.error, self._rewrite_next = None, False
         self._answer(waiting, None)
 

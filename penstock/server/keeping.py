@@ -133,7 +133,7 @@ class KeptCalls:
             too_much -= call.num_bytes
             self.remove(call)
         if too_much > 0 or len(self.unfinished) >= MAX_UNFINISHED:
-            message = "too many responses in the background and streams to continue are unfinished; try again later"
+            message = "too many background responses and resumable streams are unfinished; try again later"
             raise ApiError(429, message, code="too_many_kept", headers={"Retry-After": "10"})
 
     def run(self, call: KeptCall, source: Source) -> None:
@@ -248,7 +248,7 @@ class KeptCalls:
         call = self._calls.get(call_id)
         if call is None or call.begun.kind != kind or call.begun.owner != owner:
             shown = ascii(call_id)[1:-1][:100]
-            raise not_found(f"There is no answer with the id {shown}, or it is not kept any more.", "not_found", "id")
+            raise not_found(f"There is no answer with the id {shown}, or it is no longer kept.", "not_found", "id")
         return call
 
     async def read(

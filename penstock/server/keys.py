@@ -114,7 +114,7 @@ class Account:
         """
         limits, asked = self.rules, num_prompts * params.n
         if limits.max_choices is not None and asked > limits.max_choices:
-            message = f"n: {asked} choices in a call; the key {self.name} may ask for {limits.max_choices}"
+            message = f"n: {asked} choices in a call; the key {self.name} may ask for at most {limits.max_choices}"
             raise InvalidRequestError(message, param="n", code="key_limit_exceeded")
         if limits.max_tokens is None:
             return params
@@ -222,7 +222,7 @@ def read_key_file(file: Path) -> dict[str, KeyRules]:
 def _problem(name: str, table: Any) -> tuple[str | None, str]:
     """Return what is wrong with a table, and the field concerned. The text never contains the key itself."""
     if not NAME.fullmatch(name):
-        return f"{name!r:.80} is no name; use letters, digits and _ . @ -", ""
+        return f"{name!r:.80} is not a name; use letters, digits and _ . @ -", ""
     if not isinstance(table, dict):
         return f'{name} is not a table; write [name], and below it key = "..."', ""
     try:

@@ -94,12 +94,12 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
         if self.resumable and not self.stream:
             raise InvalidRequestError("resumable: only allowed with stream: true", param="resumable")
         if self.resumable and self.use_beam_search:
-            message = "resumable: not with use_beam_search: the answer comes at the end, and as a whole"
+            message = "resumable: not allowed with use_beam_search: the answer comes at the end, and as a whole"
             raise InvalidRequestError(message, param="resumable")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs: not available with stream: true", param="prompt_logprobs")
         if self.resumable and self.timeline:
-            message = "timeline: not with resumable: such a stream has the same bytes whenever it is computed"
+            message = "timeline: not allowed with resumable: such a stream has the same bytes whenever it is computed"
             raise InvalidRequestError(message, param="timeline")
         check_timeout(self.timeout)
 

@@ -69,7 +69,7 @@ def _with_previous(request: Request, body: ResponseRequest) -> ResponseRequest:
         raise InvalidRequestError(message, param="previous_response_id", code="previous_response_not_found") from None
     answer = msgspec.json.decode(call.result) if call.ended and call.result else {}
     if answer.get("status") not in ("completed", "incomplete"):
-        message = "previous_response_id: that response has no answer to go on from"
+        message = "previous_response_id: that response has no answer to continue"
         raise InvalidRequestError(message, param="previous_response_id")
     previous = msgspec.json.decode(call.begun.body, type=ResponseRequest)
     return continuing(body, previous, answer["output"])

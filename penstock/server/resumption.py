@@ -143,7 +143,9 @@ def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo) -> None
         context.kept.run(call, source)
         return
     change = f"{call.begun.fingerprint} became {info.system_fingerprint}"
-    error = ApiError(500, f"the new engine computes otherwise: {change}; send the request again", code="model_changed")
+    error = ApiError(
+        500, f"the new engine computes differently: {change}; send the request again", code="model_changed"
+    )
     context.kept.fail(call, error, source)
 
 
@@ -200,5 +202,5 @@ def _continue(request: Request, kind: str) -> Response:
     call = context.kept.get(request.path_params["id"], kind, owner_of(request))
     call_id, after = position_of(request.headers.get("last-event-id", f"{call.begun.id}:"))
     if call_id != call.begun.id:
-        raise ApiError(400, "Last-Event-ID: it is of another stream", code="invalid_value")
+        raise ApiError(400, "Last-Event-ID: it belongs to another stream", code="invalid_value")
     return stream_of(context, call, after)

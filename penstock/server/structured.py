@@ -34,7 +34,7 @@ def form_of(body: Any) -> StructuredOutputsParams | None:
     if given is None:
         return form
     if form is not None:
-        raise InvalidRequestError(f"{FIELD}: not beside {spelt}, which says the form too", param=FIELD)
+        raise InvalidRequestError(f"{FIELD}: not allowed with {spelt}, which gives a form too", param=FIELD)
     return StructuredOutputsParams.of(given)
 
 

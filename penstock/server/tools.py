@@ -86,7 +86,7 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     """
     is_raw = context.options.tool_call_parser == "none" and not _constrains(body)
     if body.offered and rules.tool_format is None and not is_raw:
-        message = "tools: how this model calls them is not known; the server's --tool-call-parser can tell"
+        message = "tools: how this model calls them is not known; start the server with --tool-call-parser"
         raise NotSupportedError(message, param="tools")
     if not rules.marks:
         return params
@@ -137,10 +137,12 @@ def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> s
     if form is None:
         return None
     if body.must_call:
-        message = "response_format: not where tool_choice demands a call, so that there is no answer to have a form"
+        message = "response_format: not allowed if tool_choice requires a call, because then there is no answer"
         raise InvalidRequestError(message, param="response_format")
     if form.json is None and not form.json_object:
-        message = "structured_outputs: beside tools only json and json_object; tool_choice none leaves the tools out"
+        message = (
+            "structured_outputs: with tools only json and json_object are allowed; tool_choice none leaves them out"
+        )
         raise InvalidRequestError(message, param="structured_outputs")
     schema = {"type": "object"} if form.json is None else json.loads(str(form.json))
     guidance: dict[str, Any] = {"whitespace_pattern": form.whitespace_pattern or WHITESPACE}

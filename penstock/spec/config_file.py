@@ -45,7 +45,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raise ModelLoadError if there is none."""
     if path.exists() and not path.is_file():
-        raise ModelLoadError(f"{path}: is no file")  # reading a pipe would never end
+        raise ModelLoadError(f"{path}: is not a file")  # reading a pipe would never end
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes; at most {MAX_BYTES} are allowed")

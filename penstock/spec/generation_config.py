@@ -147,7 +147,7 @@ def read_ignored(read: ConfigReader) -> tuple[str, ...]:
 
 def read_refused(read: ConfigReader) -> dict[str, str]:
     """Return each unread key of a call's config that asks for something, and why it is refused. Must be called last."""
-    found = {key: REFUSED.get(key, (None, "nothing of this name is known"))[1] for key in _not_neutral(read, HARMLESS)}
+    found = {key: REFUSED.get(key, (None, "unknown parameter"))[1] for key in _not_neutral(read, HARMLESS)}
     for key, neutral in OF_A_CALL.items():
         value = read.raw(key)
         if value is not None and not any(same(value, item) for item in neutral):

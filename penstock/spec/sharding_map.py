@@ -140,7 +140,7 @@ class ShardingMap:
         """Return the axis that a layout's tensors give. Raise ValueError if one is not named, or their axes differ."""
         missing = [source for source in map(general, layout.sources) if source not in self.axes]
         if missing:
-            raise ValueError(f"{missing[0]} is not named, another piece of {name}")
+            raise ValueError(f"{missing[0]} is not named, which is another piece of {name}")
         split = {self._own_axis(general(source), shape, layout) for source, shape in layout.sources.items()}
         if len(split) > 1:
             raise ValueError(f"{', '.join(self._names(layout))} are one parameter and must be split alike")

@@ -121,7 +121,7 @@ def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...],
 def read_text(file: Path) -> str:
     """Read a text file. Raise ModelLoadError if it cannot be read."""
     if file.exists() and not file.is_file():
-        raise ModelLoadError(f"{file}: is no file")  # reading a pipe would never end
+        raise ModelLoadError(f"{file}: is not a file")  # reading a pipe would never end
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -86,7 +86,7 @@ def render_chat(
         message = "messages: the model has no chat template; send a prompt"
         raise InvalidRequestError(message, param="messages", code="no_chat_template")
     if tools and "tools" not in template.text:
-        message = "tools: the model's chat template knows no tools, so the model would not hear of them"
+        message = "tools: the model's chat template does not support tools, so the model would not see them"
         raise InvalidRequestError(message, param="tools", code="no_tools")
     spellings = [tokenizer.token_to_text(token_id) for token_id in tokenizer.special_ids]
     spellings = sorted((text for text in spellings if len(text) > 1), key=len, reverse=True)

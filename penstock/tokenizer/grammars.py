@@ -98,7 +98,7 @@ class Grammars:
 
         to_json = getattr(self._load(), "to_json", None)
         if to_json is None:
-            raise InvalidRequestError(f"{FIELD}: the model has no tokenizer.json to follow a form with", param=FIELD)
+            raise InvalidRequestError(f"{FIELD}: a form needs a tokenizer.json, and the model has none", param=FIELD)
         if not self._end_ids:
             raise InvalidRequestError(f"{FIELD}: the model has no end token to end the answer with", param=FIELD)
         try:

@@ -48,7 +48,9 @@ def _read_layers(file: Path, num_layers: int, shape: tuple[int, int]) -> tuple[K
     known = {f"layers.{layer}.{kind}" for layer in range(num_layers) for kind in SCALES + OFFSETS}
     unknown = sorted(entries.keys() - known)
     if unknown:
-        raise ModelLoadError(f"{file}: {shown(unknown[0])} is no scale or offset of a layer 0 .. {num_layers - 1}")
+        raise ModelLoadError(
+            f"{file}: {shown(unknown[0])} is not a scale or offset of a layer from 0 to {num_layers - 1}"
+        )
     return tuple(_layer(file, entries, f"layers.{layer}.", shape) for layer in range(num_layers))
 
 

@@ -66,7 +66,7 @@ def _check_names(missing: list[str], unused: list[str]) -> None:
     if unused:
         problems.append(f"unknown: {listed(unused)}")
     if problems:
-        raise ModelLoadError(f"the checkpoint does not fit the architecture; tensors {'; '.join(problems)}")
+        raise ModelLoadError(f"the checkpoint does not match the architecture; tensors {'; '.join(problems)}")
 
 
 def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> None:

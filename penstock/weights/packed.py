@@ -116,7 +116,7 @@ def read_info(file: Path) -> PackedInfo:
             return PackedInfo(metadata["dtype"], scheme, metadata.get("split", ""))
     except (KeyError, ValueError, TypeError, OverflowError):
         pass
-    raise ModelLoadError(f"{file}: its metadata are damaged")
+    raise ModelLoadError(f"{file}: its metadata is damaged")
 
 
 def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict[str, str]]:
@@ -186,8 +186,10 @@ def _asked_scheme(numerics: NumericsConfig, info: PackedInfo) -> Scheme | None:
 
 
 def _unfit(name: str, value: object, info: PackedInfo) -> InvalidRequestError:
-    text = f"{name}: {value!r} does not fit the directory's packed weights ({info}); convert the checkpoint for it"
-    return InvalidRequestError(text, param=name)
+    message = (
+        f"{name}: {value!r} does not match the directory's packed weights ({info}); convert the checkpoint with it"
+    )
+    return InvalidRequestError(message, param=name)
 
 
 def restore_packed(
@@ -222,12 +224,12 @@ def restore_packed(
         raise ModelLoadError(f"{file}: cannot be mapped: {error}") from None
     differing = set(layers) - set(by_layer) if is_stage else set(layers) ^ set(by_layer)
     if differing:
-        raise ModelLoadError(f"{file}: does not fit config.json in {min(differing)}")
+        raise ModelLoadError(f"{file}: does not match config.json in {min(differing)}")
     for prefix, layer in layers.items():
         try:
             layer.restore({part: _mapped(memory, entry) for part, entry in by_layer[prefix].items()})
         except ValueError as error:
-            raise ModelLoadError(f"{file}: {prefix} does not fit config.json: {error}") from None
+            raise ModelLoadError(f"{file}: {prefix} does not match config.json: {error}") from None
 
 
 def _mapped(memory: mmap.mmap, entry: TensorEntry) -> Array:

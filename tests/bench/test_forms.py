@@ -34,5 +34,5 @@ def test_a_contest_of_a_form() -> None:
 
 def test_an_answer_that_ends_early_is_refused() -> None:
     """Guards against runs of different lengths that are compared."""
-    with pytest.raises(InvalidRequestError, match="give a longer schema"):
+    with pytest.raises(InvalidRequestError, match="require longer answers"):
         measure(SHORT)

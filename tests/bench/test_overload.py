@@ -41,5 +41,5 @@ def test_what_became_of_each_request_is_known(server: RunningServer, monkeypatch
 def test_a_peak_of_nothing_is_said(server: RunningServer) -> None:
     """Guards against a division by zero where the phases are too short for one answer."""
     server.client.overload = EngineOverloadedError("full", retry_after_s=0.01)
-    with pytest.raises(EngineError, match="longer --seconds"):
+    with pytest.raises(EngineError, match="increase --seconds"):
         overload.measure(Load(("127.0.0.1", server.port), "fake", 0.1, 0.1))

@@ -78,10 +78,10 @@ def test_tokens_are_counted_however_a_stream_is_cut(backend: str, data: st.DataO
 @pytest.mark.parametrize(
     ("stream", "whole", "error"),
     [
-        (STREAMS["openai"], False, "the connection ended in mid-answer"),
+        (STREAMS["openai"], False, "the connection ended in the middle of the answer"),
         (sse({"error": {"message": "out of luck"}}), True, "out of luck"),
         (sse(None), True, "no token"),
-        (b"data: {rubbish\n\n", True, "not as OpenAI's"),
+        (b"data: {rubbish\n\n", True, "not have OpenAI's format"),
         (b"", True, "no token"),
     ],
 )
@@ -194,7 +194,7 @@ def test_conversations_give_prompts_and_lengths(tmp_path: Path) -> None:
         (["--base-url", "http://x:99999"], "--base-url: 'http://x:99999' is not a URL"),
         (["--backend", "tgi"], "--backend: 'tgi' is not allowed; it must be one of openai, openai-chat"),
         (["--dataset-name", "sonnet"], "it must be one of " + ", ".join(DATASETS)),
-        (["--dataset-name", "sharegpt"], "--dataset-path: is for --dataset-name sharegpt"),
+        (["--dataset-name", "sharegpt"], "--dataset-path: --dataset-name sharegpt needs it"),
         (["--request-rate", "0"], "--request-rate: 0.0 is not allowed"),
         (["--request-rate", "nan"], "--request-rate: nan is not allowed"),
         (["--goodput", "itl:5"], "'itl' is not allowed; it must be one of ttft, tpot, e2el"),

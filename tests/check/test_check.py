@@ -68,7 +68,11 @@ def test_what_was_changed_is_named(family: str, tmp_path: Path, capsys: pytest.C
             "model.layers.0.self_attn attention (rotary, mask, scale)",
             "rotary tables differ (base or scaling)",
         ),
-        (lambda c: c.update(hidden_act="gelu"), "model.layers.0.mlp.gate_up_proj activation", "another activation"),
+        (
+            lambda c: c.update(hidden_act="gelu"),
+            "model.layers.0.mlp.gate_up_proj activation",
+            "activation function",
+        ),
     ]
     for change, layer, cause in changes:
         code, report = check(capsys, str(directory), "--against", str(edited(directory, change)))
@@ -84,7 +88,7 @@ def test_what_was_changed_is_named(family: str, tmp_path: Path, capsys: pytest.C
     assert code == 1
     assert report["first_difference"]["block"] == 1
     assert report["first_difference"]["name"] == "model.layers.1.mlp.gate_up_proj activation"
-    assert "model.layers.1.mlp.up_proj.weight has other values there (1 of" in report["cause"]
+    assert "model.layers.1.mlp.up_proj.weight has different values there (1 of" in report["cause"]
 
 
 @pytest.mark.parametrize("key", ["attn_logit_softcapping", "sliding_window", "query_pre_attn_scalar"])
@@ -245,7 +249,7 @@ def test_tiny_models_and_tables(tmp_path: Path, own_cache: Path, capsys: pytest.
         (["--kernels", "triton"], "--kernels: 'triton' is planned but not built yet"),
         (["--prompt-len", "3"], "--prompt-len: 3 is not allowed; it must be an integer from 8"),
         (["--prompt-len", "1020"], "--prompt-len: 1020 is not allowed; it must be an integer from 8 to 1015"),
-        (["--against", "/a", "--tiny"], "--against: '/a' is not allowed; it must be absent beside --tiny and --verify"),
+        (["--against", "/a", "--tiny"], "--against: '/a' is not allowed; it must be left out with --tiny and --verify"),
         (["--verify", "--kernels", "reference"], "--kernels must be cpu"),
         (["--against", "/nowhere"], "there is no directory '/nowhere'"),
     ],

@@ -70,7 +70,7 @@ def test_a_changed_parameter_is_named(index: int, case: Case, tmp_path: Path) ->
     found = compare(ours, twin, IDS)
     layer, name = parameter.name.rpartition(".")[0], first(found)
     assert name.partition(" ")[0] == layer or layer.startswith(f"{name}."), f"{source} was changed"
-    assert "has other values" in (find_cause(found) or "")
+    assert "has different values" in (find_cause(found) or "")
 
 
 def held(parameter: Parameter, state: dict[str, torch.Tensor]) -> str:
@@ -91,7 +91,7 @@ def test_experts_that_no_token_reaches_are_compared(tmp_path: Path) -> None:
         stacked[expert, 1, 2] += 0.5
         found = compare(ours, twin, IDS)
         named.add(first(found))
-        assert f"model.layers.1.mlp.experts.{expert}.down_proj.weight has other values" in (find_cause(found) or "")
+        assert f"model.layers.1.mlp.experts.{expert}.down_proj.weight has different values" in (find_cause(found) or "")
         stacked[expert, 1, 2] -= 0.5
     assert named == {"model.layers.1.mlp", "model.layers.1.mlp (weights of all experts)"}
 

@@ -167,7 +167,7 @@ def test_changed_files_are_noticed(isolated, tmp_path, caplog) -> None:
     tokenizer = isolated(folder)
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
     end(tokenizer)
-    with pytest.raises(RequestFailedError, match="cannot be started again; the server's log says why"):
+    with pytest.raises(RequestFailedError, match="cannot be restarted; the server's log says why"):
         tokenizer.encode("text")
     assert "have changed" in caplog.text
 

@@ -391,7 +391,7 @@ def test_streams_do_not_go_on_with_other_bits(loop, llm):
         stream = asyncio.create_task(final(llm, params=LONG))
         await until(lambda: llm.status().journal_tokens > 0)
         os.kill(llm.status().pid, signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="computes otherwise: penstock-2-of-other-weights became"):
+        with pytest.raises(EngineDeadError, match="computes differently: penstock-2-of-other-weights became"):
             await stream
         assert (await final(llm)).finished
 

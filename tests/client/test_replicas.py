@@ -267,7 +267,7 @@ def test_an_engine_that_computes_otherwise_is_not_let_in(caplog):
     request = fleet.open([1])
     fleet.first.die()
     fleet.first.ready(changed)
-    assert "computes otherwise than the others (fp-fake became fp-changed)" in str(fleet.first.failure)
+    assert "computes differently from the others (fp-fake became fp-changed)" in str(fleet.first.failure)
     assert "engine process 0 is given up, and the others go on" in caplog.text
     fleet.finish()
     assert fleet.received_of(request) == [expected_outputs([1], NUM_TOKENS)]
@@ -275,7 +275,7 @@ def test_an_engine_that_computes_otherwise_is_not_let_in(caplog):
     fleet.supervisors[1].die()
     fleet.open([1])
     fleet.supervisors[1].ready(changed)  # nobody computes the old one any more
-    assert fleet.errors == ["the new engine computes otherwise: fp-fake became fp-changed"]
+    assert fleet.errors == ["the new engine computes differently: fp-fake became fp-changed"]
     assert fleet.replicas.model_info == changed
 
 

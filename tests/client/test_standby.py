@@ -172,7 +172,7 @@ def test_a_standby_that_dies_again_and_again_is_given_up_and_nothing_else(monkey
             assert (world.told, world.supervisor.state) == (["ready"], EngineState.READY)
 
     asyncio.run(scenario())
-    assert "there is no standby engine any more: it died 5 times in 60 s" in caplog.messages
+    assert "there is no longer a standby engine: it died 5 times in 60 s" in caplog.messages
 
 
 def test_a_standby_that_cannot_be_built_does_not_end_the_service(monkeypatch, caplog):
@@ -192,7 +192,7 @@ def test_a_standby_that_cannot_be_built_does_not_end_the_service(monkeypatch, ca
             await until(lambda: world.told == ["ready", "lost", "ready"])
 
     asyncio.run(scenario())
-    assert "there is no standby engine any more: no memory for a second one" in caplog.messages
+    assert "there is no longer a standby engine: no memory for a second one" in caplog.messages
 
 
 @pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")

@@ -318,7 +318,7 @@ def test_a_beam_that_fails_ends_its_search_alone(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"output_token_ids": [5]}, "begins anew"), ({"n": 20}, "more than the 10 tokens")],
+    [({"output_token_ids": [5]}, "cannot be resumed"), ({"n": 20}, "more than the 10 tokens")],
 )
 def test_what_an_engine_cannot_search(options: dict[str, Any], message: str) -> None:
     """Guards against a search that is resumed without its beams, or cannot fill them."""

@@ -122,7 +122,7 @@ def test_every_parameter_has_its_axis(parameters: dict[str, Parameter]) -> None:
         (
             f"{LAYER}.self_attn.v_proj.weight: 0\n",
             "",
-            r"v_proj.weight is not named, another piece of .*qkv_proj.weight",
+            r"v_proj.weight is not named, which is another piece of .*qkv_proj.weight",
         ),
         (
             "lm_head",
@@ -204,7 +204,7 @@ def test_the_engine_takes_a_map(tmp_path: Path) -> None:
     assert "splits 10 of 15 parameters; on one device nothing is split" in built.config.reasons["sharding_config"]
     assert built.info.choices_made["sharding_config"] == built.config.reasons["sharding_config"]
     file.write_text(JETSTREAM)
-    for name, said in ((str(file), "embedder.weight is not a parameter"), (str(tmp_path), "is no file"), ("\0", "")):
+    for name, said in ((str(file), "embedder.weight is not a parameter"), (str(tmp_path), "is not a file"), ("\0", "")):
         with pytest.raises(InvalidRequestError, match=f"sharding_config: .*{said}") as caught:
             build_engine(EngineConfig.from_options(sharding_config=name, **options))
         assert caught.value.param == "sharding_config"

@@ -244,7 +244,7 @@ def test_processes_compute_what_one_does(demo: BuiltEngine) -> None:
 def test_what_cannot_be_cut_is_refused(directories: dict[str, str]) -> None:
     """Guards against a rank without layers, cores that two ranks are pinned to, and weights that no rank can load."""
     own = OPTIONS | {"model": directories["llama"]}
-    with pytest.raises(InvalidRequestError, match="at most 5, a layer for each process"):
+    with pytest.raises(InvalidRequestError, match="at most 5, one layer per process"):
         build_engine(EngineConfig.from_options(**own, pipeline_parallel_size=6))
     with pytest.raises(InvalidRequestError, match="cpu_affinity"):
         build_engine(EngineConfig.from_options(**own, pipeline_parallel_size=2, cpu_affinity="0"))

@@ -104,7 +104,7 @@ def test_overrides_overlaps_and_a_head_that_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sram": 1}, "there is no sram; fields are"),
+        ({"sram": 1}, "unknown field sram; known are"),
         ({"attention": {"chips": "0-"}}, "attention.chips: '0-' is not allowed; it must be chips"),
         ({"attention": {"chips": "5-2"}}, "attention.chips"),
         ({"mlp": None}, "mlp must be given"),

@@ -49,7 +49,7 @@ ON_CHIP = {name: getattr(CHIP, name) for name in CHIP.__slots__}
         ({"spread": "wide"}, "spread"),
         ({"spread": {"step_s": [0.1, "x"]}}, "spread.step_s"),
         ({"name": [1]}, "name"),
-        ({"colour": "red"}, "the file has no colour; there are name"),
+        ({"colour": "red"}, "the file has an unknown field colour; known are name"),
     ],
 )
 def test_wrong_hardware_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -114,7 +114,7 @@ def test_counts_of_a_placement_have_a_bound() -> None:
         (("--memory", "0"), "--memory: 0 is not allowed"),
         (("--memory", "nan"), "write it like"),
         (("--hardware", "nope"), "--hardware: there is no 'nope'; names are this, ascend-910b"),
-        (("--hardware", ""), "is no file"),
+        (("--hardware", ""), "is not a file"),
         (("--placement", "nope"), "--placement: there is no 'nope'; names are falcon-40b-galaxy"),
         (("--hardware", "wormhole-n150", "--tensor-parallel-size", "2"), "--devices: 1 are too few for a model"),
         (

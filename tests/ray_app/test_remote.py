@@ -241,7 +241,7 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(monkeypatch):
         for address, problem in (
             (f"127.0.0.1:{port}", "does not answer as Ray does"),
             ("127.0.0.1:1", "cannot be reached"),
-            ("nonsense", "no address"),
+            ("nonsense", "not an address"),
         ):
             monkeypatch.setenv("RAY_ADDRESS", address)
             with pytest.raises(InvalidRequestError, match=problem):

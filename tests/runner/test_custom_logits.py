@@ -124,9 +124,9 @@ def test_a_mistake_costs_its_own_request(llm: LLM) -> None:
     for asked, message in (
         (["raises"], "logits_processors: raises: ValueError: no way"),
         (["shape"], r"logits_processors: shape: returned [1, 198]; it must be a tensor [1, 199] of floats"),
-        ({"fills": "nan"}, "logits_processors: fills: NaN, +inf, or nothing to choose"),
-        ({"fills": "inf"}, "logits_processors: fills: NaN, +inf, or nothing to choose"),
-        ({"fills": "-inf"}, "logits_processors: fills: NaN, +inf, or nothing to choose"),
+        ({"fills": "nan"}, "logits_processors: fills: returned NaN or +inf, or left no token to choose"),
+        ({"fills": "inf"}, "logits_processors: fills: returned NaN or +inf, or left no token to choose"),
+        ({"fills": "-inf"}, "logits_processors: fills: returned NaN or +inf, or left no token to choose"),
     ):
         outputs = llm.generate(PROMPTS, [greedy(), greedy(logits_processors=asked, logprobs=1), greedy()])
         assert outputs[1].error == message

@@ -126,7 +126,7 @@ def test_an_engine_that_has_failed_ends_the_run(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         (["{"], "line 1: "),
-        ([request("a"), request("b"), request("a")], "line 3: the custom_id 'a' came before"),
+        ([request("a"), request("b"), request("a")], "line 3: the custom_id 'a' is used twice"),
         ([{"url": "/v1/completions", "body": {}}], "line 1: .*custom_id"),
         ([{**request("a"), "body": []}], "line 1: "),
         ([""], "has no requests"),

@@ -59,7 +59,7 @@ def client(file: Path) -> TestClient:
         ('[a]\nmax_tokens = 3\n', "missing required field `key`", 1),
         ('\n[a]\nkey = oops\n', "Invalid value", 3),
         ('key = "sk-0123456789abcdef"\n', "key is not a table", 1),
-        ('# nothing\n["a b"]\nkey = "sk-0123456789abcdef"\n', "is no name", 2),
+        ('# nothing\n["a b"]\nkey = "sk-0123456789abcdef"\n', "is not a name", 2),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, reason: str, line: int) -> None:

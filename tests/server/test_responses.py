@@ -206,7 +206,7 @@ def test_a_full_queue(client: openai.OpenAI, server: RunningServer) -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].name: ", "missing_field"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools: {'type': 'mcp'} is not", "not_implemented"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name: 'a b' is not", "invalid_value"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools: the model's chat template knows", "no_tools"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools: the model's chat template does not", "no_tools"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice: there are no tools", "invalid_value"),
         ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice.type: ", "invalid_type"),
         ({"text": {"verbosity": "low"}}, "text.verbosity: ", "not_implemented"),

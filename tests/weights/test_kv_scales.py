@@ -55,8 +55,8 @@ def test_every_granularity(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (scales(layers__2__key_scale=torch.ones(1)), r"'layers.2.key_scale' is no scale"),
-        (scales(layers__0__keys=torch.ones(1)), r"'layers.0.keys' is no scale"),
+        (scales(layers__2__key_scale=torch.ones(1)), r"'layers.2.key_scale' is not a scale"),
+        (scales(layers__0__keys=torch.ones(1)), r"'layers.0.keys' is not a scale"),
         (scales(layers__1__value_scale=None), r"layers.1.value_scale is missing"),
         (scales(layers__0__key_scale=torch.ones(D)), r"layers.0.key_scale is F32 \[8\]; it must be one number, \[2\]"),
         (scales(layers__0__key_scale=torch.ones(HKV, D, dtype=torch.int8)), r"layers.0.key_scale is I8"),

@@ -149,7 +149,7 @@ def test_a_group_size_alone_is_held_against_the_directory(int8_directory: Path, 
     assert set(reasons) == {"dtype", "quantization"}
     convert(source, tmp_path / "plain")
     for directory, size in ((tmp_path / "int4", 64), (int8_directory, 32), (tmp_path / "plain", 32)):
-        with pytest.raises(InvalidRequestError, match=rf"^quantization_group_size: {size} does not fit .*packed"):
+        with pytest.raises(InvalidRequestError, match=rf"^quantization_group_size: {size} does not match .*packed"):
             fit(NumericsConfig(quantization_group_size=size), directory)
 
 
@@ -199,10 +199,10 @@ def damage_header(file: Path, old: str, new: str) -> None:
     [
         ('"version":"1"', '"version":"9"', "version 9.*Convert the checkpoint again"),
         ('"format":"penstock-packed"', '"format":"penstock-pickle"', "holds no packed weights"),
-        ('"quantization":"int8"', '"quantization":"int7"', "metadata are damaged"),
-        ('"quantization":"int8"', '"group_size"  : 1e999', "metadata are damaged"),
-        ("model.layers.0.mlp.down_proj.values", "model.layers.0.mlp.down_proj.volume", "down_proj does not fit"),
-        ("model.layers.1.mlp.", "model.layers.9.mlp.", "does not fit config.json in model.layers"),
+        ('"quantization":"int8"', '"quantization":"int7"', "metadata is damaged"),
+        ('"quantization":"int8"', '"group_size"  : 1e999', "metadata is damaged"),
+        ("model.layers.0.mlp.down_proj.values", "model.layers.0.mlp.down_proj.volume", "down_proj does not match"),
+        ("model.layers.1.mlp.", "model.layers.9.mlp.", "does not match config.json in model.layers"),
     ],
 )
 def test_damaged_headers_are_refused(old: str, new: str, message: str, int8_directory: Path) -> None:
@@ -225,7 +225,7 @@ def test_another_models_config_is_refused(int8_directory: Path) -> None:
     """Guards against kernels that read beyond a weight because config.json was edited."""
     config = json.loads((int8_directory / "config.json").read_text())
     (int8_directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 4096}))
-    with pytest.raises(ModelLoadError, match=r"does not fit config.json"):
+    with pytest.raises(ModelLoadError, match=r"does not match config.json"):
         load(int8_directory, scheme=Scheme.parse("int8"))
 
 

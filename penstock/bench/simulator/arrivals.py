@@ -134,7 +134,7 @@ def _lines(path: Path, file: TextIO) -> Iterator[Arrival]:
 def _arrival(line: dict[str, str]) -> Arrival:
     at = float(line["arrival_s"])
     if not (math.isfinite(at) and at >= 0):
-        raise ValueError(f"arrival_s: {at} must be a number of seconds from 0 on")
+        raise ValueError(f"arrival_s: {at} must be a number of seconds, 0 or more")
     group, prefix = line.get("prefix_group") or "", int(line.get("prefix_len") or 0)
     prompt_len, output_len = int(line["prompt_len"]), int(line["output_len"])
     check.check_int("prompt_len", prompt_len, 1, MAX_LEN)

@@ -32,7 +32,9 @@ from penstock.recorder.bundle import unpack
 
 SHARES = (0.5, 0.8, 1.0)
 START_S = 300.0
-COSTS_HELP = "of steps: of an engine alone (this), or of the server under other loads, with its text and HTTP (served)"
+COSTS_HELP = (
+    "costs of steps: of an engine alone (this), or of the server under other loads, with text and HTTP (served)"
+)
 MIX = (  # loads: the dataset, the number of requests, and requests per second
     (Dataset(input_len=512, output_len=16), 24, 2.0),
     (Dataset(input_len=40, output_len=100), 64, float("inf")),
@@ -57,10 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--costs", choices=("this", "served"), default="this", help=COSTS_HELP)
-    parser.add_argument("--quantization", help="of the weights")
-    parser.add_argument(
-        "--load-format", default="auto", help="dummy: random weights, where MODEL has a config.json only"
-    )
+    parser.add_argument("--quantization", help="how the weights are stored and multiplied")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights, if MODEL has only a config.json")
     args = parser.parse_args(argv)
     dataset = Dataset(input_len=args.input_len, output_len=args.output_len)
     engine = {"model": args.model, "quantization": args.quantization, "load_format": args.load_format}

@@ -136,7 +136,7 @@ def fit_costs(steps: Sequence[MeasuredStep]) -> LinearCosts:
         InvalidRequestError: there are fewer than MIN_STEPS.
     """
     if len(steps) < MIN_STEPS:
-        message = f"costs: {len(steps)} measured steps are too few; it takes {MIN_STEPS}"
+        message = f"costs: {len(steps)} measured steps are too few; at least {MIN_STEPS} are needed"
         raise InvalidRequestError(message, param="costs")
     rows = np.array([step.shape.row for step in steps])
     seconds = np.maximum(np.array([step.seconds for step in steps]), 1e-9)

@@ -59,11 +59,13 @@ def plan_replica(config: EngineConfig, hardware: Hardware, budget: Budget) -> tu
         InvalidRequestError: the model does not fit, the hardware has no rates, or an option cannot be planned.
     """
     if not hardware.has_rates:
-        raise InvalidRequestError(f"hardware: {hardware.name} has no rates, so no times", param="hardware")
+        raise InvalidRequestError(
+            f"hardware: {hardware.name} has no rates, so times cannot be predicted", param="hardware"
+        )
     source = PlannedModel.read(config)
     fit = fitter_of(source, budget).fit()
     if not fit.fits:
-        advice = f"with {fit.smallest_change} it would" if fit.smallest_change else "see `penstock plan`"
+        advice = f"with {fit.smallest_change} it would fit" if fit.smallest_change else "see `penstock plan`"
         raise InvalidRequestError(f"hardware: {config.model} does not fit {hardware.name}; {advice}", param="hardware")
     work = Forecaster(source.model, source.sizes, hardware).work(fit)
     return PlannedEngine(fit.config, source.model, list(fit.groups)), HardwareCosts(work, hardware)

@@ -60,7 +60,7 @@ def about(result: dict[str, Any]) -> str:
         steps = f"steps as planned on {costs['devices']} of {costs['hardware']}"
     else:
         steps = "seconds of a step: " + ", ".join(f"{name} {value:.3g}" for name, value in costs.items() if value)
-    return f"{result['model']}, simulated: {result['runs'][0]['requests']} requests a run; {steps}"
+    return f"{result['model']}, simulated: {result['runs'][0]['requests']} requests per run; {steps}"
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:

@@ -60,17 +60,19 @@ class Options:
         check.check_int("processes", self.processes, 1, 4096, optional=True)
         check.check_int("sample", self.sample, 1, 10**6, optional=True)
         if self.trace is not None and self.users is not None:
-            raise InvalidRequestError("users: send when they have their answers; a trace says when", param="users")
+            raise InvalidRequestError("users: not allowed with a trace, which says when requests arrive", param="users")
         if self.think_s and self.users is None:
-            raise InvalidRequestError("think_time: is between the requests of --users, which needs a number",
+            raise InvalidRequestError("think_time: only allowed with --users, whose requests it separates",
                                       param="think_time")  # fmt: skip
         if self.replicas is None and self.changes.scaling is not None:
-            message = "replicas: auto is a fleet of one size; give the smallest number of those up to --max-replicas"
+            message = "replicas: auto is not allowed with --max-replicas; give the smallest number of replicas"
             raise InvalidRequestError(message, param="replicas")
         has_rate = list(self.rates) != [float("inf")]
         if has_rate and (self.trace is not None or self.users is not None):
             name = "a trace" if self.trace is not None else "--users"
-            raise InvalidRequestError(f"request_rate: {name} says when requests come", param="request_rate")
+            raise InvalidRequestError(
+                f"request_rate: not allowed with {name}, which says when requests arrive", param="request_rate"
+            )
 
     def arrivals(self, rate: float, model: str) -> Iterable[Arrival]:
         """Return the arrivals of one run."""

@@ -137,7 +137,7 @@ def _why_not(figures: Figures, num_replicas: int) -> str:
         for goal in figures.goals
         if (value := figures.times[goal.metric].percentile(goal.share)) is not None and value > goal.seconds
     ]
-    return f"with {num_replicas} replicas, as many as there are requests, or the most allowed, {', '.join(missed)}"
+    return f"with {num_replicas} replicas (as many as there are requests, or the most allowed), {', '.join(missed)}"
 
 
 def priced(summary: dict[str, Any], price: float | None) -> dict[str, Any]:

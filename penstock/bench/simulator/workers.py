@@ -39,8 +39,8 @@ def simulate(
     """
     processes = processes or 1
     if sample is not None and not scenario.has_independent_replicas:
-        raise check.fail("sample", sample, "left out, but where replicas are independent: with the router round_robin, "
-                         "without --users, autoscaling and failures")  # fmt: skip
+        raise check.fail("sample", sample, "left out unless replicas are independent: the router is round_robin, "
+                         "without --users, autoscaling or failures")  # fmt: skip
     if not scenario.has_independent_replicas or (num_replicas < MIN_REPLICAS and sample is None):
         return scenario.run(num_replicas, advance)
     simulated = range(num_replicas)
@@ -76,9 +76,7 @@ def _in_processes(
                 figures.merge(found)
                 advance(found.requests + found.rejected)
     except BrokenProcessPool:
-        message = (
-            "a process that simulated was ended, perhaps for lack of memory; give --processes 1, or fewer replicas"
-        )
+        message = "a simulating process died, perhaps for lack of memory; use --processes 1, or fewer replicas"
         raise EngineError(message) from None
     finally:
         reader.close()

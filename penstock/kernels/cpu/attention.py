@@ -123,7 +123,7 @@ class CpuKVCache:
         check_tensor(meta.slot_mapping, (num_tokens,), INT64, "slot_mapping")
         spec = self.spec
         if meta.block_size != spec.block_size:
-            raise ValueError(f"block_size: {meta.block_size} where the cache has {spec.block_size}")
+            raise ValueError(f"block_size: {meta.block_size}, but the cache has {spec.block_size}")
         fits = (heads.num_kv_heads, heads.head_dim) == (spec.num_kv_heads, spec.head_dim)
         if not fits or heads.num_heads % heads.num_kv_heads:
             raise ValueError(f"heads: {heads} does not fit a cache of {spec.num_kv_heads} heads of {spec.head_dim}")

@@ -249,7 +249,7 @@ def check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: ArrayType, name:
         if flat and tensor.shape == shape and array_type(tensor.dtype) is dtype:
             return
     found = f"{list(tensor.shape)} {tensor.dtype}{'' if flat else ', not contiguous in CPU memory'}"
-    raise ValueError(f"{name}: {found} where {list(shape)} {dtype} is needed".replace("torch.", ""))
+    raise ValueError(f"{name}: {found}, but {list(shape)} {dtype} is needed".replace("torch.", ""))
 
 
 def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: ArrayType, name: str) -> tuple[int, int]:
@@ -285,7 +285,7 @@ def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
     """
     shape = tensor.shape
     if len(shape) != 2:
-        raise ValueError(f"{name}: {list(shape)} where [rows, columns] is needed")
+        raise ValueError(f"{name}: {list(shape)}, but [rows, columns] is needed")
     return shape[0], shape[1]
 
 
@@ -309,5 +309,5 @@ def activation_code(activation: str) -> int:
     """
     code = ACTIVATIONS.get(activation)
     if code is None:
-        raise ValueError(f"no activation {activation!r}; supported are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"activation {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
     return code

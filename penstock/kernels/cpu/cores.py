@@ -127,7 +127,9 @@ def pinned_cores(affinity: str, threads: int, machine: Machine | None = None) ->
         raise ValueError(f"among the CPUs {show_cpus(machine.cpus)} of this process; {show_cpus(unknown)} is not")
     cores = machine.only(wanted).cores_for(threads)
     if len(cores) < threads:
-        raise ValueError(f"at least {threads} cores for {threads} threads, and hyper-threads of one core are one core")
+        raise ValueError(
+            f"at least {threads} cores for {threads} threads, and the hyper-threads of a core count as one"
+        )
     if affinity == NODES:
         by_node = {
             node: tuple(cpu for core in machine.cores if core.node == node for cpu in core.cpus)

@@ -66,7 +66,7 @@ def check_status(status: int) -> None:
     if status == OUT_OF_RANGE:
         raise ValueError("an id, position or slot is outside of its table")
     if status:
-        raise MemoryError("no memory for a native operation")
+        raise MemoryError("not enough memory for a native operation")
 
 
 def load_library() -> ctypes.CDLL | None:
@@ -91,7 +91,7 @@ def _find_library() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(path))
         version = library.penstock_abi_version()
         if version != ABI_VERSION:
-            reason = f"the native library is version {version}, and {ABI_VERSION} is needed; install the package again"
+            reason = f"the native library is version {version}, but {ABI_VERSION} is needed; install the package again"
             return None, reason
         for name, (result, arguments) in ABI.functions.items():
             function = getattr(library, name)

@@ -121,7 +121,7 @@ class CpuOps(ProductOps, RowOps):
         kv_heads = paged.spec.num_kv_heads
         kv_shape, shape = (tokens, kv_heads, head_dim), (tokens, num_heads * head_dim)
         if len(meta.slot_mapping) != tokens:
-            raise ValueError(f"q: {tokens} tokens where the metadata has {len(meta.slot_mapping)}")
+            raise ValueError(f"q: {tokens} tokens, but the metadata has {len(meta.slot_mapping)}")
         if meta.plan is None:
             meta = self.plan(meta, Heads(num_heads, kv_heads, head_dim), cache)
         out = self._output(out, shape, self.element)

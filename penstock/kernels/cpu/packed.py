@@ -234,6 +234,6 @@ def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: Dtype, p
 def _in_columns(layout: Layout, bias: Array) -> Array:
     """Return bias [N] as [panels * 32] in the order of the packed columns, with 0 for padding."""
     if bias.shape != (layout.n,):
-        raise ValueError(f"bias: {list(bias.shape)} where [{layout.n}] is needed")
+        raise ValueError(f"bias: {list(bias.shape)}, but [{layout.n}] is needed")
     columns = layout.columns()
     return np.where(columns < 0, np.float32(0.0), bias[np.maximum(columns, 0)])

@@ -130,7 +130,7 @@ class ProductOps(NativeCalls):
     ) -> tuple[Tensor, Tensor]:
         rows, experts = rows_of(logits, "logits")
         if not 1 <= top_k <= experts:
-            raise ValueError(f"top_k: {top_k} of {experts} experts")
+            raise ValueError(f"top_k: {top_k} is not from 1 to {experts}, the number of experts")
         at, shape = address(logits, (rows, experts), FLOAT32, "logits"), (rows, top_k)
         ids, weights = (self._new(shape, INT64), self._new(shape, FLOAT32)) if out is None else out
         self._call(

@@ -217,7 +217,9 @@ class ReferenceOps:
         to.copy(source, target)
 
     def block_bytes(self, cache: KVCache, block_id: int) -> Array:
-        raise NotSupportedError("kernels: the reference lays no block out in one piece; use cpu", param="kernels")
+        raise NotSupportedError(
+            "kernels: a block of the reference kernels is not stored in one piece; use cpu", param="kernels"
+        )
 
     def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
         own(cache, ReferenceKVCache).store(k, v, slots)
@@ -268,7 +270,7 @@ def _check_scales(scales: KVScales | None, shape: tuple[int, int]) -> None:
 
 
 def _no_packed_form() -> NotSupportedError:
-    return NotSupportedError("kernels: 'reference' has no packed form of weights; 'cpu' has", param="kernels")
+    return NotSupportedError("kernels: 'reference' has no packed form of weights; use 'cpu'", param="kernels")
 
 
 def _deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
