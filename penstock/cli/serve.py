@@ -56,9 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache-salt-by-key", action="store_true", help=help_text)
     help_text = "name of the model in requests (default: MODEL; repeatable)"
     group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
-    help_text = (
-        "name that the Host header may have (repeatable; default: any, but on loopback without a key: localhost)"
-    )
+    help_text = "name that the Host header may have (repeatable; default: any; on loopback without a key: localhost)"
     group.add_argument("--allowed-host", action="append", metavar="NAME", help=help_text)
     help_text = "web origin, like https://app.example, whose pages may call the API (repeatable)"
     group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=help_text)

@@ -88,7 +88,7 @@ class Prefixes:
             raise check.fail("name", name, "1 to 64 letters, digits and _ . @ -")
         ids = token_ids[: len(token_ids) // block_size * block_size]
         if not ids:
-            message = f"prompt: {len(token_ids)} tokens fill no block of {block_size}, so there is none to pin"
+            message = f"prompt: {len(token_ids)} tokens do not fill a block of {block_size}, so there is none to pin"
             raise InvalidRequestError(message, param="prompt")
         known = self._pins.get(name)
         if known is not None:

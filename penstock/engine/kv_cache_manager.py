@@ -425,9 +425,11 @@ class KVCacheManager:
         """
         count = prefix.num_tokens // self.block_size
         if not self.enable_prefix_caching:
-            raise InvalidRequestError("prompt: there is nothing to pin, prefix caching is off", param="prompt")
+            raise InvalidRequestError("prompt: there is nothing to pin, because prefix caching is off", param="prompt")
         if count == 0:
-            message = f"prompt: {prefix.num_tokens} tokens fill no block of {self.block_size}, so there is none to pin"
+            message = (
+                f"prompt: {prefix.num_tokens} tokens do not fill a block of {self.block_size}, so there is none to pin"
+            )
             raise InvalidRequestError(message, param="prompt")
         is_public = not prefix.pending_salt
         self._extend_hashes(prefix, count)

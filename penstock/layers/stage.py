@@ -117,7 +117,7 @@ class _Received(Module):
 
     def forward(self, *_: Any) -> Handed:
         if self._slots is None:
-            raise ValueError("the stage before has handed on nothing")
+            raise ValueError("the previous stage has sent nothing")
         x, h = self._slots
         return x(self._rows), None if h is None else h(self._rows)
 

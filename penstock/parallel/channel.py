@@ -132,7 +132,7 @@ def send_handed(channel: Channel, handed: Any, received: int) -> None:
         return
     x, h = (None if part is None else np.ascontiguousarray(as_array(part)) for part in handed)
     if x is None:
-        raise ValueError("a stage hands on a branch without a stream")
+        raise ValueError("a stage sends a branch without a residual stream")
     kind = _STREAM if h is None else _BOTH
     channel.send(_HANDED.pack(kind, received, *x.shape), x, *([] if h is None else [h]))
 

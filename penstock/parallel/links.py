@@ -60,7 +60,7 @@ class Links:
         """Return what each rank of this rank's block gave (layers/split.py, Ranks)."""
         first = self.rank // degree * degree
         if x.nbytes > self._place:
-            raise ExecutorLostError(f"a rank gives {x.nbytes} bytes at once where {self._place} were planned")
+            raise ExecutorLostError(f"a rank sends {x.nbytes} bytes at once, but {self._place} were planned")
         turn = self._turns[degree] = self._turns[degree] ^ 1
         x = np.ascontiguousarray(x)
         self._at(self.rank, degree, turn)[: x.nbytes] = x.reshape(-1).view(UINT8)

@@ -34,7 +34,7 @@ class LocalRanks:
         except threading.BrokenBarrierError as error:
             raise ExecutorLostError("a rank has ended") from error
         if shapes is not None and [item.shape for item in found] != list(shapes):
-            raise ExecutorLostError(f"ranks gave {[item.shape for item in found]} where {list(shapes)} were expected")
+            raise ExecutorLostError(f"ranks gave {[item.shape for item in found]} but {list(shapes)} were expected")
         self.bytes_received += sum(item.nbytes for item in found) - found[self.rank - first].nbytes
         return found
 

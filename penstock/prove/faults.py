@@ -104,7 +104,7 @@ class Faults:
     """Makes the calls of every kind fail, one after the other."""
 
     name: ClassVar[str] = "faults"
-    promise: ClassVar[str] = "a fault anywhere costs at most the request that it concerns"
+    promise: ClassVar[str] = "A fault anywhere fails at most the request that it concerns"
     unit: ClassVar[str] = "faults"
     goal: ClassVar[int] = NUM_CALLS * len(FAULTS)
     weight: ClassVar[float] = 1.0

@@ -83,7 +83,7 @@ class HostileRequests:
     """Sends known attacks and generated requests to a real server, while a canary runs."""
 
     name: ClassVar[str] = "hostile-requests"
-    promise: ClassVar[str] = "No request, however hostile, is answered with a 5xx, or noticed by anybody else."
+    promise: ClassVar[str] = "No request, however hostile, is answered with a 5xx, or affects another one"
     unit: ClassVar[str] = "requests"
     goal: ClassVar[int] = 60_000
     weight: ClassVar[float] = 2.0
@@ -175,7 +175,9 @@ class GeneratedInput:
     """Sends generated bodies to the application, and generated frames to both ends of the engine's connection."""
 
     name: ClassVar[str] = "generated-input"
-    promise: ClassVar[str] = "Whatever is sent to a route or an engine is served or refused; nothing breaks or stays."
+    promise: ClassVar[str] = (
+        "Whatever is sent to a route or an engine is served or refused; nothing breaks or is left behind"
+    )
     unit: ClassVar[str] = "inputs"
     goal: ClassVar[int] = 1_000_000
     weight: ClassVar[float] = 2.0

@@ -60,7 +60,7 @@ class LongRun:
     """Sends requests to the scripted engine here and to a real server. Some clients leave, and engines die."""
 
     name: ClassVar[str] = "long-run"
-    promise: ClassVar[str] = "However many requests come and go, nothing of them stays behind."
+    promise: ClassVar[str] = "However many requests come and go, nothing of them is left behind"
     unit: ClassVar[str] = "requests"
     goal: ClassVar[int] = 220_000
     weight: ClassVar[float] = 3.0

@@ -27,7 +27,7 @@ class MemoryPlanProof:
     """Compares the measured peak of an engine with its plan."""
 
     name: ClassVar[str] = "memory"
-    promise: ClassVar[str] = "an engine takes the memory that its plan says, within 5 %"
+    promise: ClassVar[str] = "An engine takes the memory that its plan says, within 5 %"
     unit: ClassVar[str] = "engines"
     goal: ClassVar[int] = 20
     weight: ClassVar[float] = 1.0
@@ -45,7 +45,7 @@ class MemoryPlanProof:
                 continue
             shares.append(result["peak"] / result["planned"])
             if abs(shares[-1] - 1) > ALLOWED:
-                trials.wrong(f"{options}: peak {result['peak']:,} bytes where {result['planned']:,} were planned")
+                trials.wrong(f"{options}: peak {result['peak']:,} bytes, but {result['planned']:,} were planned")
         if shares:
             trials.figure("smallest_peak_of_plan", min(shares))
             trials.figure("largest_peak_of_plan", max(shares))

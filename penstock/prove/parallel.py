@@ -84,7 +84,7 @@ class ParallelBits:
     """Compares answers of one process with those of a split model."""
 
     name: ClassVar[str] = "parallel"
-    promise: ClassVar[str] = "a model that several processes share answers with the bits of one process"
+    promise: ClassVar[str] = "A model that several processes share answers with the bits of one process"
     unit: ClassVar[str] = "splits"
     goal: ClassVar[int] = 200
     weight: ClassVar[float] = 1.0

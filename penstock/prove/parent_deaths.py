@@ -43,7 +43,7 @@ class ParentDeaths:
 
     def run(self, trials: Trials) -> None:
         if sys.platform != "linux":
-            trials.skip("only Linux kills a process that is stopped with its parent")
+            trials.skip("only on Linux does a stopped process die with its parent")
             return
         took = [0.0]
 

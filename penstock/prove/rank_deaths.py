@@ -25,7 +25,7 @@ class RankDeaths(EngineDeaths):
     """Ends ranks of engines under streams."""
 
     name: ClassVar[str] = "rank-deaths"
-    promise: ClassVar[str] = "The death of one process of a model ends its group, and no stream"
+    promise: ClassVar[str] = "The death of one process of a model ends its group, but no stream"
     goal: ClassVar[int] = 50
     weight: ClassVar[float] = 1.0
 

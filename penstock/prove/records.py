@@ -66,7 +66,7 @@ class Replays:
     """Records random requests, aborts and preemptions up to the death of their engine, and replays them."""
 
     name: ClassVar[str] = "replay"
-    promise: ClassVar[str] = "a record of the last minutes computes again to the same bits; a changed bit is named"
+    promise: ClassVar[str] = "A record of the last minutes replays to the same bits, and a changed bit is found"
     unit: ClassVar[str] = "records"
     goal: ClassVar[int] = 100
     weight: ClassVar[float] = 1.0

@@ -63,7 +63,7 @@ class SameBits:
     """Samples the product of all axes."""
 
     name: ClassVar[str] = "same-bits"
-    promise: ClassVar[str] = "the same request gets the same bits, however it is computed"
+    promise: ClassVar[str] = "The same request gets the same bits, however it is computed"
     unit: ClassVar[str] = "comparisons"
     goal: ClassVar[int] = 10_000
     weight: ClassVar[float] = 2.0

@@ -156,7 +156,7 @@ class ServerDeaths:
     """Kills a server that has a journal while streams run, starts it again, and compares what its clients received."""
 
     name: ClassVar[str] = "server-deaths"
-    promise: ClassVar[str] = "no stream is lost when the server is killed"
+    promise: ClassVar[str] = "No stream is lost when the server is killed"
     unit: ClassVar[str] = "kills"
     goal: ClassVar[int] = 100
     weight: ClassVar[float] = 1.0

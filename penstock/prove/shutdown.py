@@ -66,7 +66,7 @@ class Drains:
     """Runs streams on a real server, and sends SIGTERM at a random moment."""
 
     name: ClassVar[str] = "drains"
-    promise: ClassVar[str] = "SIGTERM cuts no stream, lets nothing new in, and leaves no process behind"
+    promise: ClassVar[str] = "SIGTERM cuts no stream, admits nothing new, and leaves no process behind"
     unit: ClassVar[str] = "drains"
     goal: ClassVar[int] = 200
     weight: ClassVar[float] = 1.0

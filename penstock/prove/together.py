@@ -55,7 +55,9 @@ class Together:
     """Sends thousands of requests with random features to one engine."""
 
     name: ClassVar[str] = "together"
-    promise: ClassVar[str] = "all features at random on one engine: every answer as if asked alone, no block lost"
+    promise: ClassVar[str] = (
+        "All features at random on one engine: every answer is as if asked alone, and no block is lost"
+    )
     unit: ClassVar[str] = "requests"
     goal: ClassVar[int] = 5_000
     weight: ClassVar[float] = 1.0

@@ -114,7 +114,7 @@ class Layout:
         if len(set(rows.tolist())) < len(rows) or new.min() < 1:
             raise EngineError("a step schedules a request twice, or without tokens")
         if ((num_samples != 1 + num_drafts) & (num_samples > 0)).any() or (num_drafts >= new).any():
-            raise EngineError("num_samples: a request is sampled after its last token and after each draft")
+            raise EngineError("num_samples: a request must be sampled after its last token and after each draft")
         starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(new, out=starts[1:])
         sampled = np.repeat(np.arange(len(rows)), num_samples)

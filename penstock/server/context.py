@@ -38,8 +38,8 @@ REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 GAUGES = (
     ("penstock_requests_running", "Sequences in the current batch", "num_running"),
     ("penstock_requests_waiting", "Sequences waiting for their first step or for blocks", "num_waiting"),
-    ("penstock_requests_prefilling", "Of the running: those whose prompt is being computed", "num_prefilling"),
-    ("penstock_requests_preempted", "Of the waiting: sequences that have run before", "num_preempted"),
+    ("penstock_requests_prefilling", "Running sequences whose prompt is being computed", "num_prefilling"),
+    ("penstock_requests_preempted", "Waiting sequences that have run before", "num_preempted"),
     ("penstock_slots", "Sequences that can run at once", "num_slots"),
     ("penstock_kv_blocks", "Blocks of the key/value cache", "kv_blocks_total"),
     ("penstock_kv_blocks_free", "Free blocks, including those with cached content", "kv_blocks_free"),
@@ -49,7 +49,11 @@ GAUGES = (
 COUNTERS = (
     ("penstock_steps", "Steps of the engine", "num_steps_total"),
     ("penstock_failed_steps", "Steps that failed", "num_failed_steps_total"),
-    ("penstock_rank_bytes_received", "Bytes that rank 0 of each stage got from others", "num_bytes_received_total"),
+    (
+        "penstock_rank_bytes_received",
+        "Bytes that rank 0 of each stage received from others",
+        "num_bytes_received_total",
+    ),
     ("penstock_prompt_tokens", "Prompt tokens received", "num_prompt_tokens_total"),
     ("penstock_cached_tokens", "Prompt tokens found in the cache", "num_cached_tokens_total"),
     ("penstock_prefix_cache_queries", "Prompt tokens that were looked up in the cache", "num_prefix_queries_total"),
@@ -58,9 +62,13 @@ COUNTERS = (
     ("penstock_kv_offload_saved_blocks", "Blocks saved beyond the cache", "num_saved_blocks_total"),
     ("penstock_kv_offload_loaded_blocks", "Blocks loaded back into the cache", "num_loaded_blocks_total"),
     ("penstock_kv_offload_unsaved_blocks", "Blocks that could not be saved", "num_unsaved_blocks_total"),
-    ("penstock_kv_offload_unreadable_blocks", "Block files damaged or unreadable", "num_unreadable_blocks_total"),
+    (
+        "penstock_kv_offload_unreadable_blocks",
+        "Block files that were damaged or unreadable",
+        "num_unreadable_blocks_total",
+    ),
     ("penstock_preemptions", "Sequences preempted for lack of blocks", "num_preemptions_total"),
-    ("penstock_spec_decode_num_drafts", "Times that a sequence had drafts in a step", "num_drafts_total"),
+    ("penstock_spec_decode_num_drafts", "Drafts, counted per sequence and step", "num_drafts_total"),
     ("penstock_spec_decode_num_draft_tokens", "Draft tokens computed", "num_draft_tokens_total"),
     ("penstock_spec_decode_num_accepted_tokens", "Draft tokens accepted", "num_accepted_tokens_total"),
     ("penstock_invalid_frames", "Messages to the engine process that it dropped", "num_invalid_frames_total"),
@@ -200,18 +208,22 @@ class Metrics:
             ("route", "status"),
             registry=self.registry,
         )
-        self.key_requests = self._by_key("requests", "Requests of a named API key that were let in")
-        self.key_refusals = self._by_key("refusals", "Requests of a named API key beyond one of its limits")
+        self.key_requests = self._by_key("requests", "Requests of a named API key that were admitted")
+        self.key_refusals = self._by_key("refusals", "Requests of a named API key that exceeded one of its limits")
         self.key_tokens = self._by_key("tokens", "Tokens of a named API key", "kind")
         self.outcomes = Counter(
             "penstock_choices", "Finished choices by finish reason", ("finish_reason",), registry=self.registry
         )
-        self.first_token = self._histogram("time_to_first_token", "From request to first token", FIRST_TOKEN_BUCKETS)
-        self.inter_token = self._histogram("inter_token_latency", "Between two tokens of a stream", TOKEN_BUCKETS)
-        self.queue_time = self._histogram("request_queue_time", "Waiting for a first step", REQUEST_BUCKETS)
-        self.prefill_time = self._histogram("request_prefill_time", "Computing the prompt", REQUEST_BUCKETS)
-        self.decode_time = self._histogram("request_decode_time", "From first to last token", REQUEST_BUCKETS)
-        self.request = self._histogram("e2e_request_latency", "From request to the end of the answer", REQUEST_BUCKETS)
+        self.first_token = self._histogram(
+            "time_to_first_token", "Time from request to first token", FIRST_TOKEN_BUCKETS
+        )
+        self.inter_token = self._histogram("inter_token_latency", "Time between two tokens of a stream", TOKEN_BUCKETS)
+        self.queue_time = self._histogram("request_queue_time", "Time until the first step", REQUEST_BUCKETS)
+        self.prefill_time = self._histogram("request_prefill_time", "Time to compute the prompt", REQUEST_BUCKETS)
+        self.decode_time = self._histogram("request_decode_time", "Time from first to last token", REQUEST_BUCKETS)
+        self.request = self._histogram(
+            "e2e_request_latency", "Time from request to the end of the answer", REQUEST_BUCKETS
+        )
 
     def note_timeline(self, call: CallTimeline) -> None:
         """Observe where the time of a call's first choice went."""
@@ -262,7 +274,7 @@ def _of_engines(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
     planned = [sum(engine.planned_memory.values()) for engine in engines]
     peaks = [engine.peak_memory_bytes or 0 for engine in engines]
     gauges.append(("penstock_planned_memory_bytes", "Memory that the engine may take", planned))
-    gauges.append(("penstock_peak_memory_bytes", "Most memory that the engine ever had", peaks))
+    gauges.append(("penstock_peak_memory_bytes", "Peak memory of the engine", peaks))
     counters = [(name, text, [getattr(one, attribute) for one in stats]) for name, text, attribute in COUNTERS]
     restarts = [engine.restarts for engine in engines]
     counters.append(("penstock_engine_restarts", "Engine processes restarted after a failure", restarts))
@@ -272,7 +284,7 @@ def _of_engines(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
             for label, value in zip(labels, values, strict=True):
                 metric.add_metric(label, value)
             yield metric
-    name, text = "penstock_spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by place"
+    name, text = "penstock_spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position"
     by_position = CounterMetricFamily(name, text, labels=[*names, "position"])
     states = GaugeMetricFamily("penstock_engine_state", "1 for the engine's current state", labels=[*names, "state"])
     for label, engine in zip(labels, engines, strict=True):

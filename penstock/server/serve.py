@@ -246,7 +246,7 @@ class Serving:
         """Refuse new requests, wait for the open ones, then shut down the engine, which fails those still open."""
         await self._stop.wait()
         self._app.state.context.draining = True
-        systemd.notify("STOPPING=1\nSTATUS=open requests finish")
+        systemd.notify("STOPPING=1\nSTATUS=waiting for open requests")
         await self._app.state.context.kept.suspend()
         drain = asyncio.create_task(self._drain())
         hurry = asyncio.create_task(self._hurry.wait())

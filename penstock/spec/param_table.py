@@ -120,7 +120,9 @@ class ParamTable:
             raise ModelLoadError(f"parameter table: {twice[0]} is claimed by two parameters")
         for item in expanded:
             if item.tied_to is not None and (item.tied_to not in result or result[item.tied_to].shape != item.shape):
-                raise ModelLoadError(f"parameter table: {item.name} is tied to {item.tied_to}, which is no such tensor")
+                raise ModelLoadError(
+                    f"parameter table: {item.name} is tied to {item.tied_to}, which is not a parameter of its shape"
+                )
         return result
 
     def ignores(self, name: str) -> bool:

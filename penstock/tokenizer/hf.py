@@ -210,7 +210,9 @@ def _add_declared_tokens(backend: Backend, config: Mapping[str, Any], named: Map
     listed = config.get("added_tokens_decoder") or {}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if not isinstance(listed, dict) or not isinstance(extra, dict | list):
-        raise ModelLoadError("tokenizer_config.json: added_tokens_decoder must be an object, the extra tokens a list")
+        raise ModelLoadError(
+            "tokenizer_config.json: added_tokens_decoder must be an object, and the extra tokens must be a list"
+        )
     for key in listed:
         if not key.isdecimal() or len(key) > MAX_ID_DIGITS:
             raise ModelLoadError(f"tokenizer_config.json: added_tokens_decoder: {shown(key)} is not a token id")

@@ -134,7 +134,7 @@ def test_offline():
         assert llm.pin_prefix(IDS, "system").name == "system"
         with pytest.raises(InvalidRequestError, match="another pin"):
             llm.pin_prefix(IDS[:50], "system")
-        with pytest.raises(InvalidRequestError, match="fill no block"):
+        with pytest.raises(InvalidRequestError, match="do not fill a block"):
             llm.pin_prefix(IDS[:15], "short")
         for salt, cached in (("a", 96), ("b", 96), (None, 96)):
             (output,) = llm.generate([{"prompt_token_ids": prompt, "cache_salt": salt}], SHORT)

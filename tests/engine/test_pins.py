@@ -129,7 +129,7 @@ def test_a_salted_pin_is_for_its_salt():
     [
         ({"enable_prefix_caching": False}, 64, "prefix caching is off"),
         ({"user_rows": True}, 64, "prefix caching is off"),
-        ({}, 15, "15 tokens fill no block of 16"),
+        ({}, 15, "15 tokens do not fill a block of 16"),
         ({"num_blocks": 20}, 11 * 16, "11 of 20 blocks; at most 10"),
     ],
 )
