@@ -41,14 +41,14 @@ class Scheme:
             ValueError: the scheme is unknown, or it does not allow groups of that size.
         """
         if quantization is not None and quantization not in SLICES:
-            raise ValueError(f"no quantisation {quantization!r}; there are {', '.join(SLICES)}")
+            raise ValueError(f"quantisation {quantization!r} is not supported; supported are {', '.join(SLICES)}")
         if quantization is None or not quantization.startswith("int4"):
             if group_size is not None:
                 raise ValueError("only int4 weights have groups")
             return None if quantization is None else cls(quantization, 8, None, SLICES[quantization])
         size = DEFAULT_GROUP_SIZE if group_size is None else group_size
         if size not in GROUP_SIZES:
-            raise ValueError(f"no groups of {size}; there are {', '.join(map(str, GROUP_SIZES))}")
+            raise ValueError(f"group size {size} is not supported; supported are {', '.join(map(str, GROUP_SIZES))}")
         return cls(quantization, 4, size, SLICES[quantization])
 
 

@@ -72,7 +72,7 @@ class _Reader:
 
     def request(self, item: Introduced) -> NewRequest:
         if len(item.block_tables) != self.num_groups or item.number in self.ids:
-            raise malformed(f"request {item.number} is introduced twice, or with other tables than the engine has")
+            raise malformed(f"request {item.number} is introduced twice, or its number of block tables is wrong")
         self.ids[item.number] = item.request_id
         self.released[item.number] = [0] * self.num_groups
         tables = [list(table) for table in item.block_tables]

@@ -50,7 +50,7 @@ def test_a_library_of_another_version_is_told_as_such(monkeypatch: pytest.Monkey
     """Guards against advice to install a compiler where an old build has stayed behind."""
     monkeypatch.setattr(library, "ABI_VERSION", 99)
     assert library.load_library() is None
-    assert "and 99 is needed; install the package again" in refusal()
+    assert "but 99 is needed; install the package again" in refusal()
     assert "compiler" not in refusal()
 
 

@@ -211,7 +211,8 @@ def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
     """
     linear = own(weight, CpuLinear)
     if linear.gated is not gated:
-        raise ValueError(f"a weight packed {'for' if linear.gated else 'without'} a gate is used otherwise")
+        packed, used = ("with", "without") if linear.gated else ("without", "with")
+        raise ValueError(f"a weight packed {packed} a gate cannot be used {used} one")
     return linear
 
 
