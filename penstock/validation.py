@@ -15,6 +15,7 @@ Options = TypeVar("Options")
 
 LOG_LEVELS = ("info", "warning", "error")
 MAX_SHOWN = 80  # characters of a wrong value that an error shows
+MAX_NESTING = 128  # objects and lists of a JSON value that is read recursively
 
 
 class _Short(reprlib.Repr):
@@ -112,6 +113,26 @@ def int_tuple(name: str, value: Any, *, low: int, high: int, max_items: int) -> 
     for item in items:
         check_int(name, item, low, high)
     return tuple(items)
+
+
+def is_deeper(value: Any, limit: int = MAX_NESTING) -> bool:
+    """Return whether objects and lists are nested more than `limit` deep, level by level, without recursion."""
+    level: list[Any] = [value]
+    for _ in range(limit + 1):
+        level = [item for node in level if isinstance(node, dict | list) for item in _items(node)]
+        if not level:
+            return False
+    return True
+
+
+def _items(node: dict[str, Any] | list[Any]) -> Sequence[Any]:
+    return list(node.values()) if isinstance(node, dict) else node
+
+
+def check_nesting(name: str, value: Any) -> None:
+    """Check that a JSON value can be read recursively."""
+    if is_deeper(value):
+        raise InvalidRequestError(f"{name}: nested more than {MAX_NESTING} deep, which is the limit", param=name)
 
 
 def option(default: Any, allowed: Any, help: str) -> Any:

@@ -196,6 +196,20 @@ def test_a_program_that_ends_without_shutdown():
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
+def test_chat_template_kwargs(tmp_path):
+    """Guards against variables of the template that LLM.chat takes and does not pass on, or that nothing reads."""
+    shutil.copytree(MODEL_DIR, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text("{{ messages[0].content }}{{ style }}")
+    messages, params = [{"role": "user", "content": "Once"}], SamplingParams(max_tokens=1)
+    with LLM(model=str(tmp_path / "m"), max_model_len=128) as llm:
+        plain, styled = (llm.chat(messages, params, chat_template_kwargs=given) for given in (None, {"style": " upon"}))
+        assert [output.prompt for output in (*plain, *styled)] == ["Once", "Once upon"]
+        for wrong in ({"stile": 1}, {"messages": []}, {"style": object()}, 5):
+            with pytest.raises(InvalidRequestError) as caught:
+                llm.chat(messages, params, chat_template_kwargs=wrong)
+            assert caught.value.param == "chat_template_kwargs"
+
+
 TEXT = {"type": "text", "text": "x"}
 
 

@@ -5,7 +5,15 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.options import UNSET, add_engine_options, add_log_level, add_model, engine_options, parse_size
+from penstock.cli.options import (
+    UNSET,
+    add_engine_options,
+    add_log_level,
+    add_model,
+    engine_options,
+    parse_object,
+    parse_size,
+)
 from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -62,6 +70,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=help_text)
     group.add_argument("--tool-call-parser", default="auto", metavar="NAME", help=TOOL_PARSER_HELP)
     group.add_argument("--reasoning-parser", default="auto", metavar="NAME", help=REASONING_PARSER_HELP)
+    help_text = 'variables of the chat template, like {"enable_thinking": false}; requests may override each of them'
+    group.add_argument("--default-chat-template-kwargs", type=parse_object, metavar="JSON", help=help_text)
     help_text = "file that stores background responses and resumable streams, so that they survive a kill"
     group.add_argument("--journal", metavar="FILE", help=help_text)
     help_text = "seconds that open requests may go on after SIGTERM (default: 30)"
@@ -138,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         allowed_origins=tuple(args.allowed_origin),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        default_chat_template_kwargs=args.default_chat_template_kwargs,
         journal=args.journal,
         log_level=args.log_level,
         started_at=started_at,

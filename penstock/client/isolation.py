@@ -112,5 +112,5 @@ class _IsolatedTemplate:
         self.text = text
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        num_chars = len(repr(messages)) + len(repr(options.get("tools") or ""))
+        num_chars = len(repr(messages)) + len(repr(options))
         return str(self._tokenizer.call("render", [list(messages)], options, num_chars=num_chars))

@@ -17,7 +17,6 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_FORM_CHARS = 2**19  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 2**15
 MAX_PATTERN_CHARS = 1024
-MAX_NESTING = 128  # objects and lists of a schema, which the library reads recursively
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,25 +145,11 @@ def _schema_text(value: Any) -> str | None:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise _fail("json", value, f"made of plain JSON values ({check.one_line(error)})") from None
-    if len(text) <= MAX_FORM_CHARS and _is_deeper(value, MAX_NESTING):
-        message = f"{FIELD}.json: the schema is nested more than {MAX_NESTING} deep, which is the limit"
+    if len(text) <= MAX_FORM_CHARS and check.is_deeper(value):
+        message = f"{FIELD}.json: the schema is nested more than {check.MAX_NESTING} deep, which is the limit"
         raise InvalidRequestError(message, param=FIELD)
     return text
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def _is_deeper(value: Any, limit: int) -> bool:
-    """Return whether objects and lists are nested more than `limit` deep, level by level, without recursion."""
-    level: list[Any] = [value]
-    for _ in range(limit + 1):
-        level = [item for node in level if isinstance(node, dict | list) for item in _items(node)]
-        if not level:
-            return False
-    return True
-
-
-def _items(node: Any) -> Sequence[Any]:
-    return list(node.values()) if isinstance(node, dict) else node

@@ -25,12 +25,14 @@ from penstock.server.openai_requests import (
     CompletionRequest,
     GenerationRequest,
     Message,
+    PinRequest,
     TokenizeRequest,
 )
 from penstock.server.records import EncodedPrompt
 from penstock.server.structured import form_of
 from penstock.server.tool_fields import Tool, check_tools
 from penstock.server.unsupported import MAX_MESSAGES
+from penstock.tokenizer.chat_template import KWARGS, check_template_kwargs
 from penstock.tokenizer.conversation import RenderedChat, render_chat, turn_of
 from penstock.tokenizer.tokenizer import check_prompt_length
 
@@ -124,23 +126,33 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
     continue_final = bool(body.continue_final_message)
     add_generation = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
     flags = {"add_generation_prompt": add_generation, "continue_final_message": continue_final}
-    chat = await _render(context, body.messages, info, body.offered, **flags)
+    chat = await _render(context, body.messages, info, body.offered, body.chat_template_kwargs, body.documents, **flags)
     ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
     return [EncodedPrompt(ids)]
 
 
 async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
     """Return the ids for POST /tokenize. A text that is too long for a prompt is refused as it would be as a prompt."""
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
+    check_one_prompt(body)
     if body.messages is None:
         check_prompt_length(body.prompt or "", info.max_model_len)
         return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     add_generation = body.add_generation_prompt is not False
     check_tools(body.tools)
-    chat = await _render(context, body.messages, info, body.tools, add_generation_prompt=add_generation)
+    chat = await _render(
+        context, body.messages, info, body.tools, body.chat_template_kwargs, add_generation_prompt=add_generation
+    )
     check_prompt_length(chat.text, info.max_model_len, param="messages")
     return await encode(context, chat, add_special_tokens=bool(body.add_special_tokens))
+
+
+def check_one_prompt(body: TokenizeRequest | PinRequest) -> None:
+    """Raise InvalidRequestError unless a body has either a prompt, or messages and what is rendered with them."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
+    for name in ("tools", KWARGS):
+        if body.messages is None and getattr(body, name):
+            raise InvalidRequestError(f"{name}: only with messages: a prompt is not rendered", param=name)
 
 
 async def _encode(
@@ -173,17 +185,31 @@ def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
 
 
 async def _render(
-    context: ServerContext, messages: list[Message], info: ModelInfo, tools: Sequence[Tool] | None, **flags: bool
+    context: ServerContext,
+    messages: list[Message],
+    info: ModelInfo,
+    tools: Sequence[Tool] | None,
+    kwargs: dict[str, Any] | None,
+    documents: list[dict[str, Any]] | None = None,
+    **flags: bool,
 ) -> RenderedChat:
-    """Render a conversation with the model's own template and `flags`. Errors name the field `messages`."""
+    """Render a conversation with the model's own template, `flags` and the server's variables, overridden by `kwargs`.
+
+    A variable that is null is not given.
+    """
     if not 1 <= len(messages) <= MAX_MESSAGES:
         message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(message, param="messages")
     turns = [_turn(message) for message in messages]
-    shown = [tool.as_shown() for tool in tools or ()]
-    text = "".join(turn["content"] for turn in turns) + (str(shown) if shown else "")
+    options: dict[str, Any] = {"tools": [tool.as_shown() for tool in tools or ()], "documents": documents}
+    check_template_kwargs(kwargs or {})
+    given = {name: value for name, value in (kwargs or {}).items() if value is not None}
+    options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **given}
+    for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
+        check.check_nesting(name, value)
+    text = "".join(turn["content"] for turn in turns) + "".join(str(value) for value in options.values() if value)
     check_prompt_length(text, info.max_model_len, param="messages")
-    work = partial(render_chat, context.tokenizer(), turns, tools=shown or None, **flags)
+    work = partial(render_chat, context.tokenizer(), turns, **options, **flags)
     return await _tokenizing(context, work, len(text))
 
 

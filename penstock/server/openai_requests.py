@@ -158,6 +158,8 @@ class ChatRequest(GenerationRequest, ToolUse, kw_only=True, frozen=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -184,6 +186,7 @@ class TokenizeRequest(Strict, kw_only=True, frozen=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -192,10 +195,13 @@ class TokenizeRequest(Strict, kw_only=True, frozen=True):
 class PinRequest(Strict, kw_only=True, frozen=True):
     """POST /v1/cache/pin: a prompt, or the messages with which conversations begin."""
 
+    place: ClassVar[str] = "pin"
+
     model: str | None = None
     prompt: str | list[Any] | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     name: str | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None

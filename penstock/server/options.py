@@ -1,15 +1,19 @@
 """ServerOptions: the options of the HTTP server, checked when constructed. Engine options are elsewhere."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError
 from penstock.server.keys import read_key_file
 from penstock.tokenizer.answers.answer import REASONING_PARSERS
 from penstock.tokenizer.answers.formats import TOOL_FORMATS
+from penstock.tokenizer.chat_template import check_template_kwargs
 
 MIB = 1 << 20
+DEFAULT_KWARGS = "default_chat_template_kwargs"
 TOOL_CALL_PARSERS = ("auto", "none", *TOOL_FORMATS)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as written in the Host header
 LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")  # as written for --host
@@ -47,6 +51,8 @@ class ServerOptions:
             template; none leaves calls in the text.
         reasoning_parser: qwen3 takes the text between <think> and </think> out of an answer; deepseek_r1 does so even
             if no <think> comes first; auto is qwen3 if the chat template contains </think>; none leaves it in the text.
+        default_chat_template_kwargs: further variables of the chat template; a request's chat_template_kwargs override
+            them one by one.
         journal: a file that records background responses and resumable streams, so that they survive a kill of the
             server.
         max_kept_bytes: of memory for stored responses and resumable streams; those that ended first make room.
@@ -78,6 +84,7 @@ class ServerOptions:
     log_level: str = "info"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    default_chat_template_kwargs: Mapping[str, Any] | None = None
     journal: str | None = None
     max_kept_bytes: int = 256 * MIB
     resume_grace_s: float = 60.0
@@ -106,6 +113,8 @@ class ServerOptions:
         check.check_bool("access_log", self.access_log)
         check.check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         check.check_choice("reasoning_parser", self.reasoning_parser, ("auto", "none", *REASONING_PARSERS))
+        if self.default_chat_template_kwargs is not None:
+            check_template_kwargs(self.default_chat_template_kwargs, DEFAULT_KWARGS)
         check.check_choice("log_level", self.log_level, check.LOG_LEVELS)
 
     def hosts(self) -> tuple[str, ...] | None:

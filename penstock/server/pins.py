@@ -12,7 +12,7 @@ from penstock.interface.outputs import PrefixUse
 from penstock.server.api_errors import not_found
 from penstock.server.context import ServerContext, check_administrator, context_of, json_response, log_of, read_body
 from penstock.server.generation import until_disconnect
-from penstock.server.inputs import chat_prompts, completion_prompts, salted
+from penstock.server.inputs import chat_prompts, check_one_prompt, completion_prompts, salted
 from penstock.server.openai_requests import ChatRequest, CompletionRequest, PinRequest
 from penstock.server.records import EncodedPrompt
 
@@ -34,12 +34,12 @@ async def create_pin(request: Request) -> Response:
 
 async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> EncodedPrompt:
     """Return the prefix: a text, token ids, or the beginning of a conversation rendered by the chat template."""
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
+    check_one_prompt(body)
     if body.messages is not None:
         chat = ChatRequest(
             messages=body.messages,
             tools=body.tools,
+            chat_template_kwargs=body.chat_template_kwargs,
             add_generation_prompt=bool(body.add_generation_prompt),
             add_special_tokens=body.add_special_tokens,
         )

@@ -36,6 +36,7 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     tools: list[FunctionTool] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -98,6 +99,7 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
             tools=None if body.tools is None else [tool.as_tool() for tool in body.tools],
             tool_choice=choice if choice is None or isinstance(choice, str) else choice.as_choice(),
             parallel_tool_calls=body.parallel_tool_calls,
+            chat_template_kwargs=body.chat_template_kwargs,
         )
         chat.check_tools()
     return chat

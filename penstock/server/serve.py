@@ -26,9 +26,10 @@ from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError
 from penstock.server import systemd
 from penstock.server.acceptor import Acceptor
 from penstock.server.app import create_app
-from penstock.server.options import ServerOptions
+from penstock.server.options import DEFAULT_KWARGS, ServerOptions
 from penstock.server.protocol import GuardedProtocol
 from penstock.server.resumption import resume
+from penstock.tokenizer.conversation import check_variables
 
 EXIT_OK = 0
 EXIT_CANNOT_LISTEN = 1
@@ -213,6 +214,12 @@ class Serving:
                 self._server.should_exit = True
                 return
             if state is EngineState.READY and not announced:
+                try:
+                    self._check_variables()
+                except InvalidRequestError as error:
+                    self._failure = error
+                    self._server.should_exit = True
+                    return
                 resume(self._app.state.context)
                 self._announce()
                 announced = True
@@ -220,6 +227,12 @@ class Serving:
                 told_at = time.monotonic()
                 systemd.notify("WATCHDOG=1")
             await asyncio.sleep(WATCH_INTERVAL_S if not announced else 10 * WATCH_INTERVAL_S)
+
+    def _check_variables(self) -> None:
+        """Raise InvalidRequestError for a default variable that the model's chat template does not read."""
+        if self._options.default_chat_template_kwargs:
+            template = self._app.state.context.tokenizer().chat_template
+            check_variables(template, self._options.default_chat_template_kwargs, DEFAULT_KWARGS)
 
     def _reason(self) -> PenstockError:
         """Return why the engine failed. If it was never ready, reading its model_info raises the reason."""

@@ -59,7 +59,8 @@ def rules_of(context: ServerContext, body: ChatRequest, prompt: EncodedPrompt) -
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
     reasoning = _is_told_apart(options, template) and not _has_another_form(body)
     tail = tokenizer.decode(prompt.token_ids[-TAIL:], skip_special_tokens=False) if reasoning else ""
-    is_thinking = reasoning and (options.reasoning_parser == "deepseek_r1" or tail.rstrip().endswith(THINK))
+    opened, closed = (tail.rstrip().endswith(mark) for mark in (THINK, END_OF_THINKING))
+    is_thinking = reasoning and (opened or (options.reasoning_parser == "deepseek_r1" and not closed))
     if not body.offered:
         return Rules(reasoning=reasoning, is_thinking=is_thinking)
     tool_format = tool_format_of(template, options.tool_call_parser)

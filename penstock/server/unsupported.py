@@ -14,6 +14,7 @@ MAX_MESSAGES = 4096  # in a conversation; also the number of parts of a message 
 INSIDE = {
     "chat": ("messages", "message"),
     "message": ("content", "part"),
+    "pin": ("messages", "message"),
     "responses": ("tools", "tool"),
     "tokenize": ("messages", "message"),
 }
@@ -26,12 +27,14 @@ class Unsupported(NamedTuple):
     Attributes:
         places: the routes, or parts of a body, where clients send the parameter; elsewhere it is an unknown name.
         neutral: values that mean the same as leaving the parameter out. Like null, they are accepted.
-        forbidden: whether a request may never set it; otherwise support is planned.
+        forbidden: whether a request may never set it.
+        instead: what there is instead; without it, support is planned.
     """
 
     places: str = "completions chat"
     neutral: tuple[Any, ...] = ()
     forbidden: bool = False
+    instead: str = ""
 
 
 UNSUPPORTED: dict[str, Unsupported] = {
@@ -40,15 +43,15 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "apply_patch": Unsupported("tool"),
     "audio": Unsupported("chat message"),
     "best_of": Unsupported(neutral=(1,)),
-    "chat_template": Unsupported("completions chat tokenize", forbidden=True),
-    "chat_template_kwargs": Unsupported("completions chat tokenize", forbidden=True),
+    "chat_template": Unsupported("completions chat responses tokenize pin", forbidden=True),
+    "chat_template_kwargs": Unsupported("completions", ({},), instead="a prompt is not rendered; see /tokenize"),
     "code_interpreter": Unsupported("tool"),
     "computer": Unsupported("tool"),
     "computer_use_preview": Unsupported("tool"),
     "conversation": Unsupported("responses"),
     "custom": Unsupported("tool"),
-    "documents": Unsupported(),
-    "echo": Unsupported("chat"),
+    "documents": Unsupported("completions", ([],), instead="a prompt is not rendered; chat completions take them"),
+    "echo": Unsupported("chat", (False,)),
     "file": Unsupported("part"),
     "file_search": Unsupported("tool"),
     "function_call": Unsupported("chat message", ("none", "auto")),
@@ -160,4 +163,7 @@ def _refusal(name: str, value: Any) -> InvalidRequestError:
     if name in UNSUPPORTED and UNSUPPORTED[name].forbidden:
         message = f"{name}: not accepted from a request; the model's own template and processing are used"
         return InvalidRequestError(message, param=name, code="not_allowed")
+    if name in UNSUPPORTED and UNSUPPORTED[name].instead:
+        message = f"{name}: {shown(value)} is not supported; {UNSUPPORTED[name].instead}"
+        return InvalidRequestError(message, param=name, code="not_supported")
     return NotSupportedError(f"{name}: {shown(value)} is not supported; this is not built yet", param=name)

@@ -25,9 +25,12 @@ Message = Mapping[str, Any]
 # The errors that a template can raise: Jinja's own, and Python's from the values that it handles.
 RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 TOO_LARGE_ERRORS = (RecursionError, MemoryError)
+KWARGS = "chat_template_kwargs"  # vLLM's name for further variables of the template
 RESERVED_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+    | {"conversation", KWARGS}
 )
+MAX_INTEGER = 2**63 - 1  # of a variable
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # templates read the first name
 PLANNED_PARTS = frozenset({"image_url", "input_audio", "file", "video_url"})
 MARK = "END_OF_FINAL_MESSAGE_MARK"  # followed by a space, which is lost if the template trims messages
@@ -82,11 +85,10 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "continue_final_message: needs add_generation_prompt=false", param="continue_final_message"
             )
-        for name in RESERVED_NAMES.intersection(template_kwargs or ()):
-            raise InvalidRequestError(f"chat_template_kwargs: {name} cannot be set here", param="chat_template_kwargs")
+        check_template_kwargs(template_kwargs or {})
         values = {
             **self._special_tokens,
-            **_plain("chat_template_kwargs", template_kwargs or {}),
+            **_plain(KWARGS, template_kwargs or {}),
             "messages": _plain_messages(messages),
             "tools": _plain("tools", tools),
             "documents": _plain("documents", documents),
@@ -116,6 +118,24 @@ class ChatTemplate:
             raise _refused("messages: the chat template leaves out (part of) the final message to be continued")
         cut = text.rindex(MARK)
         return text[:cut] if text.startswith(MARK + " ", cut) else text[:cut].rstrip()
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], param: str = KWARGS) -> None:
+    """Raise InvalidRequestError for variables of a template with a reserved name, at any depth, or a huge integer."""
+    if not isinstance(kwargs, Mapping):
+        raise fail(param, kwargs, 'an object like {"enable_thinking": false}')
+    nodes: list[Any] = [kwargs]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Mapping):
+            if names := RESERVED_NAMES.intersection(node):
+                message = f"{param}: {min(names)} cannot be set here"
+                raise InvalidRequestError(message, param=param, code="not_allowed")
+            nodes.extend(node.values())
+        elif isinstance(node, list | tuple):
+            nodes.extend(node)
+        elif isinstance(node, int) and abs(node) > MAX_INTEGER:
+            raise fail(param, node, f"made of integers up to {MAX_INTEGER}")
 
 
 def _refused(message: str) -> InvalidRequestError:

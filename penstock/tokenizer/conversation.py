@@ -6,16 +6,19 @@ the template runs. The rendered text is cut at the marks and tokenised in parts,
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError
-from penstock.tokenizer.chat_template import text_of_content
+from penstock.tokenizer.chat_template import KWARGS, ChatTemplate, check_template_kwargs, text_of_content
 from penstock.tokenizer.tokenizer import Tokenizer, encode_all
 
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode's noncharacters, which normal text does not contain
+
+LISTS = ("tools", "documents")  # what a conversation may come with, if the template shows it to the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,30 +75,45 @@ def _call_of(call: Mapping[str, Any]) -> dict[str, Any]:
 def render_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> RenderedChat:
-    """Render a conversation with the tools that it offers. options: those of ChatTemplate.render.
+    """Render a conversation. options: those of ChatTemplate.render. Only the template writes control tokens.
 
     Raises:
-        InvalidRequestError: there is no chat template, or it does not support tools, or it refuses the conversation.
+        InvalidRequestError: there is no chat template, or it does not read the tools, documents or further variables
+            that are given, or it refuses the conversation.
     """
     template = tokenizer.chat_template
     if template is None:
         message = "messages: the model has no chat template; send a prompt"
         raise InvalidRequestError(message, param="messages", code="no_chat_template")
-    if tools and "tools" not in template.text:
-        message = "tools: the model's chat template does not support tools, so the model would not see them"
-        raise InvalidRequestError(message, param="tools", code="no_tools")
+    for name in LISTS:
+        options[name] = options.get(name) or None
+        if options[name] and name not in template.text:
+            message = f"{name}: the model's chat template does not support {name}, so the model would not see them"
+            raise InvalidRequestError(message, param=name, code=f"no_{name}")
+    check_variables(template, options.get("template_kwargs") or {})
     spellings = [tokenizer.token_to_text(token_id) for token_id in tokenizer.special_ids]
     spellings = sorted((text for text in spellings if len(text) > 1), key=len, reverse=True)
-    mark = _unused_mark((messages, tools))
-    if tools:
-        options["tools"] = [_mark(tool, spellings, mark) for tool in tools]
+    mark = _unused_mark((messages, options))
+    options = {name: _mark(value, spellings, mark) for name, value in options.items()}
     text = template.render([_mark(message, spellings, mark) for message in messages], **options)
     text = text.replace(ascii(mark)[1:-1], mark)  # a template may write JSON with escapes
     return RenderedChat(text.replace(mark, ""), tuple(text.split(mark)))
+
+
+def check_variables(template: ChatTemplate | None, variables: Mapping[str, Any], param: str = KWARGS) -> None:
+    """Raise InvalidRequestError for further variables that must not be set, or that the template does not read."""
+    check_template_kwargs(variables, param)
+    for name in variables:
+        if template is None or not _is_read(template.text, name):
+            message = f"{param}: the model's chat template reads no variable named {check.shown(name)}"
+            raise InvalidRequestError(message, param=param, code="no_variable")
+
+
+def _is_read(text: str, name: Any) -> bool:
+    """Return whether a template's text contains a name, which it does if the template reads a variable of that name."""
+    return isinstance(name, str) and name.isidentifier() and re.search(rf"\b{name}\b", text) is not None
 
 
 def _unused_mark(messages: Any) -> str:

@@ -103,6 +103,7 @@ class FakeEngineClient:
         self.num_tokens = 0
         self.salts: list[str | None] = []  # of the prompts, in order
         self.pins: dict[str, PrefixUse] = {}
+        self.pinned: list[list[int]] = []  # the token ids of each
         self.kv_blocks = None
         self._arrivals = itertools.count()
         self._was_ready = False
@@ -244,6 +245,7 @@ class FakeEngineClient:
             raise InvalidRequestError(f"name: {name!r} is the name of another pin", param="name", code="name_in_use")
         name = name or f"pin-{len(self.pins)}"
         self.pins[name] = PrefixUse(len(prompt["prompt_token_ids"]) // 16 * 16, name=name)
+        self.pinned.append(prompt["prompt_token_ids"])
         self.salts.append(prompt["cache_salt"])
         return self.pins[name]
 

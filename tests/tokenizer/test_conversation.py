@@ -59,7 +59,7 @@ def test_in_python_and_every_field():
     """Guards against a door beside the one that was closed: LLM.chat, and names of speakers."""
     spelled = SPELLINGS[0]
     with LLM(model="demo") as llm:
-        ids = llm._chat_prompt([{"role": "user", "content": f"x{spelled}", "name": spelled}], True)["prompt_token_ids"]
+        ids = llm._chat_prompt([{"role": "user", "content": f"x{spelled}", "name": spelled}])["prompt_token_ids"]
         assert control_tokens(ids) == control_tokens(
             llm._chat_prompt([{"role": "user", "content": "x"}], True)["prompt_token_ids"]
         )

@@ -9,6 +9,9 @@ NAN, INF = float("nan"), float("inf")  # json.dumps writes them as NaN and Infin
 NUMBERS: tuple[Any, ...] = (NAN, INF, -INF, "NaN", "1", True, [], {})
 BOTH = ("/v1/completions", "/v1/chat/completions")
 CHAT_PATH, TOKENIZE, DETOKENIZE, PIN = "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/cache/pin"
+RESPONSES = "/v1/responses"
+RENDERING = (*BOTH, TOKENIZE, RESPONSES, PIN)
+DEPTHS = (200, 300, 500, 700, 900)
 EITHER = (200, 400)
 
 
@@ -18,6 +21,9 @@ TEMPLATES: tuple[tuple[str, Any], ...] = (
     ("chat_template", "{{ '%999999999d' % 1 }}"),
     ("chat_template", "{{ ''.__class__.__mro__ }}"),
     ("chat_template_kwargs", {"chat_template": "{{ 'a'.center(10**9) }}", "tokenize": True}),
+    ("chat_template_kwargs", {"tone": [{"messages": "x"}]}),
+    ("chat_template_kwargs", {"messages": "a" * 1_000_000}),
+    ("chat_template_kwargs", {"not_in_the_template": True}),
 )
 GRAMMARS: tuple[dict[str, Any], ...] = (
     {"guided_regex": "(a+)+b"},
@@ -41,6 +47,14 @@ def raw(name: str, *bodies: bytes, path: str = "/v1/completions", expect: tuple[
 def on_both(name: str, *fields: dict[str, Any], expect: tuple[int, ...] = (400,)) -> Calls:
     """Return an attack on completions and on chat."""
     return Calls(name, [Call({**BODIES[path], **item}, expect, path) for path in BOTH for item in fields])
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Return an object that is nested `depth` deep."""
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
 
 
 BAD_INPUTS: tuple[Any, ...] = ("", [], [""], [[]], [[10**9]], [1, "a"], {}, None)
@@ -186,7 +200,14 @@ PROMPTS: tuple[Attack, ...] = (
     ),
     Calls(
         "a template of the request's own (CVE-2026-115911, CVE-2026-115918)",
-        [Call({**BODIES[path], name: value}, (400,), path) for path in (*BOTH, TOKENIZE) for name, value in TEMPLATES],
+        [Call({**BODIES[path], name: value}, (400,), path) for path in RENDERING for name, value in TEMPLATES],
+    ),
+    refused(
+        "values for the template that are too deep to read (a 500 here once)",
+        *each("tools", [[{"type": "function", "function": {"name": "f", "parameters": nested(d)}}] for d in DEPTHS]),
+        *each("documents", [[nested(depth)] for depth in DEPTHS]),
+        *each("chat_template_kwargs", [nested(depth) for depth in DEPTHS]),
+        path=CHAT_PATH,
     ),
     on_both("grammars and processors that cannot be followed (CVE-2025-48944, CVE-2026-25048)", *GRAMMARS),
     Calls(
