@@ -14,6 +14,8 @@ from penstock.errors import InvalidRequestError
 FIELD = "structured_outputs"
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between JSON tokens; limited, because a model may repeat whitespace for ever
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
+# Further fields of vLLM's, with the value that means the same as leaving them out.
+NEUTRAL = {"structural_tag": None, "disable_fallback": False, "disable_additional_properties": False}
 MAX_FORM_CHARS = 2**19  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 2**15
 MAX_PATTERN_CHARS = 1024
@@ -84,6 +86,7 @@ class StructuredOutputsParams:
         names = cls.__dataclass_fields__
         if not isinstance(value, Mapping):
             raise check.fail(FIELD, value, 'an object like {"json": {"type": "object"}}')
+        value = {key: item for key, item in value.items() if key not in NEUTRAL or item is not NEUTRAL[key]}
         unknown = next((str(key) for key in value if key not in names), None)
         if unknown is not None:
             message = f"{FIELD}.{check.shown(unknown)}: unknown key; known are {', '.join(names)}"

@@ -1,8 +1,9 @@
 """The form of an answer in request bodies: OpenAI's `response_format`, `text.format` of /v1/responses, and vLLM's
-`structured_outputs`."""
+`structured_outputs` with its older spellings `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from penstock import validation as check
@@ -14,6 +15,7 @@ from penstock.server.context import ServerContext
 FORMAT, TEXT = "response_format", "text"
 SCHEMA_KEYS = ("name", "description", "schema", "strict")
 KINDS = ("text", "json_object", "json_schema")
+GUIDED = ("json", "regex", "choice", "grammar")  # forms that vLLM once had as fields of their own
 MAX_NAME, MAX_DESCRIPTION = 64, 4096  # characters
 
 
@@ -23,34 +25,27 @@ def form_of(body: Any) -> StructuredOutputsParams | None:
     Raises:
         InvalidRequestError: the form is malformed, or given in two fields; `param` is the field.
     """
-    given = getattr(body, FIELD)
-    spelt = _format_field(body)
-    value = getattr(body, spelt)
-    form = None
-    if value is not None and spelt == FORMAT:
-        form = _of_format(FORMAT, value, _nested_schema)
-    elif value is not None and spelt == TEXT:
-        form = _of_text(value)
-    if given is None:
-        return form
-    if form is not None:
-        raise InvalidRequestError(f"{FIELD}: not allowed with {spelt}, which gives a form too", param=FIELD)
-    return StructuredOutputsParams.of(given)
+    forms = {name: form for name, value in _given(body) if (form := _read(name, value)) is not None}
+    if len(forms) > 1:
+        first, second = list(forms)[:2]
+        raise InvalidRequestError(f"{second}: not allowed with {first}, which gives a form too", param=second)
+    return next(iter(forms.values()), None)
 
 
-def spelling(body: Any) -> str:
-    """Return the name of the field in which a body gives the form."""
-    return FIELD if getattr(body, FIELD) is not None else _format_field(body)
+def _given(body: Any) -> list[tuple[str, Any]]:
+    """Return the fields about the form that a body has, with their values."""
+    return [(name, value) for name in READERS if (value := getattr(body, name, None)) is not None]
 
 
-def _format_field(body: Any) -> str:
-    return FORMAT if FORMAT in body.__struct_fields__ else TEXT
+def _read(name: str, value: Any) -> StructuredOutputsParams | None:
+    with naming(name):
+        return READERS[name](value)
 
 
 async def check_form(context: ServerContext, body: Any, params: SamplingParams) -> None:
     """Raise InvalidRequestError, naming the field, for a form that the model cannot follow."""
     if params.structured_outputs is not None:
-        with naming(spelling(body)):
+        with naming(_given(body)[-1][0]):  # a field before it only says that the form is free
             await context.client.check_form(params.structured_outputs)
 
 
@@ -119,3 +114,16 @@ def _check_keys(field: str, value: Mapping[str, Any], known: tuple[str, ...]) ->
         raise InvalidRequestError(
             f"{field}.{check.shown(unknown)}: unknown key; known are {', '.join(known)}", param=field
         )
+
+
+def _of_guided(kind: str, value: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams.of({kind: value})
+
+
+# The fields in which a body may give the form, and how they are read.
+READERS: dict[str, Callable[[Any], StructuredOutputsParams | None]] = {
+    FORMAT: partial(_of_format, FORMAT, schema_of=_nested_schema),
+    TEXT: _of_text,
+    FIELD: StructuredOutputsParams.of,
+    **{f"guided_{kind}": partial(_of_guided, kind) for kind in GUIDED},
+}

@@ -75,7 +75,9 @@ def _is_told_apart(options: ServerOptions, template: str) -> bool:
 
 def _has_another_form(body: ChatRequest) -> bool:
     """Return whether the answer must have a form other than JSON, which leaves no room for reasoning."""
-    return body.structured_outputs is not None and not body.structured_outputs.keys() & {"json", "json_object"}
+    given = body.structured_outputs or {}
+    kinds = ("regex", "choice", "grammar")
+    return any(given.get(kind) is not None or getattr(body, f"guided_{kind}") is not None for kind in kinds)
 
 
 async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, params: SamplingParams) -> SamplingParams:

@@ -143,8 +143,6 @@ def test_fields_beside_a_text_are_refused(name: str) -> None:
     "field",
     [
         {"functions": [{"name": "add"}]},
-        {"guided_json": {}},
-        {"guided_regex": "a"},
         {"reasoning_effort": "high"},
         {"modalities": ["audio"]},
         {"store": True},

@@ -69,3 +69,71 @@ def refused(path: str, fields: dict[str, Any]) -> dict[str, Any]:
     assert response.status_code == 400, (fields, response.text)
     error: dict[str, Any] = response.json()["error"]
     return error
+
+
+GUIDED: dict[str, Any] = {"json": SCHEMA, "regex": "a+", "choice": ["a", "b"], "grammar": 'start: "a"'}
+WITH_GUIDED = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.mark.parametrize("path", WITH_GUIDED)
+@pytest.mark.parametrize("kind", GUIDED)
+def test_vllm_s_older_names(path: str, kind: str) -> None:
+    """Guards against tutorials for vLLM whose guided_json is refused, ignored, or read as another form."""
+    old, wanted = f"guided_{kind}", StructuredOutputsParams.of({kind: GUIDED[kind]})
+    nulls = dict.fromkeys([f"guided_{other}" for other in GUIDED if other != kind])
+    assert form_of(path, {**nulls, old: GUIDED[kind]}) == wanted
+    assert form_of(path, {old: GUIDED[kind], "response_format": {"type": "text"}}) == wanted
+    assert form_of(path, {**nulls, old: None}) is None
+    if kind == "json":
+        assert form_of(path, {old: '{"type": "object"}'}) == StructuredOutputsParams(json={"type": "object"})
+
+
+@pytest.mark.parametrize("path", WITH_GUIDED)
+def test_one_form_at_a_time(path: str) -> None:
+    """Guards against two forms of which one is silently dropped, and errors that name a field nobody sent."""
+    others: list[dict[str, Any]] = [
+        {"structured_outputs": {"regex": "b"}}, {"response_format": {"type": "json_object"}}, {"guided_choice": ["a"]},
+    ]  # fmt: skip
+    for other in others:
+        error = refused(path, {"guided_grammar": GUIDED["grammar"], **other})
+        assert error["param"] == "guided_grammar"
+        assert f"not beside {next(iter(other))}" in error["message"]
+    for wrong in ({"guided_json": 5}, {"guided_json": "{"}, {"guided_regex": ""}, {"guided_regex": "wrong"},
+                  {"guided_choice": []}, {"guided_choice": [1]}, {"guided_grammar": "a" * 2**20}):  # fmt: skip
+        error = refused(path, wrong)
+        name = next(iter(wrong))
+        assert error["param"].split("[")[0] == name
+        assert "structured_outputs" not in error["message"]
+    for name, value, said in (
+        ("guided_decoding_backend", "outlines", "llguidance"),
+        ("guided_whitespace_pattern", " ", "structured_outputs"),
+    ):
+        error = refused(path, {"guided_json": SCHEMA, name: value})
+        assert (error["param"], error["code"]) == (name, "not_supported")
+        assert said in error["message"]
+    neutral = {"guided_decoding_backend": "auto", "guided_whitespace_pattern": None}
+    assert form_of(path, {"guided_json": SCHEMA, **neutral}) == WANTED
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_of_vllm_s_that_change_nothing(path: str) -> None:
+    """Guards against refusing a client that sends vLLM's whole object, with its defaults."""
+    unused = {"regex": None, "choice": None, "grammar": None, "json_object": None, "whitespace_pattern": None}
+    neutral = {"structural_tag": None, "disable_fallback": False, "disable_additional_properties": False}
+    assert form_of(path, {"structured_outputs": {"json": SCHEMA, **unused, **neutral}}) == WANTED
+    for name in neutral:
+        error = refused(path, {"structured_outputs": {"json": SCHEMA, name: True}})
+        assert name[:8] in error["message"]
+    if path != "/v1/responses":
+        return
+    assert refused(path, {"guided_json": SCHEMA})["code"] == "unknown_field"
+
+
+def test_another_form_leaves_no_room_for_thoughts() -> None:
+    """Guards against the text of guided_choice that is taken for thoughts, because the model usually thinks first."""
+    path = "/v1/chat/completions"
+    forms: list[dict[str, Any]] = [{"guided_choice": ["a"]}, {"structured_outputs": {"choice": ["a"], "json": None}}]
+    for form in forms:
+        fake = FakeEngineClient(chat_template="{{ messages[0].content }}<think>{% if false %}</think>{% endif %}")
+        answer = app_client(fake).post(path, json={**BODIES[path], "max_tokens": 3, **form}).json()
+        assert len(answer["choices"][0]["message"]["content"]) == 3

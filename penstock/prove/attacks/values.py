@@ -26,7 +26,8 @@ TEMPLATES: tuple[tuple[str, Any], ...] = (
     ("chat_template_kwargs", {"not_in_the_template": True}),
 )
 GRAMMARS: tuple[dict[str, Any], ...] = (
-    {"guided_regex": "(a+)+b"},
+    {"guided_regex": "(a+)+b", "guided_choice": ["a"]},
+    {"guided_regex": "a{1000000}"},
     {"guided_json": {"type": "strin"}},
     {"guided_grammar": "(" * 30_000},
     {"structured_outputs": {"regex": "a{1000000}"}},
