@@ -87,6 +87,7 @@ def source_of(context: ServerContext, call: KeptCall, generation: Generation) ->
 
 
 def _shape(kind: str, body: Any, generation: Generation, envelope: dict[str, Any]) -> "Shape[Any]":
+    generation.only_prompt = kind == "completions" and body.max_tokens == 0
     names = None
     if body.logprobs is not None or body.prompt_logprobs is not None:
         names = shapes.TokenNames(generation.context.tokenizer(), as_ids=bool(body.return_tokens_as_token_ids))

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -49,6 +49,7 @@ class Generation:
         is_patient: whether the call waits and tries again when the queue is full.
         num_reasoning_tokens: set by the code that formats the answer.
         at_once: how many prompts the engine has at a time; None: all.
+        only_prompt: whether the one token of each answer, for which the engine computes the prompt, is left out.
     """
 
     context: ServerContext
@@ -60,6 +61,7 @@ class Generation:
     is_patient: bool = False
     num_reasoning_tokens: int = 0
     at_once: int | None = None
+    only_prompt: bool = False
     timeline: CallTimeline = field(init=False)
     _latest: list[RequestOutput | None] = field(init=False)  # per prompt
     _last_token_at: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -79,6 +81,8 @@ class Generation:
                 async for item in outputs:
                     self._check_deadline()
                     if item is not None:
+                        _raise_failure(item[1])
+                        item = (item[0], _without_answer(item[1])) if self.only_prompt else item
                         self._note(*item)
                         if self.on_output is not None:
                             self.on_output(*item)
@@ -173,7 +177,6 @@ class Generation:
         return max(SOON_S, limit - self.log.age_s())
 
     def _note(self, index: int, output: RequestOutput) -> None:
-        _raise_failure(output)
         before = self._latest[index]
         self._latest[index] = output
         self.timeline.follow(index, output)
@@ -201,6 +204,15 @@ def _raise_failure(output: RequestOutput) -> None:
         raise RequestFailedError(output.error or "the computation of this request failed")
     if FinishReason.ABORT in reasons:
         raise unavailable("the request was aborted by the server")
+
+
+def _without_answer(output: RequestOutput) -> RequestOutput:
+    """Return an output whose choices have no tokens, and end, if they have ended, because there were to be none."""
+    choices = [
+        CompletionOutput(choice.index, "", [], finish_reason=FinishReason.LENGTH if choice.finished else None)
+        for choice in output.outputs
+    ]
+    return replace(output, outputs=choices)
 
 
 async def merged(

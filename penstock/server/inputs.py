@@ -248,10 +248,18 @@ def salted(request: Request, given: str | None, prompts: list[EncodedPrompt]) ->
 def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParams:
     """Return the SamplingParams of a completion; it generates 16 tokens by default.
 
+    With `max_tokens: 0`, which needs `echo`, the engine generates a token that the answer leaves out.
+
     `echo` with `logprobs` needs the prompt's log-probabilities too. If `prompt_logprobs` asks for a different number of
     them, the larger number is computed, and each field of the answer shows the number asked for.
     """
     own: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.max_tokens == 0:
+        for name, is_wrong in (("max_tokens", not body.echo), ("use_beam_search", body.use_beam_search)):
+            if is_wrong:
+                raise InvalidRequestError(f"{name}: max_tokens 0 needs echo, and no beam search", param=name)
+        check.check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
+        own["max_tokens"] = 1
     if body.echo and body.logprobs is not None:
         if body.use_beam_search:
             raise InvalidRequestError("echo: not allowed with logprobs and use_beam_search", param="echo")

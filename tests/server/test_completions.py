@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import EngineDeadError, RequestFailedError
 from tests.server.fakes import BOS, Behaviour, FakeEngineClient
-from tests.server.harness import app_client
+from tests.server.harness import app_client, running, send
 
 PATH = "/v1/completions"
 
@@ -139,6 +140,56 @@ def test_echo_with_logprobs(stream: bool) -> None:
     assert joined["top_logprobs"][0] is None
     assert joined["top_logprobs"][1] == {"b": -0.5, "c": -0.1}
     assert joined["text_offset"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("resumable", [False, True])
+def test_prompts_alone_are_scored(stream: bool, logprobs: int | None, resumable: bool) -> None:
+    """Guards against an evaluation that counts a generated token: max_tokens: 0 with echo returns the prompts alone."""
+    body = {
+        "prompt": ["abc", "d"],
+        "n": 2,
+        "echo": True,
+        "max_tokens": 0,
+        "logprobs": logprobs,
+        "return_token_ids": True,
+    }
+    for behaviour in (Behaviour(), Behaviour(text="")):  # the second ends with its first token
+        with running(FakeEngineClient(behaviour)) as server:
+            options = {"stream_options": {"include_usage": True}, "resumable": resumable} if stream else {}
+            answer = send(f"{server.url}{PATH}", json={**body, **options, "stream": stream})
+            assert answer.status_code == 200, answer.text
+            whole = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            parts = whole if stream else [answer.json()]
+            assert server.client.num_tokens > 0
+        choices = sorted((choice for part in parts for choice in part["choices"]), key=lambda choice: choice["index"])
+        texts = ["<s>abc", "<s>abc", "<s>d", "<s>d"] if logprobs is not None else ["abc", "abc", "d", "d"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+        assert [(choice["finish_reason"], choice["token_ids"]) for choice in choices] == [("length", [])] * 4
+        if logprobs is None:
+            assert [choice["text"] for choice in choices] == texts
+        else:
+            assert ["".join(choice["logprobs"]["tokens"]) for choice in choices] == texts
+            first = choices[0]["logprobs"]
+            assert [len(first[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [4] * 4
+            assert first["token_logprobs"][0] is None
+        usage = next(part["usage"] for part in reversed(parts) if part.get("usage"))
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (6, 0, 6)
+
+
+def test_prompts_alone_fail_as_others_do() -> None:
+    """Guards against an engine's failure that looks like an empty answer, and against values that contradict."""
+    body = {"prompt": "abc", "echo": True, "max_tokens": 0, "logprobs": 1}
+    for failure in (RequestFailedError("lost"), EngineDeadError("dead")):
+        response = app_client(FakeEngineClient(Behaviour(failure=failure))).post(PATH, json=body)
+        assert response.status_code >= 500
+    wrong: dict[str, dict[str, Any]] = {
+        "max_tokens": {"echo": False}, "min_tokens": {"min_tokens": 1}, "use_beam_search": {"use_beam_search": True},
+    }  # fmt: skip
+    for param, fields in wrong.items():
+        response = app_client().post(PATH, json={**body, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_echo_alone() -> None:

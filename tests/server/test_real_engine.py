@@ -115,12 +115,14 @@ def test_echo_scores_the_prompt(served: Served) -> None:
         json={"prompt": "Once upon", "temperature": 0, "max_tokens": 6, "logprobs": 0, "return_token_ids": True},
     ).json()["choices"][0]
     ids = first["prompt_token_ids"] + first["token_ids"]
-    scored = served.http.post(
-        "/v1/completions", json={"prompt": [ids], "max_tokens": 1, "echo": True, "logprobs": 0}
-    ).json()["choices"][0]["logprobs"]["token_logprobs"]
     expected = first["logprobs"]["token_logprobs"]
-    assert scored[0] is None
-    assert scored[len(first["prompt_token_ids"]) : len(ids)] == pytest.approx(expected, abs=0.05)
+    for max_tokens in (1, 0):
+        body = {"prompt": [ids], "max_tokens": max_tokens, "echo": True, "logprobs": 0}
+        answer = served.http.post("/v1/completions", json=body).json()
+        scored = answer["choices"][0]["logprobs"]["token_logprobs"]
+        assert (len(scored), answer["usage"]["completion_tokens"]) == (len(ids) + max_tokens, max_tokens)
+        assert scored[0] is None
+        assert scored[len(first["prompt_token_ids"]) : len(ids)] == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize("stream", [True, False])
