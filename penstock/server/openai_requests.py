@@ -6,6 +6,7 @@ Any other name is an error. Every parameter may be null, which means "not given"
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, ClassVar, Literal, TypeVar, get_args
@@ -243,6 +244,13 @@ Body = TypeVar("Body", bound=Strict)
 MAX_MISSPELT = 40  # characters; a longer unknown name is not compared with the known ones
 MISSING = "Object missing required field `"
 UNKNOWN = "Object contains unknown field `"
+# Half of a character that JSON writes as two escapes, as clients send it that cut a text between the two.
+LONE_SURROGATE = re.compile(
+    rb"\\(?<!\\\\)u[dD]"  # a backslash that is not itself escaped
+    rb"(?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
+)
+MAX_SEARCHED = 2**20  # bytes of a body that is not JSON
 HINTS = {  # name in Transformers, llama.cpp or TGI -> its equivalent here
     "do_sample": "temperature: 0 is greedy",
     "max_length": "it is max_tokens here, which counts the answer alone",
@@ -264,6 +272,11 @@ def parse(data: bytes, kind: type[Strict]) -> Any:
             return msgspec.json.decode(data)
         except msgspec.ValidationError:  # a number is out of range, and only the typed decoder names its field
             return msgspec.json.decode(data, type=kind)
+        except msgspec.DecodeError:
+            if found := LONE_SURROGATE.search(data, 0, MAX_SEARCHED):
+                message = f"the body is not valid JSON: {found[0].decode()} is a lone surrogate, half of a character"
+                raise InvalidRequestError(message, code="invalid_json") from None
+            raise
 
 
 def to_request(parsed: Any, kind: type[Body]) -> Body:

@@ -1,5 +1,6 @@
 """Every failure is OpenAI's error object with the right status, and shows nothing of the inside."""
 
+import json
 import logging
 from typing import Any
 
@@ -234,3 +235,31 @@ def test_sequence_breakers_may_be_ids() -> None:
     """Guards against a field of SamplingParams that only Python knows."""
     body = TEXT | {"dry_multiplier": 0.8, "dry_sequence_breaker_ids": [[5], [6, 7]]}
     assert app_client(FakeEngineClient()).post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("text", "lone"),
+    [
+        ("\\ud83d", "\\ud83d"), ("a\\uD83D b", "\\uD83D"), ("\\ude00", "\\ude00"), ("\\ud83d\\n", "\\ud83d"),
+        ("\\ud83d\\ude00\\ude01", "\\ude01"), ("\\ud83d\\ud83d\\ude00", "\\ud83d"), ("\\ud83d\\u0041", "\\ud83d"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_named(path: str, text: str, lone: str) -> None:
+    """Guards against `Input data was truncated` about a whole body: a client has cut an emoji in two."""
+    message = {"role": "user", "content": "@"}
+    field = {"messages": [message]} if path == "/v1/chat/completions" else {"prompt": "@"}
+    body = json.dumps(field).replace("@", text).encode()
+    error = app_client().post(path, content=body, headers={"Content-Type": "application/json"}).json()["error"]
+    assert error["code"] == "invalid_json"
+    assert f"{lone} is a lone surrogate" in error["message"]
+
+
+def test_what_is_no_half_character() -> None:
+    """Guards against blaming a pair, or a backslash with letters after it, for JSON that is broken elsewhere."""
+    for text in ("\\ud83d\\ude00", "\\\\ud83d"):
+        json_header = {"Content-Type": "application/json"}
+        whole = app_client().post("/tokenize", content=b'{"prompt": "%s"}' % text.encode(), headers=json_header)
+        assert whole.status_code == 200
+        broken = app_client().post("/tokenize", content=b'{"prompt": "%s"' % text.encode(), headers=json_header)
+        assert "surrogate" not in broken.json()["error"]["message"]
