@@ -123,10 +123,7 @@ def _check_ids(ids: list[Any], info: ModelInfo) -> None:
 
 async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[EncodedPrompt]:
     """Return the call's only prompt: the conversation as the model's own template renders it."""
-    continue_final = bool(body.continue_final_message)
-    add_generation = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
-    flags = {"add_generation_prompt": add_generation, "continue_final_message": continue_final}
-    chat = await _render(context, body.messages, info, body.offered, body.chat_template_kwargs, body.documents, **flags)
+    chat = await _render(context, body, info, body.offered, body.documents)
     ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
     return [EncodedPrompt(ids)]
 
@@ -137,11 +134,8 @@ async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInf
     if body.messages is None:
         check_prompt_length(body.prompt or "", info.max_model_len)
         return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-    add_generation = body.add_generation_prompt is not False
     check_tools(body.tools)
-    chat = await _render(
-        context, body.messages, info, body.tools, body.chat_template_kwargs, add_generation_prompt=add_generation
-    )
+    chat = await _render(context, body, info, body.tools)
     check_prompt_length(chat.text, info.max_model_len, param="messages")
     return await encode(context, chat, add_special_tokens=bool(body.add_special_tokens))
 
@@ -150,8 +144,8 @@ def check_one_prompt(body: TokenizeRequest | PinRequest) -> None:
     """Raise InvalidRequestError unless a body has either a prompt, or messages and what is rendered with them."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
-    for name in ("tools", KWARGS):
-        if body.messages is None and getattr(body, name):
+    for name in ("tools", KWARGS, "continue_final_message"):
+        if body.messages is None and getattr(body, name, None):
             raise InvalidRequestError(f"{name}: only with messages: a prompt is not rendered", param=name)
 
 
@@ -186,30 +180,32 @@ def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
 
 async def _render(
     context: ServerContext,
-    messages: list[Message],
+    body: ChatRequest | TokenizeRequest,
     info: ModelInfo,
     tools: Sequence[Tool] | None,
-    kwargs: dict[str, Any] | None,
     documents: list[dict[str, Any]] | None = None,
-    **flags: bool,
 ) -> RenderedChat:
-    """Render a conversation with the model's own template, `flags` and the server's variables, overridden by `kwargs`.
+    """Render a conversation with the model's own template, and the server's variables overridden by the body's.
 
     A variable that is null is not given.
     """
+    messages, kwargs = body.messages or [], body.chat_template_kwargs or {}
     if not 1 <= len(messages) <= MAX_MESSAGES:
         message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(message, param="messages")
     turns = [_turn(message) for message in messages]
     options: dict[str, Any] = {"tools": [tool.as_shown() for tool in tools or ()], "documents": documents}
-    check_template_kwargs(kwargs or {})
-    given = {name: value for name, value in (kwargs or {}).items() if value is not None}
+    check_template_kwargs(kwargs)
+    given = {name: value for name, value in kwargs.items() if value is not None}
     options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **given}
     for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
         check.check_nesting(name, value)
     text = "".join(turn["content"] for turn in turns) + "".join(str(value) for value in options.values() if value)
     check_prompt_length(text, info.max_model_len, param="messages")
-    work = partial(render_chat, context.tokenizer(), turns, **options, **flags)
+    continues = bool(body.continue_final_message)
+    adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    options |= {"add_generation_prompt": adds, "continue_final_message": continues}
+    work = partial(render_chat, context.tokenizer(), turns, **options)
     return await _tokenizing(context, work, len(text))
 
 

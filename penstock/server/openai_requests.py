@@ -175,7 +175,7 @@ class ChatRequest(GenerationRequest, ToolUse, kw_only=True, frozen=True):
         super().check()
         self.check_tools()
         check_calls(self.messages)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             message = "max_completion_tokens: differs from max_tokens, its older name; give one of them"
@@ -194,6 +194,7 @@ class TokenizeRequest(Strict, kw_only=True, frozen=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 

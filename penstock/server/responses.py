@@ -38,7 +38,13 @@ async def create_response(request: Request) -> Response:
     chat = chat_of(body)
     with naming_the_response():
         prompts = salted(request, body.cache_salt, await chat_prompts(context, chat, info))
-        params = await with_rules(context, chat, rules_of(context, chat, prompts[0]), params)
+        rules = rules_of(context, chat, prompts[0])
+        params = await with_rules(context, chat, rules, params)
+    if body.include and rules.reasoning:
+        message = (
+            "include: the model's thoughts are not encrypted: they are items of the answer, to be sent back as such"
+        )
+        raise InvalidRequestError(message, param="include", code="not_supported")
     account = account_of(request)
     if account is not None:
         params = account.limited(params, len(prompts))

@@ -17,6 +17,7 @@ from penstock.server.responses_items import items_of, messages_of
 from penstock.server.structured import form_of
 from penstock.server.tool_fields import FunctionTool, ResponseToolChoice
 
+ENCRYPTED = "reasoning.encrypted_content"  # the value of `include` that changes nothing, if the model does not think
 NAMES = {"messages": "input", "response_format": "text", "tools": "tools"}  # field of a chat -> field of a response
 
 
@@ -37,6 +38,7 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include: list[str] | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -66,6 +68,8 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     timeout: float | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
@@ -76,6 +80,10 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
                 "background: a response in the background is stored; leave out store", param="store"
             )
         check_timeout(self.timeout)
+        for wanted in self.include or ():
+            if wanted != ENCRYPTED:
+                message = f"include: {check.shown(wanted)} is not supported; this is not built yet"
+                raise NotSupportedError(message, param="include")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:

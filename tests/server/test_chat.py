@@ -186,6 +186,71 @@ def test_values_that_change_nothing_are_accepted() -> None:
     chat(dict.fromkeys((*nulls, "max_completion_tokens", "user", "logprobs", "top_logprobs", "parallel_tool_calls")))
 
 
+# The bodies of vLLM's clients that write out every field with its default.
+BOTH: dict[str, Any] = {
+    "frequency_penalty": 0.0, "n": 1, "presence_penalty": 0.0, "stop": [], "stream": False, "use_beam_search": False,
+    "length_penalty": 1.0, "early_stopping": False, "stop_token_ids": [], "include_stop_str_in_output": False,
+    "ignore_eos": False, "min_tokens": 0, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "bad_words": [], "priority": 0, "request_id": "a", "echo": False,
+    **dict.fromkeys((
+        "logit_bias", "response_format", "seed", "stream_options", "temperature", "top_p", "user", "top_k", "min_p",
+        "repetition_penalty", "truncate_prompt_tokens", "truncation_side", "allowed_token_ids", "prompt_logprobs",
+        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag",
+        "guided_decoding_backend", "guided_whitespace_pattern", "logits_processors", "return_tokens_as_token_ids",
+        "return_token_ids", "cache_salt", "kv_transfer_params", "vllm_xargs", "best_of", "repetition_detection",
+        "logprob_token_ids", "thinking_token_budget", "documents",
+    )),
+}  # fmt: skip
+TEMPLATE = ("chat_template", "chat_template_kwargs", "mm_processor_kwargs")
+DUMPED: dict[str, dict[str, Any]] = {
+    PATH: {
+        **BOTH, "messages": [USER], "logprobs": False, "top_logprobs": 0, "max_tokens": 2, "include_reasoning": True,
+        "tool_choice": "none", "parallel_tool_calls": True, "add_generation_prompt": True, "add_special_tokens": False,
+        "continue_final_message": False,
+        **dict.fromkeys((*TEMPLATE, "media_io_kwargs", "max_completion_tokens", "tools", "reasoning_effort")),
+    },
+    "/v1/completions": {
+        **BOTH, "prompt": "Hi", "max_tokens": 2, "add_special_tokens": True,
+        **dict.fromkeys(("logprobs", "suffix", "prompt_embeds")),
+    },
+    "/tokenize": {
+        "messages": [USER], "add_generation_prompt": True, "continue_final_message": False, "return_token_strs": False,
+        "add_special_tokens": False, **dict.fromkeys((*TEMPLATE, "tools", "model")),
+    },
+    "/v1/responses": {
+        "input": "Hi", "background": False, "parallel_tool_calls": True, "service_tier": "auto", "store": True,
+        "stream": False, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "truncation": "disabled",
+        "request_id": "a", "priority": 0, "enable_response_messages": False, "stop": [], "ignore_eos": False,
+        "skip_special_tokens": True, "include_stop_str_in_output": False, "include_reasoning": True,
+        **dict.fromkeys((
+            *TEMPLATE, "include", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model",
+            "logit_bias", "previous_response_id", "prompt", "reasoning", "temperature", "text", "top_p", "top_k",
+            "user", "cache_salt", "previous_input_messages", "structured_outputs", "repetition_penalty", "seed",
+            "vllm_xargs", "kv_transfer_params", "prompt_cache_key", "presence_penalty", "frequency_penalty",
+        )),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", DUMPED)
+def test_vllm_s_defaults_are_accepted(path: str) -> None:
+    """Guards against refusing a client that sends vLLM's request model as it is: nothing in it asks for anything."""
+    response = app_client().post(path, json=DUMPED[path])
+    assert response.status_code == 200, response.text
+    for name, value in (("include_reasoning", False), ("echo", True), ("enable_response_messages", True)):
+        if name in DUMPED[path] and path != "/v1/completions":
+            assert refused({**DUMPED[path], name: value}, path)["param"] == name
+
+
+def test_tokenize_continues_a_message() -> None:
+    """Guards against counting other tokens than those of the chat completion."""
+    messages = [USER, {"role": "assistant", "content": "Once"}]
+    ids = app_client().post("/tokenize", json={"messages": messages, "continue_final_message": True}).json()["tokens"]
+    assert bytes(ids).decode() == prompt_of({"messages": messages, "continue_final_message": True})
+    body = {"prompt": "Hi", "continue_final_message": True}
+    assert refused(body, "/tokenize")["param"] == "continue_final_message"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -13,7 +13,7 @@ from penstock.errors import EngineDeadError, EngineOverloadedError, RequestFaile
 from penstock.server.options import ServerOptions
 from tests.official import official_client
 from tests.server.fakes import Behaviour, FakeEngineClient
-from tests.server.harness import RunningServer, get, running, send, wait_until
+from tests.server.harness import RunningServer, app_client, get, running, send, wait_until
 
 WHOLE: Any = {"model": "fake", "input": "Hi", "max_output_tokens": 12, "extra_body": {"seed": 7}}
 SLOW = Behaviour(delay_s=0.02)
@@ -236,6 +236,18 @@ def test_refusals(server: RunningServer, fields: dict[str, Any], message: str, c
     answer = send(f"{server.url}/v1/responses", json={"input": "Hi", **fields})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code), answer.text
     assert answer.json()["error"]["message"].startswith(message)
+
+
+def test_include_where_nothing_would_be_included() -> None:
+    """Guards against refusing agents that always ask for encrypted thoughts, and against leaving some out."""
+    encrypted = {"input": "Hi", "max_output_tokens": 2, "include": ["reasoning.encrypted_content"]}
+    for template, status in (("{{ messages[0].content }}", 200), ("{{ messages[0].content }}<think></think>", 400)):
+        answer = app_client(FakeEngineClient(chat_template=template)).post("/v1/responses", json=encrypted)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or answer.json()["error"]["param"] == "include"
+    for other in (["file_search_call.results"], ["reasoning.encrypted_content", "a"], "a"):
+        answer = app_client().post("/v1/responses", json={"input": "Hi", "include": other})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
 
 
 @pytest.mark.parametrize("query", ["stream=yes", "starting_after=3", "stream=true&starting_after=-1", "include=a"])
