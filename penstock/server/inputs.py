@@ -33,7 +33,7 @@ from penstock.server.structured import form_of
 from penstock.server.tool_fields import Tool, check_tools
 from penstock.server.unsupported import MAX_MESSAGES
 from penstock.tokenizer.chat_template import KWARGS, check_template_kwargs
-from penstock.tokenizer.conversation import RenderedChat, render_chat, turn_of
+from penstock.tokenizer.conversation import RenderedChat, effort_variables, render_chat, turn_of
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
@@ -197,7 +197,11 @@ async def _render(
     options: dict[str, Any] = {"tools": [tool.as_shown() for tool in tools or ()], "documents": documents}
     check_template_kwargs(kwargs)
     given = {name: value for name, value in kwargs.items() if value is not None}
-    options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **given}
+    implied = _implied(context, body)
+    if contradicted := [name for name in implied if given.get(name, implied[name]) != implied[name]]:
+        message = f"reasoning_effort: {KWARGS} has another {contradicted[0]}"
+        raise InvalidRequestError(message, param="reasoning_effort")
+    options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **implied, **given}
     for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
         check.check_nesting(name, value)
     text = "".join(turn["content"] for turn in turns) + "".join(str(value) for value in options.values() if value)
@@ -207,6 +211,13 @@ async def _render(
     options |= {"add_generation_prompt": adds, "continue_final_message": continues}
     work = partial(render_chat, context.tokenizer(), turns, **options)
     return await _tokenizing(context, work, len(text))
+
+
+def _implied(context: ServerContext, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Return the variables of the template that `reasoning_effort` stands for."""
+    if isinstance(body, TokenizeRequest) or body.reasoning_effort is None:
+        return {}
+    return effort_variables(context.tokenizer().chat_template, body.reasoning_effort)
 
 
 def _turn(message: Message) -> dict[str, Any]:

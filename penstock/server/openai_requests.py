@@ -164,6 +164,7 @@ class ChatRequest(GenerationRequest, ToolUse, kw_only=True, frozen=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

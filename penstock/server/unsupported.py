@@ -81,7 +81,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "prompt_cache_retention": Unsupported("responses", ("in_memory",)),
     "prompt_embeds": Unsupported("completions"),
     "reasoning": Unsupported("responses", ({},)),
-    "reasoning_effort": Unsupported("chat"),
     "refusal": Unsupported("message part"),
     "repetition_detection": Unsupported(),
     "service_tier": Unsupported("completions chat responses", ("auto", "default")),

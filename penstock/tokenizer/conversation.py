@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.tokenizer.chat_template import KWARGS, ChatTemplate, check_template_kwargs, text_of_content
 from penstock.tokenizer.tokenizer import Tokenizer, encode_all
 
@@ -109,6 +109,22 @@ def check_variables(template: ChatTemplate | None, variables: Mapping[str, Any],
         if template is None or not _is_read(template.text, name):
             message = f"{param}: the model's chat template reads no variable named {check.shown(name)}"
             raise InvalidRequestError(message, param=param, code="no_variable")
+
+
+def effort_variables(template: ChatTemplate | None, effort: str) -> dict[str, Any]:
+    """Return the variables that tell a template how much the model should think, with vLLM's names.
+
+    Raises:
+        NotSupportedError: the template has neither levels, nor a switch that "none" turns off.
+    """
+    has_levels, has_switch = (
+        template is not None and _is_read(template.text, name) for name in ("reasoning_effort", "enable_thinking")
+    )
+    if not has_levels and not (has_switch and effort == "none"):
+        text = "reasoning_effort: the model's chat template has no levels of reasoning"
+        raise NotSupportedError(f"{text}, only none" if has_switch else text, param="reasoning_effort")
+    levels = {"reasoning_effort": effort} if has_levels else {}
+    return levels | ({"enable_thinking": effort != "none"} if has_switch else {})
 
 
 def _is_read(text: str, name: Any) -> bool:

@@ -151,6 +151,27 @@ def test_documents() -> None:
     assert app_client().post("/v1/completions", json={**body, "documents": documents}).status_code == 400
 
 
+LEVELS = "{{ messages[0].content }}{{ reasoning_effort }}{{ enable_thinking }}"
+
+
+def test_reasoning_effort() -> None:
+    """Guards against an effort that changes nothing: levels need a template that reads them."""
+    path = "/v1/chat/completions"
+    assert answered(path, {"reasoning_effort": "none"}) == answered(path, THINKS_NOT)
+    assert answered(path, {"reasoning_effort": None}) == answered(path, {})
+    thinks = dataclasses.replace(QUIET, default_chat_template_kwargs={"enable_thinking": True})
+    assert answered(path, {"reasoning_effort": "none"}, thinks)[1].endswith(CLOSED)
+    status, error = answered(path, {"reasoning_effort": "low"})
+    assert (status, error["param"], error["code"]) == (400, "reasoning_effort", "not_implemented")
+    for kwargs, status in (({"enable_thinking": True}, 400), ({"enable_thinking": False}, 200)):
+        assert answered(path, {"reasoning_effort": "none", "chat_template_kwargs": kwargs})[0] == status
+    assert answered(path, {"reasoning_effort": "much"})[0] == 400
+    for effort, said in (("low", "lowTrue"), ("none", "noneFalse")):
+        fake = FakeEngineClient(chat_template=LEVELS)
+        assert app_client(fake).post(path, json={**BODIES[path], "reasoning_effort": effort}).status_code == 200
+        assert bytes(fake.seen[0][0]).decode() == f"Hi{said}"
+
+
 # --- the server's own variables ---------------------------------------------------------------------------------------
 
 DEFAULTS = dataclasses.replace(QUIET, default_chat_template_kwargs={"enable_thinking": False, "style": "s"})
