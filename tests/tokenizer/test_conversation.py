@@ -61,5 +61,5 @@ def test_in_python_and_every_field():
     with LLM(model="demo") as llm:
         ids = llm._chat_prompt([{"role": "user", "content": f"x{spelled}", "name": spelled}])["prompt_token_ids"]
         assert control_tokens(ids) == control_tokens(
-            llm._chat_prompt([{"role": "user", "content": "x"}], True)["prompt_token_ids"]
+            llm._chat_prompt([{"role": "user", "content": "x"}])["prompt_token_ids"]
         )
