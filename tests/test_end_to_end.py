@@ -17,6 +17,7 @@ from tests.official import official_client
 from tests.server.harness import get, stream
 from tests.test_values import BAD_SAMPLING
 
+pytestmark = pytest.mark.covers("C20", "F38")
 CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
 # Fields that the HTTP API does not have, or where null means "not given".
 NOT_OVER_HTTP = {"detokenize", "output_kind", "bad_words_token_ids", "dry_sequence_breaker_ids"}

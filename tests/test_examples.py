@@ -49,7 +49,6 @@ def test_example(
     assert SHOWN[name] in capsys.readouterr().out
 
 
-@pytest.mark.covers("C21")
 def test_an_agent_gets_the_calls_that_it_demands(url: str) -> None:
     """Guards against calls of the official client, whole or streamed, that weights which know no tools can spoil."""
     agent = runpy.run_path(str(ROOT / "examples" / "agent.py"))
@@ -105,7 +104,6 @@ def streamed_message(stream: Any) -> dict[str, Any]:
     return message | ({"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {})
 
 
-@pytest.mark.covers("C21")
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_agent_loop_of_ten_calls_ends_with_the_right_answers(url: str, streamed: bool) -> None:
     """Guards against a loop in which a call, a result or their order is lost: one conversation, whole or streamed, of

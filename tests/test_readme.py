@@ -3,15 +3,17 @@ and paths lead somewhere, the tables are those of the tests, and a request passe
 
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 
 import pytest
 import yaml
 
 from benchmarks import picture
+from penstock.cli.main import build_parser, dashed
 from tests import support_matrix
 from tests.families.case import all_cases
-from tests.pages import PAGES, ROOT, SERVE, commands, name_of, programs, run, serving
+from tests.pages import CONSOLE, PAGES, ROOT, SERVE, commands, name_of, programs, run, serving
 
 README = ROOT / "README.md"
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
@@ -54,6 +56,18 @@ def test_command(command, port):
     assert '"error"' not in done.stdout or "tempreature" in command  # the misspelt field is there to be refused
 
 
+def test_commands_that_are_not_run_are_accepted():
+    """Guards against an option that a page names and the command no longer has, if it is too slow to run."""
+    texts = [block for page in PAGES for block in CONSOLE.findall(page.read_text(encoding="utf-8"))]
+    lines = [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
+    found = [shlex.split(line.removeprefix("$ penstock ")) for line in lines if line.startswith("$ penstock ")]
+    assert len(found) >= 45
+    for words in found:
+        end = next((at for at, word in enumerate(words) if word in ("&", "&&", "|", "<", ">")), len(words))
+        build_parser(words[:end]).parse_args(dashed(words[:end]))
+
+
+@pytest.mark.covers("C22")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_program(program, port, tmp_path, capsys):
     file = tmp_path / "program.py"

@@ -17,7 +17,7 @@ from tests.answers import MAX_MODEL_LEN, PROMPTS, WATCHED, Answer, ask, ask_alon
 from tests.families.case import all_cases
 from tests.kernels.packed import levels
 
-pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pytest.mark.covers("F6")]
+pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pytest.mark.covers("F6", "C19")]
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float32": {"dtype": "float32"},

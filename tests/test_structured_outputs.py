@@ -21,7 +21,6 @@ from penstock.tokenizer.grammars import Grammars
 from penstock.weights.hub import resolve_model
 from tests.forms import schemas
 
-pytestmark = pytest.mark.covers("C20")
 FORMS: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"enum": ["x", "yy", "zzz"]}, "b": {"type": "integer"}},
               "required": ["a", "b"], "additionalProperties": False}},
@@ -263,7 +262,6 @@ def isolated() -> Iterator[IsolatedTokenizer]:
     made.close()
 
 
-@pytest.mark.covers("C21")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_forms_are_refused(name: str, isolated: IsolatedTokenizer) -> None:
     """Guards against a form that stalls or ends the process that compiles it, and against a keyword that is ignored.

@@ -24,12 +24,13 @@ REASONS = {
     "prompts and decoding share every step, so there is nothing to balance": "prefill_ratio",
     "sequences are packed without padding": "pad_input",
     "LLM(speculative_config=...) decodes speculatively": "use_spec_dec max_n_spec_tokens glimpse_large_kv",
-    "the model is on one device; more are planned": "tp_size pp_size micro_batch_size micro_batch_buffer_size",
+    "LLM(directory, tensor_parallel_size=..., pipeline_parallel_size=...) splits a model": "tp_size pp_size",
+    "a pipeline chooses its micro-batches itself": "micro_batch_size micro_batch_buffer_size",
     "kernels are chosen automatically, and there is no CUDA graph": (
         "use_cuda_kernel use_cuda_graph max_context_len_to_capture"
     ),
     "products always accumulate in float32": "high_precision",
-    "a window with sinks is part of the model here": "enable_streamingllm start_token_size generated_token_size",
+    "sink tokens beside a window are not built yet": "enable_streamingllm start_token_size generated_token_size",
     "it is for diffusion models, which are not supported": "patched_parallelism_size",
 }
 FIXED = {name: reason for reason, names in REASONS.items() for name in names.split()}

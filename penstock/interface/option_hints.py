@@ -12,6 +12,7 @@ ON_CPU = f"engines compute on CPUs; {LEAVE_OUT}"
 REVISION = "download the revision, and give its directory as the model"
 # Options of vLLM, Transformers and llama.cpp, short flags included. {names} in the texts are options of Penstock.
 HINTS = {
+    "amp_level": "it is {dtype} here",
     "api_server_count": f"one process serves HTTP; {LEAVE_OUT}",
     "c": "it is {max_model_len} here",
     "chat_template": "the template is the checkpoint's own (chat_template in tokenizer_config.json)",
@@ -33,6 +34,7 @@ HINTS = {
     "enable_lora": NO_LORA,
     "enable_reasoning": f"reasoning is parsed wherever the chat template has it; {LEAVE_OUT}",
     "enforce_eager": NO_GRAPHS,
+    "fuse": f"operations are fused wherever kernels can; {LEAVE_OUT}",
     "generation_config": "the model's generation_config.json gives defaults; a request's own values replace them",
     "gpu_memory_utilization": "use {memory}, which limits the size of the whole engine",
     "guided_decoding_backend": f"llguidance is the only one; {LEAVE_OUT}",
@@ -53,6 +55,7 @@ HINTS = {
     "ngl": ON_CPU,
     "num_gpu_blocks_override": "{kv_cache_memory_bytes} is the size of the cache",
     "np": "it is {max_num_seqs} here",
+    "opt_level": f"kernels are compiled at installation; {LEAVE_OUT}",
     "parallel": "it is {max_num_seqs} here",
     "pp": "it is {pipeline_parallel_size} here",
     "q": "it is {quantization} here",

@@ -19,6 +19,7 @@ from tests.server.fakes import FakeEngineClient
 from tests.server.harness import running
 from tests.test_cli import called
 
+pytestmark = pytest.mark.covers("C21")
 DEMO = Vocabulary("demo")
 CONVERSATIONS = [
     {
@@ -134,6 +135,11 @@ def test_figures_are_those_of_the_outcomes() -> None:
     assert (found["duration"], found["request_throughput"], found["output_throughput"]) == (2.0, 1.5, 4.5)
     assert (found["total_input_tokens"], found["total_output_tokens"], found["total_token_throughput"]) == (41, 9, 25.0)
     assert found["request_goodput"] == 0.5
+    assert found["p99_ttft_ms"] == pytest.approx(1000.0)
+    assert found["std_ttft_ms"] == pytest.approx(math.sqrt((500**2 + 2 * 250**2) / 3))
+    assert found["p99_tpot_ms"] == pytest.approx(125 + 0.99 * 250)
+    assert found["p99_itl_ms"] == pytest.approx(500.0)
+    assert found["p99_e2el_ms"] == pytest.approx(1490.0)
     assert (found["mean_ttft_ms"], found["median_ttft_ms"], found["p50_ttft_ms"]) == (750.0, 1000.0, 1000.0)
     assert found["mean_tpot_ms"] == pytest.approx((375 + 125) / 2)
     assert (found["mean_itl_ms"], found["median_itl_ms"]) == (pytest.approx(1250 / 3), 500.0)

@@ -235,6 +235,24 @@ def test_granularity_of_scales(key_mode: str, value_mode: str, inner_precise: in
         torch.testing.assert_close(found.double(), lse, atol=20 * bound, rtol=1e-5)
 
 
+@pytest.mark.covers("A18")
+@pytest.mark.parametrize("mode", MODES)
+def test_high_precision_is_more_precise(mode: str) -> None:
+    """Guards against values of inner_precise that are exchanged, or that choose nothing."""
+    q = qkv(torch.float32)[0]
+    k, of_keys, whole_k = integers(mode, True, seed=5)
+    v, of_values, whole_v = integers(mode, True, seed=6)
+    expected, _ = formula(q, whole_k, whole_v, hidden=behind(LENGTHS))
+    errors = []
+    for inner_precise in (0, 1):
+        out, _ = attend(
+            q, k, v, key_antiquant=of_keys, value_antiquant=of_values, actual_seq_lengths=LENGTHS,
+            inner_precise=inner_precise, softmax_lse_flag=True,
+        )  # fmt: skip
+        errors.append((out.double() - expected).abs().max().item())
+    assert 10 * errors[0] < errors[1]
+
+
 @pytest.mark.covers("A17", "A3")
 def test_hidden_integers_may_stand_for_anything() -> None:
     """Guards against 0 * NaN in the scales of hidden tokens, which meet the probabilities."""

@@ -221,16 +221,16 @@ def test_a_short_prompt_is_overtaken_for_a_bounded_time() -> None:
 
 @pytest.mark.covers("C4")
 def test_prompts_are_begun_together() -> None:
-    """Guards against a ratio that decides nothing: while 5 decode, the sixth waiting request starts all of them; one
-    alone waits for its time, or until nothing decodes."""
-    timed = Timed.make(lambda step: 0.1, policy="length_classes", max_num_seqs=12, num_blocks=200)
-    for index in range(5):
+    """Guards against a ratio that decides nothing, or is another one than 1.2: while 10 decode, the twelfth waiting
+    request starts all of them, and the eleventh does not; one alone waits for its time, or until nothing decodes."""
+    timed = Timed.make(lambda step: 0.1, policy="length_classes", max_num_seqs=24, num_blocks=400)
+    for index in range(10):
         timed.add(request(f"first {index}", [index, 1], 80))
     timed.step()
-    for index in range(6):
+    for index in range(12):
         timed.add(request(f"second {index}", [index, 2], 80))
         timed.step()
-        assert timed.engine.stats().num_running == (5 if index < 5 else 11)
+        assert timed.engine.stats().num_running == (10 if index < 11 else 22)
     timed.add(request("alone", [9, 3], 5))
     timed.run()
     assert CLASS_AGING_S <= timed.wait_of("alone") < CLASS_AGING_S + 0.3

@@ -13,7 +13,6 @@ from penstock.client.engine_process import EngineServer
 from penstock.client.in_process import InProcessClient
 from penstock.client.outbox import Outbox
 from penstock.engine.engine import Engine
-from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import Executor
 from tests.engine.test_engine import prompt_of, scripted
@@ -138,25 +137,6 @@ def test_a_cancelled_row_ends_as_one_that_has_had_its_last_token(tick: int) -> N
     assert sorted(set(ended)) == [str(index) for index in range(5)]
     for name in "0234":
         assert token_ids(outputs[name]) == expected_outputs(prompt_of(30, int(name)), 10)
-
-
-@pytest.mark.covers("F9")
-def test_a_row_is_used_ten_thousand_times() -> None:
-    """Guards against anything that a request leaves in its row: each gets what a fresh engine gives it."""
-    engine = rows_engine(num_blocks=1, max_num_seqs=1, max_model_len=32)
-    params = [SamplingParams(temperature=0.0, max_tokens=count, seed=0) for count in (1, 2)]
-    for index in range(10_000):
-        prompt, count = prompt_of((1, 3, 9)[index % 3], index), 2 if index % 10 == 0 else 1
-        engine.add_request(EngineRequest("row", prompt, params[count - 1]))
-        found: list[int] = []
-        while engine.has_work:
-            found += token_ids(engine.step())
-        assert found == expected_outputs(prompt, count)
-        if index % 1000 == 0:
-            engine.check_integrity()
-            scripted(engine).steps.clear()
-    tables = {block for item in scripted(engine).steps for new in item.new_requests for block in new.block_tables[0]}
-    assert tables == {0}
 
 
 @pytest.mark.covers("F10")

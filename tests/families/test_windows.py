@@ -81,6 +81,7 @@ def follow_ten_windows(case: Case, made: Made, kernels: str) -> None:
     # Behind a window at most window - 1 old and, of all sequences together, 24 new tokens, each in a block more.
     most = 2 * (-(-(window - 1) // 16) + 1) + 2
     assert all(peak <= most for peak, slides in zip(peaks, windowed, strict=True) if slides)
+    assert blocks.engine.stats().num_preemptions_total == 0  # or blocks would be freed by computing requests again
     short = build(directory, kernels=kernels, max_model_len=128)
     for group, longer, slides in zip(short.engine.kv_cache.groups, groups, windowed, strict=True):
         assert (group.num_blocks == longer.num_blocks) == slides

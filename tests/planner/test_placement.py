@@ -13,7 +13,16 @@ from penstock.cli.main import main
 from penstock.errors import InvalidRequestError
 from penstock.models.config_json import parse_model_config
 from penstock.planner.machines import OnChip
-from penstock.planner.operator import FLOAT_BYTES, MODES, UNIFIED_BUFFER, check_buffers, schedule, tiles
+from penstock.planner.operator import (
+    FLOAT_BYTES,
+    MODES,
+    SOFTMAX_OPERATIONS,
+    UNIFIED_BUFFER,
+    UPDATE_OPERATIONS,
+    check_buffers,
+    schedule,
+    tiles,
+)
 from penstock.planner.placement import Placement, PlacementPlan, operation_bytes, plan_placement
 from penstock.planner.placement_file import FOLDER, load_placement, read_placement
 from tests.kernels.packed import levels
@@ -58,6 +67,7 @@ def test_what_each_chip_holds() -> None:
     attention, mlp = plan.epochs[0]
     assert (len(attention.chips), len(mlp.chips)) == (16, 8)
     assert attention.cache_bytes_per_chip == 8 * MIB  # one of the 16 tensors [1, 32, 2048, 64] of a layer
+    assert sum(len(epoch[0].chips) for epoch in plan.epochs[:60]) == 960  # tensors in all
     assert mlp.weight_bytes_per_chip == 128 * MIB
     assert plan.sram()[0] == 8 * MIB + 16 * MIB
     assert plan.sram()[16] == 16 * MIB
@@ -137,7 +147,7 @@ def test_the_blocks_of_the_unified_buffer() -> None:
         check_buffers(160895)
 
 
-@pytest.mark.covers("A7", "A26")
+@pytest.mark.covers("A7", "A20", "A26")
 @given(group=st.integers(1, 300), head_dim=st.integers(1, 512), block=st.integers(1, 2**17))
 def test_tiles_stay_within_their_block(group: int, head_dim: int, block: int) -> None:
     """Guards against a portion of scores, or of results, that is larger than the block that holds it."""
@@ -146,7 +156,8 @@ def test_tiles_stay_within_their_block(group: int, head_dim: int, block: int) ->
     except InvalidRequestError:
         assert block < FLOAT_BYTES * max(128, head_dim)
         return
-    assert found.rows >= 1
+    columns = block // FLOAT_BYTES // max(found.keys, head_dim)  # rows that fit: "ub / columns" of the document
+    assert found.rows == min(group, columns) >= 1
     assert found.rows * found.keys * FLOAT_BYTES <= block
     assert found.rows * head_dim * FLOAT_BYTES <= block
     assert (found.portions - 1) * found.rows < group <= found.portions * found.rows
@@ -165,3 +176,16 @@ def test_the_ratio_of_the_units() -> None:
         assert found.seconds == pytest.approx(first + (found.tiles - 1) * longer / found.tiles)
     assert alone.seconds > both.seconds  # a group of 8 rows is work for the matrix unit
     assert schedule(CHIP, 8, 128, 1, "C1_V2").tiles == 1
+
+
+@pytest.mark.covers("A27")
+def test_a_schedule_calculated_by_hand() -> None:
+    """Guards against a rate that is doubled or halved in every mode alike: 8 rows, 4 tiles of 1024 keys."""
+    both, alone, half = (schedule(CHIP, 8, 128, 4096, mode) for mode in MODES)
+    assert both.tiles == 4
+    multiply = 4 * 8 * 1024 * 128  # per tile: a multiplication and an addition, with keys and with values
+    vector = SOFTMAX_OPERATIONS * 8 * 1024 + UPDATE_OPERATIONS * 8 * 128
+    assert both.matrix_seconds == pytest.approx(4 * multiply / 16e12)
+    assert both.vector_seconds == pytest.approx(4 * vector / (2 * 0.25e12))
+    assert half.vector_seconds == pytest.approx(4 * vector / 0.25e12)
+    assert alone.seconds == pytest.approx(4 * (vector + multiply) / (2 * 0.25e12))

@@ -86,6 +86,27 @@ def test_each_row_has_its_own(llm: LLM) -> None:
 
 
 @pytest.mark.covers("C14")
+def test_a_sampler_of_ones_own(llm: LLM) -> None:
+    """Guards against a choice of the user's that the engine's own sampling changes, alone or in a crowd."""
+    chosen: dict[tuple[int, ...], int] = {}
+
+    @penstock.register_logits_processor("gumbel")
+    def gumbel(logits: Tensor, args: Any, token_ids: list[int]) -> Tensor:
+        generator = torch.Generator().manual_seed(args["seed"] + len(token_ids))
+        noise = -torch.rand(logits.shape, generator=generator).log()
+        best = (logits / args["temperature"] - noise.log()).argmax()
+        assert chosen.setdefault(tuple(token_ids), int(best)) == int(best)
+        return torch.full_like(logits, float("-inf")).index_fill_(1, best, 0.0)
+
+    params = [greedy(logits_processors={"gumbel": {"seed": seed, "temperature": 2.0}}) for seed in (5, 50, 500)]
+    together = tokens(llm, params)
+    assert [llm.generate(PROMPTS[i], params[i])[0].outputs[0].token_ids for i in range(3)] == together
+    assert together != tokens(llm, greedy())
+    for prompt, answer in zip(PROMPTS, together, strict=True):
+        assert answer == [chosen[(*prompt, *answer[:place])] for place in range(len(answer))]
+
+
+@pytest.mark.covers("C14")
 def test_log_probabilities_and_penalties(llm: LLM) -> None:
     """Guards against reported log-probabilities of what a processor made, and a mask that comes before it."""
 

@@ -5,7 +5,7 @@ With CacheModel every token is computed from what the caches hold, so a slot tha
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +228,56 @@ def test_a_resumed_request_goes_on(tmp_path: Path) -> None:
         engine.add_request(EngineRequest(item.request_id, item.prompt_token_ids, item.params, output_token_ids=half))
     rest = {name: tokens_of(outputs) for name, outputs in run(engine).items()}
     assert {name: tokens[:9] + rest[name] for name, tokens in whole.items()} == whole
+
+
+@pytest.mark.covers("F9")
+def test_a_row_is_used_ten_thousand_times() -> None:
+    """Guards against tokens, tables or parameters that a request leaves in its row, however it ends: at its length, at
+    a stop token, or aborted."""
+    model = CacheModel((None,), VOCAB)
+    limits = {"max_num_seqs": 1, "max_model_len": 32, "enable_prefix_caching": False}
+    engine, rng = engine_for(model, FakeOps(), [CacheGroup((0,), None, 1, 32)], **limits), random.Random(7)
+    answers: dict[tuple[int, ...], list[int]] = {}
+    for index in range(10_000):
+        prompt = [index % VOCAB] * rng.choice((1, 3, 9))
+        if (key := tuple(prompt)) not in answers:
+            answers[key] = expected(model, prompt, 2)
+        answer = answers[key]
+        end = rng.choice((1, 1, 2))
+        stops = rng.random() < 0.5
+        fields = {"max_tokens": 2, "stop_token_ids": [answer[end - 1]]} if stops else {"max_tokens": end}
+        engine.add_request(EngineRequest("row", prompt, SamplingParams(temperature=0.0, **fields)))
+        if rng.random() < 0.05:
+            engine.step()
+            engine.abort("row")
+            continue
+        found = [token for output in iter_steps(engine) for token in output.new_token_ids]
+        assert found == answer[: answer.index(answer[end - 1]) + 1 if stops else end]
+    engine.check_integrity()
+    assert engine.kv_cache.num_free == engine.kv_cache.num_blocks
+
+
+def iter_steps(engine: Engine) -> Iterator[EngineOutput]:
+    while engine.has_work:
+        yield from engine.step()
+
+
+@pytest.mark.covers("M26")
+def test_logits_are_computed_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a step that computes the logits of whole prompts, of the vocabulary times their length."""
+    model, rows = CacheModel((None,), VOCAB), []
+    compute = model.compute_logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return compute(hidden)
+
+    monkeypatch.setattr(model, "compute_logits", counted)
+    engine = engine_for(model, FakeOps(), [CacheGroup((0,), None, 20, 16)], max_num_batched_tokens=64)
+    prompts = {"a": [1, 2, 3], "b": [4] * 9, "c": [5] * 30}
+    for name, prompt in prompts.items():
+        engine.add_request(EngineRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
+    outputs = run(engine)
+    assert rows == [3, 3]  # 42 tokens of prompts, then a token of each request
+    for name, prompt in prompts.items():
+        assert tokens_of(outputs[name]) == expected(model, prompt, 2)

@@ -115,6 +115,7 @@ def test_the_streams_of_an_engine_that_dies_go_on_in_the_other_one(server: Runni
     assert [one["choices"] for one in after["replicas"]] == [0, 0]
 
 
+@pytest.mark.covers("J22")
 def test_offline_too() -> None:
     """Guards against LLM ignoring the option."""
     prompts = [{"prompt_token_ids": [number] * 20} for number in range(1, 7)]

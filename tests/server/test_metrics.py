@@ -53,7 +53,7 @@ def test_metrics_show_the_engine() -> None:
     assert after['penstock_engine_state{state="ready"}'] == 1
 
 
-@pytest.mark.covers("J23")
+@pytest.mark.covers("J23", "F10")
 def test_backlogs_are_those_of_the_load() -> None:
     """Guards against backlogs that /metrics and /status do not show, show under other names than documented, or that
     stay when the load has gone: 94 prompts of 40 tokens after a step of 512, and at the end."""

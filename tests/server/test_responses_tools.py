@@ -15,7 +15,6 @@ from tests.server.fakes import Behaviour
 from tests.server.harness import RunningServer, running, send
 from tests.server.test_tools import ADD, CALLED, THINKING, TWICE, WEATHER, fake
 
-pytestmark = pytest.mark.covers("C21")
 QUESTION = "What is 1 + 2?"
 FUNCTIONS: list[Any] = [ADD["function"], WEATHER["function"]]
 TOOLS: Any = [{"type": "function", **function} for function in FUNCTIONS]

@@ -49,6 +49,7 @@ def process() -> Iterator[tuple["subprocess.Popen[str]", str]]:
             started.kill()
 
 
+@pytest.mark.covers("C20", "F38")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_drains(number: signal.Signals) -> None:
     """Guards against a restart that cuts off the answers under way, and a code other than 0 for a clean end."""

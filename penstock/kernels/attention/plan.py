@@ -46,7 +46,9 @@ from penstock.kernels.attention.rows import (
 # Columns of AttentionPlan.items and .combines, as in native/abi.h.
 SEQUENCE, HEAD_BEGIN, HEAD_END, ROW_BEGIN, ROW_END, SPAN_BEGIN, SPAN_END, PARTIAL = range(8)
 
-SCRATCH_BUDGET = 192 * 2**10  # bytes of an item's rows, which must stay in a core's own cache from tile to tile
+# Bytes of an item's rows that every tile touches, which must stay in a core's own cache. Operands count in the types of
+# the cache; levels that widen them take up to twice as much for them.
+SCRATCH_BUDGET = 192 * 2**10
 MIN_BLOCK_ROWS = 96  # when rows are cut only to share the load; shorter blocks would read more than they multiply
 BLOCKS_PER_CORE = 8
 REMEMBERED_PLANS = 16  # of a planner
