@@ -69,6 +69,7 @@ sanitize: $(VENV)/.installed-test
 	@$(SANITIZER) $(BIN)/python -m tools.fuzz_native $(or $(FUZZ),100)
 	@$(SANITIZER) $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_native_rows.py \
 		tests/kernels/test_native_linear.py tests/kernels/test_native_pack.py tests/kernels/test_native_attend.py \
+		tests/kernels/test_native_attention_int8.py \
 		tests/kernels/test_native_sampler.py tests/kernels/test_native_experts.py tests/kernels/test_native_int8.py \
 		tests/kernels/test_native_int4.py tests/kernels/test_native_finish.py tests/kernels/test_native_pool.py
 
