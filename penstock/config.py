@@ -459,8 +459,8 @@ class EngineConfig:
             from penstock.interface.option_hints import hint  # here, so that difflib is imported only after a mistake
 
             name, known = next(iter(options)), option_names()
-            meant = hint(name, known) or f"; known are {', '.join(known)}"
-            raise InvalidRequestError(f"{name}: unknown option{meant}", param=name)
+            advice = hint(name, known) or f"known are {', '.join(known)}"
+            raise InvalidRequestError(f"{name}: unknown option; {advice}", param=name)
         return cls(model=model, imports=imports, **parts)
 
     def resolve(self, model: "ModelConfig", num_engines: int = 1) -> "EngineConfig":

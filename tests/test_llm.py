@@ -174,7 +174,7 @@ def test_a_terminal_shows_how_far_a_call_is(llm, capsys, monkeypatch):
 
 
 def test_vllms_names_of_arguments():
-    """Guards against a TypeError in the first stream of somebody who comes from vLLM."""
+    """Guards against a TypeError in a script that was written for vLLM's AsyncLLM."""
 
     async def main():
         async with AsyncLLM(model="demo", threads=1) as llm:

@@ -58,14 +58,14 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _hint(self, word: str) -> str:
-        """Return what an unknown flag may have meant, as the end of the error; "" for other words."""
+        """Return advice about an unknown flag as a further part of the error; "" if there is none."""
         from penstock.cli.options import flag_of
         from penstock.interface.option_hints import hint  # here, so that difflib is imported only after a mistake
 
         flag = word.partition("=")[0]
         known = [name.lstrip("-").replace("-", "_") for name in self._option_string_actions]
         found = hint(flag.lstrip("-").replace("-", "_"), known, flag_of) if flag.startswith("-") else ""
-        return f"; {flag}: {found.removeprefix('; ')}" if found else ""
+        return f"; {flag}: {found}" if found else ""
 
     def error(self, message: str) -> NoReturn:
         print(f"penstock: {message}", file=sys.stderr)

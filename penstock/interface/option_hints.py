@@ -24,7 +24,7 @@ HINTS = {
     "device": ON_CPU,
     "device_map": ON_CPU,
     "disable_custom_all_reduce": ON_CPU,
-    "disable_log_requests": "it is --log-level warning here",
+    "disable_log_requests": "only the server logs requests; --log-level warning stops it",
     "disable_log_stats": f"statistics are at /metrics, not in the log; {LEAVE_OUT}",
     "download_dir": "set the environment variable HF_HOME",
     "dp": "it is {data_parallel_size} here",
@@ -80,7 +80,7 @@ HINTS = {
 
 
 def hint(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
-    """Return what an unknown option may have meant, as the end of an error message; "" if that is not known.
+    """Return what to do about an unknown option, in a few words for an error message; "" if that is not known.
 
     Args:
         name: with underscores, and without the dashes of a flag.
@@ -88,6 +88,6 @@ def hint(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> 
         spell: returns an option as the user writes it.
     """
     if name in HINTS:
-        return "; " + re.sub(r"\{(\w+)\}", lambda match: spell(match[1]), HINTS[name])
+        return re.sub(r"\{(\w+)\}", lambda match: spell(match[1]), HINTS[name])
     similar = difflib.get_close_matches(name, list(known), 1, cutoff=0.75)
-    return f"; did you mean {spell(similar[0])}?" if similar else ""
+    return f"did you mean {spell(similar[0])}?" if similar else ""

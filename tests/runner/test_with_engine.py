@@ -264,7 +264,7 @@ def iter_steps(engine: Engine) -> Iterator[EngineOutput]:
 
 @pytest.mark.covers("M26")
 def test_logits_are_computed_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a step that computes the logits of whole prompts, of the vocabulary times their length."""
+    """Guards against a step that computes logits at every position of its prompts, which takes gigabytes."""
     model, rows = CacheModel((None,), VOCAB), []
     compute = model.compute_logits
 

@@ -89,7 +89,7 @@ def test_vllm_s_older_names(path: str, kind: str) -> None:
 
 @pytest.mark.parametrize("path", WITH_GUIDED)
 def test_one_form_at_a_time(path: str) -> None:
-    """Guards against two forms of which one is silently dropped, and errors that name a field nobody sent."""
+    """Guards against a second form that is ignored, and against an error that names a field that was not sent."""
     others: list[dict[str, Any]] = [
         {"structured_outputs": {"regex": "b"}}, {"response_format": {"type": "json_object"}}, {"guided_choice": ["a"]},
     ]  # fmt: skip
