@@ -1,5 +1,6 @@
 """The model that is checked: a checkpoint, or a tiny random model that keeps every feature of a config."""
 
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
     Raises:
         ModelLoadError: there is no such model, or Transformers does not know it.
     """
-    named = Path(model).expanduser()
+    named = Path(os.path.expanduser(model))
     if model in ARCHITECTURES and not named.exists():
         find_class(model).config_class(architectures=[model]).save_pretrained(scratch)
         return _tiny_target(scratch, scratch, None)

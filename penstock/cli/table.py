@@ -1,6 +1,7 @@
 """`penstock table`: prints a model's parameter table, or a template for a new table, without reading weights."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.weights.hub import resolve_model
     from penstock.weights.table_template import table_text
 
-    file = Path(args.model).expanduser()
+    file = Path(os.path.expanduser(args.model))
     source = file if file.suffix == ".json" and file.is_file() else resolve_model(args.model, weights=False)
     sys.stdout.write(table_text(source, sharding=args.sharding))
     return 0

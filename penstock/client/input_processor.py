@@ -72,8 +72,9 @@ class InputProcessor:
         """Check and prepare a request.
 
         Args:
-            prompt: a text, a list of ids, or a mapping with `prompt` or `prompt_token_ids`; with both, the ids are
-                the prompt and the text is only repeated in the output. A mapping may have a `cache_salt`.
+            prompt: a text, ids (a list, or an array of one axis), or a mapping with `prompt` or `prompt_token_ids`;
+                with both, the ids are the prompt and the text is only repeated in the output. A mapping may have a
+                `cache_salt`; other keys must be None.
             params: None takes the model's defaults.
             request_id: None makes one.
             flow: the flow of the request (EngineRequest.flow); None: one of its own, with all its choices.
@@ -135,7 +136,7 @@ class InputProcessor:
             return prompt, self._ids_of_text(prompt, pooling)
         if not isinstance(prompt, Mapping):
             return None, self._checked_ids("prompt", prompt, pooling)
-        unknown = [key for key in prompt if key not in PROMPT_KEYS]
+        unknown = [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]
         if unknown or not prompt:
             allowed = f"a mapping with {' or '.join(PROMPT_KEYS[:2])}, and perhaps {PROMPT_KEYS[2]}"
             raise check.fail("prompt", unknown[0] if unknown else {}, allowed)
@@ -157,6 +158,8 @@ class InputProcessor:
         return self._checked_ids("prompt", self._tokenizer.encode(text), pooling)
 
     def _checked_ids(self, name: str, ids: Any, pooling: PoolingParams | None) -> list[int]:
+        if hasattr(ids, "tolist"):  # an array of numpy or a tensor of torch
+            ids = ids.tolist()
         if not isinstance(ids, list | tuple) or not ids:
             raise check.fail(name, ids, "a text, or a list of at least one token id")
         if pooling is not None:

@@ -201,17 +201,20 @@ def register_model(
 
     def decorate(model_class: ModelClass) -> ModelClass:
         entry = ModelVersion(model_class, Path(inspect.getfile(model_class)).parent / table, convention)
+        found: dict[str, Architecture] = {}
         for name in architectures:
             if name not in ARCHITECTURES:
                 read_config = find_architecture(config).read_config if isinstance(config, str) else config
-                ARCHITECTURES[name] = Architecture(None, read_config, {})
-            versions = ARCHITECTURES[name].versions
-            known = versions.get(version, entry)
+                found[name] = Architecture(None, read_config, {})
+                continue
+            found[name] = ARCHITECTURES[name]
+            known = found[name].versions.get(version, entry)
             if not _same_class(known.source, model_class):
                 raise InvalidRequestError(
                     f"{name} is already registered by {known.model_class.__qualname__}; choose another version"
                 )
-            versions[version] = entry
+        for name, architecture in found.items():  # only if all of them can be registered
+            ARCHITECTURES.setdefault(name, architecture).versions[version] = entry
         return model_class
 
     return decorate

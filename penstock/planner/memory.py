@@ -17,6 +17,7 @@ from penstock.engine.kv_cache_manager import peak_blocks, table_length
 from penstock.errors import InvalidRequestError
 from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import GRANULE, cache_token_bytes
+from penstock.kernels.cpu.control_groups import memory_left, read_text
 from penstock.spec.model_config import ModelConfig
 
 ENGINE_RUNTIME = 57 * 2**20  # memory of an engine's process before it loads, without torch; measured
@@ -41,23 +42,11 @@ class _GroupNeed:
 
 
 def free_memory_bytes() -> int:
-    """Return the bytes that this process can still allocate, limited by the machine and by its control group."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    """Return the bytes that this process can still allocate, limited by the machine and by its control groups."""
+    for line in read_text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) * 1024, _cgroup_free_bytes())
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_free_bytes() -> int:
-    """Return the bytes that the control group leaves, or 2**62 without a limit."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-    except OSError:
-        return 2**62
-    # Pages of files read earlier, such as the checkpoint, count as used but are reclaimed on demand.
-    return 2**62 if limit == "max" else max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+            return min(int(line.split()[1]) * 1024, memory_left())
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # other systems do not say what is free
 
 
 def plan_kv_cache(

@@ -5,6 +5,7 @@ A file is imported once per process, under a module name made from its path, so 
 
 import hashlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterable
@@ -22,15 +23,23 @@ def import_files(files: Iterable[str]) -> None:
         InvalidRequestError: a file is not a Python file, or raises an error; the message names file and line.
     """
     for file in files:
-        _import(Path(file).expanduser().resolve())
+        _import(_path(file).resolve())
 
 
 def files_fingerprint(files: Iterable[str]) -> str:
-    """Return a hash of the files' contents."""
+    """Return a hash of the files' contents. Raise InvalidRequestError if a file cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        digest.update(hashlib.blake2b(Path(file).expanduser().read_bytes()).digest())
+        try:
+            digest.update(hashlib.blake2b(_path(file).read_bytes()).digest())
+        except OSError as error:
+            message = f"{OPTION}: {file!r} cannot be read: {error.strerror}"
+            raise InvalidRequestError(message, param=OPTION) from error
     return digest.hexdigest()
+
+
+def _path(file: str) -> Path:
+    return Path(os.path.expanduser(file))  # Path.expanduser raises for an unknown user
 
 
 def _import(file: Path) -> None:

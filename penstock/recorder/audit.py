@@ -216,11 +216,12 @@ class Audit:
 
     def _check_prefix(self, row: Row, start: int, plan: SchedulerOutput) -> None:
         """Check that the full blocks before the step hold the request's prefix, as far as their content is known."""
+        num_checked = len(row.hashes)  # blocks checked in earlier steps; below, the first group adds hashes
         for index, group in enumerate(self._current().groups):
             if group.ring:
                 continue
             first, stop = needed_blocks(group, start, start)
-            for entry in range(max(first, len(row.hashes)), stop if start % group.block_size == 0 else stop - 1):
+            for entry in range(max(first, num_checked), stop if start % group.block_size == 0 else stop - 1):
                 found = self._content.get((index, row.tables[index][entry]))
                 if found is not None and found != _hashes(row, entry + 1, group.block_size)[entry]:
                     block = f"block {row.tables[index][entry]} of cache group {index}"

@@ -29,14 +29,22 @@ class RenderedChat:
     parts: tuple[str, ...]
 
     def token_ids(self, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of the prompt. Templates write BOS themselves, so no special tokens are added by default."""
-        first, *others = encode_all(tokenizer, self.parts)
-        ids = [*first, *(token_id for other in others for token_id in other)]
+        """Return the ids of the prompt. Templates write BOS themselves, so no special tokens are added by default.
+
+        Raises:
+            InvalidRequestError: the tokenizer adds special tokens inside a text, not only around it.
+        """
+        encoded = encode_all(tokenizer, self.parts)
+        ids = [token_id for part in encoded for token_id in part]
         if not add_special_tokens:
             return ids
-        around = tokenizer.encode(self.parts[0], add_special_tokens=True)
-        before = next(at for at in range(len(around)) if around[at : at + len(first)] == first)
-        return [*around[:before], *ids, *around[before + len(first) :]]
+        text, part = next((pair for pair in zip(self.parts, encoded, strict=True) if pair[1]), ("", []))
+        around = tokenizer.encode(text, add_special_tokens=True)
+        for before in range(len(around) - len(part) + 1):
+            if around[before : before + len(part)] == part:
+                return [*around[:before], *ids, *around[before + len(part) :]]
+        message = "add_special_tokens: this tokenizer does not add them around the prompt"
+        raise InvalidRequestError(message, param="add_special_tokens")
 
 
 def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class HFTokenizer:
         self._clean_up = clean_up and type(backend.model).__name__ != "BPE"  # would remove real spaces from BPE texts
         self._token_bytes = TokenBytes(backend)
         added = backend.get_added_tokens_decoder()
-        self._grammars: Grammars | None = None
+        self._grammars: dict[tuple[int, tuple[int, ...]], Grammars] = {}
         self._added_ids = frozenset(added)
         self.bos_token_id, self.eos_token_id = (
             backend.token_to_id(named[name]) if name in named else None for name in ("bos_token", "eos_token")
@@ -83,9 +83,10 @@ class HFTokenizer:
 
     def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
         """Return what compiles forms of answers, for a model with these ids."""
-        if self._grammars is None:
-            self._grammars = Grammars(lambda: self, vocab_size, eos_token_ids)
-        return self._grammars
+        key = vocab_size, tuple(eos_token_ids)
+        if key not in self._grammars:
+            self._grammars[key] = Grammars(lambda: self, vocab_size, eos_token_ids)
+        return self._grammars[key]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         check_unicode(text)

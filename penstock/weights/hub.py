@@ -5,9 +5,13 @@ from pathlib import Path
 
 from penstock.errors import ModelLoadError
 from penstock.validation import shown
+from penstock.weights.safetensors import PACKED
 
-FILES = ["*.json", "*.safetensors", "*.jinja"]  # fetched from the hub: no pickles, no code
+# What is fetched from the hub: no pickles, no code, and no folders, which hold the weights in other formats.
 LIGHT_FILES = ["*.json", "*.jinja"]
+WEIGHTS = ["model*.safetensors", PACKED]
+OTHER_WEIGHTS = ["*.safetensors"]  # only without WEIGHTS: Mistral's repositories hold all weights in both formats
+FOLDERS = ["*/*"]
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
@@ -19,7 +23,12 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
         ModelLoadError: there is no such directory, or the download fails.
     """
     found = find_local(name)
-    return _download(name, FILES if weights else LIGHT_FILES) if found is None else found
+    if found is not None:
+        return found
+    directory = _download(name, LIGHT_FILES + WEIGHTS if weights else LIGHT_FILES)
+    if weights and not any(directory.glob("*.safetensors")):
+        directory = _download(name, LIGHT_FILES + OTHER_WEIGHTS)
+    return directory
 
 
 def find_local(name: str) -> Path | None:
@@ -51,7 +60,7 @@ def _download(name: str, patterns: list[str]) -> Path:
             f"model: there is no directory {shown(name)}; to download from the hub, install penstock[hub]"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=FOLDERS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())  # in one line
         raise ModelLoadError(

@@ -29,6 +29,9 @@ class HeldRows(FileRows):
     def read(self, start: int, stop: int) -> Array:
         return as_array(self.tensor[start:stop]).copy(order="C")
 
+    def read_columns(self, start: int, stop: int, begin: int, end: int) -> Array:
+        return as_array(self.tensor[start:stop, begin:end]).copy(order="C")
+
 
 class InstanceWeights(Checkpoint):
     """The tensors of a model object, read like a checkpoint's."""

@@ -1,6 +1,8 @@
 """InputProcessor: what a user may send, and what the engine gets."""
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +29,8 @@ class TestPrompts:
         for prompt in ("The fox", {"prompt": "The fox"}, {"prompt": "The fox", "prompt_token_ids": ids}):
             made = processor.process(prompt, SamplingParams())
             assert (made.prompt, made.prompt_token_ids) == ("The fox", ids)
-        for prompt in (ids, tuple(ids), {"prompt_token_ids": ids}):
+        arrays = (np.array(ids), {"prompt_token_ids": torch.tensor(ids), "multi_modal_data": None})
+        for prompt in (ids, tuple(ids), {"prompt_token_ids": ids}, *arrays):
             made = processor.process(prompt, SamplingParams())
             assert (made.prompt, made.prompt_token_ids) == (None, ids)
 
@@ -36,6 +39,7 @@ class TestPrompts:
         [
             *("", [], {}, {"prompt": ""}, {"prompt": None}, {"prompt_token_ids": []}, None, 5, b"x", 1.5, True),
             *({"prompt": "x", "multi_modal_data": {}}, {"promt": "x"}, {"prompt": [1]}, {1: 2}, "a\ud800"),
+            *(np.array([1.5]), np.array([[1]]), np.array(1), np.array([], int)),
             *({"prompt": "\ud800", "prompt_token_ids": [1]}, {"prompt_token_ids": "x"}, {"prompt_token_ids": 5}),
         ],
         ids=repr,

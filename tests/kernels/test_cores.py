@@ -8,18 +8,10 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.kernels.cpu.cores import Machine, cpu_quota, parse_cpus, pinned_cores, show_cpus
+from penstock.kernels.cpu.cores import Machine, parse_cpus, pinned_cores, show_cpus
 from penstock.kernels.cpu.library import load_library
 from tests.fakes import tiny_config
-
-DOCKER = "/docker/abc"
-V1_MOUNTS = "33 31 0:30 {top} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
-V2_MOUNTS = "30 23 0:28 {top} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
-
-
-def write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text + "\n")
+from tests.kernels.test_control_groups import v2, write
 
 
 def machine(root: Path, cores: Sequence[str], nodes: Sequence[str] = (), online: str = "") -> Path:
@@ -32,15 +24,6 @@ def machine(root: Path, cores: Sequence[str], nodes: Sequence[str] = (), online:
         write(system / f"node/node{index}/cpulist", cpus)
     if online:
         write(system / "cpu/online", online)
-    return root
-
-
-def v2(root: Path, path: str, quotas: dict[str, str], top: str = "/") -> Path:
-    """Describe control groups of version 2: cpu.max by folder below the mount."""
-    write(root / "proc/self/cgroup", f"0::{path}")
-    write(root / "proc/self/mountinfo", V2_MOUNTS.format(top=top))
-    for folder, text in quotas.items():
-        write(root / "sys/fs/cgroup" / folder / "cpu.max", text)
     return root
 
 
@@ -101,36 +84,8 @@ def test_a_machine_without_descriptions_has_one_core_per_cpu(tmp_path: Path) -> 
 )
 def test_a_quota_of_version_2_limits_the_threads(tmp_path: Path, quota: str, threads: int) -> None:
     """Guards against threads that the system stops for most of every period, while the others wait for them."""
-    root = v2(machine(tmp_path, ["0", "1", "2", "3"]), "/", {"": quota})
+    root = v2(machine(tmp_path, ["0", "1", "2", "3"]), "/", {"cpu.max": quota})
     assert Machine.read(root, mask=range(4)).default_threads()[0] == threads
-
-
-def test_the_least_quota_around_a_group_counts(tmp_path: Path) -> None:
-    """Guards against reading only the innermost group: the limit of a service is often set on its slice."""
-    quotas = {"a": "300000 100000", "a/b": "max 100000", "a/b/c": "800000 100000", "other": "1000 100000"}
-    assert cpu_quota(v2(tmp_path, "/a/b/c", quotas)) == 3.0
-
-
-def test_a_container_that_sees_its_own_part_of_the_tree(tmp_path: Path) -> None:
-    """Guards against looking for the host's path below a mount that begins at the container's group."""
-    root = v2(tmp_path, DOCKER + "/job", {"": "200000 100000", "job": "max 100000"}, top=DOCKER)
-    assert cpu_quota(root) == 2.0
-
-
-def test_a_group_outside_the_mounted_part_has_no_known_path(tmp_path: Path) -> None:
-    assert cpu_quota(v2(tmp_path, "/../elsewhere", {"": "250000 100000"})) == 2.5
-
-
-@pytest.mark.parametrize(("quota", "expected"), [("350000", 3.5), ("-1", None)])
-def test_a_quota_of_version_1(tmp_path: Path, quota: str, expected: float | None) -> None:
-    write(tmp_path / "proc/self/cgroup", f"4:cpu,cpuacct:{DOCKER}\n3:cpuset:{DOCKER}\n0::/")
-    write(tmp_path / "proc/self/mountinfo", V1_MOUNTS.format(top="/") + V2_MOUNTS.format(top="/"))
-    folder = tmp_path / "sys/fs/cgroup/cpu,cpuacct"
-    write(folder / "cpu.cfs_quota_us", "-1")
-    write(folder / "cpu.cfs_period_us", "100000")
-    write(folder / DOCKER.lstrip("/") / "cpu.cfs_quota_us", quota)
-    write(folder / DOCKER.lstrip("/") / "cpu.cfs_period_us", "100000")
-    assert cpu_quota(tmp_path) == expected
 
 
 def test_cpu_lists_are_read_and_shown() -> None:

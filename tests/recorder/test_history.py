@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.prove.recompute import ReplayReport, compute, num_scratch
 from penstock.prove.replay import check_bundle
+from penstock.recorder.audit import Audit
 from penstock.recorder.bundle import MAGIC, Bundle, make_bundle, pack, unpack, without_text
 from penstock.recorder.history import Start, Step, history
 from penstock.recorder.recorder import RecordedExecutor, Recorder
@@ -191,6 +193,31 @@ def test_a_block_that_two_requests_write_is_found():
     report = ReplayReport("")
     check_bundle(msgspec.structs.replace(bundle, records=records), report)
     assert "holds too" in report.findings[0]
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_a_block_with_another_prefix_is_found_in_every_cache_group(wrong: int | None) -> None:
+    """Guards against checking the prefix in the first cache group only: here the second has a window."""
+    groups = [CacheGroup((0,), None, 64, 16), CacheGroup((1,), 32, 64, 16)]
+    audit = Audit(has_text=True)
+    audit.start(Start(EngineDescription("f", {}, groups, 1000, 256, 8, 256), 0, []))
+    params, shared, other = SamplingParams(temperature=0.0, max_tokens=5), list(range(32)), list(range(100, 132))
+
+    def step(number: int, new: list[NewRequest], num_cached: int) -> None:
+        scheduled = [
+            ScheduledRequest(item.request_id, num_cached, 33 - num_cached, [[], []], [0, 0], 1) for item in new
+        ]
+        results = Computed(number, 1, [[1] for _ in new], [None] * len(new), {}, {})
+        audit.step(Step(SchedulerOutput(number, new, scheduled, []), 0.0, results))
+
+    def request(name: str, prefix: list[int], *tables: list[int]) -> NewRequest:
+        return NewRequest(name, [*prefix, 7], 33, params, 0, list(tables), None)
+
+    step(1, [request("a", shared, [0, 1, 4], [0, 1, 4]), request("b", other, [2, 3, 5], [2, 3, 5])], 0)
+    step(2, [request("c", shared, *([2, 3, 6] if group == wrong else [0, 1, 6] for group in range(2)))], 32)
+    found = [] if wrong is None else [f"block {block} of cache group {wrong} holds another prefix" for block in (2, 3)]
+    assert len(audit.findings) == len(found)
+    assert all(expected in finding for expected, finding in zip(found, audit.findings, strict=True))
 
 
 # --- without the text -------------------------------------------------------------------------------------------------

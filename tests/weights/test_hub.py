@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from penstock.demo import MODEL_DIR
 from penstock.errors import ModelLoadError
 from penstock.weights.hub import resolve_model
+from penstock.weights.safetensors import PACKED
 
 
 def test_demo_and_directories(tmp_path: Path) -> None:
@@ -46,23 +48,57 @@ def test_hub_names_without_the_hub_package(monkeypatch: pytest.MonkeyPatch) -> N
         resolve_model("owner/model")
 
 
-def test_the_hub_is_asked_for_weights_and_never_for_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Guards against fetching pickles or Python files; and what the hub answers becomes one clear error."""
-    hub = importlib.import_module("huggingface_hub")
-    asked: list[Any] = []
+def fake_hub(monkeypatch: pytest.MonkeyPatch, files: list[str], folder: Path) -> list[str]:
+    """Replace the download by one from a repository that has these files, and return the list of what it fetches."""
+    fetched: list[str] = []
 
-    def fetch(name: str, *, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
-        return str(tmp_path)
+    def fetch(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert name == "owner/model"
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            if not (folder / file).exists():
+                fetched.append(file)
+                (folder / file).parent.mkdir(exist_ok=True)
+                (folder / file).touch()
+        return str(folder)
 
-    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.setattr(importlib.import_module("huggingface_hub"), "snapshot_download", fetch)
+    return fetched
+
+
+COMMON = ["config.json", "chat_template.jinja", "tokenizer.json"]
+CODE = ["modeling.py", "pytorch_model.bin", "model.pt", "README.md", "onnx/model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        (["model.safetensors"], ["model.safetensors"]),
+        (["model-1-of-2.safetensors", "model.safetensors.index.json"],) * 2,
+        (["model-1-of-1.safetensors", "consolidated.safetensors"], ["model-1-of-1.safetensors"]),
+        (["consolidated.safetensors", "params.json"],) * 2,
+        ([PACKED],) * 2,
+    ],
+    ids=["one", "shards", "twice", "Mistral", "packed"],
+)
+def test_the_hub_is_asked_for_weights_once_and_never_for_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, held: list[str], wanted: list[str]
+) -> None:
+    """Guards against fetching pickles or Python files, and the weights of Mistral's repositories in both formats."""
+    fetched = fake_hub(monkeypatch, [*COMMON, *CODE, *held], tmp_path)
     assert resolve_model("owner/model") == tmp_path
-    assert asked[0][0] == "owner/model"
-    assert not any(pattern.endswith(("bin", "pt", "py", "*")) for pattern in asked[0][1])
+    assert sorted(fetched) == sorted([*COMMON, *wanted])
 
-    def offline(name: str, *, allow_patterns: list[str]) -> str:
+
+def test_without_weights_only_small_files_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fetched = fake_hub(monkeypatch, [*COMMON, *CODE, "model.safetensors"], tmp_path)
+    assert resolve_model("owner/model", weights=False) == tmp_path
+    assert sorted(fetched) == sorted(COMMON)
+
+
+def test_what_the_hub_answers_becomes_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, **patterns: list[str]) -> str:
         raise OSError("no route\nto the hub")
 
-    monkeypatch.setattr(hub, "snapshot_download", offline)
+    monkeypatch.setattr(importlib.import_module("huggingface_hub"), "snapshot_download", offline)
     with pytest.raises(ModelLoadError, match=r"no route to the hub$"):  # in one line
         resolve_model("owner/model")

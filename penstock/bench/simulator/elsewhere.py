@@ -14,6 +14,8 @@ from penstock.planner.machines import Hardware
 from penstock.planner.report import fitter_of
 from penstock.weights.planned import PlannedModel
 
+NO_WINDOW = 2**62  # finite, so that it can be multiplied by zero sequences
+
 
 @dataclass(frozen=True, slots=True)
 class HardwareCosts:
@@ -34,12 +36,11 @@ class HardwareCosts:
     def seconds(self, shape: Shape) -> float:
         """Return the seconds of a step of this shape, as if its sequences were alike and its prompts one."""
         prompt, sequences = shape.prompt_tokens, shape.sequences + (shape.prompt_tokens > 0)
-        before = (
-            shape.pairs / prompt - prompt / 2 if prompt else 0.0
-        )  # cached tokens that the new tokens of a prompt attend to
+        # Cached tokens that the new tokens of a prompt attend to.
+        before = shape.pairs / prompt - prompt / 2 if prompt else 0.0
         tokens = pairs = prompt_pairs = 0.0
         for layers, window in self.work.windows:
-            limit = float("inf") if window is None else window
+            limit = NO_WINDOW if window is None else window
             tokens += layers * (min(shape.cached_tokens, limit * shape.sequences) + min(max(before, 0.0), limit))
             pairs += layers * min(shape.cached_tokens + shape.sequences, limit * shape.sequences)
             prompt_pairs += layers * min(shape.pairs + prompt / 2, limit * prompt)

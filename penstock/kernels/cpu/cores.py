@@ -18,14 +18,15 @@ thread.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from penstock.kernels.cpu.control_groups import ROOT, cpu_quota, read_text
 
 AUTO, NONE, NODES = "auto", "none", "nodes"
 AFFINITIES = (AUTO, NONE, NODES)
 MAX_CPU = 2**16 - 1
-ROOT = Path("/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,12 @@ class Machine:
         """Read the machine below `root`. mask: the usable CPUs; None: those of the calling thread."""
         cpus = set(_own_mask() if mask is None else mask)
         folder = root / "sys/devices/system"
-        online = _read(folder / "cpu/online")
+        online = read_text(folder / "cpu/online")
         cpus = (cpus & set(parse_cpus(online)) if online else cpus) or cpus
         node_of = {
             cpu: int(place.name.removeprefix("node"))
             for place in (folder / "node").glob("node[0-9]*")
-            for cpu in parse_cpus(_read(place / "cpulist"))
+            for cpu in parse_cpus(read_text(place / "cpulist"))
         }
         siblings: dict[str, list[int]] = {}
         for cpu in sorted(cpus):
@@ -168,59 +169,12 @@ def show_cpus(cpus: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
-def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPUs' worth of time that the control groups of this process allow, None for no limit."""
-    limits = [limit for folder in _cgroup_folders(root) if (limit := _folder_quota(folder)) is not None]
-    return min(limits, default=None)
-
-
-def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups that may limit CPU time, innermost first.
-
-    A container often sees only the tree below its own group, so the paths of /proc/self/cgroup have to be read relative
-    to the mounted part of the tree. If a path does not lie below the mounted part, only the mounted root is known.
-    """
-    paths: dict[str, str] = {}  # "cpu" for v1, "" for v2
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths.update({name: path for name in controllers.split(",") if name in ("", "cpu")})
-    for line in _read(root / "proc/self/mountinfo").splitlines():
-        fields, _, tail = line.partition(" - ")
-        mounted_root, mount_point = fields.split()[3:5]
-        kind, _, options = tail.split(maxsplit=2)
-        name = {"cgroup": "cpu", "cgroup2": ""}.get(kind)
-        if name is None or name not in paths or (kind == "cgroup" and "cpu" not in options.split(",")):
-            continue
-        top, own = root / mount_point.lstrip("/"), PurePosixPath(paths[name])
-        visible = own.is_relative_to(mounted_root) and ".." not in own.parts
-        inside = own.relative_to(mounted_root) if visible else PurePosixPath()
-        yield from (top / parent for parent in (inside, *inside.parents))
-
-
-def _folder_quota(folder: Path) -> float | None:
-    """Return the limit of one control group, from cpu.max (v2) or from the two files of v1."""
-    quota, _, period = _read(folder / "cpu.max").partition(" ")
-    if not quota:
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-    if not (quota.isdecimal() and period.isdecimal() and int(quota) and int(period)):
-        return None  # "max", -1, or no such file
-    return int(quota) / int(period)
-
-
 def _siblings(folder: Path) -> str:
     """Return the list of hyper-threads of a CPU's core. Only newer systems have the first file."""
-    return _read(folder / "core_cpus_list") or _read(folder / "thread_siblings_list")
+    return read_text(folder / "core_cpus_list") or read_text(folder / "thread_siblings_list")
 
 
 def _own_mask() -> Sequence[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return range(os.cpu_count() or 1)
-
-
-def _read(path: Path) -> str:
-    """Return the text of a small file, or an empty string if it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

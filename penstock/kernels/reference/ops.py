@@ -35,7 +35,7 @@ from penstock.kernels.reference import attention, sampling
 from penstock.kernels.reference.cache import Int8KVCache, ReferenceKVCache
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import Array, Dtype, as_torch, dtype_of
-from penstock.quant import int4, int8
+from penstock.quant import int4, int8, kv
 from penstock.quant.scheme import Scheme
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -43,8 +43,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
-INT8_MAX = 127
-SLICE_STEP = 254  # a slice's rounding error is at most half a unit, which the next slice maps to -127 .. 127
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes an oracle
 
 
@@ -309,19 +307,4 @@ def _through_activations(x: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) ->
     if not scheme.slices:
         return x.bfloat16().float()
     leaves = [x[:, start:end].float() for start, end in itertools.pairwise((0, *leaf_ends))]
-    return torch.cat([_through_slices(leaf, scheme.slices) for leaf in leaves], dim=-1)
-
-
-def _through_slices(x: Tensor, slices: int) -> Tensor:
-    """Write one leaf [M, k] as a sum of int8 rows, and return that sum. A row that is not finite becomes all NaN."""
-    if not x.shape[-1]:
-        return x
-    greatest = x.abs().amax(dim=-1, keepdim=True)
-    rest = torch.where(greatest > 0, x * (INT8_MAX / greatest), 0.0)
-    total, unit = torch.zeros_like(x), 1.0
-    for _ in range(slices):
-        row = rest.round()
-        total += row * unit
-        rest, unit = (rest - row) * SLICE_STEP, unit / SLICE_STEP
-    scale = torch.where(greatest.isfinite(), greatest / INT8_MAX, torch.nan)
-    return total * scale
+    return torch.cat([kv.slices(leaf, scheme.slices) for leaf in leaves], dim=-1)
