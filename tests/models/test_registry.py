@@ -13,7 +13,7 @@ from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models import registry
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import ARCHITECTURES, find_architecture, find_model
-from penstock.plugins.user_files import import_files
+from penstock.plugins.user_files import files_fingerprint, import_files
 from tests.compat.user_file import imported, registry_as_before
 from tests.hf_models import hf_logprobs, make_llama, random_ids
 from tests.paged import PagedModel
@@ -62,6 +62,19 @@ def test_one_architecture_has_one_class() -> None:
 
     with pytest.raises(ModelLoadError, match="nearest: Llama"):
         registry.find_model("LamaForCausalLM")
+
+
+@pytest.mark.parametrize("config", ["LlamaForCausalLM", "NoSuchForCausalLM"])
+def test_several_architectures_are_registered_together_or_not_at_all(config: str) -> None:
+    """Guards against a refused registration that leaves some of its names behind, without a class."""
+    before = set(ARCHITECTURES)
+    with pytest.raises((InvalidRequestError, ModelLoadError)):
+
+        @registry.register_model("NewForCausalLM", "LlamaForCausalLM", table="llama.yaml", config=config)
+        class Other(torch.nn.Module):
+            pass
+
+    assert set(ARCHITECTURES) == before
 
 
 TWICE = """
@@ -127,3 +140,12 @@ def test_a_field_that_a_config_function_makes_up_is_named(monkeypatch: pytest.Mo
     message = r"LlamaForCausalLM: its config function returns 'norm_epss'.*did you mean norm_eps"
     with pytest.raises(ModelLoadError, match=message):
         load_model_config(directory)
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    """Guards against a traceback: Path.expanduser raises for a user that does not exist."""
+    for file in ("~nobody-of-this-name/x.py", str(tmp_path / "missing.py")):
+        with pytest.raises(InvalidRequestError, match="it must be a Python file"):
+            import_files([file])
+        with pytest.raises(InvalidRequestError, match="cannot be read: No such file"):
+            files_fingerprint([file])

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 import penstock
 from penstock import LLM
 from penstock.errors import InvalidRequestError
-from penstock.tokenizer.conversation import MARKS, render_chat
+from penstock.tokenizer.conversation import MARKS, RenderedChat, render_chat
 from penstock.tokenizer.hf import load_tokenizer
+from tests.tokenizer import vocabularies as voc
 
 TOKENIZER = load_tokenizer(Path(penstock.__file__).parent / "demo" / "model")
 SPELLINGS = sorted(TOKENIZER.token_to_text(token_id) for token_id in TOKENIZER.special_ids)
@@ -48,6 +49,28 @@ def test_special_tokens_around_a_cut_prompt():
     before_and_after = len(ids_of("a", add_special_tokens=True)) - len(plain)
     added = ids_of(f"a{SPELLINGS[0]}b", add_special_tokens=True)
     assert len(added) == len(cut) + before_and_after
+
+
+@pytest.mark.parametrize("kind", voc.KINDS)
+@pytest.mark.parametrize("parts", [(), ("", "abc"), ("", ""), ("a", "", "bc")], ids=repr)
+def test_special_tokens_are_around_the_first_part_that_has_ids(kind, parts):
+    """Guards against an endless wait: StopIteration in a thread never reaches the coroutine that waits for it. And
+    against BOS behind a prompt that begins with an empty part."""
+    tokenizer = voc.make(kind)
+    plain = RenderedChat("".join(parts), parts).token_ids(tokenizer)
+    added = RenderedChat("".join(parts), parts).token_ids(tokenizer, add_special_tokens=True)
+    probe, around = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    before = next(at for at in range(len(around)) if around[at : at + len(probe)] == probe)
+    assert added == around[:before] + plain + around[before + len(probe) :]
+
+
+def test_special_tokens_inside_a_text_are_refused():
+    class Inside:
+        def encode(self, text, *, add_special_tokens=True):
+            return [5, 1, 6] if add_special_tokens else [5, 6]
+
+    with pytest.raises(InvalidRequestError, match="add_special_tokens"):
+        RenderedChat("ab", ("ab",)).token_ids(Inside(), add_special_tokens=True)
 
 
 def test_every_noncharacter_is_refused():

@@ -313,3 +313,12 @@ class TestChatTemplateFiles:
     def render(self, folder, **kwargs):
         tok: HFTokenizer = load_tokenizer(folder)
         return tok.chat_template.render([{"role": "user", "content": "x"}], **kwargs)
+
+
+def test_grammars_belong_to_a_vocabulary_and_its_end_tokens():
+    """Guards against two models with one tokenizer object, of which the second gets the grammars of the first."""
+    tokenizer = voc.make("byte_level")
+    first = tokenizer.grammars(tokenizer.vocab_size, [1])
+    assert tokenizer.grammars(tokenizer.vocab_size, (1,)) is first
+    assert tokenizer.grammars(tokenizer.vocab_size + 8, [1]) is not first
+    assert tokenizer.grammars(tokenizer.vocab_size, [2]) is not first
