@@ -31,7 +31,7 @@ from penstock.quant.scheme import Scheme
 from penstock.weights.planned import PlannedModel
 
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # up, down and output projections of a layer
-FEW_ROWS = (8, 32)  # numbers of rows between those bound by reading and those bound by multiplying
+MEASURED_ROWS = (8, 32)  # numbers of rows between those bound by reading and those bound by multiplying
 RING_BYTES = 128 * 2**20  # size of the copies of a weight; larger than the caches
 READ_BYTES = 256 * 2**20
 MIN_ROUNDS, MAX_ROUNDS = 8, 40
@@ -80,7 +80,9 @@ def measure_machine(
         "memory_bytes": resident_bytes() + free_memory_bytes(),
         "read_bytes_per_s": reads,
         "operations_per_s": operations,
-        "rows_bytes_per_s": {kind: {rows: found.median(f"{kind} {rows} rows") for rows in FEW_ROWS} for kind in TYPES},
+        "rows_bytes_per_s": {
+            kind: {rows: found.median(f"{kind} {rows} rows") for rows in MEASURED_ROWS} for kind in TYPES
+        },
         **{f"attend_{name}_operations_per_s": rates for name, rates in attends.items()},
         "step_s": step_s,
         "sequence_s": sequence_s,
@@ -145,7 +147,7 @@ def _cases(threads: int) -> dict[str, Case]:
         ring = _ring(ops, None if kind in ("float32", "bfloat16") else Scheme.parse(kind))
         large = [item for item in ring if item[0] in SHAPES[:2]]
         cases[f"{kind} read"] = _products(ops, 1, large, per_operation=False)
-        for rows in FEW_ROWS:
+        for rows in MEASURED_ROWS:
             cases[f"{kind} {rows} rows"] = _products(ops, rows, large[:4], per_operation=False)
         cases[f"{kind} multiply"] = _products(ops, MANY_ROWS, ring[: len(SHAPES)], per_operation=True)
     return cases | attention_cases(wide, narrow)

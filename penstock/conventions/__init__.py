@@ -5,6 +5,6 @@
     incre_flash   the argument list of Huawei's IncreFlashAttention operator, in plain torch
     rolling       the masks and the rolling buffer of Mistral's reference inference
 
-The engine imports none of these modules, except that weights/loader.py builds models that are registered with
-convention="jetstream".
+Only weights/loader.py, models/llama/plain.py and compat/jetstream.py import from here, for models that are registered
+with convention="jetstream".
 """

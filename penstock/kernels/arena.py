@@ -10,23 +10,23 @@ from collections.abc import Callable
 
 from penstock.kernels.tensors import Dtype, Tensor
 
-FEW_ROWS = 64  # the most rows that are always at the same address
+FIXED_ROWS = 64  # maximum number of rows that are always at the same address
 LOGITS_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
 
 Allocate = Callable[[tuple[int, ...], str], Tensor]  # shape and name of a type -> memory, like Ops.empty
 
 
 class Slot:
-    """A buffer [rows, *columns] for results of one kind, passed as `out=`: fixed memory for up to FEW_ROWS rows, and
+    """A buffer [rows, *columns] for results of one kind, passed as `out=`: fixed memory for up to FIXED_ROWS rows, and
     memory that grows for more."""
 
     def __init__(self, columns: tuple[int, ...], dtype: str, allocate: Allocate) -> None:
         self.columns = columns
         self._name = dtype
         self._allocate = allocate
-        self._few = allocate((FEW_ROWS, *columns), dtype)
+        self._few = allocate((FIXED_ROWS, *columns), dtype)
         self._many = self._few
-        self._rows = FEW_ROWS
+        self._rows = FIXED_ROWS
         self._last = self._few
 
     @property
@@ -37,14 +37,14 @@ class Slot:
     @property
     def row_bytes(self) -> int:
         """The bytes of one row."""
-        return int(self._few.nbytes) // FEW_ROWS
+        return int(self._few.nbytes) // FIXED_ROWS
 
     def __call__(self, rows: int) -> Tensor:
         """Return the first `rows` rows. Tensors returned earlier share the memory unless the slot has grown since."""
         if rows != self._rows:
             if rows > self._many.shape[0]:
                 self._many = self._allocate((rows, *self.columns), self._name)
-            self._last = (self._few if rows <= FEW_ROWS else self._many)[:rows]
+            self._last = (self._few if rows <= FIXED_ROWS else self._many)[:rows]
             self._rows = rows
         return self._last
 

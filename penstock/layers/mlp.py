@@ -72,7 +72,7 @@ class MoE(Module):
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
         """Return the packed weights of all experts, gated and down. They are collected in the first pass, when all are
-        packed."""
+        packed; layers are never loaded again after that."""
         if self._packed is None:
             self._packed = tuple(item.packed for item in self._gate_up), tuple(item.packed for item in self._down)
         return self._packed

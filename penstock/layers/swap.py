@@ -18,7 +18,7 @@ class SwappedLinear(Linear, nn.Module):
 def swap_linears(model: nn.Module, make: LayerFactory) -> None:
     """Replace every nn.Linear in a model by a product that is quantised as the parameter table allows.
 
-    Call it at the end of the model's __init__, with the factory passed to that.
+    Call it at the end of the model's __init__, with the LayerFactory that __init__ received.
 
     Raises:
         ModelLoadError: a weight is not in the table.

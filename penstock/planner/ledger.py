@@ -9,8 +9,9 @@
     logits        logits and log-probabilities of all rows that are sampled or scored at once
     requests      token ids of max_num_seqs requests
     drafts        a draft model with its cache, or the index for prompt lookup
+    offload       blocks kept in memory beyond the cache (kv_offload_memory_bytes)
 
-`penstock prove --only memory` fills a real engine to the brim and compares its peak with the ledger.
+`penstock prove --only memory` fills a real engine to its limits and compares its peak with the ledger.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ import numpy as np
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.kernels.arena import FEW_ROWS, LOGITS_ROWS
+from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.attention.layout import ELEMENT_BYTES, AttentionShape
 from penstock.kernels.attention.plan import Planner
 from penstock.planner.costs import Products
@@ -141,7 +142,7 @@ class Ledger:
             "runtime": self.runtime_bytes + RUNTIME_GROWTH,
             "weights": sizes.weights,
             "positions": sum(ROTARY_BYTES * length * rope.rotary_dim(model.head_dim) for rope in ropes),
-            "results": sizes.row_bytes * (FEW_ROWS + (tokens if tokens > FEW_ROWS else 0)),
+            "results": sizes.row_bytes * (FIXED_ROWS + (tokens if tokens > FIXED_ROWS else 0)),
             "operands": self._operands(config, tokens, sizes.deepest) + self._workspace(config, tokens, seqs, length),
             "logits": LOGIT_BYTES * max(seqs, LOGITS_ROWS) * sizes.vocab_columns,
             "requests": seqs * length * TOKEN_OBJECT_BYTES,

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 SMALLEST = 2.0**-100
-TOO_GREAT = 2.0**100  # below it, no product of a scale and a sum of integers leaves the range of float32
+MAGNITUDE_LIMIT = 2.0**100  # of weights: from it on, a scale times a sum of integers could overflow float32
 
 
 def check_quantisable(weight: Tensor) -> None:
-    """Raise ValueError if a weight is not finite, or its absolute value is TOO_GREAT or more."""
-    if not (weight.abs() < TOO_GREAT).all():
+    """Raise ValueError if a weight is not finite, or its absolute value is MAGNITUDE_LIMIT or more."""
+    if not (weight.abs() < MAGNITUDE_LIMIT).all():
         raise ValueError("a weight that is not finite, or as great as 2^100, cannot be quantised")
 
 

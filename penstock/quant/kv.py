@@ -11,8 +11,8 @@ Per token, over a head's elements x:
     scale = half / 127                offset = middle / scale
     B = (x - middle) * (127 / half), rounded to the nearest, ties to even
 If half is below SMALLEST, all B are 0, scale is |middle|, and offset is the sign of middle: 1, -1 or 0. If an element
-is not finite, or its absolute value is TOO_GREAT or more, scale is NaN, and offset and all B are 0: rows that see that
-token become NaN, and no other rows do.
+is not finite, or its absolute value is MAGNITUDE_LIMIT or more, scale is NaN, and offset and all B are 0: rows that see
+that token become NaN, and no other rows do.
 
 Error bound: |x - (B + offset) * scale| <= scale * (1/2 + 2^-15) + |middle| * 2^-22. The first term is half a step of
 rounding and its float32 error, the second the float32 error of a middle far from zero. If half is below SMALLEST, the
@@ -32,7 +32,7 @@ a / 254^n + a * 2^-22.
 import torch
 from torch import Tensor
 
-from penstock.quant.int8 import SMALLEST, TOO_GREAT
+from penstock.quant.int8 import MAGNITUDE_LIMIT, SMALLEST
 
 LARGEST = 127.0  # the largest stored integer
 SLICE_RATIO = 254.0  # the rounding error is at most 1/2, which is 127 units of the next slice
@@ -45,7 +45,7 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
     middle = (low + high) * 0.5
     half = torch.maximum(high - middle, middle - low)
-    usable = torch.maximum(-low, high) < TOO_GREAT  # a NaN among the elements is both low and high
+    usable = torch.maximum(-low, high) < MAGNITUDE_LIMIT  # a NaN among the elements is both low and high
     spread = usable & (half >= SMALLEST)
     steps = torch.full_like(half, LARGEST)  # torch computes number / tensor with a reciprocal
     scales = torch.where(spread, half / steps, middle.abs())

@@ -72,6 +72,8 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The engine accepted a request."""
+
     time: float
     request_id: str
     num_prompt_tokens: int
@@ -79,6 +81,8 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A client aborted a request."""
+
     time: float
     request_id: str
 

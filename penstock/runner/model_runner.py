@@ -28,7 +28,7 @@ from penstock.interface.step import (
     StepOutput,
     TokenLogprobs,
 )
-from penstock.kernels.arena import FEW_ROWS, LOGITS_ROWS
+from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
@@ -180,7 +180,7 @@ class ModelRunner:
         results = [RequestStepOutput([]) for _ in scheduler_output.scheduled]
         input_ids, ctx = self.ops.tensor(step.input_ids), self.context(step)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
-        if isinstance(self.model, RecordedModel) and len(step.sampled) == len(step.input_ids) <= FEW_ROWS:
+        if isinstance(self.model, RecordedModel) and len(step.sampled) == len(step.input_ids) <= FIXED_ROWS:
             self._sample(self.model.logits(input_ids, ctx), step, results)
         else:
             hidden = self.model(input_ids, ctx)

@@ -4,7 +4,7 @@ passes run the program without the model's Python, as other engines do with CUDA
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.kernels.arena import FEW_ROWS
+from penstock.kernels.arena import FIXED_ROWS
 from penstock.kernels.metadata import KVCache
 from penstock.kernels.ops import Program, RecordingOps
 from penstock.kernels.tensors import Array, Tensor, as_array
@@ -58,7 +58,7 @@ class RecordedModel:
 
     def _run(self, input_ids: Tensor, ctx: ForwardContext, *, head: bool) -> Tensor:
         tokens = input_ids.shape[0]
-        if tokens > FEW_ROWS or not self._recordable:
+        if tokens > FIXED_ROWS or not self._recordable:
             return self._forward(input_ids, ctx, head)
         recorded = self._recorded.get((tokens, head))
         if recorded is None or recorded.kv_caches is not ctx.kv_caches:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from penstock.tokenizer.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
+PROMPT_TAIL = 32  # last tokens of the prompt that are read: enough for CONTEXT_TOKENS without special tokens
 CONTEXT_TOKENS = 4  # how many preceding tokens are decoded together with new ones; they determine the leading space
 MAX_BYTES_OF_CHAR = 4
 
@@ -42,7 +43,7 @@ class IncrementalDetokenizer:
         if tokenizer.joins_bytes:
             self._reader = _ByteReader(tokenizer)
         else:
-            tail = [token_id for token_id in prompt_token_ids[-8 * CONTEXT_TOKENS :] if token_id not in self._skipped]
+            tail = [token_id for token_id in prompt_token_ids[-PROMPT_TAIL:] if token_id not in self._skipped]
             self._reader = _PieceReader(tokenizer, tail, skip_special_tokens, spaces_between_special_tokens)
 
     def push(self, ids: Sequence[int]) -> str:

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from penstock.errors import ModelLoadError
 from penstock.validation import shown
-from penstock.weights.safetensors import PACKED
 
 # What is fetched from the hub: no pickles, no code, and no folders, which hold the weights in other formats.
 LIGHT_FILES = ["*.json", "*.jinja"]
-WEIGHTS = ["model*.safetensors", PACKED]
+WEIGHTS = ["model*.safetensors", "penstock.safetensors"]  # Transformers' and packed ones
 OTHER_WEIGHTS = ["*.safetensors"]  # only without WEIGHTS: Mistral's repositories hold all weights in both formats
 FOLDERS = ["*/*"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.kernels.arena import FEW_ROWS, Arena
+from penstock.kernels.arena import FIXED_ROWS, Arena
 from penstock.kernels.tensors import BFLOAT16, NAMES, Array, address_of, empty
 
 
@@ -16,8 +16,8 @@ def test_few_rows_never_move() -> None:
     slot = Arena(allocate).slot("a", (3, 2), "bfloat16")
     first = slot(2)
     assert (first.shape, first.dtype) == ((2, 3, 2), BFLOAT16)
-    addresses = {address_of(slot(rows)) for rows in (1, FEW_ROWS, 7)}
-    assert slot(FEW_ROWS + 1).shape == (FEW_ROWS + 1, 3, 2)
+    addresses = {address_of(slot(rows)) for rows in (1, FIXED_ROWS, 7)}
+    assert slot(FIXED_ROWS + 1).shape == (FIXED_ROWS + 1, 3, 2)
     assert slot(5).shape == (5, 3, 2)
     assert addresses | {address_of(slot(2))} == {address_of(first)}
 

@@ -14,7 +14,7 @@ from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
-from penstock.kernels.arena import FEW_ROWS
+from penstock.kernels.arena import FIXED_ROWS
 from penstock.kernels.backends import load_ops
 from penstock.layers.context import ForwardContext
 from penstock.runner.model_runner import ModelRunner
@@ -55,7 +55,7 @@ def test_programs_have_the_models_bits(make: Any, tmp_path: Path) -> None:
     ids = [random_ids(60, seed=seed) for seed in range(4)]
     steps = [{row: ids[row][at : at + 1] for row in range(1 + at % 3)} for at in range(12)]
     steps.insert(5, {3: ids[3] + ids[2]})
-    assert len(ids[3] + ids[2]) > FEW_ROWS
+    assert len(ids[3] + ids[2]) > FIXED_ROWS
     for new in steps:
         for found, expected in zip(recorded.step(new).values(), plain.step(new).values(), strict=True):
             assert torch.equal(found, expected)

@@ -25,15 +25,15 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # by kv_cache_dtype
 TOKEN_SCALE_BYTES = 16  # int8: scale and offset of key and value of one head of a token, float32
 
 ROW_UNIT = 16  # arrays of states have room for a multiple of this many rows
-ROW_NOTES = 36  # bytes of notes per row: positions, limits, where its results go
-HEAD_NOTES = 4  # bytes of notes per row and head
+ROW_METADATA_BYTES = 36  # per row: positions, limits, where its results go
+HEAD_METADATA_BYTES = 4  # per row and head
 MAX_ITEM_ROWS = 192
-INTEGER_NOTES = 64  # int8: bytes of a row's scale and sums
+INT8_METADATA_BYTES = 64  # int8: a row's scale and sums
 
 
 def padded_head_dim(head_dim: int) -> int:
     """Return the number of elements that the native cache stores for a head."""
-    return _up(head_dim, DIM_UNIT)
+    return _round_up(head_dim, DIM_UNIT)
 
 
 def cache_token_bytes(
@@ -83,7 +83,7 @@ class AttentionShape:
     def query_row_bytes(self) -> int:
         """Bytes of a query row as an operand: its elements, or its slices and their notes."""
         if self.kv_cache_dtype == "int8":
-            return self.padded_dim * self.slices + INTEGER_NOTES
+            return self.padded_dim * self.slices + INT8_METADATA_BYTES
         return self.padded_dim * ELEMENT_BYTES[self.kv_cache_dtype]
 
     @property
@@ -91,7 +91,7 @@ class AttentionShape:
         """The bytes of a query row on the instruction level that needs most: some levels widen bfloat16 to float32, and
         slices to int16."""
         if self.kv_cache_dtype == "int8":
-            return 2 * self.padded_dim * self.slices + INTEGER_NOTES
+            return 2 * self.padded_dim * self.slices + INT8_METADATA_BYTES
         return self.padded_dim * ELEMENT_BYTES["float32"]
 
     @property
@@ -102,7 +102,7 @@ class AttentionShape:
     @property
     def touched_row_bytes(self) -> int:
         """Bytes of a row of one kv head that every tile touches: its operand, the states of span and row, its notes."""
-        return self.query_row_bytes + 2 * self.state_row_bytes + ROW_NOTES + HEAD_NOTES
+        return self.query_row_bytes + 2 * self.state_row_bytes + ROW_METADATA_BYTES + HEAD_METADATA_BYTES
 
     @property
     def granule_bytes(self) -> int:
@@ -113,7 +113,7 @@ class AttentionShape:
 def workspace_bytes(shape: AttentionShape, staged_granules: int, partial_rows: int) -> int:
     """Return the bytes that cores share in a step: new tokens as granules, a granule of zeros, partial rows' states."""
     granules = staged_granules * shape.num_kv_heads + 1
-    return granules * shape.granule_bytes + _up(partial_rows, ROW_UNIT) * shape.state_row_bytes
+    return granules * shape.granule_bytes + _round_up(partial_rows, ROW_UNIT) * shape.state_row_bytes
 
 
 def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int64) -> int:
@@ -124,21 +124,21 @@ def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int6
     """
     if len(heads) == 0:
         return 0
-    notes, operands, state = _rows_bytes(shape)
-    items = notes[rows] + heads * (operands[rows] + states * state[rows])
+    metadata, operands, state = _rows_bytes(shape)
+    items = metadata[rows] + heads * (operands[rows] + states * state[rows])
     one_row = ROW_CAPACITY * shape.query_row_room
     return int(items.max()) + one_row + TILE // GRANULE * shape.granule_bytes
 
 
 @lru_cache(maxsize=64)
 def _rows_bytes(shape: AttentionShape) -> tuple[Int64, Int64, Int64]:
-    """Return, by an item's number of rows, the bytes of its notes, of a head's operand and notes, and of its state."""
+    """Return, by an item's number of rows, the bytes of its metadata, of a head's operand, and of its state."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
-    room = _up(rows, ROW_UNIT)
-    operands = _up(rows, ROW_CAPACITY) * shape.query_row_room + room * HEAD_NOTES
-    return room * ROW_NOTES, operands, room * shape.state_row_bytes
+    room = _round_up(rows, ROW_UNIT)
+    operands = _round_up(rows, ROW_CAPACITY) * shape.query_row_room + room * HEAD_METADATA_BYTES
+    return room * ROW_METADATA_BYTES, operands, room * shape.state_row_bytes
 
 
-def _up(count: _Number, unit: int) -> _Number:
+def _round_up(count: _Number, unit: int) -> _Number:
     """Round up to a multiple of the unit."""
     return -(-count // unit) * unit

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from penstock.kernels.attention.items import FEW_ROWS, Items, combines, cut
+from penstock.kernels.attention.items import STREAM_ROWS, Items, combines, cut
 from penstock.kernels.attention.layout import (
     GRANULE,
     MAX_ITEM_ROWS,
@@ -108,8 +108,8 @@ class AttentionPlan:
         combines: [C, 6] int32: kv heads begin, end; rows begin, end; references begin, end.
         references: [R] int32: the items that a combine folds, spans ascending; each covers its heads and rows.
         positions: [T] int32: each token's position.
-        staged: [B+1] int32: running sum, over the sequences, of the granules (per kv head) from that of the first new
-            token to that of the last one.
+        staged: [B+1] int32: where the new tokens of each sequence lie in the workspace, in granules per kv head:
+            sequence b has granules staged[b] to staged[b+1] - 1. The first may also hold older tokens.
         loads: [I] int64: the cost of each item: rows times tiles times heads, plus the cost of reading.
         partial_rows: the number of partial rows of all items together.
         workspace_bytes: the memory that the cores share while the step runs, wherever in a granule the new tokens of a
@@ -317,7 +317,7 @@ def _head_limits(shape: AttentionShape) -> Int64:
     """Return the most kv heads of an item by the rows of its block: all that fit the budget if few rows, else one."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
     fitting = SCRATCH_BUDGET // (np.maximum(rows, 1) * shape.touched_row_bytes)
-    return np.where(rows <= FEW_ROWS, np.clip(fitting, 1, shape.num_kv_heads), 1)
+    return np.where(rows <= STREAM_ROWS, np.clip(fitting, 1, shape.num_kv_heads), 1)
 
 
 def _item_table(blocks: RowBlocks, items: Items, partial: Bools) -> tuple[Int32, int]:
@@ -352,7 +352,7 @@ def _key(
         output=shape.dtype,
         scales=scales if shape.kv_cache_dtype == "int8" else "none",
         slices=str(shape.slices),
-        template=_of_these(blocks.rows <= FEW_ROWS, "stream", "blocks", "both"),
+        template=_of_these(blocks.rows <= STREAM_ROWS, "stream", "blocks", "both"),
         split="spans" if split else "no",
         memory=memory,
         window="none" if step.window is None else "sinks" if step.sinks else "window",

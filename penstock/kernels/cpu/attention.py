@@ -57,12 +57,8 @@ class CpuKVCache:
         """
         _check_cache(spec)
         self.spec = spec
-        heads, head_dim, token_scales, dtype = (
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.scales is None,
-            array_type(spec.dtype),
-        )
+        heads, head_dim = spec.num_kv_heads, spec.head_dim
+        token_scales, dtype = spec.scales is None, array_type(spec.dtype)
         name = str(dtype)
         token_bytes = cache_token_bytes(heads, head_dim, name, token_scales=token_scales)
         self.memory = empty((spec.num_blocks, spec.block_size * token_bytes), dtype_of("uint8", spec.dtype))

@@ -75,7 +75,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def why_missing() -> str:
-    """Return why the native library is missing or cannot be used."""
+    """Return why the native library is missing or cannot be used; "" if it is there."""
     return _find_library()[1]
 
 
@@ -99,7 +99,7 @@ def _find_library() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, AttributeError) as error:  # truncated, or built for another machine
         text = " ".join(str(error).split())
         return None, f"the native library cannot be used ({text}); install the package again"
-    return library, NOT_BUILT
+    return library, ""
 
 
 def best_level() -> str | None:

@@ -152,8 +152,6 @@ Context::Context(std::int32_t level, int threads) : pool(threads), per_thread(ne
 #endif
 }
 
-Context::~Context() { delete[] per_thread; }
-
 void Context::reserve_per_thread(std::int64_t bytes) {
     for (int thread = 0; thread < pool.threads(); ++thread) per_thread[thread].reserve(bytes);
 }

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 
 #include "abi.h"
@@ -68,7 +69,6 @@ struct Trace {
 
 struct Context {
     Context(std::int32_t level, int threads);
-    ~Context();
 
     // Reserve scratch memory for every thread, so that no thread has to allocate inside a parallel loop.
     void reserve_per_thread(std::int64_t bytes);
@@ -88,7 +88,7 @@ struct Context {
     ThreadPool pool;
     Scratch operands;             // packed activations of the running product
     Scratch workspace;            // other memory that threads share
-    Scratch* const per_thread;    // [pool.threads()]
+    const std::unique_ptr<Scratch[]> per_thread;  // [pool.threads()]
 };
 
 // The scope of one call of the C interface: waits until no other call runs, measures the time, and computes in the

@@ -42,7 +42,7 @@ class Item {
         const std::int64_t room = row_room(rows_);
         BumpAllocator memory(scratch);
         outputs_ = allocate_outputs(memory, rows_);
-        block_ = reinterpret_cast<RowBlock*>(memory.allocate<std::int32_t>(room));  // four numbers per 48 rows
+        block_ = memory.allocate<RowBlock>(blocks_);
         positions_ = memory.allocate<std::int32_t>(room);
         low_ = memory.allocate<std::int32_t>(room);
         high_ = memory.allocate<std::int32_t>(room);
