@@ -7,8 +7,8 @@ A choice may itself be what ends the engine (it overflows a buffer, or exhausts 
 engine at two deaths, and received nothing in between, is therefore tried alone: the engine gets nothing else until the
 choice has its next token. If the engine dies again, that choice fails, and the others go on.
 
-Each of several engines has its own Recovery, and they share what is known about deaths: a choice that ends one engine,
-is given to another and ends that too has two deaths (client/replicas.py).
+Several engines have one Recovery each and share the record of deaths: a choice that ends one engine, moves to another
+and ends that too has two deaths (client/replicas.py).
 
 Pinned prefixes are given to a new engine first, because whether a request fits beside them is decided when it arrives.
 They are computed last, because no request should wait for a prefix that it does not use.

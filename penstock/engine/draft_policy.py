@@ -20,7 +20,7 @@ REFRESH_STEPS = 48  # steps with drafts, after which one without drafts is timed
 MARGIN = 1.02  # factor by which drafts must be faster
 MIN_TRIAL, MAX_TRIAL = 2, 8  # steps in a row of a trial: the first records its program
 COLD_SECONDS = 0.003  # for so long, code and weights that were not used for a while are slower
-TRIAL_DRAFTS = 2  # most drafts of all requests together until a step with drafts has been timed
+TRIAL_DRAFTS = 2  # maximum number of drafts of all requests together until a step with drafts has been timed
 NUMBERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)  # of drafts in a step
 FIRST_WAIT, MAX_WAIT = 64, 4096  # steps until drafts that did not pay are tried again; doubled each time
 RARE_LOSS = 0.005  # share of the time that a trial may lose again after it has lost more than a step
@@ -63,17 +63,17 @@ class DraftPolicy:
     Attributes:
         pays: whether drafts paid, or were worth a trial, when last asked.
         base: seconds of a step without drafts, with as many requests as the last step had.
-        hears_of_all: whether drafts that were not computed are noted too, once it is known if they were right.
+        scores_unverified: whether guesses that were not verified are scored too, once the real tokens are known.
     """
 
     pays: bool = True
     base: float = 0.0
-    hears_of_all: bool = False
+    scores_unverified: bool = False
     costs: StepCosts = field(default_factory=StepCosts)
     budget: Budget = field(default_factory=Budget)
     overall: Acceptance = field(default_factory=lambda: Acceptance(1.5, 2.0))
     _of_request: dict[str, Acceptance] = field(default_factory=dict)
-    _proposals: StepCosts = field(default_factory=StepCosts)  # to make drafts, by the most drafts of a request
+    _proposals: StepCosts = field(default_factory=StepCosts)  # to make drafts, by the maximum number per request
     _thoughts: StepCosts = field(default_factory=StepCosts)
     _is_new: bool = False  # as many drafts per request have just been made for the first time
     _enters: bool = False  # drafts have just been made for a request that had none before
@@ -149,7 +149,7 @@ class DraftPolicy:
         """Return, now and then, a choice that did not pay when measured: the machine or the text may have changed."""
         if best is None or self._steps_to_wait or not self.budget.allows_trial(self._trial_length):
             return None
-        hoped = best.tokens if self.hears_of_all else max(best.tokens, num_requests + HOPE)
+        hoped = best.tokens if self.scores_unverified else max(best.tokens, num_requests + HOPE)
         if hoped < WORTH * num_requests:
             return None
         self._wait = min(2 * self._wait, MAX_WAIT)
@@ -164,7 +164,7 @@ class DraftPolicy:
     @property
     def _trial_length(self) -> int:
         """The number of steps of a trial. A single one shows enough where drafts are looked up."""
-        if self.hears_of_all:
+        if self.scores_unverified:
             return 1
         return min(max(MIN_TRIAL, round(COLD_SECONDS / max(self.base, 1e-9))), MAX_TRIAL)
 
@@ -210,7 +210,7 @@ class DraftPolicy:
 
     def note_overhead(self, seconds: float) -> None:
         """Subtract the time that drafts cost outside the step: to make them, to choose, to learn."""
-        if self.hears_of_all:  # always about the same; a longer time means that it was held up
+        if self.scores_unverified:  # always about the same; a longer time means that it was held up
             seconds = self._thoughts.note(1, seconds)
         seconds -= self._held_up
         (self.budget.enter if self._enters else self.budget.spend)(min(seconds, self.base) if self._is_new else seconds)

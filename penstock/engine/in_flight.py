@@ -1,7 +1,7 @@
 """InFlight: the steps that were submitted and not yet collected, oldest first, and the requests whose results count.
 
 An executor whose devices hold a few layers each (a pipeline) computes several steps at once. A request is in at most
-one of them, because its next step begins with what this one samples. Plans rest on committed state alone, and the
+one of them, because its next step begins with what this one samples. A plan depends on committed state only, and the
 executor computes in the order of submission, so blocks that are freed meanwhile may be given to a later step.
 
     running   [ a b | c d | e f | g h ]     rows spread over `depth` micro-batches

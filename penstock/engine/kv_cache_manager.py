@@ -83,7 +83,7 @@ class KVCacheManager:
         self.pools = self._new_pools()
         self.pins = Pins(self.pools)
         self._tables: dict[str, list[BlockTable]] = {}
-        self._settled: dict[str, int] = {}  # request -> tokens up to which the executor's tables suffice
+        self._settled: dict[str, int] = {}  # request -> length up to which the block tables of the executor are enough
         self.no_updates: TableUpdates = [[] for _ in groups], [0] * len(groups)
         self._in_progress: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
         self._forked: set[str] = set()  # requests that have written nothing since they were forked from another one
@@ -468,7 +468,7 @@ def table_length(group: CacheGroup, num_tokens: int) -> int:
 
 
 def peak_blocks(group: CacheGroup, num_tokens: int, chunk: int) -> int:
-    """Return the most blocks of a group that a request of num_tokens holds at once, computed in chunks of `chunk`.
+    """Return the maximum number of blocks of a group that a request of num_tokens holds, computed in chunks of `chunk`.
 
     With a window of W tokens, W - 1 earlier tokens and the chunk are needed, which may touch one block more.
     """

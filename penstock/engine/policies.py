@@ -140,8 +140,8 @@ class Scheduling:
     """How requests share the steps.
 
     Attributes:
-        max_num_seqs: number of rows: most requests that run at once.
-        max_num_batched_tokens: most tokens of a step.
+        max_num_seqs: maximum number of requests that run at once; each has a row.
+        max_num_batched_tokens: maximum number of tokens in a step.
         policy: a name of POLICIES.
         max_stall_s: longest time that streams may wait for the prompts in a step; None: no limit.
         prefill_ratio: of LengthClasses; None: PREFILL_RATIO.

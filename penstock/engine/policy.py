@@ -32,7 +32,7 @@ class Policy(Protocol):
         """Return whether waiting requests may join the running ones now."""
 
     def giver(self, waiting: Sequence[Request], running: Sequence[Request]) -> Request | None:
-        """Return the running request that gives way to the first of `turns`, where rows or blocks are short."""
+        """Return the running request to preempt for the first of `turns` when rows or blocks are short; None: none."""
 
     def rank(self, request: Request) -> Place:
         """Return the place of a running request: the smallest is computed first, the largest preempted first."""

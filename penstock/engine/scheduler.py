@@ -46,7 +46,7 @@ class _Plan:
     """A step while it is being planned.
 
     Attributes:
-        max_rows: most requests in the step.
+        max_rows: maximum number of requests in the step.
         allowance: for prompts; None: all of the budget. It is set once the streams are planned.
         waits_for_blocks: a request in flight has to free blocks first; later requests get none until then.
     """
@@ -71,7 +71,8 @@ class Scheduler:
     """Queues, and the plan of each step.
 
     Attributes:
-        waiting: in order of arrival, preempted ones first; taken in the policy's order.
+        waiting: preempted requests first, then those held back in the last step, then by arrival; the policy chooses
+            among them.
         running: each holds blocks and a row.
         in_flight: the steps that are being computed.
         num_preempted: how many of the waiting requests have run before.

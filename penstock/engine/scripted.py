@@ -79,7 +79,7 @@ class ScriptedExecutor:
         depth: steps in flight that it allows. They are computed when they are collected.
         fail: called with each step; may raise (a step that fails as a whole) or return request ids to fail alone.
         stored: blocks that steps have saved; a test's BlockStore decides which of them it holds.
-        max_rows: the most requests that it knew at once.
+        max_rows: the maximum number of requests that it knew at once.
     """
 
     groups: list[CacheGroup]

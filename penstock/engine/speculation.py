@@ -18,7 +18,7 @@ from penstock.engine.request import Request
 from penstock.interface.drafts import DraftQuery, Proposer
 from penstock.interface.step import CacheGroup, ScheduledRequest
 
-MAX_PAUSE = 15  # most steps without asking, while no draft pays: asking takes time too
+MAX_PAUSE = 15  # maximum number of steps without asking while no draft pays, because asking takes time too
 MAX_MODEL_PAUSE = 63  # the same with a draft model, whose worth depends less on the text
 CHEAP = 0.002  # share of a step up to which asking is cheap enough to go on
 LOGGER = logging.getLogger("penstock")
@@ -58,7 +58,7 @@ class Speculation:
         policy: DraftPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.policy = policy or DraftPolicy(hears_of_all=proposer.is_free)
+        self.policy = policy or DraftPolicy(scores_unverified=proposer.is_free)
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * num_speculative_tokens
         self._proposer: Proposer | None = proposer
@@ -134,7 +134,7 @@ class Speculation:
         return {name: limit for name, limit in limits.items() if name in self._asked}
 
     def _settle_guesses(self, running: dict[str, Request]) -> None:
-        """Note which guesses that were not computed would have been right, which costs next to nothing."""
+        """Score the guesses that were not verified against the tokens generated since. It costs almost nothing."""
         for name in running.keys() & self._guesses.keys():  # the others wait, or are in flight
             start, ids = self._guesses.pop(name)
             if known := running[name].token_ids[start : start + len(ids)]:

@@ -19,7 +19,7 @@ class BeamSearchParams:
 
     Attributes:
         beam_width: number of beams, and of sequences returned.
-        max_tokens: most tokens to generate.
+        max_tokens: maximum number of tokens to generate.
         ignore_eos: whether the model's own end tokens do not end a sequence.
         temperature: 0 or 1; the raw distribution decides in both cases.
         length_penalty: sequences are compared by the sum of their log-probabilities divided by

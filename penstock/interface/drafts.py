@@ -24,7 +24,7 @@ class DraftQuery:
     Attributes:
         token_ids: prompt and outputs so far: the engine's own list, not to be changed. It only grows until the request
             is forgotten.
-        count: most drafts wanted, at least 1.
+        count: maximum number of drafts wanted, at least 1.
     """
 
     request_id: str
@@ -59,7 +59,7 @@ class SpeculativeConfig:
         method: "ngram" looks up the last tokens in the request's own text; "draft_model" asks a smaller model. If it
             is not given, a `model` implies "draft_model".
         model: for "draft_model": a directory, a hub name or "demo-draft". Its vocabulary is that of the main model.
-        num_speculative_tokens: most drafts of a request in a step. Only as many as pay are computed.
+        num_speculative_tokens: maximum number of drafts of a request in a step. Only as many as pay are computed.
         prompt_lookup_max, prompt_lookup_min: for "ngram": most and fewest tokens that are looked up.
 
     Raises:

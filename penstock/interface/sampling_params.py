@@ -67,7 +67,7 @@ class SamplingParams(LogitsParams):
         stop: strings that end the text; they are not part of it unless include_stop_str_in_output.
         stop_token_ids: tokens that end the text besides the model's own end tokens.
         ignore_eos: whether the model's own end tokens do not end the text.
-        max_tokens: most tokens to generate; None goes to the end of the context.
+        max_tokens: maximum number of tokens to generate; None goes to the end of the context.
         min_tokens: end tokens and stop_token_ids cannot be chosen before this many.
         logprobs: report the log-probabilities of each generated token and of this many most likely tokens, in the raw
             distribution: before penalties, bias and temperature.

@@ -205,8 +205,8 @@ class Executor(Protocol):
     """Computes steps, in the order submitted.
 
     Attributes:
-        depth: most steps that may be submitted and not collected. No request is in two of them. It is above 1 if parts
-            of several steps are computed at once.
+        depth: maximum number of steps that are submitted and not collected. No request is in two of them. It is above 1
+            if parts of several steps are computed at once.
     """
 
     depth: int

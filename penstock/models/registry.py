@@ -27,7 +27,7 @@ from penstock.validation import check_choice, fail
 
 CONVENTIONS = ("penstock", "jetstream")
 DEFAULT_VERSION = "default"
-MAX_NAME = 80  # the most characters of a name that an error message repeats
+MAX_NAME = 80  # maximum number of characters of a name that an error message repeats
 
 ReadConfig = Callable[[ConfigReader], dict[str, Any]]  # config.json -> fields of ModelConfig
 ModelClass = TypeVar("ModelClass", bound=type)

@@ -123,7 +123,7 @@ class Meeting:
 
     Args:
         size: number of ranks.
-        place_bytes: the most bytes that one rank gives the others at once.
+        place_bytes: the maximum number of bytes that one rank gives the others at once.
         first: the number of rank 0's process; the numbers of the other ranks follow.
 
     Raises:

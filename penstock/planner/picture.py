@@ -1,7 +1,7 @@
 """The picture of a plan: one SVG, or a page with its tables, legible in light and dark mode without network access.
 
     memory by device     what each device holds, compared with its budget
-    placement            what each chip computes in each epoch, and the most that its memory holds
+    placement            what each chip computes in each epoch, and the peak of its memory
     a step in time       reading and multiplying in parallel, then exchange and host: each bar is one whole step
 
 Everything is drawn from the JSON of `penstock plan`.
@@ -128,7 +128,7 @@ def _draw_memory(sheet: _Sheet, devices: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_placement(sheet: _Sheet, found: dict[str, Any]) -> None:
-    """Draw a column for each chip and a row for each epoch, and the most that each chip's memory holds."""
+    """Draw a column for each chip and a row for each epoch, and the peak of each chip's memory."""
     chips, areas = len(found["sram_bytes_by_chip"]), found["areas"]
     epochs = max(item["last_epoch"] for item in areas) + 1
     column, row = ROOM / chips, min(10.0, 330 / epochs)

@@ -148,7 +148,7 @@ class PlacementPlan:
         return found
 
     def sram(self) -> dict[int, int]:
-        """Return the most bytes that each chip's SRAM holds in one epoch."""
+        """Return the maximum number of bytes that each chip's SRAM holds in one epoch."""
         peak = dict.fromkeys(range(self.placement.chips), 0)
         for epoch in self.epochs:
             for chip, size in _sram_of(self.placement, epoch).items():

@@ -25,7 +25,7 @@ from penstock.runner.packed_step import PackedStep
 from penstock.runner.worker import Worker
 
 LIMIT_S = 1.0  # processor time after the model's pass to find one row's allowed tokens; all requests wait meanwhile
-MAX_FORCED = 64  # the most tokens forced at once
+MAX_FORCED = 64  # maximum number of tokens forced at once
 MASKS_OF_TEXT = ("bad_words_token_ids", "bad_words_ids", "no_repeat_ngram_size", "suppress_tokens",
                  "begin_suppress_tokens")  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Worker: a thread that works on items, one after the other, beside the model's step. An item that takes too long is
 given up together with the thread.
 
-The limit is on the thread's processor time, so that an item is not blamed while its thread gets no processor.
+The limit is processor time, so a thread that waits for a core does not use it up.
 """
 
 import threading

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Allowed = npt.NDArray[np.bool_]
 MAX_GRAMMARS = 256  # how many compiled grammars are kept
-MAX_KEPT_CHARS = 2**22  # the most characters of their forms together
+MAX_KEPT_CHARS = 2**22  # maximum number of characters of their forms together
 TRIAL_TOKENS = 12  # tokens of a trial answer: some forms show that they are too large only after a few tokens
 SPECIAL = frozenset(".^$*+?()[]{}|\\")  # characters with a meaning in regular expressions
 NO_TEXT = "nothing fits it: there is no text that it allows"

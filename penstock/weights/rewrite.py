@@ -127,7 +127,7 @@ def write_checkpoint(
 ) -> int:
     """Write all tensors, and an index if there are several files. Return the bytes of the tensors.
 
-    max_shard_size: most bytes per file; a larger tensor gets a file of its own.
+    max_shard_size: maximum number of bytes per file; a larger tensor gets a file of its own.
     """
     shards, done = _shards(tensors, max_shard_size), itertools.count()
     stem, suffix, count = *SINGLE.split("."), len(shards)

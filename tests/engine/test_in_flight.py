@@ -204,7 +204,7 @@ def test_drafts_are_learnt_from_the_steps_of_all_micro_batches() -> None:
     """Guards against guesses that are forgotten because other requests were asked for theirs in between: then a policy
     that never drafted would never learn that it pays."""
     oracle = Oracle(lambda _, ids, count: expected_outputs(ids, count))
-    policy = DraftPolicy(hears_of_all=True)
+    policy = DraftPolicy(scores_unverified=True)
     clock = Clock()
     speculation = Speculation(oracle, 4, policy=policy, clock=clock)
     engine = make_engine(depth=2, speculation=speculation, clock=clock, num_blocks=200)

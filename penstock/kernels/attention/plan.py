@@ -299,13 +299,13 @@ def _most_staged(step: Sequences) -> int:
 
 @lru_cache(maxsize=64)
 def most_rows(shape: AttentionShape) -> int:
-    """Return the most rows of a block that fit the budget with one kv head; a larger group is cut, too."""
+    """Return the maximum number of rows of a block that fit the budget with one kv head; a larger group is cut, too."""
     fitting = SCRATCH_BUDGET // shape.touched_row_bytes // ROW_CAPACITY * ROW_CAPACITY
     return min(max(fitting, ROW_CAPACITY), MAX_ITEM_ROWS)
 
 
 def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
-    """Return the most rows of a block, few enough that each core gets several blocks of a step with many rows."""
+    """Return the maximum number of rows of a block; if a step has many, each core gets several blocks of it."""
     if num_cores == 1:
         return most_rows(shape)
     share = tokens * shape.num_heads // (num_cores * BLOCKS_PER_CORE) // ROW_CAPACITY * ROW_CAPACITY

@@ -24,7 +24,7 @@ class Memory:
     """The contents of one memory of a chip, in bytes by name.
 
     Attributes:
-        peak: the most bytes that it has held at once.
+        peak: the maximum number of bytes that it has held at once.
     """
 
     chip: int

@@ -13,8 +13,8 @@ from collections.abc import Generator, Sequence
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
-MAX_HELD = 2**16  # the most characters that are held as possible markup; a longer text is content
-MAX_SPACE = 64  # the most characters of white space before markup that count as part of it
+MAX_HELD = 2**16  # maximum number of characters that are held as possible markup; a longer text is content
+MAX_SPACE = 64  # maximum number of characters of white space before markup that count as part of it
 SPACE = " \t\r\n"
 
 T = TypeVar("T")
