@@ -25,6 +25,7 @@ LOGGER = logging.getLogger("penstock")
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
 MAX_FAILED_STARTS = 3  # in a row, however long each took; the model may not fit
 BACK_OFF_S = 0.2  # seconds before the next start, times the number of failed starts
+MAX_REFUSALS = 10  # starts in a row that the system refuses: it may be short of memory or processes for some seconds
 STANDBY_CHECK_S = 0.25  # seconds between checks whether a standby is needed and can start without harm
 
 
@@ -206,21 +207,32 @@ class EngineSupervisor:
             self._fail(EngineDeadError(f"{self._name} died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s"))
         else:
             await asyncio.sleep(BACK_OFF_S * self._failed_starts)
-        if self.failure is None:  # neither given up nor stopped meanwhile
-            self._go_on(deaths)
+        num_refused = 0
+        while self.failure is None:  # neither given up nor stopped meanwhile
+            try:
+                self._go_on(deaths)
+                return
+            except OSError as error:
+                num_refused += 1
+                reason = f"{self._name} cannot be started: {error.strerror or error}"
+            if num_refused == MAX_REFUSALS:
+                self._fail(EngineDeadError(f"{reason} (tried {MAX_REFUSALS} times)"))
+            else:
+                LOGGER.error("%s; trying again", reason)
+                await asyncio.sleep(BACK_OFF_S * num_refused)
 
     def _go_on(self, deaths: int) -> None:
-        """Let the standby or a new process take over."""
+        """Let the standby or a new process take over. Raise OSError if the system cannot start a process now."""
         before = self._engine
-        self.restarts += 1
         reserve = None if self._standby is None else self._standby.hand_over()
         if reserve is None:
             LOGGER.warning("restarting %s%s", self._name, f" (restart {deaths} of {MAX_DEATHS - 1})" if deaths else "")
-            self._engine = self._start()
-            self._running = asyncio.create_task(self._engine.run(), name="engine")
+            engine = self._start()
+            reserve = engine, asyncio.create_task(engine.run(), name="engine")
         else:
             LOGGER.warning("the standby engine takes over (restart %d of %d)", deaths, MAX_DEATHS - 1)
-            self._engine, self._running = reserve
+        self._engine, self._running = reserve
+        self.restarts += 1
         self._engine.liveness.follow(before.liveness)
         self._engine.take = self._take
         if self._engine.ready is not None:

@@ -1,6 +1,7 @@
 """EngineSupervisor with scripted engine processes: restarts, epochs and what a broken process says."""
 
 import asyncio
+import errno
 import itertools
 
 import pytest
@@ -54,7 +55,8 @@ class ScriptedChild:
 
 
 class Watched:
-    """A supervisor whose nth process follows `script(n)`, run until it gives up; and its listener."""
+    """A supervisor whose nth process follows `script(n)`, run until it gives up; and its listener. If the script raises
+    OSError, the process cannot be started."""
 
     def __init__(self, monkeypatch, script, explained=lambda losses: False):
         epochs = itertools.count()
@@ -141,6 +143,30 @@ def test_what_cannot_be_built_is_not_tried_again(monkeypatch, user_error, kind):
     watched = Watched(monkeypatch, lambda epoch: [failed])
     assert (type(watched.supervisor.failure), len(watched.children)) == (kind, 1)
     assert watched.supervisor.settled.is_set()
+
+
+def no_process(*_):
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def test_a_process_that_the_system_refuses_for_a_moment_is_started_later(monkeypatch, caplog):
+    """Guards against a service that ends because the system was short of processes or memory in the moment after a
+    death."""
+    script = lambda epoch: no_process() if epoch in (1, 2, 4) else [ready(epoch)]  # noqa: E731
+    watched = Watched(monkeypatch, script)
+    assert [child.sent[0].epoch for child in watched.children] == [0, 3, 5, 6, 7]
+    assert (watched.supervisor.restarts, len(watched.infos)) == (4, 5)
+    refused = "the engine process cannot be started: Resource temporarily unavailable; trying again"
+    assert caplog.messages.count(refused) == 3
+
+
+def test_a_system_that_starts_no_process_any_more_ends_the_service(monkeypatch):
+    """Guards against requests that wait for ever for an engine that cannot come."""
+    watched = Watched(monkeypatch, lambda epoch: no_process() if epoch else [ready(epoch)])
+    assert str(watched.supervisor.failure) == (
+        "the engine process cannot be started: Resource temporarily unavailable (tried 10 times)"
+    )
+    assert [type(error) for error in watched.failures] == [EngineDeadError]
 
 
 def test_deaths_that_a_request_is_to_blame_for_do_not_end_the_service(monkeypatch):
