@@ -158,10 +158,10 @@ class KeptCalls:
                 LOGGER.exception("%s failed", call.begun.id)
         self._end(call, source, failure)
 
-    def _end(self, call: KeptCall, source: Source, failure: Failure | None) -> None:
-        for frame in source.last_frames(failure):
+    def _end(self, call: KeptCall, source: Source | None, failure: Failure | None) -> None:
+        for frame in () if source is None else source.last_frames(failure):
             call.add(frame)
-        call.end(failure, source.result(failure))
+        call.end(failure, None if source is None else source.result(failure))
         self._note_end(call)
 
     def _note_end(self, call: KeptCall) -> None:
@@ -184,8 +184,8 @@ class KeptCalls:
                 self._schedule_removal(call)
         return [call for call in restored if not call.ended]
 
-    def fail(self, call: KeptCall, error: ApiError, source: Source) -> None:
-        """End a call that can no longer be computed."""
+    def fail(self, call: KeptCall, error: ApiError, source: Source | None) -> None:
+        """End a call that can no longer be computed. source: None if its request cannot even be read."""
         call.source = source
         self._end(call, source, failure_of(error))
 

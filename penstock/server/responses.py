@@ -88,6 +88,8 @@ async def _finished(context: ServerContext, call: KeptCall) -> None:
 
 def _json(call: KeptCall) -> Response:
     body = call.result if call.ended else None if call.source is None else call.source.result()
+    if body is None and call.failure is not None:
+        raise call.failure.as_error()
     if body is None:
         raise ApiError(
             503, "the response is not available yet", code="engine_unavailable", headers={"Retry-After": "1"}

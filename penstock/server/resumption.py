@@ -4,6 +4,7 @@ With `resumable: true`, each event of a stream has an id. After losing the conne
 it received as Last-Event-ID, with the same POST or with GET /v1/completions/{id}?stream=true, and gets the rest.
 """
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -23,11 +24,12 @@ from penstock.server.api_errors import ApiError
 from penstock.server.authentication import sent_key
 from penstock.server.context import RequestLog, ServerContext, context_of, log_of
 from penstock.server.generation import DONE, SOON_S, EventStream, Generation, sse_data
-from penstock.server.kept_calls import MAX_LANES, Frame, KeptCall, position_of
+from penstock.server.kept_calls import MAX_LANES, Frame, KeptCall, Source, position_of
 from penstock.server.openai_requests import Strict
 from penstock.server.openai_responses import Answer
 from penstock.server.records import Begun, EncodedPrompt, Failure
 
+LOGGER = logging.getLogger("penstock.journal")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -128,25 +130,42 @@ def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
 
 
 def resume(context: ServerContext) -> None:
-    """Continue the calls that the journal has as unfinished. Called when the engine is ready."""
+    """Continue the calls that the journal has as unfinished. Called when the engine is ready.
+
+    A call whose request this version cannot read ends with an error, and the others go on.
+    """
     info = context.known_info()
     for call in context.kept.take_restored():
-        _resume_one(context, call, info)
+        log = _restored_log(call.begun, info)
+        try:
+            _resume_one(context, call, info, log)
+        except Exception:
+            LOGGER.exception("the journal's call %s cannot be continued; it ends with an error", call.begun.id)
+            message = "the server was restarted and cannot read this request of before; send the request again"
+            _give_up(context, call, log, ApiError(500, message, code="not_continued"))
 
 
-def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo) -> None:
-    generation = _generation(context, call, _restored_log(call.begun, info))
+def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo, log: RequestLog) -> None:
+    generation = _generation(context, call, log)
     generation.is_patient = True
-    generation.timeline.answered(200)  # its connection ended with the previous server
     source = context.sources[call.begun.kind](context, call, generation)
     if call.begun.fingerprint == info.system_fingerprint:
+        generation.timeline.answered(200)  # its connection ended with the previous server
         context.kept.run(call, source)
         return
     change = f"{call.begun.fingerprint} became {info.system_fingerprint}"
-    error = ApiError(
-        500, f"the new engine computes differently: {change}; send the request again", code="model_changed"
-    )
+    message = f"the new engine computes differently: {change}; send the request again"
+    _give_up(context, call, log, ApiError(500, message, code="model_changed"), source)
+
+
+def _give_up(
+    context: ServerContext, call: KeptCall, log: RequestLog, error: ApiError, source: Source | None = None
+) -> None:
+    """End a call from the journal with an error."""
     context.kept.fail(call, error, source)
+    if log.timeline is not None:
+        log.timeline.answered(error.status)
+        log.timeline.computed()
 
 
 def _restored_log(begun: Begun, info: ModelInfo) -> RequestLog:

@@ -8,9 +8,14 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec import structs
 
+from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, EngineOverloadedError, RequestFailedError
+from penstock.server import journal
 from penstock.server.options import ServerOptions
+from penstock.server.records import Begun, decode, encode
+from penstock.server.serve import EXIT_ENGINE_FAILED
 from tests.official import official_client
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import RunningServer, app_client, get, running, send, wait_until
@@ -336,6 +341,30 @@ def test_another_engine_does_not_go_on(tmp_path: Any) -> None:
         assert ended.status == "failed"
         assert ended.error is not None
         assert "fp-fake became fp-2" in ended.error.message
+
+
+def test_a_call_that_cannot_be_read_ends_alone(tmp_path: Any) -> None:
+    """Guards against a call in the journal, written by another version, that ends the watch over the engine: the server
+    was never announced, the calls after this one hung, and an engine that failed later was not noticed."""
+    options = ServerOptions(port=0, access_log=False, journal=str(tmp_path / "j"))
+    with running(FakeEngineClient(Behaviour(hang_at=6)), options) as server, official_client(server.url) as client:
+        damaged, whole = (client.responses.create(**WHOLE, background=True) for _ in range(2))
+    bodies = journal.unpack((tmp_path / "j").read_bytes()).bodies
+    begun = [record for record in map(decode, bodies) if isinstance(record, Begun)]
+    assert [record.id for record in begun] == [damaged.id, whole.id]
+    changed = [structs.replace(begun[0], body=b'{"a_later_field": 1}'), begun[1]]
+    (tmp_path / "j").write_bytes(journal.MAGIC + b"".join(journal.pack(encode(record)) for record in changed))
+    engine = FakeEngineClient()
+    with running(engine, options) as server:
+        with official_client(server.url) as client:
+            wait_until(lambda: client.responses.retrieve(whole.id).status == "incomplete")
+            with pytest.raises(openai.InternalServerError, match="cannot read this request of before"):
+                client.responses.retrieve(damaged.id)
+            with pytest.raises(openai.APIError, match="cannot read this request of before"):
+                list(client.responses.retrieve(damaged.id, stream=True))
+        engine.state = EngineState.FAILED
+        server.join()
+    assert server.exit_code == EXIT_ENGINE_FAILED
 
 
 def test_no_answer_before_the_request_is_on_the_disk(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
