@@ -19,8 +19,8 @@ from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.terminal import saying
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
+from penstock.server.log import log_to_stderr
 from penstock.server.options import ServerOptions
-from penstock.server.serve import _log_to_stderr
 
 GOLDEN = Path(__file__).parent / "golden"
 PROMPTS = ["One day", "Once upon a time there was", "Tom"]
@@ -240,7 +240,7 @@ def test_log_level_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "level", logger.level)
-    _log_to_stderr(ServerOptions(log_level="error").log_level)
+    log_to_stderr(ServerOptions(log_level="error").log_level)
     assert not logging.getLogger("penstock.access").isEnabledFor(logging.WARNING)
     with pytest.raises(InvalidRequestError, match="log_level: 'debug' is not allowed"):
         ServerOptions(log_level="debug")

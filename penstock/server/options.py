@@ -121,8 +121,16 @@ class ServerOptions:
         """Return the names that the Host header may have; None for any."""
         if self.allowed_hosts is not None:
             return self.allowed_hosts
-        has_key = self.api_key is not None or self.api_key_file is not None
-        return LOOPBACK if not has_key and self.host in LOOPBACK_ADDRESSES else None
+        return LOOPBACK if not self.has_key and self.host in LOOPBACK_ADDRESSES else None
+
+    @property
+    def has_key(self) -> bool:
+        return self.api_key is not None or self.api_key_file is not None
+
+    @property
+    def is_open_to_all(self) -> bool:
+        """Return whether other machines may use the API without a key."""
+        return not self.has_key and self.host not in LOOPBACK_ADDRESSES
 
     def _check_names(self) -> None:
         check.check_str("api_key_file", self.api_key_file, optional=True)

@@ -26,6 +26,7 @@ from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError
 from penstock.server import systemd
 from penstock.server.acceptor import Acceptor
 from penstock.server.app import create_app
+from penstock.server.log import log_to_stderr, print_last
 from penstock.server.options import DEFAULT_KWARGS, ServerOptions
 from penstock.server.protocol import GuardedProtocol
 from penstock.server.resumption import resume
@@ -125,7 +126,12 @@ class Serving:
         )
 
     async def run(self) -> int:
-        _log_to_stderr(self._options.log_level)
+        log_to_stderr(self._options.log_level)
+        if self._options.is_open_to_all:
+            message = (
+                "no API key is set, so anyone who can reach %s may use the API (--api-key or --api-key-file sets one)"
+            )
+            LOGGER.warning(message, self._options.host)
         with self._signals():
             await self._client.attach()
             kept = self._app.state.context.kept
@@ -146,7 +152,7 @@ class Serving:
             raise self._failure
         if self._failure is None:
             return EXIT_OK
-        print(f"penstock: {self._failure}", file=sys.stderr)
+        print_last(f"penstock: {self._failure}")
         return EXIT_ENGINE_FAILED
 
     async def _serve(self) -> None:
@@ -258,6 +264,9 @@ class Serving:
     async def _stop_on_request(self) -> None:
         """Refuse new requests, wait for the open ones, then shut down the engine, which fails those still open."""
         await self._stop.wait()
+        num_open = self._client.status().journal_requests + self._app.state.context.num_arriving
+        limit = f"up to {self._options.drain_timeout_s:g} s"
+        LOGGER.info("stopping: waiting %s for %d open requests; a second signal ends them at once", limit, num_open)
         self._app.state.context.draining = True
         systemd.notify("STOPPING=1\nSTATUS=waiting for open requests")
         await self._app.state.context.kept.suspend()
@@ -278,13 +287,3 @@ class Serving:
         while context.num_arriving and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         await self._client.drain(max(0.0, deadline - time.monotonic()))
-
-
-def _log_to_stderr(level: str) -> None:
-    """Send log lines to stderr, unless the process has configured logging already."""
-    if LOGGER.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    LOGGER.addHandler(handler)
-    LOGGER.setLevel(level.upper())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 import signal
@@ -65,8 +66,10 @@ def test_signal_drains(number: signal.Signals) -> None:
         assert "Traceback" not in err
 
 
-def test_draining_refuses_new_requests() -> None:
-    """Guards against a load balancer that keeps sending to a server that is about to end."""
+def test_draining_refuses_new_requests(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a load balancer that keeps sending to a server that is about to end, and against a Ctrl-C after
+    which nothing seems to happen."""
+    caplog.set_level(logging.INFO, "penstock")
     fake = FakeEngineClient(Behaviour(text="x" * 400, hang_at=2))  # until its client leaves
     body = {"prompt": "a", "max_tokens": 400, "stream": True}
     with running(fake, dataclasses.replace(QUIET, drain_timeout_s=WAIT_S)) as server:
@@ -81,6 +84,27 @@ def test_draining_refuses_new_requests() -> None:
             assert get(f"{server.url}/status").json()["engine"]["state"] == "draining"
         server.join()
     assert server.exit_code == 0
+    assert "stopping: waiting up to 60 s for 1 open requests; a second signal ends them at once" in caplog.messages
+
+
+@pytest.mark.parametrize(("host", "api_key", "is_warned"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False)])
+def test_a_server_for_everybody_says_so(
+    host: str, api_key: str | None, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against a machine whose model anyone on the network can use, without a word to its owner."""
+    with running(FakeEngineClient(), dataclasses.replace(QUIET, host=host, api_key=api_key)):
+        pass
+    warning = (
+        "no API key is set, so anyone who can reach 0.0.0.0 may use the API (--api-key or --api-key-file sets one)"
+    )
+    assert (warning in caplog.messages) == is_warned
+
+
+def test_a_server_for_this_machine_alone_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a warning at every start with the defaults."""
+    with running(FakeEngineClient()):
+        pass
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_what_is_being_tokenised_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
