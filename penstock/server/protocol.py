@@ -14,15 +14,17 @@ and the state of the response (`cycle`); tests/server/test_sockets.py fails if a
 
 import asyncio
 import logging
+from collections import deque
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.server.api_errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
+MAX_AHEAD = 16  # requests that may wait for the answer before them while the connection is still read
 BODY_GRACE = 1.2  # times the receive timeout: the application answers 408 first, unless no route reads the body
 FLUSH_CHECKS = 10  # checks per stall timeout of whether the client has read its answer
 
@@ -59,6 +61,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = True  # the request's headers are not complete
         self._saw_body = False
         self._refused = False
+        self._unanswered: deque[RequestResponseCycle] = deque()  # their requests' heads have arrived; oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -68,6 +71,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._disarm()
         if self._flush is not None:
             self._flush.cancel()
+        self._tell_disconnected()  # uvicorn tells only the request that arrived last
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -107,6 +111,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._arm(self._receive_timeout_s * BODY_GRACE)
         self.scope["state"]["abort_connection"] = self.transport.abort
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if len(self._unanswered) <= MAX_AHEAD:  # uvicorn stops reading, and would not notice that the client hangs up
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._saw_body = True
@@ -122,6 +129,7 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         self._watch_flush()
         if not self._refused:
             super().on_response_complete()
@@ -156,15 +164,18 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        cycle = self.cycle
-        if cycle is not None and cycle.response_started and not cycle.response_complete:
+        if any(cycle.response_started for cycle in self._unanswered):
             self.transport.abort()
             return
-        if cycle is not None:  # the application may be waiting for the body: wake it as a disconnect would
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._tell_disconnected()  # the application may be waiting for a body
         self.transport.write(_raw_response(error))
         self._close()
+
+    def _tell_disconnected(self) -> None:
+        """Let every request without a complete answer end as if its client had left."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def _close(self) -> None:
         self.transport.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import socket
 import threading
 import time
@@ -83,6 +84,27 @@ def test_hanging_up_aborts(server: RunningServer, stream: bytes, hang_at: int) -
     sock.close()
     wait_until(lambda: not server.client.open)
     assert len(server.client.aborted) == 2
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_hanging_up_aborts_pipelined_requests(
+    server: RunningServer, stream: bytes, at_once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against generating for a client that has left while a second request waited for the first: only the second
+    learned of it, and the first wrote into a closed connection, with a traceback in the log."""
+    server.client.behaviour = Behaviour(delay_s=0.001, hang_at=20)
+    server.client.seen.clear()
+    request = post(b'{"prompt": "a", "max_tokens": 400, "stream": %s}' % stream)
+    sock = raw(server, request * (3 if at_once else 1))
+    wait_until(lambda: len(server.client.open) == 1)
+    if not at_once:
+        sock.sendall(request * 2)
+    sock.close()
+    wait_until(lambda: not server.client.open)
+    assert get(f"{server.url}/live").status_code == 200  # whatever the hang-up had started has begun by now
+    assert (len(server.client.seen), len(server.client.aborted)) == (1, 1)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_hanging_up_while_the_body_is_sent(server: RunningServer) -> None:
