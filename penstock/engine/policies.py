@@ -104,7 +104,6 @@ class Fair(Urgency):
             lowest = self._last if first is None else self.counters[first[-1]]
             self.counters[flow] = max(self.counters.get(flow, 0), lowest)
             self.counters.move_to_end(flow)
-            self._forget()
         super().added(request)
 
     def _waits_no_more(self, request: Request) -> None:
@@ -119,11 +118,18 @@ class Fair(Urgency):
     def generated(self, request: Request, num_tokens: int) -> None:
         self.counters[request.flow] += OUTPUT_TOKEN_COST * num_tokens
 
-    def _forget(self) -> None:
-        """Drop the oldest counter of a flow with nothing open, if too many are kept."""
+    def removed(self, request: Request, *, was_running: bool) -> None:
+        """Drop the oldest counter of a flow with nothing open, if too many are kept.
+
+        The flow of this request keeps its counter: if it was forked, its forks are about to be added.
+        """
+        super().removed(request, was_running=was_running)
         if len(self.counters) > MAX_FLOWS_REMEMBERED + len(self._queues) + len(self.rows):
-            idle = (flow for flow in self.counters if flow not in self._queues and not self.rows[flow] and flow)
-            self.counters.pop(next(idle, ""), None)
+            kept = ("", request.flow)  # "" is not a flow
+            for flow in self.counters:
+                if flow not in kept and flow not in self._queues and flow not in self.rows:
+                    del self.counters[flow]
+                    break
 
 
 POLICIES: dict[str, type[FirstCome]] = {

@@ -307,7 +307,19 @@ def test_counters_of_flows_that_are_gone_are_forgotten(monkeypatch: pytest.Monke
         engine.add_request(request(str(index), [1, 2], 2, flow=str(index)))
         run(engine)
     assert isinstance(engine.scheduler.policy, Fair)
-    assert len(engine.scheduler.policy.counters) <= 6
+    assert len(engine.scheduler.policy.counters) <= 7
+
+
+def test_counters_of_open_flows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an engine that dies when all requests have to wait again after a failed step, or when one is
+    forked: the counter of a flow was dropped in the moment in which nothing of it ran or waited."""
+    monkeypatch.setattr(policies, "MAX_FLOWS_REMEMBERED", 0)
+    engine = make_engine(policy="fair", max_num_seqs=8)
+    for index in range(4):
+        engine.add_request(request(str(index), [index, 2], 9, n=2, use_beam_search=True, flow=f"key {index}"))
+    engine.step()
+    engine.scheduler.reset(list(engine.scheduler.running))
+    assert len(run(engine)) == 4
 
 
 # --- deadline -------------------------------------------------------------------------------------------------------
