@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -250,23 +251,50 @@ def get(url: str) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-def wait_healthy(url: str) -> None:
-    deadline = time.monotonic() + 100
-    while get(f"{url}/health")[0] != 200:
+def is_healthy(url: str) -> bool:
+    with contextlib.suppress(urllib.error.URLError):  # it does not listen yet
+        return get(f"{url}/health")[0] == 200
+    return False
+
+
+def wait_healthy(url: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_healthy(url):
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_closed_standard_streams():
+    """Guards against a traceback for `>&-`, and against a server started with closed streams, as some service managers
+    do: the sockets to its processes got their descriptors, and its tokenizer could not be started."""
+    command = [sys.executable, "-m", "penstock"]
+    words = ["generate", "-p", "x", "--max-tokens", "2", "--json"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&-', "sh", *command, *words], stderr=-1, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    words = ["serve", "--port", str(port), "--max-num-seqs", "4"]
+    with subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, *words]) as process:
+        try:
+            wait_healthy(f"http://127.0.0.1:{port}", process)
+            process.terminate()
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
 
 
 def test_serve_survives_its_engine_and_drains(server):
     """kill -9 of the engine: /health says 503, then 200 again; SIGTERM: exit code 0, and no process is left."""
     process, url = server
-    wait_healthy(url)
+    wait_healthy(url, process)
     status = json.loads(get(f"{url}/status")[1])
     os.kill(status["engine"]["pid"], signal.SIGKILL)
     while get(f"{url}/health")[0] != 503:  # the test's own time limit ends this
         if json.loads(get(f"{url}/status")[1])["engine"]["restarts"]:
             break  # the new engine was ready before anybody looked
-    wait_healthy(url)
+    wait_healthy(url, process)
     after = json.loads(get(f"{url}/status")[1])["engine"]
     assert after["restarts"] == 1
     assert after["pid"] != status["engine"]["pid"]

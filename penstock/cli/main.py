@@ -107,8 +107,22 @@ def error_line(error: PenstockError, args: argparse.Namespace) -> str:
     return flag_of(name) + text[len(name) :] if is_flag and text.startswith(f"{name}:") else text
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null in place of each standard stream that the caller has closed, as in `penstock serve <&- >&-`.
+
+    Otherwise the first socket or file would get its descriptor, and what is printed would end up there.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the system gives it the lowest descriptor that is free: this one
+            setattr(sys, name, open(number, mode, closefd=False))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return the exit code."""
+    open_standard_streams()
     words = sys.argv[1:] if argv is None else argv
     parser = build_parser(words)
     args = parser.parse_args(dashed(words))
