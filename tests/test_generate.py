@@ -17,6 +17,7 @@ from penstock import InvalidRequestError, read_prompts
 from penstock.cli.main import dashed, main
 from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.terminal import saying
+from penstock.interface import prompts
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
 from penstock.server.log import log_to_stderr
@@ -44,6 +45,17 @@ def generate(*words: str) -> int:
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a device or a pipe that fills the memory."""
+    monkeypatch.setattr(prompts, "MAX_BYTES", 1 << 20)
+    assert generate("--prompts", "/dev/zero") == 2
+    advice = "it has more than 1 MiB; divide it, or use `penstock run-batch`"
+    assert capsys.readouterr().err == f"penstock: --prompts: cannot read '/dev/zero': {advice}\n"
+    feed(monkeypatch, bytes(1 + (1 << 20)))
+    assert generate() == 2
+    assert capsys.readouterr().err == f"penstock: cannot read standard input: {advice}\n"
 
 
 @pytest.mark.covers("F39")

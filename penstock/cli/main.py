@@ -30,7 +30,7 @@ COMMANDS = {
     "replay": "compute a record of an engine's last minutes again, and compare the bits",
     "table": "print a model's parameter table, or a template for a new one",
 }
-POSITIONAL = ("model", "prompt", "src", "dst")
+POSITIONAL = ("model", "prompt", "src", "dst", "bundle")
 EPILOG = """examples:
   penstock generate -p "Once upon a time"          the bundled demo model tells a story
   penstock chat                                    talk to it
@@ -117,7 +117,7 @@ def open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the system gives it the lowest descriptor that is free: this one
-            setattr(sys, name, open(number, mode, closefd=False))
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  # open as long as the process
 
 
 def main(argv: list[str] | None = None) -> int:

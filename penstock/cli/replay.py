@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.options import add_imports
 from penstock.cli.terminal import handle_signals, note
-from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from penstock.prove.recompute import ReplayReport
@@ -33,16 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from penstock.prove.replay import replay
-    from penstock.recorder.bundle import unpack
+    from penstock.recorder.bundle import read_bundle
 
     handle_signals(terminate=True)
-    try:
-        with open(args.bundle, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise InvalidRequestError(f"bundle: {args.bundle}: {error.strerror}", param="bundle") from None
+    bundle = read_bundle(args.bundle)
     imports = tuple(getattr(args, "import", ()))
-    report = replay(unpack(data), model=args.model, imports=imports, announce=lambda line: note(f"penstock: {line}"))
+    report = replay(bundle, model=args.model, imports=imports, announce=lambda line: note(f"penstock: {line}"))
     if args.json:
         print(json.dumps({"passed": report.passed, **asdict(report)}))
     else:

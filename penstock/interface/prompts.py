@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from penstock.validation import fail
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 STDIN = "-"
+MAX_BYTES = 2**28  # of a file of prompts, which is read as a whole; a device or a pipe may have no end
 JSON_BEGINNINGS = ("[", "{", '"')
 JSON_SUFFIXES = (".json", ".jsonl")
 HINT = 'what begins with [, { or " is read as JSON, one value per line or one array; anything else as a prompt per line'
@@ -41,10 +43,13 @@ def read_text(name: str | Path) -> str:
     """Return the text of a file without a byte order mark; "-" is standard input.
 
     Raises:
-        InvalidRequestError: it cannot be read, or is not UTF-8.
+        InvalidRequestError: it cannot be read, is not UTF-8, or has more than MAX_BYTES.
     """
     try:
-        data = sys.stdin.buffer.read() if str(name) == STDIN else Path(name).read_bytes()
+        with nullcontext(sys.stdin.buffer) if str(name) == STDIN else open(name, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB; divide it, or use `penstock run-batch`")
         return data.decode("utf-8-sig")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
         if str(name) == STDIN:

@@ -127,6 +127,26 @@ def unpack(data: bytes) -> Bundle:
     return bundle
 
 
+def read_bundle(path: str) -> Bundle:
+    """Return the bundle in a file, of which no more is read than a bundle can have.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, or its content is none of a bundle, as for `unpack`.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(len(MAGIC))
+            if data == MAGIC:
+                data += file.read(MAX_BYTES)
+                if file.read(1):
+                    raise _broken(f"it is larger than {MAX_BYTES} bytes")
+        return unpack(data)
+    except OSError as error:
+        raise InvalidRequestError(f"bundle: {path}: {error.strerror}", param="bundle") from None
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message.replace("bundle:", f"bundle: {path}:", 1), param="bundle") from None
+
+
 class _Version(msgspec.Struct):
     format: int
 

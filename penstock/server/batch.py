@@ -25,6 +25,7 @@ from penstock.server.options import ServerOptions
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
 MAX_SHOWN = 3  # number of wrong lines that an error names
+MAX_LINE_BYTES = 2**28  # of a line of the input or output file; a device or a pipe may have no end
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -52,13 +53,18 @@ class Counts:
 
 
 def read_input(path: str) -> list[Line]:
-    """Return the lines of an input file. Raise InvalidRequestError if a line is malformed or an id occurs twice."""
+    """Return the lines of an input file. Raise InvalidRequestError if a line is malformed or an id occurs twice.
+
+    Reading ends with the first wrong lines, so that no wrong file is read without end.
+    """
     lines: list[Line] = []
     wrong: list[str] = []
     seen: set[str] = set()
     decoder = msgspec.json.Decoder(Line)
     with _reading(path, "input_file") as file:
-        for number, text in enumerate(file, 1):
+        for number, text in enumerate(_lines(file, path, "input_file"), 1):
+            if len(wrong) > MAX_SHOWN:
+                break
             if not text.strip():
                 continue
             try:
@@ -87,8 +93,19 @@ def _reading(path: str, param: str) -> Iterator[IO[bytes]]:
         raise InvalidRequestError(f"{param}: {path}: {error.strerror}", param=param) from error
 
 
+def _lines(file: IO[bytes], path: str, param: str) -> Iterator[bytes]:
+    """Yield the lines of a file. Raise InvalidRequestError for a line that is too long to be a request or an answer."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            message = f"{param}: {path} has a line of more than {MAX_LINE_BYTES >> 20} MiB"
+            raise InvalidRequestError(message, param=param)
+        yield line
+
+
 class Output:
     """The output file. Raises InvalidRequestError if the file exists and is not the output of a batch.
+
+    What is no regular file, such as /dev/stdout, is only written to: a run that continues cannot read it.
 
     Attributes:
         done: the answers found when the file was opened: custom_id -> whether the request succeeded.
@@ -97,9 +114,12 @@ class Output:
     def __init__(self, path: str) -> None:
         self.done: dict[str, bool] = {}
         try:
-            self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115  # open as long as the run
+            self._is_regular = not os.path.exists(path) or os.path.isfile(path)
+            self._file: IO[bytes] = open(path, "a+b" if self._is_regular else "wb")  # noqa: SIM115  # open during the run
         except OSError as error:
             raise InvalidRequestError(f"output_file: {path}: {error.strerror}", param="output_file") from error
+        if not self._is_regular:
+            return
         try:
             self._lock(path)
             end = self._read(path)
@@ -120,7 +140,7 @@ class Output:
         """Record the ids of the complete lines, and return the offset at which the last of them ends."""
         end = 0
         self._file.seek(0)
-        for text in self._file:
+        for text in _lines(self._file, path, "output_file"):
             if not text.endswith(b"\n"):
                 break
             try:
@@ -140,7 +160,8 @@ class Output:
     def close(self) -> None:
         """Sync the file to disk and close it."""
         with self._file:
-            os.fsync(self._file.fileno())
+            if self._is_regular:
+                os.fsync(self._file.fileno())
 
 
 async def run_batch(

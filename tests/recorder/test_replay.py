@@ -19,6 +19,7 @@ from penstock.prove import records as proof_module
 from penstock.prove.proof import Outcome, Subject, Trials
 from penstock.prove.records import Replays
 from penstock.prove.replay import compare_fingerprints
+from penstock.recorder import bundle as bundle_module
 from penstock.recorder.bundle import Bundle, pack, unpack
 from penstock.recorder.records import Begun, Computed
 from penstock.recorder.ring import Segment
@@ -96,7 +97,7 @@ def test_a_record_asked_for_has_no_text(left, tmp_path, capsys):
     assert "nothing could be computed" in capsys.readouterr().out
 
 
-def test_what_cannot_be_replayed_is_one_line(left, tmp_path, capsys):
+def test_what_cannot_be_replayed_is_one_line(left, tmp_path, capsys, monkeypatch):
     """Guards against a traceback, a download, or a user's file that runs because a record names it."""
     bundle = unpack(Path(left[0]).read_bytes())
 
@@ -126,6 +127,12 @@ def test_what_cannot_be_replayed_is_one_line(left, tmp_path, capsys):
     assert main(["replay", str(tmp_path / "missing")]) == 2
     (tmp_path / "rubbish").write_bytes(b"rubbish")
     assert main(["replay", str(tmp_path / "rubbish")]) == 2
+    capsys.readouterr()
+    assert main(["replay", "/dev/zero"]) == 2  # it has no end
+    assert capsys.readouterr().err == "penstock: bundle: /dev/zero: it is not a record of Penstock\n"
+    monkeypatch.setattr(bundle_module, "MAX_BYTES", 10)
+    assert main(["replay", left[0]]) == 2
+    assert "it is larger than 10 bytes" in capsys.readouterr().err
 
 
 def test_another_engine_is_named():

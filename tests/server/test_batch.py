@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
+from penstock.server import batch
 from penstock.server.batch import Output, read_input, run_batch
 from tests.server.fakes import Behaviour, FakeEngineClient
 
@@ -151,3 +154,33 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     output.close()
     with pytest.raises(InvalidRequestError, match="No such file"):
         read_input(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("option", [read_input, Output])
+def test_a_file_without_end_is_refused(option: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a device or a pipe without line breaks that fills the memory."""
+    monkeypatch.setattr(batch, "MAX_LINE_BYTES", 1 << 20)
+    (tmp_path / "out").write_bytes(bytes((1 << 20) + 1))
+    path = "/dev/zero" if option is read_input else str(tmp_path / "out")
+    with pytest.raises(InvalidRequestError, match=f"{path} has a line of more than 1 MiB"):
+        option(path)
+
+
+def test_wrong_lines_without_end_are_refused(tmp_path: Path) -> None:
+    """Guards against `yes | penstock run-batch -i /dev/stdin`, which remembered every wrong line."""
+    os.mkfifo(tmp_path / "lines")
+    with subprocess.Popen(["sh", "-c", 'exec yes > "$0"', str(tmp_path / "lines")]) as endless:
+        with pytest.raises(InvalidRequestError, match=r"line 3: .*; \.\.\.$"):
+            read_input(str(tmp_path / "lines"))
+        endless.kill()
+
+
+def test_answers_may_go_to_a_pipe_or_nowhere(tmp_path: Path) -> None:
+    """Guards against `-o /dev/stdout | jq` and `-o /dev/null`, which were refused without a reason."""
+    os.mkfifo(tmp_path / "out")
+    with subprocess.Popen(["cat", str(tmp_path / "out")], stdout=subprocess.PIPE, text=True) as reader:
+        for path in (tmp_path / "out", "/dev/null"):
+            output = Output(str(path))
+            output.write({"custom_id": "a"})
+            output.close()
+        assert reader.communicate()[0] == '{"custom_id":"a"}\n'
