@@ -155,11 +155,12 @@ def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launche
         return Leader(pipeline, pipeline.cache_bytes)
     group = Group(plan.degrees.size, plan.largest_meeting, MODULE, plan, launcher)
     try:
-        runner = make_runner(plan, ops, 0, group.links, forms)
+        try:
+            runner = make_runner(plan, ops, 0, group.links, forms)
+        except ExecutorLostError as error:
+            group.wait_until_built()  # the rank that ended may have said why
+            raise group.lost(error) from error
         group.wait_until_built()
-    except ExecutorLostError as error:
-        group.wait_until_built()  # the rank that ended may have said why
-        raise group.lost(error) from error
     except BaseException:
         group.close()
         raise

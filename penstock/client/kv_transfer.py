@@ -1,4 +1,5 @@
-"""KVTransfer: a client's part in prefill and decoding on different engines. It does nothing if its role is None.
+"""KVTransfer: what a client does when prompts are computed on some engines and answers on others. Without a role it
+does nothing.
 
     --kv-role prefill    computes prompts for other servers (server/kv_transfer.py), and gives the blocks (kv_blocks.py)
     --kv-role decode     has prompts computed by such servers (remote_prefill.py)
@@ -45,7 +46,11 @@ class KVTransfer:
         return RemotePrefillStatus() if self._remote is None else replace(self._remote.status)
 
     async def prefill(self, prepared: PreparedRequest) -> None:
-        """Get the blocks of a prompt to where the engine finds them, if it will look for them. Raise nothing."""
+        """Get the blocks of a prompt to where the engine finds them, if it will look for them.
+
+        What another server cannot do is computed here. Raise InvalidRequestError if the directory of blocks cannot be
+        used.
+        """
         if self._options.kv_role != "decode":
             return
         params, blocks = prepared.params, self._own_blocks()
@@ -66,5 +71,6 @@ class KVTransfer:
         return self._blocks
 
     async def close(self) -> None:
+        """End the connections to other servers."""
         if self._remote is not None:
             await self._remote.close()

@@ -85,7 +85,9 @@ class TextWorker:
             if reply is None:
                 self._check_open()
                 reason = child.reason(cpu_s)
-                self._child = _Child(self._folder)  # loads while nobody waits
+                self._child = None
+                with suppress(OSError):  # otherwise the next call tries again
+                    self._child = _Child(self._folder)  # loads while nobody waits
                 raise _cut_off(function, reason)
         if reply.code == "out_of_memory":
             raise _cut_off(function, str(reply.error))

@@ -71,12 +71,18 @@ class Door:
             found.cancel()
         self._let_in.clear()
 
-    async def take(self, *labels: bytes) -> list[socket.socket]:
-        """Wait until all connections with these labels have come. Return them, non-blocking; the caller owns them."""
+    async def take(self, *labels: bytes, within_s: float) -> list[socket.socket]:
+        """Wait until all connections with these labels have come. Return them, non-blocking; the caller owns them.
+
+        Raises:
+            TimeoutError: one of them has not come in time, perhaps because its process has ended.
+        """
         if self._accepting is None:
             self._accepting = asyncio.create_task(self._accept(), name="connections to a door")
         waited = [self._expect(label) for label in labels]
-        await asyncio.wait(waited)
+        _, missing = await asyncio.wait(waited, timeout=within_s)
+        if missing:
+            raise TimeoutError(f"{len(missing)} of {len(labels)} connections have not come in {within_s:g} s")
         for label in labels:
             del self._let_in[label]
         return [item.result() for item in waited]

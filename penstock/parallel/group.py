@@ -7,7 +7,7 @@ connection is closed, and the system kills it even if it hangs (child_main.py).
 
 import pickle
 import subprocess
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -53,30 +53,31 @@ class Group:
         Raises:
             EngineError: the processes cannot be started.
         """
-        meeting = Meeting(size, place_bytes, launcher)
-        self.links = meeting.join(0)
         self.built: list[Built] = []
         self._launcher = launcher
         self._processes: list[Process] = []
         self._connections: list[Connection] = []
         try:
-            for rank in range(1, size):
-                self._start(rank, meeting, module)
+            with closing(Meeting(size, place_bytes, launcher)) as meeting:
+                self.links = meeting.join(0)
+                try:
+                    for rank in range(1, size):
+                        self._start(rank, meeting, module)
+                    self.send(plan)
+                except BaseException:
+                    self.close()
+                    raise
         except OSError as error:
-            self.close()
             raise EngineError(f"the processes of {size} ranks cannot be started: {error}") from error
-        finally:
-            meeting.close()
-        self.send(plan)
 
     def _start(self, rank: int, meeting: Meeting, module: str) -> None:
         ours, theirs = self._launcher.connect(HERE, rank)
+        self._connections.append(Connection(ours.detach()))
         try:
             process = self._launcher.start(rank, module, [theirs, *meeting.words(rank)])
             self._processes += [] if process is None else [process]
         finally:
             theirs.close()
-        self._connections.append(Connection(ours.detach()))
 
     @property
     def bytes_received(self) -> int:

@@ -135,11 +135,15 @@ class Meeting:
         self._place_bytes = rounded_to_pages(place_bytes)
         self._ends: list[dict[int, Any]] = [{} for _ in range(size)]
         self._memory: io.FileIO | None = None
-        for one, other in itertools.combinations(range(size), 2):
-            self._ends[one][other], self._ends[other][one] = launcher.connect(first + one, first + other)
-        if launcher.shares_memory:
-            self._memory = io.FileIO(os.memfd_create("penstock-ranks"), "r+")  # a page is allocated when written to
-            self._memory.truncate(size * len(DEGREES) * 2 * self._place_bytes)
+        try:
+            for one, other in itertools.combinations(range(size), 2):
+                self._ends[one][other], self._ends[other][one] = launcher.connect(first + one, first + other)
+            if launcher.shares_memory:
+                self._memory = io.FileIO(os.memfd_create("penstock-ranks"), "r+")  # a page is allocated when written to
+                self._memory.truncate(size * len(DEGREES) * 2 * self._place_bytes)
+        except BaseException:
+            self.close()
+            raise
 
     def join(self, rank: int) -> Links | WireLinks:
         """Return the end of a rank in this process."""

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -65,7 +65,7 @@ class PipelineExecutor:
 
         Raises:
             ModelLoadError, InvalidRequestError: a rank cannot load its part.
-            ExecutorLostError: a rank ended before it was ready.
+            ExecutorLostError: a rank cannot be started, or ended before it was ready.
         """
         self.depth = len(begins)
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
@@ -80,6 +80,10 @@ class PipelineExecutor:
             for channel, begin in zip(self._channels, (begin for stage in begins for begin in stage), strict=True):
                 channel.send(begin)
             self.ready = self._wait_ready()
+        except OSError as error:  # no more processes, memory or sockets; or a rank has ended already
+            self.shutdown()
+            reason = f"the processes of {len(begins)} pipeline stages cannot be started: {error}"
+            raise ExecutorLostError(reason) from error
         except BaseException:
             self.shutdown()
             raise
@@ -96,22 +100,20 @@ class PipelineExecutor:
         """Start `size` ranks for each stage."""
         none: list[Any] = [NO_END] * size
         befores = none  # each rank's end of the link from the previous stage
-        for stage in range(num_stages):
-            first, afters, next_befores = 1 + stage * size, none, none
-            if stage < num_stages - 1:
-                links = [self._launcher.connect(first + rank, first + size + rank) for rank in range(size)]
-                afters, next_befores = [link[0] for link in links], [link[1] for link in links]
-            meeting = Meeting(size, place_bytes, self._launcher, first) if size > 1 else None
-            try:
+        with ExitStack() as inherited:  # the ranks have copies of what is closed here
+            for stage in range(num_stages):
+                first, afters, next_befores = 1 + stage * size, [*none], [*none]
+                for rank in range(size if stage < num_stages - 1 else 0):
+                    afters[rank], next_befores[rank] = self._launcher.connect(first + rank, first + size + rank)
+                    inherited.callback(afters[rank].close)
+                    inherited.callback(next_befores[rank].close)
+                meeting = Meeting(size, place_bytes, self._launcher, first) if size > 1 else None
+                if meeting is not None:
+                    inherited.callback(meeting.close)
                 for rank in range(size):
                     met = [] if meeting is None else meeting.words(rank)
                     self._start_rank(first + rank, [befores[rank], afters[rank], *met])
-            finally:
-                for end in (end for end in (*befores, *afters) if end is not NO_END):
-                    end.close()
-                if meeting is not None:
-                    meeting.close()
-            befores = next_befores
+                befores = next_befores
 
     def _start_rank(self, number: int, words: list[Any]) -> None:
         ours, theirs = self._launcher.connect(HERE, number)

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,19 +74,24 @@ class Place:
         return ray.get_runtime_context().get_node_id(), measure()
 
     async def start(self, module: str, words: list[str | Wire]) -> int:
-        """Run a module in a process. Return its process id."""
-        ends = [await self._connect(word) if isinstance(word, Wire) else word for word in words]
-        sockets = [end for end in ends if isinstance(end, socket.socket)]
-        plain = [end if isinstance(end, str) else str(end.fileno()) for end in ends]
-        self._process = spawn(module, plain, inherited=[sock.fileno() for sock in sockets], stdout=STDERR)
-        for sock in sockets:
-            sock.close()
-        self._door.close()
+        """Run a module in a process. Return its process id.
+
+        Raises:
+            OSError: the process cannot be started, or its connections to the other ranks cannot be made. Those to this
+                place are closed then, so that nobody waits for the rank.
+        """
+        with self._door, ExitStack() as inherited:
+            ends = [
+                inherited.enter_context(await self._connect(word)) if isinstance(word, Wire) else word for word in words
+            ]
+            descriptors = [end.fileno() for end in ends if isinstance(end, socket.socket)]
+            plain = [end if isinstance(end, str) else str(end.fileno()) for end in ends]
+            self._process = spawn(module, plain, inherited=descriptors, stdout=STDERR)
         return self._process.pid
 
     async def _connect(self, wire: Wire) -> socket.socket:
         if wire.address is None:
-            (found,) = await self._door.take(wire.label)
+            (found,) = await self._door.take(wire.label, within_s=PLACE_S)
         else:
             found = await asyncio.to_thread(dial, wire.address, self._token + wire.label)
         found.setblocking(True)
@@ -219,9 +224,10 @@ class RayLauncher:
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        with suppress(RayError, ValueError):
-            for place in self._places:
+        for place in self._places:
+            with suppress(RayError, ValueError):
                 ray.kill(place)
+        with suppress(RayError, ValueError):
             remove_placement_group(self._group)
 
 

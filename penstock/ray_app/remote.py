@@ -49,6 +49,7 @@ class EnginePool:
         self.fingerprint: str | None = None
         self.launcher = Launcher(self._start, num_engines, num_initial)
         self._engines: set[RemoteEngine] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None  # while there are engines
         self._reporting: asyncio.Task[None] | None = None
 
     def _start(self, start: frames.Start) -> "RemoteEngine":
@@ -57,14 +58,21 @@ class EnginePool:
     def add(self, engine: "RemoteEngine") -> None:
         """Watch an engine's replica."""
         if self._reporting is None:
-            loop = asyncio.get_running_loop()
-            listeners.append(lambda staying: _in_loop(loop, self._update, staying))
+            self._loop = asyncio.get_running_loop()
             self._reporting = asyncio.create_task(self._report(), name="queued tokens")
+            listeners.append(self._listen)
         self._engines.add(engine)
 
     def remove(self, engine: "RemoteEngine") -> None:
-        """Forget an engine that has ended."""
+        """Forget an engine that has ended, and with the last one what was started for the first."""
         self._engines.discard(engine)
+        if not self._engines and self._reporting is not None:
+            listeners.remove(self._listen)
+            _in_loop(self._loop, self._reporting.cancel)
+            self._loop = self._reporting = None
+
+    def _listen(self, staying: set[str]) -> None:
+        _in_loop(self._loop, self._update, staying)
 
     def _update(self, staying: set[str]) -> None:
         for engine in self._engines:
@@ -247,7 +255,8 @@ async def _connect(address: tuple[str, int], hello: bytes) -> socket.socket:
     return sock
 
 
-def _in_loop(loop: asyncio.AbstractEventLoop, function: Any, *args: Any) -> None:
-    """Call a function in the client's event loop, unless the loop is closed."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *args)
+def _in_loop(loop: asyncio.AbstractEventLoop | None, function: Any, *args: Any) -> None:
+    """Call a function in the client's event loop, unless there is none any more."""
+    if loop is not None:
+        with suppress(RuntimeError):  # it is closed
+            loop.call_soon_threadsafe(function, *args)

@@ -128,6 +128,26 @@ def test_a_stuck_process_is_replaced(isolated, monkeypatch) -> None:
     assert tokenizer.encode("text")
 
 
+def test_a_process_that_cannot_be_started_costs_no_further_request(isolated, monkeypatch) -> None:
+    """Guards against an OSError in place of the reason why a call was cut off, when the system has no process for the
+    next one."""
+    tokenizer = isolated(MODEL_DIR)
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as short_of_processes:
+        short_of_processes.setattr(text_worker, "PATIENCE_S", 0.2)
+        short_of_processes.setattr(text_worker, "PATIENCE", 0.0)
+        short_of_processes.setattr(text_worker, "spawn", refuse)
+        os.kill(tokenizer._short._child._process.pid, signal.SIGSTOP)
+        with pytest.raises(InvalidRequestError, match="stuck"):
+            tokenizer.encode("text")
+        with pytest.raises(RequestFailedError, match="cannot be restarted"):
+            tokenizer.encode("text")
+    assert tokenizer.encode("text")
+
+
 def end(tokenizer: IsolatedTokenizer) -> None:
     tokenizer._short._child._process.kill()
     tokenizer._short._child._process.wait()

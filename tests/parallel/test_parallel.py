@@ -1,33 +1,38 @@
 """Several ranks answer with the bits of one process; and what happens when one of them ends, hangs or fails."""
 
 import asyncio
+import errno
 import json
 import os
 import random
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
-from penstock.assembly import build_engine
+from penstock.assembly import build_engine, ranks
 from penstock.bench.profile import Profile
 from penstock.bench.split_meter import SplitMeter
 from penstock.config import EngineConfig
-from penstock.errors import ExecutorLostError, InvalidRequestError
+from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineRequest
 from penstock.layers import split
 from penstock.parallel import links, wire
+from penstock.parallel.group import Group
 from penstock.parallel.launch import HostLauncher
 from penstock.parallel.links import Links, Meeting
 from penstock.parallel.wire import WireLinks
 from penstock.prove import tiny_models
 from penstock.prove.parallel import BASE, answers, differs, draw_map, start_threads
+from penstock.spec.shares import Degrees
 from penstock.weights.convert import convert_model
 from penstock.weights.table_template import table_text
 from tests.kernels.packed import levels
@@ -246,6 +251,63 @@ def test_ranks_on_several_machines_meet(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(wire, "TIMEOUT_S", 0.1)
     with linked(2, launcher=NoMemory()) as (one, _), pytest.raises(ExecutorLostError, match="rank 1 has not answered"):
         one.gather(some, 2)
+
+
+class OneShort(HostLauncher):
+    """Has a connection for all ranks but the last."""
+
+    def __init__(self, num_connections: int) -> None:
+        self.left, self.ends, self.closed = num_connections, [], False
+
+    def connect(self, one: int, other: int) -> tuple[socket.socket, socket.socket]:
+        if not self.left:
+            raise OSError(errno.EMFILE, "Too many open files")
+        self.left -= 1
+        self.ends += (pair := super().connect(one, other))
+        return pair
+
+    def start(self, number: int, module: str, words: Sequence[Any]) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("num_connections", [2, 4])
+def test_ranks_that_cannot_be_started_are_an_error_with_its_cause(num_connections: int) -> None:
+    """Guards against an OSError that says nothing of ranks, and against connections that stay open."""
+    launcher = OneShort(num_connections)  # three ranks need 3 among them, and 2 with the leader
+    with pytest.raises(EngineError, match=r"3 ranks cannot be started: .*Too many open files"):
+        Group(3, 64, "", None, launcher)
+    assert all(end.fileno() < 0 for end in launcher.ends)
+
+
+def test_ranks_end_when_one_says_why_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against ranks that stay when the leader learns from one of them why it has ended."""
+
+    class OneSaysWhy:
+        links, is_closed = None, False
+
+        def __init__(self, *args: Any) -> None:
+            made.append(self)
+
+        def wait_until_built(self) -> None:
+            raise ModelLoadError("rank 1: its file is damaged")
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    made: list[OneSaysWhy] = []
+
+    def lose(*args: Any) -> None:
+        raise ExecutorLostError("rank 1 has ended", rank=1)
+
+    monkeypatch.setattr(ranks, "Group", OneSaysWhy)
+    monkeypatch.setattr(ranks, "make_runner", lose)
+    config = EngineConfig.from_options(model="demo", tensor_parallel_size=2)
+    plan: Any = SimpleNamespace(config=config, weights=None, degrees=Degrees(), largest_meeting=64)
+    with pytest.raises(ModelLoadError, match="its file is damaged"):
+        ranks.start_ranks(plan, None, None, HostLauncher())  # type: ignore[arg-type]  # the fakes need neither
+    assert [group.is_closed for group in made] == [True]
 
 
 def children(pid: int) -> list[int]:

@@ -1,11 +1,13 @@
 """A pipeline has the bits of one process. Most is shown with stages in this process, which compute in turn; that real
 processes do the same, and what happens when one dies, with the demo model in two."""
 
+import errno
 import shutil
 import signal
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.layers.stage import Stage, split_layers
 from penstock.parallel.channel import StepOrder
+from penstock.parallel.launch import HostLauncher
 from penstock.parallel.pipeline import PipelineExecutor
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.stage_runner import StageRunner
@@ -256,6 +259,36 @@ def test_a_rank_that_cannot_load_says_why(directories: dict[str, str], tmp_path:
     (broken / "model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(ModelLoadError, match="safetensors"):
         build_engine(EngineConfig.from_options(**OPTIONS | {"model": str(broken), "pipeline_parallel_size": 2}))
+
+
+class Unlucky(HostLauncher):
+    """Cannot start the last rank; the others end at once."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.ends, self.closed = last, [], False
+
+    def connect(self, one: int, other: int) -> tuple[socket.socket, socket.socket]:
+        self.ends += (pair := super().connect(one, other))
+        return pair
+
+    def start(self, number: int, module: str, words: Sequence[Any]) -> None:
+        if number == self.last:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(("last", "reason"), [(4, "Resource temporarily unavailable"), (5, "Broken pipe")])
+def test_ranks_that_cannot_be_started_are_an_error_with_its_cause(last: int, reason: str) -> None:
+    """Guards against an OSError that says nothing of ranks, as which the command took it for the end of its output; and
+    against connections that stay open."""
+    launcher = Unlucky(last)
+    with pytest.raises(ExecutorLostError, match=f"2 pipeline stages cannot be started: .*{reason}") as caught:
+        PipelineExecutor([[b"", b""], [b"", b""]], 64, launcher)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert launcher.closed
+    assert all(end.fileno() < 0 for end in launcher.ends)
 
 
 def test_the_death_of_a_rank_ends_its_engine(demo: BuiltEngine) -> None:
