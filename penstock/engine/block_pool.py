@@ -18,12 +18,12 @@ NO_BLOCK = -1  # entry of a block table where nothing is allocated
 NO_PARENT = b""
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int], key: bytes = b"") -> bytes:
-    """Return the content hash of a full block: 128 keyed bits over its tokens and all tokens before them.
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the content hash of a full block: 128 bits over its tokens and all tokens before them.
 
     Python's own hash() is not safe: a crafted prompt could make it collide, and read another user's cache.
     """
-    digest = hashlib.blake2b(parent, digest_size=16, key=key)
+    digest = hashlib.blake2b(parent, digest_size=16)
     digest.update(array("q", token_ids).tobytes())
     return digest.digest()
 

@@ -75,23 +75,30 @@ class BlockFiles:
                 os.utime(path)
                 return content
             self._complain("damaged", f"{path} is damaged; it is deleted, and its tokens are computed again")
-            path.unlink(missing_ok=True)
-        except FileNotFoundError:  # another engine has deleted it
-            self._known.discard(name)
-            return None
+            _delete(path)
+            self._lose(name)
         except OSError as error:
-            self._complain("read", f"{path} cannot be read: {error}; its tokens are computed again")
+            self._lose(name, error)
+        return None
+
+    def _lose(self, name: str, error: OSError | None = None) -> None:
+        """Note that a file is gone or, until it is written again, of no use."""
+        self._known.discard(name)
+        if isinstance(error, FileNotFoundError):  # another engine has deleted it
+            return
+        if error is not None:
+            self._complain("read", f"{self._own / name} cannot be read: {error}; its tokens are computed again")
         self.num_unreadable += 1
         self._broken.add(name)
-        self._known.discard(name)
-        return None
 
     def read_whole(self, name: str) -> bytes | None:
         """Return a file with its header, for `write_whole` on another machine; None if it cannot be read."""
-        try:
-            return (self._own / name).read_bytes() if NAME.fullmatch(name) else None
-        except OSError:
-            return None
+        if NAME.fullmatch(name):
+            try:
+                return (self._own / name).read_bytes()
+            except OSError as error:
+                self._lose(name, error)
+        return None
 
     def write_whole(self, name: str, data: bytes, num_bytes: int) -> bool:
         """Write a file that `read_whole` returned elsewhere. Return False if it is damaged or cannot be written."""

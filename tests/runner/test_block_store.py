@@ -57,6 +57,23 @@ def test_files_are_bounded_and_only_own_ones_deleted(tmp_path: Path) -> None:
     assert stranger.exists()
 
 
+def test_a_file_that_another_server_cannot_get_is_not_offered(tmp_path: Path) -> None:
+    """Guards against a block that is offered for ever to other servers, whose every request for it fails."""
+    files, other = (BlockFiles(tmp_path, "penstock-a", 10**6) for _ in range(2))
+    (tmp_path / "penstock-a" / NAME).mkdir()
+    assert files.has(NAME)
+    assert files.read_whole(NAME) is None
+    assert not files.has(NAME)  # it is broken
+    (tmp_path / "penstock-a" / NAME).rmdir()
+    assert files.write(NAME, b"content")
+    assert files.read_whole(NAME) is not None
+    (tmp_path / "penstock-a" / NAME).unlink()
+    assert files.read_whole(NAME) is None
+    assert not files.has(NAME)  # it is gone
+    assert other.write(NAME, b"content")
+    assert files.has(NAME)  # and has come back
+
+
 def test_a_disk_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Guards against a full disk, or one that cannot be read, that reaches a request; and against a log full of it."""
 
