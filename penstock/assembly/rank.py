@@ -1,7 +1,6 @@
 """A process that computes one stage of a pipeline, or a part of a stage. parallel/pipeline.py starts it."""
 
 import pickle
-import signal
 import socket
 
 from penstock.assembly.pipeline import Begin, make_stage_runner
@@ -19,8 +18,6 @@ def main(argv: list[str]) -> int:
     argv: descriptors of inherited sockets: to the engine, from the stage before, to the next stage; -1 means none.
         They are followed by what the ranks of a stage communicate over, if it has several ranks (links.Meeting).
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the whole process group gets them; the client handles them
     engine, before, after = (None if word == "-1" else Channel(socket.socket(fileno=int(word))) for word in argv[:3])
     if engine is None:
         raise ValueError("a rank needs the socket of its engine")

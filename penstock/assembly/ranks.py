@@ -4,7 +4,6 @@ leader:  start_ranks, in the process of the engine      others:  main, which par
 """
 
 import contextlib
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -169,8 +168,6 @@ def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launche
 
 def main(words: list[str]) -> int:
     """Run a rank: build a part of the model as the leader says, and compute it until the leader is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the whole process group gets them, but the client handles them
     links, leader = inherit(words)
     with contextlib.suppress(EOFError, OSError):  # the leader is gone
         plan: RankPlan = leader.recv()

@@ -9,7 +9,6 @@ one end of a socket pair.
 
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -187,8 +186,6 @@ def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
 
 def main(argv: list[str]) -> int:
     """Serve on the inherited socket whose file descriptor is argv[0]. Return only if the engine cannot be built."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, but meant for the client, which drains
     time_limit.install()
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -168,8 +168,6 @@ def _encoded(reply: Reply) -> bytes:
 
 def main(argv: list[str]) -> int:
     """Load the tokenizer of the directory argv[1], then answer calls on the inherited socket of descriptor argv[0]."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, but meant for the server, which drains
     sock, folder = socket.socket(fileno=int(argv[0])), Path(argv[1])
     loaded: list[HFTokenizer] = []
 

@@ -1,4 +1,5 @@
-"""The start of a child process: its life is tied to its client's before anything else is imported.
+"""The start of a child process: its life is tied to its client's, and no signal of a terminal ends it, before anything
+else is imported.
 
     python -m penstock.parallel.child_main CLIENT_PID MODULE WORD ...      runs MODULE.main([WORD, ...])
 
@@ -25,7 +26,14 @@ def die_with(client_pid: int) -> None:
         os._exit(EXIT_CLIENT_GONE)
 
 
+def ignore_signals() -> None:
+    """Ignore what a terminal or a service manager sends to the whole process group: the client decides when to end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 if __name__ == "__main__":
+    ignore_signals()
     die_with(int(sys.argv[1]))
     module = importlib.import_module(sys.argv[2])  # here, because it takes most of the start-up time
     os._exit(module.main(sys.argv[3:]))  # without clean-up, because the client holds all state that matters
