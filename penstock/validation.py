@@ -87,7 +87,8 @@ def check_float(name: str, value: Any, low: float, high: float, *, low_open: boo
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     is_bool = isinstance(value, bool) and not any(isinstance(item, bool) for item in allowed)  # True == 1
     if is_bool or isinstance(value, float | list | dict) or value not in allowed:
-        raise fail(name, value, "one of " + ", ".join("null" if item is None else str(item) for item in allowed))
+        optional = ", or left out" if None in allowed else ""
+        raise fail(name, value, f"one of {', '.join(str(item) for item in allowed if item is not None)}{optional}")
 
 
 def list_of(name: str, value: Any, *, max_items: int) -> list[Any]:

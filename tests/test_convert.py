@@ -264,7 +264,7 @@ def test_who_is_to_blame_is_named(source: Path, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(InvalidRequestError, match="dangling link"):
         convert(source, tmp_path / "link")
-    for words, message in ((["", "x"], "src: '' is not"), (["demo", ""], "dst: '' is not")):
+    for words, message in ((["", "x"], "SRC: '' is not"), (["demo", ""], "DST: '' is not")):
         done = called("convert", *words)
         assert done.returncode == 2
         assert message in done.stderr

@@ -1,6 +1,8 @@
 """ModelConfig: what Transformers means by a config.json, and what is refused."""
 
 import json
+import re
+import tomllib
 from dataclasses import MISSING
 from dataclasses import fields as fields_of
 from pathlib import Path
@@ -30,7 +32,9 @@ from transformers import (
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.unsupported import DOCUMENTATION
 
+ROOT = Path(__file__).parents[1]
 CLASSES: dict[str, type[PreTrainedConfig]] = {
     "FalconForCausalLM": FalconConfig,
     "GPT2LMHeadModel": GPT2Config,
@@ -654,6 +658,16 @@ def test_what_is_planned_is_refused_as_such(fields: dict[str, Any], named: str) 
     """Guards against an error that calls a well-formed checkpoint broken."""
     with pytest.raises(NotSupportedError, match=named):
         parse_model_config(LLAMA | fields)
+
+
+def test_errors_name_the_documentation_that_exists() -> None:
+    """Guards against an error that sends users to a page of the source tree, which `pip install` does not bring."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Documentation"] == DOCUMENTATION
+    with pytest.raises(ModelLoadError) as caught:
+        parse_model_config(LLAMA | {"architectures": ["NewForCausalLM"]})
+    (page,) = re.findall(rf"{DOCUMENTATION}/(\S+)", str(caught.value))
+    assert (ROOT / "docs" / page).is_file()
 
 
 ODD = [None, True, -1, 0, 3, 2**70, 0.5, float("inf"), "", "text", [], [None], [[]], [{}], ["a", 1], {}, {"a": []}]

@@ -16,6 +16,7 @@ from penstock.interface.beam_search import BeamSearchParams
 from penstock.interface.option_hints import HINTS
 from penstock.interface.prompts import read_prompts
 from penstock.interface.sampling_params import SamplingParams
+from penstock.kernels.cpu.library import NOT_BUILT
 from penstock.models.config_json import load_model_config
 from penstock.validation import shown
 from penstock.weights.hub import resolve_model
@@ -264,6 +265,7 @@ def test_kernels_are_the_native_ones_where_they_are(monkeypatch, level, asked, k
 
 def test_native_kernels_that_are_not_there_are_refused(monkeypatch):
     monkeypatch.setattr("penstock.config.chosen_level", lambda: None)
+    monkeypatch.setattr("penstock.config.why_missing", lambda: NOT_BUILT)
     with pytest.raises(InvalidRequestError, match=r"^kernels: 'cpu' is not allowed.*not installed") as caught:
         resolved(kernels="cpu")
     assert caught.value.param == "kernels"
@@ -319,3 +321,11 @@ def test_a_beam_search_has_a_length_and_a_file_a_name():
     assert BeamSearchParams(beam_width=2).max_tokens == 16
     with pytest.raises(InvalidRequestError, match=r"^prompts: 3 is not allowed"):
         read_prompts(3)
+
+
+def test_a_choice_that_may_be_left_out_says_so():
+    """Guards against an error that offers `null`, which a command line would take for a wrong value, too."""
+    for value in ("awq", "null"):
+        expected = f"quantization: '{value}' is not allowed; it must be one of int8, int8-x2, int8-x3, int4, int4-a16, "
+        with pytest.raises(InvalidRequestError, match=f"^{expected}or left out$"):
+            EngineConfig.from_options(quantization=value)

@@ -30,7 +30,7 @@ COMMANDS = {
     "replay": "compute a record of an engine's last minutes again, and compare the bits",
     "table": "print a model's parameter table, or a template for a new one",
 }
-POSITIONAL = ("model", "prompt", "src", "dst", "bundle")
+POSITIONAL = {"model": "model", "prompt": "prompt", "src": "SRC", "dst": "DST", "bundle": "BUNDLE"}  # as errors name it
 EPILOG = """examples:
   penstock generate -p "Once upon a time"          the bundled demo model tells a story
   penstock chat                                    talk to it
@@ -99,12 +99,13 @@ def dashed(words: list[str]) -> list[str]:
 
 
 def error_line(error: PenstockError, args: argparse.Namespace) -> str:
-    """Return the error with its field written as a flag, if it has one: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
+    """Return the error with its field as the user has to write it: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
     from penstock.cli.options import FLAGS, flag_of
 
     text, name = str(error), getattr(error, "param", None) or ""
-    is_flag = hasattr(args, FLAGS.get(name, name)) and name not in POSITIONAL
-    return flag_of(name) + text[len(name) :] if is_flag and text.startswith(f"{name}:") else text
+    if not hasattr(args, FLAGS.get(name, name)) or not text.startswith(f"{name}:"):
+        return text
+    return POSITIONAL.get(name, flag_of(name)) + text[len(name) :]
 
 
 def open_standard_streams() -> None:

@@ -149,8 +149,11 @@ def _refuse_unsupported(read: ConfigReader, name: str) -> None:
             "Remove the key if the architecture is one of " + ", ".join(sorted(ARCHITECTURES))
         )
     if read.has("quantization_config"):
+        found = shown(read.raw("quantization_config"))
         raise NotSupportedError(
-            "config.json: quantization_config: quantised checkpoints are not supported yet", param="model"
+            f"config.json: quantization_config: {found}: quantised checkpoints are not supported yet; take the "
+            "one without quantisation, and set quantization = int8 or int4",
+            param="model",
         )
 
 

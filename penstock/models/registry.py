@@ -22,7 +22,7 @@ from penstock.models.olmo2.config import read_olmo2
 from penstock.models.phi3.config import read_phi3
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.param_table import ParamTable
-from penstock.spec.unsupported import SUPPORTED, nearest, why_unsupported
+from penstock.spec.unsupported import DOCUMENTATION, SUPPORTED, nearest, why_unsupported
 from penstock.validation import check_choice, fail
 
 CONVENTIONS = ("penstock", "jetstream")
@@ -153,7 +153,7 @@ def unsupported(name: str, kind: str | None = None) -> ModelLoadError:
     it."""
     kind = kind or why_unsupported(name)
     because = f" ({kind}; {SUPPORTED})" if kind else ""
-    hint = "" if kind else "; docs/adding_a_model.md explains how to add a decoder, --import FILE loads it"
+    hint = "" if kind else f"; {DOCUMENTATION}/adding_a_model.md explains how to add a decoder, --import FILE loads it"
     return ModelLoadError(
         f"config.json: architectures = {name[:MAX_NAME]!r} is not supported{because}; supported are "
         f"{', '.join(sorted(ARCHITECTURES))} (nearest: {nearest(name, ARCHITECTURES)}){hint}"

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 
 SUPPORTED = "only autoregressive decoders with a key/value cache are supported"
+DOCUMENTATION = "https://github.com/penstock/penstock/tree/main/docs"  # for users who have only installed the package
 MAX_LISTED = 8  # most names that an error lists
 
 # Pattern of class names -> the kind of model.

@@ -103,7 +103,7 @@ class Destination:
 
     def _open(self) -> None:
         if self.path.is_symlink() and not self.path.exists():
-            raise self._refused("is a dangling link")
+            raise self._refused("is a dangling link; remove it, or give another directory")
         if not self.path.is_dir():
             self.path.mkdir(parents=True)
             self._made = True
@@ -111,7 +111,7 @@ class Destination:
         self._lock()
         found = list(self.path.iterdir())
         if not all(file.name.endswith(UNFINISHED) and file.is_file() for file in found):
-            raise self._refused("is not empty")
+            raise self._refused("is not empty; give a new directory, or an empty one")
         for file in found:
             file.unlink()
 

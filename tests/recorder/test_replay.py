@@ -129,7 +129,7 @@ def test_what_cannot_be_replayed_is_one_line(left, tmp_path, capsys, monkeypatch
     assert main(["replay", str(tmp_path / "rubbish")]) == 2
     capsys.readouterr()
     assert main(["replay", "/dev/zero"]) == 2  # it has no end
-    assert capsys.readouterr().err == "penstock: bundle: /dev/zero: it is not a record of Penstock\n"
+    assert capsys.readouterr().err == "penstock: BUNDLE: /dev/zero: it is not a record of Penstock\n"
     monkeypatch.setattr(bundle_module, "MAX_BYTES", 10)
     assert main(["replay", left[0]]) == 2
     assert "it is larger than 10 bytes" in capsys.readouterr().err
