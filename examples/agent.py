@@ -1,4 +1,4 @@
-"""An agent that calls functions until it can answer. First start a server in another terminal:
+"""Run an agent that calls functions (needs: pip install openai). First start a server in another terminal:
 
 penstock serve demo --port 8000
 """

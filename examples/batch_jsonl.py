@@ -1,6 +1,8 @@
 """Read prompts from a JSONL file, and write the answers to another file.
 
-python examples/batch_jsonl.py prompts.jsonl answers.jsonl       without arguments: three prompts, to the terminal
+python examples/batch_jsonl.py prompts.jsonl answers.jsonl
+
+Without arguments, it answers three prompts and prints the answers.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Talk to a model through its chat template, with the history of the conversation."""
+"""Chat with a model: its chat template renders the history of the conversation."""
 
 from penstock import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Run the engine step by step: add requests at any time, look at each step, abort a request."""
+"""Run the engine step by step: add requests at any time, inspect each step, abort a request."""
 
 from penstock import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Use the official OpenAI client. First start a server in another terminal:
+"""Use the official OpenAI client (pip install openai). First start a server in another terminal:
 
 penstock serve demo --port 8000
 """

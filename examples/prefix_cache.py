@@ -1,4 +1,4 @@
-"""Share a long prefix: the second prompt finds the cached blocks of the first, so only its new part is computed."""
+"""Share a long prefix: the second prompt reuses the cached blocks of the first, so only its new part is computed."""
 
 from penstock import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Compare int8 and int4 weights with bfloat16, then write an int4 model that is mapped instead of loaded."""
+"""Compare int8 and int4 weights with bfloat16, then write an int4 model that is memory-mapped instead of loaded."""
 
 import subprocess
 import sys

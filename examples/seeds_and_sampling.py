@@ -1,4 +1,4 @@
-"""Sample several answers, then reproduce one: same request, same seed, same tokens, whatever else runs."""
+"""Sample several answers, then reproduce them in another batch: same request, same seed, same tokens."""
 
 from penstock import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Stream three answers at once, with the engine in a process of its own."""
+"""Stream three answers at once, with the engine in a separate process."""
 
 import asyncio
 
