@@ -3,17 +3,19 @@
 add_request -> InputProcessor -> Engine.step -> OpenRequests -> RequestOutputs
 """
 
+import threading
 from collections import deque
 from dataclasses import replace
 
 from penstock import validation as check
 from penstock.client.engine_client import Prompt
-from penstock.client.input_processor import InputProcessor
-from penstock.client.open_requests import OpenRequests
+from penstock.client.held_signals import HeldSignals
+from penstock.client.input_processor import InputProcessor, PreparedRequest
+from penstock.client.open_requests import OpenRequest, OpenRequests
 from penstock.client.prefixes import Pin
 from penstock.engine.engine import Engine
 from penstock.errors import EngineDeadError, InvalidRequestError, RequestFailedError
-from penstock.interface.messages import ModelInfo
+from penstock.interface.messages import EngineOutput, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.grammars import Grammars
@@ -24,7 +26,11 @@ MAX_STEPS = 2**20  # in one call
 
 
 class InProcessClient:
-    """A client of an engine in this process. Without a tokenizer it takes prompts as ids and gives no text."""
+    """A client of an engine in this process. Without a tokenizer it takes prompts as ids and gives no text.
+
+    Signals wait until a step, or another change of state, is complete (client/held_signals.py). So a handler may raise
+    whatever it wants: the exception reaches the caller, and the client works as before.
+    """
 
     def __init__(
         self,
@@ -41,10 +47,11 @@ class InProcessClient:
         self._inputs = InputProcessor(tokenizer, model_info, seed=seed)
         self._requests = OpenRequests(tokenizer)
         self._forms = forms
-        self._closed = False
-        self._stepping = False
+        self._ended: str | None = None  # why the engine cannot be used any more
+        self._busy = threading.Lock()  # held while the engine is used
+        self._made: list[RequestOutput] = []  # not returned yet
         self._failure: Exception | None = None  # from a call of several steps, raised by the next call
-        self._aborted: deque[str] = deque()  # during a step, to be handled after it
+        self._to_abort: deque[str] = deque()
 
     def add_request(
         self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
@@ -57,65 +64,85 @@ class InProcessClient:
             InvalidRequestError: prompt or parameters are wrong, or the id is in use.
             EngineDeadError: the engine was shut down.
         """
-        if self._closed:
-            raise EngineDeadError("the engine was shut down")
+        return self.open(request_id, prompt, params, priority).prepared.request_id
+
+    def open(
+        self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+    ) -> OpenRequest:
+        """Do what `add_request` does, and return the request's entry."""
+        self._check_open()
         form = getattr(params, "structured_outputs", None)
         if form is not None:
             if self._forms is None:
                 raise InvalidRequestError(NO_FORMS, param="structured_outputs")
             self._forms.check(form)
-        prepared = self._inputs.process(prompt, params, request_id, "", priority)  # one user, so one flow, in order
-        self._requests.open(prepared)
-        try:
-            for engine_request in prepared.engine_requests:
-                self.engine.add_request(engine_request)
-        except BaseException:
-            self.abort(prepared.request_id)
-            raise
-        return prepared.request_id
+        request_id = self.new_request_id() if request_id is None else request_id
+        return self._open(self._inputs.process(prompt, params, request_id, "", priority))  # one flow, so in order
+
+    def _open(self, prepared: PreparedRequest) -> OpenRequest:
+        with HeldSignals(), self._busy:
+            request = self._requests.open(prepared)
+            try:
+                for engine_request in prepared.engine_requests:
+                    self.engine.add_request(engine_request)
+            except BaseException:
+                self._end(request)
+                raise
+        return request
+
+    def new_request_id(self) -> str:
+        """Return an id that no open request has."""
+        return self._requests.new_id()
+
+    @property
+    def num_open(self) -> int:
+        """Return the number of open requests."""
+        return len(self._requests)
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has anything to do."""
-        return self.engine.has_work
+        """Return whether a request is open, or `step` has outputs to return."""
+        return bool(self.num_open or self._made)
 
     def step(self, num_steps: int = 1) -> list[RequestOutput]:
         """Compute one step, or up to num_steps while there is work, each like a call of its own.
 
         Return, step by step, an output for each request with new tokens; finished ones have finished=True. A request
         that ends, or that another thread aborts meanwhile, takes no part in the following steps.
+
+        If the handler of a signal raises between two steps, the next call returns what these have made.
         """
         check.check_int("num_steps", num_steps, 1, MAX_STEPS)
-        made: list[RequestOutput] = []
+        self._check_open()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        self._stepping = True
-        try:
-            for _ in range(num_steps):
-                made += self._step()
+        for _ in range(num_steps):
+            with HeldSignals():
+                self._step()
                 self._abort_all()
-                if not self.engine.has_work:
-                    break
-        except Exception as error:
-            if not made:
-                raise
-            self._failure = error  # raised after the outputs of earlier steps were returned
-        finally:
-            self._stepping = False
-            self._abort_all()
+            if self._failure is not None or not self.engine.has_work:
+                break
+        made, self._made = self._made, []
         return made
 
-    def _abort_all(self) -> None:
-        while self._aborted:
-            self._abort(self._aborted.popleft())
-
-    def _step(self) -> list[RequestOutput]:
-        made = []
-        for request, outputs in self._requests.by_request(self.engine.step()).items():
+    def _step(self) -> None:
+        with self._busy:
             try:
-                output, abort_ids = self._requests.take(request, outputs)
-            except InvalidRequestError as error:  # the tokenizer's library refuses its tokens; it fails alone
-                output, abort_ids = request.failed(str(error)), self._requests.cancel(request)
+                self._made += self._taken(self.engine.step())
+                while self.engine.has_work and not self.num_open:
+                    self.engine.step()  # saves blocks to the store, for which no caller would take a step
+            except Exception as error:
+                if not self._made:
+                    raise
+                self._failure = error  # raised after the outputs of earlier steps were returned
+            except BaseException as error:  # a second Ctrl-C: the model may be half-way through anything
+                self._ended = f"a step was broken off ({type(error).__name__}); make another LLM"
+                raise
+
+    def _taken(self, outputs: list[EngineOutput]) -> list[RequestOutput]:
+        made = []
+        for request, its_outputs in self._requests.by_request(outputs).items():
+            output, abort_ids = self._requests.take_or_fail(request, its_outputs)
             for engine_request_id in abort_ids:
                 self.engine.abort(engine_request_id)
             if output is not None:
@@ -129,18 +156,33 @@ class InProcessClient:
 
         If a step is being computed, by another thread or by the caller, the request ends after it.
         """
-        if self._stepping:
-            self._aborted.append(request_id)
-            return self._requests.get(request_id) is not None
-        return self._abort(request_id)
+        is_open = self._requests.get(request_id) is not None
+        with HeldSignals():
+            if self._busy.acquire(blocking=False):
+                self._made = [output for output in self._made if output.request_id != request_id]
+                self._busy.release()
+            self._to_abort.append(request_id)
+            self._abort_all()
+        return is_open
 
-    def _abort(self, request_id: str) -> bool:
-        request = self._requests.get(request_id)
-        if request is None:
-            return False
+    def _abort_all(self) -> None:
+        """Do what `abort` was called for, unless the engine is in use: its user does it then."""
+        while self._to_abort and self._busy.acquire(blocking=False):
+            try:
+                request = self._requests.get(self._to_abort.popleft())
+                if request is not None:
+                    self._end(request)
+            finally:
+                self._busy.release()
+
+    def _end(self, request: OpenRequest) -> None:
         for engine_request_id in self._requests.close(request):
-            self.engine.abort(engine_request_id)
-        return True
+            if self._ended is None:
+                self.engine.abort(engine_request_id)
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise EngineDeadError(self._ended)
 
     def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
         """Compute the whole blocks of a prompt and keep them in the cache; see EngineClient.pin_prefix.
@@ -150,15 +192,15 @@ class InProcessClient:
             RequestFailedError: its computation failed.
             EngineDeadError: the engine was shut down.
         """
-        if self._closed:
-            raise EngineDeadError("the engine was shut down")
+        self._check_open()
         if self.has_unfinished_requests():
             raise InvalidRequestError("requests are under way; finish or abort them first")
         ids, salt = self._inputs.read_prefix(prompt)
         pin = self._requests.prefixes.pin(name, ids, salt, self.model_info.block_size)
         if not pin.is_computed:
             try:
-                self.engine.pin(pin.name, pin.request.prompt_token_ids, salt)
+                with HeldSignals(), self._busy:
+                    self.engine.pin(pin.name, pin.request.prompt_token_ids, salt)
                 self._compute(pin)
             except BaseException:
                 self.unpin_prefix(pin.name)
@@ -167,9 +209,8 @@ class InProcessClient:
 
     def _compute(self, pin: Pin) -> None:
         prepared = pin.prepared()
-        self._requests.open(prepared)
         try:
-            self.engine.add_request(pin.request)
+            self._open(prepared)
             while self.has_unfinished_requests():
                 for output in self.step():
                     if output.error is not None:
@@ -193,5 +234,5 @@ class InProcessClient:
 
     def shutdown(self) -> None:
         """Free the model. A second call does nothing."""
-        self._closed = True
+        self._ended = self._ended or "the engine was shut down"
         self.engine.shutdown()

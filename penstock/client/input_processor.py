@@ -7,7 +7,7 @@ long text takes a while.
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -50,13 +50,18 @@ class InputProcessor:
     """Makes PreparedRequests for one model. Without a tokenizer it takes prompts as ids only.
 
     A request without a seed gets one from the engine's `seed` and its arrival number.
+
+    Args:
+        arrivals: counts the requests; processors that one client uses after another share it.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, info: ModelInfo, *, seed: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, info: ModelInfo, *, seed: int = 0, arrivals: Iterator[int] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._info = info
         self._seed = seed
-        self._arrivals = itertools.count()
+        self._arrivals = itertools.count() if arrivals is None else arrivals
         self._breakers = None if tokenizer is None else SequenceBreakers(tokenizer)
         self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 

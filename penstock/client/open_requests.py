@@ -6,6 +6,8 @@ new engine needs to continue. The table knows no engine or process, and is not t
 """
 
 import asyncio
+import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, KeysView, Sequence
@@ -21,6 +23,8 @@ from penstock.interface.sampling_params import RequestOutputKind
 from penstock.interface.timeline import IntervalKind
 from penstock.tokenizer.tokenizer import Tokenizer
 
+LOGGER = logging.getLogger("penstock")
+NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 NOBODY = (None, None)  # the request and choice of an engine request that does not run
 
 
@@ -39,6 +43,7 @@ class OpenRequests:
         self._tokenizer = tokenizer
         self._requests: dict[str, OpenRequest] = {}
         self._running: dict[str, tuple[OpenRequest, Choice]] = {}
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -49,6 +54,10 @@ class OpenRequests:
     def get(self, request_id: str) -> "OpenRequest | None":
         """Return the open request of this id."""
         return self._requests.get(request_id)
+
+    def new_id(self) -> str:
+        """Return an id that no open request has, for a request whose user has chosen none."""
+        return next(name for number in self._numbers if (name := f"penstock-{number}") not in self._requests)
 
     @property
     def num_running(self) -> int:
@@ -106,6 +115,19 @@ class OpenRequests:
                 grouped.setdefault(request, []).append(output)
         return grouped
 
+    def take_or_fail(
+        self, request: "OpenRequest", outputs: Iterable[EngineOutput]
+    ) -> tuple[RequestOutput | None, list[str]]:
+        """Do what `take` does, but end the request, and no other, if its outputs cannot be turned into text."""
+        try:
+            return self.take(request, outputs)
+        except NOT_OURS:
+            raise
+        except BaseException as error:  # a panic in the tokenizer's library is not an Exception
+            LOGGER.exception("request %s: its output could not be turned into text", request.prepared.request_id)
+            failed = request.failed(f"its output could not be turned into text: {error!r}")
+            return failed, self.cancel(request)
+
     def take(self, request: "OpenRequest", outputs: Iterable[EngineOutput]) -> tuple[RequestOutput | None, list[str]]:
         """Add a request's outputs of a step.
 
@@ -146,6 +168,7 @@ class OpenRequests:
     def close(self, request: "OpenRequest") -> list[str]:
         """Remove a request and free its id. Return its engine requests that were running."""
         del self._requests[request.prepared.request_id]
+        request.is_closed = True
         return self.cancel(request)
 
 
@@ -185,6 +208,7 @@ class OpenRequest:
 
     Attributes:
         paused: whether the engine has stopped computing it until its reader has read everything.
+        is_closed: whether it has left the table of open requests.
     """
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
@@ -193,7 +217,7 @@ class OpenRequest:
         self._timelines = [choice.timeline for choice in self.choices]
         self._kind = prepared.params.output_kind
         self.mailbox = Mailbox(prepared.params.output_kind)
-        self.paused = False
+        self.paused = self.is_closed = False
         self.wait: Wait | None = None  # limit for the first output; None: no limit
         self._tokenizer = tokenizer if prepared.params.detokenize else None
         self._error: str | None = None
@@ -284,6 +308,12 @@ class OpenRequest:
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.finish_reason, choice.changed = FinishReason.ERROR, True
+        return self._make_output(self.choices, finished=True)
+
+    def aborted(self) -> RequestOutput:
+        """End every choice because somebody has aborted the request, and return the output for the reader."""
+        for choice in self.choices:
+            choice.end(FinishReason.ABORT)
         return self._make_output(self.choices, finished=True)
 
     def _take_prompt_logprobs(self, kind: RequestOutputKind) -> list[LogprobsAt | None] | None:

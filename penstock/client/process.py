@@ -5,6 +5,7 @@ with the process that computes it. A request that cannot be handled ends alone.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("penstock")
 MAX_UNREAD = 16384  # tokens and log-probabilities of a stream that may wait for its reader
-NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class ProcessClient:
@@ -82,6 +82,7 @@ class ProcessClient:
         self._tokenizer = tokenizer
         self._seed: int = options.get("seed", 0)
         self._inputs: InputProcessor | None = None  # made when the model is known
+        self._arrivals = itertools.count()
         self._requests = OpenRequests(tokenizer)
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
         start = frames.Start(-1, options, num_engines=launcher.num_engines)
@@ -192,10 +193,15 @@ class ProcessClient:
         form = getattr(sampling_params, "structured_outputs", None)
         if form is not None:
             await self.check_form(form)
+        request_id = self.new_request_id() if request_id is None else request_id
         process = partial(self._input_processor().process, prompt, sampling_params, request_id, flow, priority, timeout)
         prepared = resumed(await self._prepare(prompt, sampling_params, process), output_token_ids)
         await self._transfer.prefill(prepared)
         return self._admit(prepared)
+
+    def new_request_id(self) -> str:
+        """Return an id that no open request has."""
+        return self._requests.new_id()
 
     @property
     def kv_blocks(self) -> "KVBlocks | None":
@@ -299,7 +305,7 @@ class ProcessClient:
 
     def _input_processor(self) -> InputProcessor:
         if self._inputs is None:
-            self._inputs = InputProcessor(self._tokenizer, self.model_info, seed=self._seed)
+            self._inputs = InputProcessor(self._tokenizer, self.model_info, seed=self._seed, arrivals=self._arrivals)
         return self._inputs
 
     def assign_seed(self) -> int:
@@ -360,13 +366,7 @@ class ProcessClient:
         if failed is not None:
             self._replicas.records(index).request_failed(failed.request_id)
         for request, its_outputs in self._requests.by_request(outputs).items():
-            try:
-                self._take(request, its_outputs)
-            except NOT_OURS:
-                raise
-            except BaseException as error:  # a panic in the tokenizer's library is not an Exception
-                LOGGER.exception("request %s: its output could not be turned into text", request.prepared.request_id)
-                self._end(request, RequestFailedError(f"its output could not be turned into text: {error!r}"))
+            self._take(request, its_outputs)
 
     def _take(self, request: OpenRequest, outputs: Sequence[EngineOutput]) -> None:
         """Hand a request's outputs of a step to its reader. A step with several tokens gives several outputs."""
@@ -374,7 +374,7 @@ class ProcessClient:
         if any(len(output.new_token_ids) > 1 for output in outputs):
             steps = [[output] for output in token_by_token(outputs)]
         for step in steps:
-            output, abort_ids = self._requests.take(request, step)
+            output, abort_ids = self._requests.take_or_fail(request, step)
             self._replicas.dispatcher.abort(abort_ids)
             if output is not None:
                 request.mailbox.put(output)

@@ -9,19 +9,21 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from penstock import validation as check
 from penstock.client.engine_client import EngineStatus, Prompt
+from penstock.client.held_signals import HeldSignals
 from penstock.client.in_process import MAX_STEPS
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.errors import EngineDeadError, NotSupportedError, RequestFailedError
+from penstock.errors import EngineDeadError, NotSupportedError, PenstockError, RequestFailedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -47,16 +49,18 @@ class StepClient:
         self.tokenizer = tokenizer
         self._streams: dict[str, _Stream] = {}
         self._closed = False
+        self._made: list[RequestOutput] = []  # not returned by `step` yet
+        self._failures: list[PenstockError] = []  # not raised by `step` yet
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._run(_made(make))
+            self._client = self._run(_made, make)
         except BaseException:
             self._end_loop()
             raise
         try:
-            self._run(self._client.start())
+            self._run(self._client.start)
         except BaseException:
             self.shutdown()
             raise
@@ -72,7 +76,7 @@ class StepClient:
 
     def status(self) -> EngineStatus:
         """Return a snapshot of the process, its restarts, and the requests that run and wait."""
-        return self._run(self._status())
+        return self._run(self._status)
 
     def add_request(
         self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
@@ -85,83 +89,112 @@ class StepClient:
             InvalidRequestError: prompt or parameters are wrong, or the id is in use.
             EngineDeadError: there is no engine any more.
         """
-        return self._run(self._add(request_id, prompt, params, priority))
+        return self.open(request_id, prompt, params, priority).prepared.request_id
+
+    def open(
+        self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+    ) -> OpenRequest:
+        """Do what `add_request` does, and return the request's entry."""
+        return self._run(self._open, request_id, prompt, params, priority)
+
+    def new_request_id(self) -> str:
+        """Return an id that no open request has."""
+        return self._client.new_request_id()
+
+    @property
+    def num_open(self) -> int:
+        """Return the number of open requests."""
+        return len(self._streams)
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has anything to wait for."""
-        return bool(self._streams)
+        """Return whether `step` has anything to wait for, or to return."""
+        return bool(self._streams or self._made or self._failures)
 
     def step(self, num_steps: int = 1) -> list[RequestOutput]:
         """Wait for an output. Return one for each request that has one; finished ones have finished=True.
 
         num_steps: number of times to wait, unless no request is open any more.
 
-        A request ends with its error if its computation failed, or if engines died because of it.
+        A request ends with its error if its computation failed, or if engines died because of it. What has arrived when
+        an exception ends the wait, as Ctrl-C does, is returned by the next call.
 
         Raises:
-            EngineDeadError: the engine died too often. All requests have ended.
+            EngineDeadError: the engine died too often. All requests have ended. Earlier outputs are returned first.
+            EngineOverloadedError, InvalidRequestError: the engine has refused a request, which has ended.
         """
         check.check_int("num_steps", num_steps, 1, MAX_STEPS)
-        made: list[RequestOutput] = []
         for _ in range(num_steps):
-            made += self._run(self._step()) if self._streams else []
+            if self._streams and not self._failures:
+                self._run(self._step)
+        if self._failures and not self._made:
+            raise self._failures.pop(0)
+        made, self._made = self._made, []
         return made
 
     def abort(self, request_id: str) -> bool:
         """End a request without another output. Return False if it is not open."""
-        return not self._closed and self._run(self._abort(request_id))
+        return not self._closed and self._run(self._abort, request_id)
 
     def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
         """Compute a prefix and keep it in the cache. Raise the errors of ProcessClient.pin_prefix."""
-        return self._run(self._client.pin_prefix(prompt, name))
+        return self._run(self._client.pin_prefix, prompt, name)
 
     def unpin_prefix(self, name: str) -> bool:
         """Let a pinned prefix be evicted. Return False if no pin has this name."""
-        return self._run(self._unpin(name))
+        return self._run(self._unpin, name)
 
     def pinned_prefixes(self) -> list[PrefixUse]:
         """Return the pinned prefixes, oldest first."""
-        return self._run(self._pinned())
+        return self._run(self._pinned)
 
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
         """Return the prefixes found most often in the cache, pinned or not."""
-        return self._run(self._most_used(count))
+        return self._run(self._most_used, count)
 
     def shutdown(self) -> None:
         """End the engine process. A second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._run(self._shutdown())
+            self._run(self._shutdown)
             self._end_loop()
 
     # --- in the thread of the event loop ---------------------------------------------------------------------------
 
-    async def _add(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None, priority: int) -> str:
+    async def _open(
+        self, request_id: str | None, prompt: Prompt, params: SamplingParams | None, priority: int
+    ) -> OpenRequest:
         request = await self._client.open(prompt, params, request_id, priority=priority)
         self._streams[request.prepared.request_id] = _Stream(request, self._next_of(request))
-        return request.prepared.request_id
+        return request
 
     def _next_of(self, request: OpenRequest) -> "asyncio.Task[RequestOutput]":
         return self._loop.create_task(self._client.next_output(request))
 
-    async def _step(self) -> list[RequestOutput]:
-        await asyncio.wait([stream.next for stream in self._streams.values()], return_when=asyncio.FIRST_COMPLETED)
-        return [self._take(stream) for stream in list(self._streams.values()) if stream.next.done()]
+    async def _step(self) -> None:
+        """Wait until an output has arrived, or a request is aborted. Take all outputs that are there."""
+        if self._streams:  # another thread may have aborted the last one
+            waiting = [stream.next for stream in self._streams.values()]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for stream in list(self._streams.values()):
+            if stream.next.done():
+                self._take(stream)
 
-    def _take(self, stream: _Stream) -> RequestOutput:
-        """Return the output that has arrived, and begin to wait for the next one, unless it was the last."""
+    def _take(self, stream: _Stream) -> None:
+        """Take the output that has arrived, and begin to wait for the next one, unless it was the last."""
         try:
             output = stream.next.result()
         except RequestFailedError as error:
             output = _failed(stream.request, error)
-        except BaseException:
+        except PenstockError as error:
             self._close(stream)
-            raise
+            if error not in self._failures:  # the death of the engine is the same one for all requests
+                self._failures.append(error)
+            return
+        self._made.append(output)
         if output.finished:
             self._close(stream)
         else:
             stream.next = self._next_of(stream.request)
-        return output
 
     def _close(self, stream: _Stream) -> None:
         stream.next.cancel()
@@ -172,6 +205,7 @@ class StepClient:
         stream = self._streams.get(request_id)
         if stream is not None:
             self._close(stream)
+        self._made = [output for output in self._made if output.request_id != request_id]
         return stream is not None
 
     async def _unpin(self, name: str) -> bool:
@@ -193,16 +227,18 @@ class StepClient:
 
     # --- in the caller's thread ------------------------------------------------------------------------------------
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **options: P.kwargs) -> T:
         """Run a coroutine in the event loop and wait for its result. Ctrl-C ends the wait and cancels the coroutine."""
         if self._loop.is_closed():
-            work.close()
             raise EngineDeadError("the engine was shut down")
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future: Future[T] | None = None
         try:
+            with HeldSignals():
+                future = asyncio.run_coroutine_threadsafe(work(*args, **options), self._loop)
             return future.result()
         except BaseException:
-            future.cancel()
+            if future is not None:
+                future.cancel()
             raise
 
     def _end_loop(self) -> None:

@@ -1,7 +1,8 @@
 """LLM: the offline Python API, with an engine in this process or in a process of its own."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,9 @@ from penstock import validation as check
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.child import Launcher
 from penstock.client.engine_client import Prompt
+from penstock.client.held_signals import HeldSignals
 from penstock.client.in_process import InProcessClient
+from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
 from penstock.client.replicas import MAX_REPLICAS
 from penstock.client.steps import StepClient
@@ -47,6 +50,9 @@ Message = Mapping[str, Any]
 
 class LLM:
     """A model to call from Python. Threads may share it: their calls of `generate` and `chat` take turns.
+
+    Ctrl-C, or any exception of a signal handler, ends a call and aborts its requests; the LLM works as before. With the
+    engine in this process it comes once the current step is complete (client/held_signals.py).
 
         with LLM(model="demo") as llm:
             outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=32))
@@ -94,6 +100,7 @@ class LLM:
         self.config = EngineConfig.from_options(model=name, **options)
         found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
         self._lock = threading.Lock()
+        self._streaming = threading.Lock()
         self.client: InProcessClient | StepClient
         self._built: BuiltEngine | None = None
         if engine_in_process:
@@ -179,6 +186,8 @@ class LLM:
             use_tqdm: show a progress bar on standard error, if it is a terminal and there are several prompts.
             priority: one per prompt; lower comes first, with scheduling_policy="priority".
 
+        A request that another thread aborts ends with what it has, and with the finish_reason "abort".
+
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing is generated then.
         """
@@ -186,8 +195,10 @@ class LLM:
         params = self._params(sampling_params, len(listed))
         final = [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in params]
         results: dict[int, RequestOutput] = {}
-        with self._lock, progress("prompts", len(listed) if use_tqdm else 0) as advance:
-            for index, output in self.stream(listed, final, priority=priority):
+        total = len(listed) if use_tqdm else 0
+        outputs = self.stream(listed, final, priority=priority)
+        with self._lock, progress("prompts", total) as advance, closing(outputs):
+            for index, output in outputs:
                 results[index] = output
                 advance(1)
         return [results[index] for index in range(len(listed))]
@@ -272,34 +283,53 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Yield (index of the prompt, output) as tokens arrive, by its output_kind. Leaving early aborts the rest.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong, or other requests are running, whose outputs would be
                 lost.
         """
-        if self.client.has_unfinished_requests():
-            raise InvalidRequestError(
-                "requests of llm.engine.add_request or of another stream are under way; finish or abort them first"
-            )
         params = self._params(sampling_params, len(prompts))
         turns = [0] * len(prompts) if priority is None else check.list_of("priority", priority, max_items=len(prompts))
         if len(turns) != len(prompts):
             message = f"priority: {len(turns)} for {len(prompts)} prompts; give one per prompt"
             raise InvalidRequestError(message, param="priority")
         indices: dict[str, int] = {}
+        requests: dict[str, OpenRequest] = {}
+        is_alone = False
         try:
+            with HeldSignals():
+                is_alone = self._streaming.acquire(blocking=False)
+            if not is_alone or self.client.has_unfinished_requests():
+                raise InvalidRequestError(
+                    "requests of llm.engine.add_request or of another stream are under way; finish or abort them first"
+                )
             for index, (prompt, choice, turn) in enumerate(zip(prompts, params, turns, strict=True)):
-                indices[self.client.add_request(None, prompt, choice, turn)] = index
+                request_id = self.client.new_request_id()
+                indices[request_id] = index  # before it is opened: a handler of a signal may raise in between
+                requests[request_id] = self.client.open(request_id, prompt, choice, turn)
             while indices:
                 for output in self.client.step():
-                    index = indices[output.request_id]
-                    if output.finished:
-                        del indices[output.request_id]
-                    yield index, output
+                    if output.request_id in indices:  # others are of llm.engine.add_request, called meanwhile
+                        name = output.request_id
+                        yield indices.pop(name) if output.finished else indices[name], output
+                if self.client.num_open != len(indices):  # another thread has aborted some
+                    for request_id in [name for name in indices if requests[name].is_closed]:
+                        yield indices.pop(request_id), requests[request_id].aborted()
         finally:
-            for request_id in indices:
+            try:
+                self._abort(indices)
+            except BaseException:  # a handler may have raised just before signals were held
+                self._abort(indices)
+                raise
+            finally:
+                if is_alone:
+                    self._streaming.release()
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        with HeldSignals():
+            for request_id in request_ids:
                 self.client.abort(request_id)
 
     def chat(
