@@ -79,6 +79,7 @@ class InferenceEngine:
         self._generation: dict[str, Any] = {}
         self._numbers = itertools.count()
         self._open: set[int] = set()  # numbers of the requests that wait or run
+        self._finished: list[Sequence] = []  # not returned yet
         if verbose:
             for option, choice in self.llm.engine.model_info.choices_made.items():
                 print(f"{option} = {choice}", file=sys.stderr)
@@ -108,7 +109,7 @@ class InferenceEngine:
 
         Raises:
             InvalidRequestError: a prompt or the config is wrong; none of this call's prompts is added.
-            RequestFailedError: the computation of a request failed.
+            RequestFailedError: the computation of a request failed. The next call returns the other answers.
         """
         before = self._generation
         try:
@@ -120,10 +121,9 @@ class InferenceEngine:
         except BaseException:
             self._generation = before
             raise
-        finished: list[Sequence] = []
         while self.llm.engine.has_unfinished_requests():
-            finished += self.step()
-        finished.sort(key=lambda item: item.request_id)
+            self._step()
+        finished = sorted(self._take_finished(), key=lambda item: item.request_id)
         tokenizer = self.llm.get_tokenizer()
         decode = (lambda ids: "") if tokenizer is None else tokenizer.decode
         texts = [decode(item.input_token_id + item.output_token_id) for item in finished]
@@ -174,17 +174,26 @@ class InferenceEngine:
         """Compute one step and return the requests that finished in it.
 
         Raises:
-            RequestFailedError: the computation of a request failed.
+            RequestFailedError: the computation of a request failed. The next call returns those that finished.
         """
+        self._step()
+        return self._take_finished()
+
+    def _step(self) -> None:
         finished = [output for output in self.llm.engine.step() if output.finished]
         self._open.difference_update(int(output.request_id) for output in finished)
-        for output in finished:
-            if output.error is not None:
-                raise RequestFailedError(f"request {output.request_id}: {output.error}")
-        return [
+        self._finished += [
             Sequence(int(out.request_id), out.prompt, list(out.prompt_token_ids), list(out.outputs[0].token_ids))
             for out in finished
+            if out.error is None
         ]
+        failures = [f"request {output.request_id}: {output.error}" for output in finished if output.error is not None]
+        if failures:
+            raise RequestFailedError("; ".join(failures))
+
+    def _take_finished(self) -> list[Sequence]:
+        finished, self._finished = self._finished, []
+        return finished
 
     def enable_spec_dec(self, *_: Any, **__: Any) -> None:
         """Raise NotSupportedError: an engine takes its draft model at the start only."""

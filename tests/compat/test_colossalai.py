@@ -9,7 +9,8 @@ import torch
 import transformers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
 
-from penstock import InvalidRequestError, NotSupportedError
+from penstock import InvalidRequestError, NotSupportedError, RequestFailedError
+from penstock.client.open_requests import OpenRequests
 from penstock.compat.colossalai import InferenceConfig, InferenceEngine
 from penstock.compat.colossalai_config import FIXED
 from penstock.demo import MODEL_DIR
@@ -112,6 +113,24 @@ def test_requests_wait_for_steps(model: PreTrainedModel, tokenizer: Any) -> None
     engine.add_request(prompts=PROMPTS[1])
     texts = engine.generate(PROMPTS[0])
     assert [text.startswith(prompt) for text, prompt in zip(texts, (PROMPTS[1], PROMPTS[0]), strict=True)] == [True] * 2
+
+
+def test_answers_outlive_the_failure_of_another_request(engine: InferenceEngine, monkeypatch: Any) -> None:
+    """Guards against finished answers that are lost because another request failed in the same step."""
+    take = OpenRequests.take
+
+    def broken(requests: OpenRequests, request: Any, outputs: Any) -> Any:
+        if request.prepared.request_id == "71" and outputs[-1].finish_reason is not None:
+            raise KeyError("scripted")
+        return take(requests, request, outputs)
+
+    monkeypatch.setattr(OpenRequests, "take", broken)
+    engine.add_request([70, 71, 72], PROMPTS, max_new_tokens=4)
+    with pytest.raises(RequestFailedError, match=r"request 71: .*scripted"):
+        engine.generate()
+    texts = engine.generate()
+    assert [text.startswith(prompt) for text, prompt in zip(texts, PROMPTS[::2], strict=True)] == [True] * 2
+    assert engine.step() == []
 
 
 @pytest.mark.covers("C9")
