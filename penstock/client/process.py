@@ -8,6 +8,8 @@ import asyncio
 import itertools
 import logging
 import time
+import warnings
+import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -88,6 +90,7 @@ class ProcessClient:
         start = frames.Start(-1, options, num_engines=launcher.num_engines)
         outputs_left, record = self._admission.outputs_left, record or RecordOptions()
         self._replicas = Replicas(start, self._requests, self, outputs_left, record, standby=standby, launcher=launcher)
+        weakref.finalize(self, _dropped, self._replicas).atexit = False  # at the exit, children end by themselves
         self._transfer = KVTransfer(transfer or KVTransferOptions())
         self._fingerprint: str | None = None  # of the model that self._inputs was made for
         self._draining = False
@@ -404,3 +407,15 @@ class ProcessClient:
         if not request.mailbox.ended:
             request.mailbox.put(error)
             self._replicas.dispatcher.abort(self._requests.cancel(request))
+
+
+def _dropped(replicas: Replicas) -> None:
+    if replicas.failure is None:
+        replicas.abandon()
+        warn_of_dropped()
+
+
+def warn_of_dropped() -> None:
+    """Warn of an engine that was dropped without shutdown(), as Python warns of a file that was not closed."""
+    message = "an engine was dropped without shutdown(), and its process is ended now; use `with`, or call shutdown()"
+    warnings.warn(message, ResourceWarning, stacklevel=2)

@@ -6,6 +6,7 @@ outlive the engine. `LLM(engine_in_process=False)` uses it.
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from penstock.client.engine_client import EngineStatus, Prompt
 from penstock.client.held_signals import HeldSignals
 from penstock.client.in_process import MAX_STEPS
 from penstock.client.open_requests import OpenRequest
-from penstock.client.process import ProcessClient
+from penstock.client.process import ProcessClient, warn_of_dropped
 from penstock.errors import EngineDeadError, NotSupportedError, PenstockError, RequestFailedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, PrefixUse, RequestOutput
@@ -52,13 +53,15 @@ class StepClient:
         self._made: list[RequestOutput] = []  # not returned by `step` yet
         self._failures: list[PenstockError] = []  # not raised by `step` yet
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine client", daemon=True)
+        self._thread = threading.Thread(target=_run_loop, args=[self._loop], name="engine client", daemon=True)
         self._thread.start()
         try:
             self._client = self._run(_made, make)
         except BaseException:
             self._end_loop()
             raise
+        self._finalizer = weakref.finalize(self, _dropped, self._loop, self._client, self._streams)
+        self._finalizer.atexit = False  # the process is ended with its parent
         try:
             self._run(self._client.start)
         except BaseException:
@@ -155,6 +158,7 @@ class StepClient:
         """End the engine process. A second call does nothing."""
         if not self._closed:
             self._closed = True
+            self._finalizer.detach()
             self._run(self._shutdown)
             self._end_loop()
 
@@ -244,7 +248,27 @@ class StepClient:
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _dropped(loop: asyncio.AbstractEventLoop, client: ProcessClient, streams: dict[str, _Stream]) -> None:
+    """End the engine and the thread of a StepClient that was dropped without shutdown(); from any thread."""
+
+    async def end() -> None:
+        for stream in streams.values():
+            stream.next.cancel()
+            client.close(stream.request)
+        await client.shutdown()
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
+    warn_of_dropped()
 
 
 async def _made(make: Callable[[], ProcessClient]) -> ProcessClient:

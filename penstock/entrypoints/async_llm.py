@@ -1,6 +1,7 @@
 """AsyncLLM: streams of tokens for asyncio programs, from an engine in a child process. It imports no torch."""
 
 import asyncio
+import weakref
 from contextlib import aclosing
 from typing import Any
 
@@ -87,6 +88,7 @@ class AsyncLLM(ProcessClient):
             transfer=transfer,
         )
         if isinstance(found, IsolatedTokenizer):
+            weakref.finalize(self, found.close).atexit = False  # if nobody calls shutdown()
             try:
                 found.load()  # while the engine starts
             except BaseException:
