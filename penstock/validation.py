@@ -61,6 +61,17 @@ def check_str(name: str, value: Any, *, max_length: int = 4096, optional: bool =
         raise fail(name, value, f"a string of 1 to {max_length} characters")
 
 
+def check_unicode(text: str, *, param: str = "prompt") -> None:
+    """Raise InvalidRequestError for a text with a lone surrogate, which cannot be encoded as UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param}: contains a lone surrogate (\\u{ord(text[error.start]):x}) at character {error.start}",
+            param=param,
+        ) from error
+
+
 def check_int(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> None:
     """Check for an integer in low..high, both allowed. A bool is not an integer here."""
     if value is None and optional:

@@ -195,6 +195,8 @@ def main(argv: list[str]) -> int:
         server = _start(sock, inbox)
         if server is not None:
             server.run()
+    except ConnectionError:  # the reader thread sees it too, and is perhaps about to end this process
+        return EXIT_CLIENT_GONE
     except MemoryError:
         os.write(STDERR, b"penstock: the engine process has no memory left\n")
         return EXIT_NO_MEMORY

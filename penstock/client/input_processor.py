@@ -19,7 +19,7 @@ from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.prompts import PROMPT_KEYS, check_text
 from penstock.interface.sampling_params import SamplingParams
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_SALT_LENGTH = 1024
@@ -92,7 +92,7 @@ class InputProcessor:
         """
         if request_id is not None:
             check.check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
-            check_unicode(request_id, param="request_id")
+            check.check_unicode(request_id, param="request_id")
         params = SamplingParams(**self._info.default_sampling) if params is None else params
         if not isinstance(params, SamplingParams):  # a dict is a common mistake
             raise check.fail("sampling_params", params, "a SamplingParams")
@@ -151,7 +151,7 @@ class InputProcessor:
         if ids is None:
             return text, self._ids_of_text(text or "", pooling)
         if text is not None:
-            check_unicode(text, param="prompt")
+            check.check_unicode(text, param="prompt")
         return text, self._checked_ids("prompt_token_ids", ids, pooling)
 
     def _ids_of_text(self, text: str, pooling: PoolingParams | None) -> list[int]:
@@ -159,7 +159,7 @@ class InputProcessor:
             raise InvalidRequestError("prompt: the model has no tokenizer; give token ids", param="prompt")
         check_text(text)
         check_prompt_length(text, self._info.max_model_len)
-        check_unicode(text, param="prompt")
+        check.check_unicode(text, param="prompt")
         return self._checked_ids("prompt", self._tokenizer.encode(text), pooling)
 
     def _checked_ids(self, name: str, ids: Any, pooling: PoolingParams | None) -> list[int]:
@@ -220,7 +220,7 @@ class InputProcessor:
     def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            check_unicode(word, param="bad_words")
+            check.check_unicode(word, param="bad_words")
             if self._tokenizer is None or not word.strip():
                 raise check.fail("bad_words", word, "a word (and the engine must have a tokenizer)")
             for text in (word.lstrip(), " " + word.lstrip()):
@@ -245,7 +245,7 @@ def check_salt(salt: Any) -> None:
     """Raise InvalidRequestError unless `salt` is a valid cache_salt or None."""
     check.check_str("cache_salt", salt, max_length=MAX_SALT_LENGTH, optional=True)
     if salt is not None:
-        check_unicode(salt, param="cache_salt")
+        check.check_unicode(salt, param="cache_salt")
 
 
 def _choices(source: EngineRequest) -> tuple[EngineRequest, ...]:

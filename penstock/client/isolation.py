@@ -16,7 +16,7 @@ from penstock.client.text_worker import TextWorker
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.hf import load_tokenizer
-from penstock.tokenizer.tokenizer import check_unicode
+from penstock.validation import check_unicode
 
 LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short texts do not wait for them
 MAX_FITTING = 1024

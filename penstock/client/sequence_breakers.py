@@ -10,7 +10,8 @@ from functools import lru_cache
 
 from penstock.errors import InvalidRequestError
 from penstock.interface.logits_params import MAX_BREAKER_IDS
-from penstock.tokenizer.tokenizer import Tokenizer, check_unicode, encode_all
+from penstock.tokenizer.tokenizer import Tokenizer, encode_all
+from penstock.validation import check_unicode
 
 MAX_TAIL = 20  # tokens of the rest of a breaker
 KEPT = 64  # breakers whose ids are kept, because the search goes through the whole vocabulary

@@ -43,7 +43,7 @@ from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
 from penstock.tokenizer.answers.answer import assistant_message
 from penstock.tokenizer.conversation import render_chat, turn_of
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
 
 Message = Mapping[str, Any]
 
@@ -432,7 +432,7 @@ class LLM:
         if isinstance(prompt, str) and self.client.tokenizer is not None:
             check_text(prompt)
             check_prompt_length(prompt, info.max_model_len)
-            check_unicode(prompt, param="prompt")
+            check.check_unicode(prompt, param="prompt")
             prompt = self.client.tokenizer.encode(prompt)
         if not isinstance(prompt, list | tuple) or not 1 <= len(prompt) <= info.max_model_len:
             raise check.fail("prompt", prompt, f"a text, or a list of 1 to {info.max_model_len} token ids")

@@ -149,6 +149,8 @@ class SamplingParams(LogitsParams):
         """Turn lists into tuples and output_kind into an enum, so that equal parameters are equal values."""
         limits = {"max_items": MAX_STOP_STRINGS, "max_length": MAX_STRING_LENGTH}
         self._set("stop", check.string_tuple("stop", self.stop, **limits))
+        for text in self.stop or ():
+            check.check_unicode(text, param="stop")
         self._set("bad_words", check.string_tuple("bad_words", self.bad_words, **limits))
         ids = check.int_tuple("stop_token_ids", self.stop_token_ids, low=0, high=MAX_TOKEN_ID, max_items=MAX_ID_LISTS)
         self._set("stop_token_ids", ids)
@@ -276,6 +278,7 @@ def _processors(value: Any) -> dict[str, Any] | None:
         raise check.fail("logits_processors", value, allowed)
     for name, argument in (named or {}).items():
         check.check_str("logits_processors", name, max_length=MAX_STRING_LENGTH)
+        check.check_unicode(name, param="logits_processors")
         if not _is_plain(argument, MAX_ARGUMENT_DEPTH):
             allowed = "numbers, texts, true, false, null, and lists and mappings of these"
             raise check.fail("logits_processors", argument, f"made of {allowed}: it goes to another process")
@@ -283,11 +286,16 @@ def _processors(value: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
+    """Return whether a processor's argument can go to another process. Raise as check_unicode does."""
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
+    if isinstance(value, str):
+        check.check_unicode(value, param="logits_processors")
     if value is None or isinstance(value, str | float):
         return True
     if depth and isinstance(value, list | tuple):
         return all(_is_plain(item, depth - 1) for item in value)
     mapping = depth and isinstance(value, dict)
-    return bool(mapping) and all(isinstance(key, str) and _is_plain(item, depth - 1) for key, item in value.items())
+    return bool(mapping) and all(
+        isinstance(key, str) and _is_plain(key, 0) and _is_plain(item, depth - 1) for key, item in value.items()
+    )

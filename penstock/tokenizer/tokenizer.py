@@ -81,14 +81,3 @@ def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt")
             param=param,
             code="context_length_exceeded",
         )
-
-
-def check_unicode(text: str, *, param: str = "prompt") -> None:
-    """Raise InvalidRequestError for a text with a lone surrogate, which cannot be encoded as UTF-8."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{param}: contains a lone surrogate (\\u{ord(text[error.start]):x}) at character {error.start}",
-            param=param,
-        ) from error

@@ -3,6 +3,7 @@
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -10,7 +11,9 @@ import pytest
 
 from penstock.client import frames, outbox
 from penstock.client.outbox import Outbox
-from penstock.interface.messages import EngineStats
+from penstock.interface.messages import EngineRequest, EngineStats
+from penstock.interface.sampling_params import SamplingParams
+from penstock.parallel.child_main import EXIT_CLIENT_GONE
 from penstock.parallel.effort import Effort
 from penstock.parallel.spawn import children, spawn
 
@@ -70,3 +73,33 @@ def test_reads_are_effort() -> None:
     assert Effort(1.0, 4096).exceeds(Effort(1.0, 0))
     assert not Effort(1.0, 4096).exceeds(Effort(1.0, 4096))
     assert Effort.of([2**22 + 1]) == Effort(0.0, 0)  # there is no such process
+
+
+SLOW_READER = """
+import sys, threading
+from penstock.client import engine_process, frames
+
+def read(sock, inbox):
+    while (body := frames.receive(sock)) is not None:
+        inbox.put(body)
+
+engine_process._read = read
+sys.exit(engine_process.main(sys.argv[1:]))
+"""
+
+
+def test_a_client_that_leaves_during_a_step_is_no_error() -> None:
+    """Guards against a traceback at the end of a program if the engine sends outputs before its reader thread has seen
+    the end of the connection; here that thread never ends the process."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            script = [sys.executable, "-c", SLOW_READER, str(theirs.fileno())]
+            process = subprocess.Popen(script, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+        ours.sendall(frames.pack(frames.Start(0, {"model": "demo", "load_format": "mock"})))
+        assert isinstance(frames.unpack_from_engine(frames.receive(ours) or b""), frames.Ready | frames.Heartbeat)
+        params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True, seed=0)
+        ours.sendall(frames.pack(frames.AddRequest(EngineRequest("a", [1, 2], params))))
+        assert frames.receive(ours) is not None
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == EXIT_CLIENT_GONE
