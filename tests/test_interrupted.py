@@ -27,9 +27,9 @@ def llm():
 
 
 class Interruption:
-    """Raises a signal at one of the events that sys.setprofile reports: calls and returns of Python and C functions.
+    """Raises a signal where Python calls the handlers of signals: at the beginning of a function, or after C code.
 
-    Not where a generator is entered or left: an exception from there would skip its `finally`, unlike that of a signal.
+    Not where a generator goes on: an exception of sys.setprofile would skip its `finally`, unlike that of a signal.
     """
 
     def __init__(self, number, at=None):
@@ -38,10 +38,10 @@ class Interruption:
         self.num_events = 0
 
     def __call__(self, frame, event, _):
-        if event in ("call", "return") and frame.f_code.co_flags & inspect.CO_GENERATOR:
-            return
-        self.num_events += 1
+        is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+        self.num_events += event == "c_return" or (event == "call" and not is_generator)
         if self.num_events == self.at:
+            self.at = None
             signal.raise_signal(self.number)
 
     def __enter__(self):
@@ -170,6 +170,32 @@ def test_a_request_that_another_thread_aborts_ends_with_what_it_has(llm, in_proc
     assert whole.outputs[0].token_ids == aborted.token_ids != []
     if not in_process:
         other.shutdown()
+
+
+def test_aborts_at_any_time_leave_nothing_behind(llm):
+    """Guards against outputs that are returned twice, or never, if a request is aborted while a step returns them."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, output_kind=RequestOutputKind.DELTA)
+    for seed in range(10):
+        chosen, names, is_over = Random(seed), [], threading.Event()
+
+        def abort_some(chosen=chosen, names=names, is_over=is_over):
+            while not is_over.is_set():
+                if names:
+                    llm.engine.abort(chosen.choice(names))
+
+        thread = threading.Thread(target=abort_some)
+        thread.start()
+        last = {}
+        for index, output in llm.stream(PROMPTS * 3, params):
+            assert index not in last or not last[index].finished
+            last[index] = output
+            if index % 2:
+                names.append(output.request_id)
+        is_over.set()
+        thread.join()
+        assert [last[index].finished for index in range(6)] == [True] * 6
+    assert not llm.engine.has_unfinished_requests()
+    llm.built.engine.check_integrity()
 
 
 def test_blocks_to_save_are_no_requests(tmp_path):

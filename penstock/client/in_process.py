@@ -5,6 +5,7 @@ add_request -> InputProcessor -> Engine.step -> OpenRequests -> RequestOutputs
 
 import threading
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 
 from penstock import validation as check
@@ -158,12 +159,16 @@ class InProcessClient:
         """
         is_open = self._requests.get(request_id) is not None
         with HeldSignals():
-            if self._busy.acquire(blocking=False):
-                self._made = [output for output in self._made if output.request_id != request_id]
-                self._busy.release()
             self._to_abort.append(request_id)
             self._abort_all()
         return is_open
+
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Abort requests of the calling thread, and drop their outputs that `step` has yet to return."""
+        with HeldSignals():
+            for request_id in request_ids:
+                self.abort(request_id)
+            self._made = [output for output in self._made if output.request_id not in request_ids]
 
     def _abort_all(self) -> None:
         """Do what `abort` was called for, unless the engine is in use: its user does it then."""
@@ -216,7 +221,7 @@ class InProcessClient:
                     if output.error is not None:
                         raise RequestFailedError(output.error)
         finally:
-            self.abort(prepared.request_id)
+            self.discard([prepared.request_id])
         pin.is_computed = True
 
     def unpin_prefix(self, name: str) -> bool:

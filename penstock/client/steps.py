@@ -7,7 +7,7 @@ outlive the engine. `LLM(engine_in_process=False)` uses it.
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -51,7 +51,7 @@ class StepClient:
         self._streams: dict[str, _Stream] = {}
         self._closed = False
         self._made: list[RequestOutput] = []  # not returned by `step` yet
-        self._failures: list[PenstockError] = []  # not raised by `step` yet
+        self._failures: dict[PenstockError, str] = {}  # not raised by `step` yet, with the request that each one ended
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=[self._loop], name="engine client", daemon=True)
         self._thread.start()
@@ -130,13 +130,23 @@ class StepClient:
             if self._streams and not self._failures:
                 self._run(self._step)
         if self._failures and not self._made:
-            raise self._failures.pop(0)
+            failure = next(iter(self._failures))
+            del self._failures[failure]
+            raise failure
         made, self._made = self._made, []
         return made
 
     def abort(self, request_id: str) -> bool:
         """End a request without another output. Return False if it is not open."""
         return not self._closed and self._run(self._abort, request_id)
+
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Abort requests of the calling thread, and drop what `step` has yet to return or raise for them."""
+        with HeldSignals():
+            for request_id in request_ids:
+                self.abort(request_id)
+            self._made = [output for output in self._made if output.request_id not in request_ids]
+            self._failures = {error: name for error, name in self._failures.items() if name not in request_ids}
 
     def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
         """Compute a prefix and keep it in the cache. Raise the errors of ProcessClient.pin_prefix."""
@@ -191,8 +201,7 @@ class StepClient:
             output = _failed(stream.request, error)
         except PenstockError as error:
             self._close(stream)
-            if error not in self._failures:  # the death of the engine is the same one for all requests
-                self._failures.append(error)
+            self._failures[error] = stream.request.prepared.request_id  # the engine's end is the same for all requests
             return
         self._made.append(output)
         if output.finished:
@@ -209,7 +218,6 @@ class StepClient:
         stream = self._streams.get(request_id)
         if stream is not None:
             self._close(stream)
-        self._made = [output for output in self._made if output.request_id != request_id]
         return stream is not None
 
     async def _unpin(self, name: str) -> bool:

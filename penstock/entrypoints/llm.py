@@ -1,7 +1,7 @@
 """LLM: the offline Python API, with an engine in this process or in a process of its own."""
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -319,18 +319,13 @@ class LLM:
                         yield indices.pop(request_id), requests[request_id].aborted()
         finally:
             try:
-                self._abort(indices)
+                self.client.discard(indices)
             except BaseException:  # a handler may have raised just before signals were held
-                self._abort(indices)
+                self.client.discard(indices)
                 raise
             finally:
                 if is_alone:
                     self._streaming.release()
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        with HeldSignals():
-            for request_id in request_ids:
-                self.client.abort(request_id)
 
     def chat(
         self,

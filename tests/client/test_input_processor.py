@@ -1,5 +1,7 @@
 """InputProcessor: what a user may send, and what the engine gets."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -130,6 +132,12 @@ class TestParameters:
         made = [processor.process([1], SamplingParams(n=2), name) for name in names]
         ids = [request.request_id for prepared in made for request in prepared.engine_requests]
         assert len(set(ids)) == 2 * len(names)
+
+    def test_ids_after_a_change_of_the_model(self):
+        """Guards against engine ids that come again because a client has made another InputProcessor."""
+        arrivals = itertools.count()
+        made = [InputProcessor(None, model_info(64, 100), arrivals=arrivals).process([1], request_id="a") for _ in "12"]
+        assert len({prepared.engine_requests[0].request_id for prepared in made}) == 2
 
     @pytest.mark.parametrize("request_id", ["", "x" * 129, 5, "\ud800"])
     def test_wrong_request_ids(self, processor, request_id):

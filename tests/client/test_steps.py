@@ -8,8 +8,13 @@ import sys
 import pytest
 
 from penstock import LLM, EngineDeadError, InvalidRequestError, ModelLoadError, NotSupportedError, SamplingParams
+from penstock.client.input_processor import InputProcessor
+from penstock.client.open_requests import OpenRequests
+from penstock.client.steps import StepClient
+from penstock.interface.outputs import RequestOutput
 from penstock.kernels.cpu.library import load_library
 from tests.client.test_process import HARM, HARMFUL
+from tests.fakes_engine import model_info
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=3)
@@ -129,3 +134,77 @@ def test_ctrl_c_ends_a_call_and_not_the_engine():
             assert process.wait() == 0
         finally:
             process.kill()
+
+
+class Mailboxes:
+    """A ProcessClient without an engine: the test puts the outputs into the mailboxes of requests."""
+
+    def __init__(self):
+        self.requests = OpenRequests(None)
+        self.inputs = InputProcessor(None, model_info(512, 100))
+
+    async def start(self):
+        pass
+
+    async def open(self, prompt, params, request_id, *, priority):
+        return self.requests.open(self.inputs.process(prompt, params, request_id, priority=priority))
+
+    async def next_output(self, request):
+        return await request.mailbox.get()
+
+    def close(self, request):
+        self.requests.close(request)
+
+    async def shutdown(self):
+        pass
+
+
+@pytest.fixture
+def mailboxes():
+    made = StepClient(Mailboxes, None)
+    yield made
+    made.shutdown()
+
+
+def test_outputs_are_returned_before_the_end_of_the_engine(mailboxes):
+    """Guards against outputs that are lost with the exception of another request, in whatever order they are taken,
+    and against one death that is reported once per request."""
+    requests = [mailboxes.open(name, [1, 2], GREEDY) for name in ("a", "b", "c", "d")]
+    dead = EngineDeadError("scripted")
+    done = RequestOutput("b", None, [1, 2], [], finished=True)
+
+    async def put():
+        for request, item in zip(requests, (dead, done, dead, InvalidRequestError("refused")), strict=True):
+            request.mailbox.put(item)
+
+    mailboxes._run(put)
+    found = []
+    while mailboxes.has_unfinished_requests():
+        try:
+            found += mailboxes.step(3)
+        except (EngineDeadError, InvalidRequestError) as error:
+            found.append(error)
+    assert found[0] is done
+    assert [str(error) for error in found[1:]] == ["scripted", "refused"]
+
+
+def test_what_was_discarded_is_neither_returned_nor_raised(mailboxes):
+    """Guards against a later call that is refused, or fails, because of the requests of one that has failed."""
+    requests = [mailboxes.open(name, [1, 2], GREEDY) for name in ("a", "b", "c")]
+    done = RequestOutput("c", None, [1, 2], [], finished=True)
+
+    async def put():
+        for request, item in zip(requests, (InvalidRequestError("a"), InvalidRequestError("b"), done), strict=True):
+            request.mailbox.put(item)
+
+    mailboxes._run(put)
+    mailboxes._run(mailboxes._step)  # as if Ctrl-C had ended the call of `step` just before it returned
+    mailboxes.discard(["a", "b", "c"])
+    assert not mailboxes.has_unfinished_requests()
+    assert mailboxes.step() == []
+
+
+def test_a_wait_for_requests_that_were_aborted_meanwhile(mailboxes):
+    """Guards against a ValueError of asyncio if another thread aborts the last request before the wait has begun."""
+    assert mailboxes._run(mailboxes._step) is None
+    assert mailboxes.step(2) == []
