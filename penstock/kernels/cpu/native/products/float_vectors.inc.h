@@ -32,7 +32,9 @@ constexpr int TILE_ROWS = 6;  // 6 rows x 2 vectors of columns: 12 of 16 registe
 constexpr int VECTORS = PANEL / LANES;
 constexpr int STEP_BYTES = PANEL * 4;       // of a step through a panel
 constexpr int LINE = 64;
-constexpr std::int64_t AHEAD_BYTES = 2048;  // prefetch distance of a single pass
+constexpr int STREAM_ROWS = 2;              // maximum number of rows for which panels are read as streams
+constexpr std::int64_t AHEAD_BYTES = 1024;  // prefetch distance of a single pass
+constexpr std::int64_t STREAM_AHEAD = 640;  // prefetch distance of a stream, in each of its panels
 constexpr std::int64_t BLOCK_STEPS = 128;   // of a block that is read in several passes, so that it stays in the L1
 constexpr std::int64_t LONG_STEPS = 512;    // of a block for MAX_TILES tiles, whose operands are better read at length
 
@@ -117,6 +119,47 @@ struct Tree {
     }
 };
 
+constexpr int stream_panels(int rows) { return rows <= STREAM_ROWS ? MAX_PANELS : 1; }
+
+// One leaf of one panel.
+template <class Element>
+struct PanelLeaf {
+    const Element* weights;
+    std::int64_t first;  // unit of K, as in a tile
+    std::int64_t steps;  // without padding, which would only add zeros, to a sum that is never -0
+
+    PanelLeaf(const PenstockWeight& weight, std::int64_t panel, int leaf, int unit) {
+        const std::int64_t begin = leaf > 0 ? weight.leaf_ends[leaf - 1] : 0;
+        first = leaf > 0 ? weight.padded_leaf_ends[leaf - 1] / unit : 0;
+        steps = (weight.leaf_ends[leaf] - begin + unit - 1) / unit;
+        weights = static_cast<const Element*>(weight.values) + (panel * (weight.padded_k / unit) + first) * PANEL;
+    }
+};
+
+// Multiply one leaf of neighbouring panels with the few rows of one tile, one step of each panel in turn: a core keeps
+// more lines from memory in flight if they belong to several streams.
+template <class Weights, int ROWS, int PANELS>
+void stream_leaf(const MultiplyArgs& args, int leaf, Vector (*sums)[ROWS][VECTORS]) {
+    constexpr int UNIT = Weights::UNIT;
+    const PanelLeaf<typename Weights::Element> panel(*args.weight, args.first_panel, leaf, UNIT);
+    const std::int64_t stride = args.weight->padded_k / UNIT * PANEL;
+    const auto* weights = panel.weights;
+    const float* operands = static_cast<const float*>(args.tile) + panel.first * UNIT * ROWS;
+    Vector added[PANELS][ROWS][VECTORS] = {};
+    for (std::int64_t step = 0; step < panel.steps; ++step) {
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; ++p) {
+            const auto* of_panel = weights + p * stride;
+            for (int byte = 0; byte < STEP_BYTES; byte += LINE)
+                __builtin_prefetch(reinterpret_cast<const char*>(of_panel) + STREAM_AHEAD + byte);
+            add_products<Weights>(operands, of_panel, added[p]);
+        }
+        weights += PANEL;
+        operands += UNIT * ROWS;
+    }
+    __builtin_memcpy(sums, added, sizeof added);
+}
+
 // One pass over a block of weights, for some columns and the rows of one tile.
 template <class Element>
 struct Pass {
@@ -154,26 +197,21 @@ void multiply_leaf(const MultiplyArgs& args, std::int64_t panel, int leaf, Vecto
     // With few rows, more columns at a time give enough independent sums, as far as there are registers.
     constexpr int MOST = UNIT == 1 ? 12 : 8;
     constexpr int WIDTH = ROWS * VECTORS <= MOST ? VECTORS : (ROWS <= 3 ? VECTORS / 2 : 2);
-    const PenstockWeight& weight = *args.weight;
-    const std::int64_t begin = leaf > 0 ? weight.padded_leaf_ends[leaf - 1] / UNIT : 0;
-    // Padding is left out: it would only add zeros, to a sum that is never -0.
-    const std::int64_t count = weight.leaf_ends[leaf] - (leaf > 0 ? weight.leaf_ends[leaf - 1] : 0);
-    const std::int64_t end = begin + (count + UNIT - 1) / UNIT;
-    const auto* values =
-        static_cast<const typename Weights::Element*>(weight.values) + panel * (weight.padded_k / UNIT) * PANEL;
+    const PanelLeaf<typename Weights::Element> of_panel(*args.weight, panel, leaf, UNIT);
     const int passes = args.tiles * VECTORS / WIDTH;
-    const std::int64_t block = passes == 1 ? end - begin : args.tiles < MAX_TILES ? BLOCK_STEPS : LONG_STEPS;
-    for (std::int64_t at = begin; at < end; at += block) {
+    const std::int64_t block = passes == 1 ? of_panel.steps : args.tiles < MAX_TILES ? BLOCK_STEPS : LONG_STEPS;
+    for (std::int64_t at = 0; at < of_panel.steps; at += block) {
+        const auto* weights = of_panel.weights + at * PANEL;
         Pass<typename Weights::Element> pass{};
-        pass.steps = end - at < block ? end - at : block;
+        pass.steps = of_panel.steps - at < block ? of_panel.steps - at : block;
         pass.prefetch_step = STEP_BYTES / passes;
-        pass.prefetch = reinterpret_cast<const char*>(values + at * PANEL) +
+        pass.prefetch = reinterpret_cast<const char*>(weights) +
                         (passes == 1 ? AHEAD_BYTES : pass.steps * STEP_BYTES);
         for (int t = 0; t < args.tiles; ++t) {
             const char* tile = static_cast<const char*>(args.tile) + t * args.tile_stride;
-            pass.operands = reinterpret_cast<const float*>(tile) + at * UNIT * ROWS;
+            pass.operands = reinterpret_cast<const float*>(tile) + (of_panel.first + at) * UNIT * ROWS;
             for (int first = 0; first < VECTORS; first += WIDTH) {
-                pass.weights = values + at * PANEL + first * LANES;
+                pass.weights = weights + first * LANES;
                 add_block<Weights, ROWS, WIDTH>(pass, first, sums[t]);
                 pass.prefetch += pass.steps * pass.prefetch_step;
             }
@@ -181,23 +219,38 @@ void multiply_leaf(const MultiplyArgs& args, std::int64_t panel, int leaf, Vecto
     }
 }
 
-template <class Weights, int ROWS>
-void multiply_rows(const MultiplyArgs& args) {
+// Add the sums of a leaf of one panel and one tile to the tree.
+template <int ROWS>
+void add_to_tree(const MultiplyArgs& args, int panel, int tile, int leaf, const Vector (&sums)[ROWS][VECTORS]) {
     const std::int64_t row_stride = std::int64_t{args.panels} * PANEL;
     const std::int64_t level_stride = MAX_TILE_ROWS * row_stride;
-    for (int panel = 0; panel < args.panels; ++panel)
-        for (int leaf = 0; leaf < args.weight->leaves; ++leaf) {
-            Vector sums[MAX_TILES][ROWS][VECTORS];
-            __builtin_memset(sums, 0, args.tiles * sizeof sums[0]);
-            multiply_leaf<Weights, ROWS>(args, args.first_panel + panel, leaf, sums);
-            for (int t = 0; t < args.tiles; ++t) {
-                const Tree tree{args.tree + t * TREE_LEVELS * level_stride + panel * PANEL, level_stride,
-                                args.out + t * ROWS * row_stride + panel * PANEL, row_stride};
-                for (int r = 0; r < ROWS; ++r)
-                    for (int v = 0; v < VECTORS; ++v)
-                        tree.add(sums[t][r][v], r * row_stride + v * LANES, leaf, leaf + 1 == args.weight->leaves);
-            }
-        }
+    const Tree tree{args.tree + tile * TREE_LEVELS * level_stride + panel * PANEL, level_stride,
+                    args.out + tile * ROWS * row_stride + panel * PANEL, row_stride};
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < VECTORS; ++v)
+            tree.add(sums[r][v], r * row_stride + v * LANES, leaf, leaf + 1 == args.weight->leaves);
+}
+
+template <class Weights, int ROWS, int PANELS>
+void stream(const MultiplyArgs& args) {
+    for (int leaf = 0; leaf < args.weight->leaves; ++leaf) {
+        Vector sums[PANELS][ROWS][VECTORS];
+        stream_leaf<Weights, ROWS, PANELS>(args, leaf, sums);
+        for (int panel = 0; panel < PANELS; ++panel) add_to_tree<ROWS>(args, panel, 0, leaf, sums[panel]);
+    }
+}
+
+template <class Weights, int ROWS>
+void multiply_rows(const MultiplyArgs& args) {
+    if (args.panels > 1)
+        return with_constant<stream_panels(ROWS)>(
+            args.panels, [&](auto panels) { stream<Weights, ROWS, panels.value>(args); });
+    for (int leaf = 0; leaf < args.weight->leaves; ++leaf) {
+        Vector sums[MAX_TILES][ROWS][VECTORS];
+        __builtin_memset(sums, 0, args.tiles * sizeof sums[0]);
+        multiply_leaf<Weights, ROWS>(args, args.first_panel, leaf, sums);
+        for (int tile = 0; tile < args.tiles; ++tile) add_to_tree<ROWS>(args, 0, tile, leaf, sums[tile]);
+    }
 }
 
 template <class Weights>
@@ -205,16 +258,14 @@ void multiply(const MultiplyArgs& args) {
     with_constant<TILE_ROWS>(args.rows, [&](auto rows) { multiply_rows<Weights, rows.value>(args); });
 }
 
-int one_panel(int) { return 1; }
-
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
-    return {TILE_ROWS, sizeof(float), one_panel, pack<false>, multiply<F32Weights>, false, true};
+    return {TILE_ROWS, sizeof(float), stream_panels, pack<false>, multiply<F32Weights>, false, true};
 }
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
-    return {TILE_ROWS, sizeof(float), one_panel, pack<true>, multiply<Bf16Weights>, false, true};
+    return {TILE_ROWS, sizeof(float), stream_panels, pack<true>, multiply<Bf16Weights>, false, true};
 }
 
 }  // namespace penstock

@@ -156,43 +156,57 @@ inline void pack_bf16_widened(const OperandArgs& args) {
 
 #if !defined(__AVX512F__)
 
-// ---- Levels that multiply one group after the other, one panel at a time
+// ---- Levels that multiply one group after the other
 
-// One group.
+// One group, of one panel or of neighbouring panels.
 struct Group {
     const std::uint8_t* values;   // [size / 4][16][4]
     const std::uint16_t* scales;  // bfloat16 [32]
+    std::int64_t values_stride;   // bytes from one panel to the next
+    std::int64_t scales_stride;   // elements from one panel to the next
     const void* operands;
     const std::int32_t* sums;
     int size;
-    float* totals;                // [operand rows][32], to be added to
+    float* totals;                // [operand rows][panels * 32], to be added to
 };
 
-// Multiply all groups of a leaf for one tile. Rows has add_group(Group, operand rows), and ELEMENT, the bytes of an
-// operand's element. Each tile prefetches a part of the weights that follow.
-template <class Rows>
+// Multiply all groups of a leaf for one tile. Each tile prefetches a part of the weights that follow. Rows has
+//   ELEMENT                   bytes of an operand's element
+//   add_group(Group, rows)    adds a group of one panel
+//   STREAMS                   how many panels are multiplied together with a single row
+//   add_streams<PANELS>(Group)  adds a group of 2 .. STREAMS panels, and prefetches their values
+template <class Rows, int PANELS>
 void multiply_groups(const Groups& g) {
     constexpr int LINE = 64;
     const auto* operands = static_cast<const std::uint8_t*>(g.operands);
     const std::int64_t part = g.bytes() / g.parts;
-    for (int i = 0; i < g.rows * PANEL; ++i) g.totals[i] = 0.0f;
+    for (int i = 0; i < g.rows * PANELS * PANEL; ++i) g.totals[i] = 0.0f;
     for (int i = 0; i < g.count; ++i) {
-        const std::uint8_t* next = g.values + g.next(i) * g.bytes() + g.part * part;
-        for (std::int64_t byte = 0; byte < part; byte += LINE) __builtin_prefetch(next + byte);
-        if (g.part == 0) __builtin_prefetch(g.scales + g.next(i) * PANEL);
-        Rows::add_group({g.values + i * g.bytes(), g.scales + i * PANEL, operands + i * g.size * g.rows * Rows::ELEMENT,
-                         g.sums + i * g.rows, g.elements(i), g.totals}, g.rows);
+        const Group group{g.values + i * g.bytes(), g.scales + i * PANEL, g.values_stride, g.scales_stride,
+                          operands + i * g.size * g.rows * Rows::ELEMENT, g.sums + i * g.rows, g.elements(i), g.totals};
+        if (g.part == 0)
+            for (int p = 0; p < PANELS; ++p) __builtin_prefetch(g.scales + p * g.scales_stride + g.next(i) * PANEL);
+        if constexpr (PANELS > 1) {
+            Rows::template add_streams<PANELS>(group);
+        } else {
+            const std::uint8_t* next = g.values + g.next(i) * g.bytes() + g.part * part;
+            for (std::int64_t byte = 0; byte < part; byte += LINE) __builtin_prefetch(next + byte);
+            Rows::add_group(group, g.rows);
+        }
     }
 }
 
 template <class Rows>
 ProductKernel group_kernel() {
+    const auto max_panels = [](int operand_rows) { return operand_rows == 1 ? Rows::STREAMS : 1; };
     const auto multiply = [](const MultiplyArgs& a) {
-        for (int panel = 0; panel < a.panels; ++panel)
-            multiply_panels(a, panel, 1, {Rows::ELEMENT, 1, 1}, multiply_groups<Rows>);
+        with_constant<Rows::STREAMS>(a.panels, [&](auto panels) {
+            multiply_panels(
+                a, 0, panels.value, {Rows::ELEMENT, 1, 1}, multiply_groups<Rows, panels.value>);
+        });
     };
     const auto pack = Rows::ELEMENT == 1 ? pack_int8 : pack_bf16_widened;
-    return {TILE_ROWS, Rows::ELEMENT, [](int) { return 1; }, pack, multiply};
+    return {TILE_ROWS, Rows::ELEMENT, max_panels, pack, multiply};
 }
 
 #endif

@@ -28,15 +28,15 @@ inline Ints load_packed(const std::uint8_t* values, int quad, int half) {
 // The register of a panel's row that is column c of a block that begins with `half`.
 constexpr int vector_of(int half, int c) { return half + c / 2 + c % 2 * HALVES; }
 
-// Add the sums of a group, [ROWS][COLUMNS], to its totals.
+// Add the sums of a group of one panel, [ROWS][COLUMNS], to its totals. A panel that is not the first has one row.
 template <int ROWS, int COLUMNS, class Sums>
-inline void add_totals(const Group& g, int half, int row, const Sums (&sums)[ROWS][COLUMNS]) {
+inline void add_totals(const Group& g, int half, int row, const Sums (&sums)[ROWS][COLUMNS], int panel = 0) {
 #pragma GCC unroll 4
     for (int c = 0; c < COLUMNS; ++c) {
         const int v = vector_of(half, c);
-        const Floats scales = load_scales(g.scales + v * LANES);
+        const Floats scales = load_scales(g.scales + panel * g.scales_stride + v * LANES);
         for (int r = 0; r < ROWS; ++r) {
-            Floats& total = floats(g.totals + (row + r) * PANEL + v * LANES);
+            Floats& total = floats(g.totals + (panel + row + r) * PANEL + v * LANES);
             total = total + __builtin_convertvector(sums[r][c], Floats) * scales;
         }
     }
@@ -44,7 +44,8 @@ inline void add_totals(const Group& g, int half, int row, const Sums (&sums)[ROW
 
 // Activations in int8, a tile [padded_k / 4][rows][4].
 struct Int8Rows {
-    static constexpr int ELEMENT = 1;
+    static constexpr int ELEMENT = 1, STREAMS = MAX_PANELS;
+    static constexpr int STREAM_AHEAD = 320;  // prefetch distance in each of several panels, bytes
     static constexpr int QUADS_AT_ONCE = 8;  // sums of two products fit in 16 bits: 8 * 2 * 15 * 127 < 2^15
 
     // Some rows of a group, with the columns of SOME halves.
@@ -78,6 +79,40 @@ struct Int8Rows {
         add_totals(g, half, row, sums);
     }
 
+    // A single row, one quad of each panel in turn: a core keeps more lines from memory in flight if they belong to
+    // several streams.
+    template <int PANELS>
+    static void add_streams(const Group& g) {
+        constexpr int COLUMNS = 2 * HALVES;
+        const auto* quads = static_cast<const std::int32_t*>(g.operands);
+        Ints sums[PANELS][1][COLUMNS];
+        for (int p = 0; p < PANELS; ++p)
+            for (int c = 0; c < COLUMNS; ++c) sums[p][0][c] = Ints{} - 8 * g.sums[0];
+        for (int first = 0; first < g.size / QUAD; first += QUADS_AT_ONCE) {
+            Ints shorts[PANELS][COLUMNS] = {};
+            for (int quad = first; quad < first + QUADS_AT_ONCE; ++quad) {
+                const Ints x = Ints{} + quads[quad];
+#pragma GCC unroll 4
+                for (int p = 0; p < PANELS; ++p) {
+                    const std::uint8_t* values = g.values + p * g.values_stride;
+                    __builtin_prefetch(values + quad * QUAD_BYTES + STREAM_AHEAD);
+#pragma GCC unroll 2
+                    for (int half = 0; half < HALVES; ++half) {
+                        const Ints bytes = load_packed(values, quad, half);
+                        Ints& low = shorts[p][2 * half];
+                        Ints& high = shorts[p][2 * half + 1];
+                        low = add_byte_products(low, bytes & 0x0f0f0f0f, x);
+                        high = add_byte_products(high, bytes >> 4 & 0x0f0f0f0f, x);
+                    }
+                }
+            }
+            for (int p = 0; p < PANELS; ++p)
+                for (int c = 0; c < COLUMNS; ++c)
+                    sums[p][0][c] = add_word_products(sums[p][0][c], shorts[p][c], (Ints)_mm256_set1_epi16(1));
+        }
+        for (int p = 0; p < PANELS; ++p) add_totals(g, 0, 0, sums[p], p);
+    }
+
     static void add_group(const Group& g, int rows) {
         if (rows <= FEW_ROWS)
             return with_constant<FEW_ROWS>(rows, [&](auto some) { add_rows<some.value, HALVES>(g, 0, 0, rows); });
@@ -90,7 +125,7 @@ struct Int8Rows {
 
 // Activations in bfloat16, widened: a tile [padded_k][rows] of float32.
 struct Bf16Rows {
-    static constexpr int ELEMENT = 4;
+    static constexpr int ELEMENT = 4, STREAMS = 1;  // more panels do not help: it waits for arithmetic, not for memory
 
     // The weights of one element of K, [2 * SOME], from packed bytes whose nibbles have their sign in the highest bit.
     template <int SOME>

@@ -23,7 +23,7 @@ void unpack_group(const Group& g, Number (&weights)[MAX_GROUP][PANEL]) {
 
 // Activations in int8, a tile [padded_k / 4][rows][4].
 struct Int8Rows {
-    static constexpr int ELEMENT = 1;
+    static constexpr int ELEMENT = 1, STREAMS = 1;
     static constexpr int SHORT_SUM = 16;  // products whose sum fits in 16 bits: 16 * 8 * 127 < 2^15
 
     // The weights are signed here, so the sums of the operands are not needed; the integers are the same.
@@ -50,7 +50,7 @@ struct Int8Rows {
 
 // Activations in bfloat16, a tile [padded_k][rows] of float32.
 struct Bf16Rows {
-    static constexpr int ELEMENT = 4;
+    static constexpr int ELEMENT = 4, STREAMS = 1;
 
     static void add_group(const Group& g, int rows) {
         float weights[MAX_GROUP][PANEL];

@@ -14,13 +14,16 @@ namespace {
 constexpr int TILE_ROWS = 12;
 constexpr int COLUMNS = PANEL / LANES;  // registers of columns in a panel
 constexpr int FEW_ROWS = 3;             // most operand rows whose weights are split in registers
-constexpr int FEW_COLUMNS = 4;          // registers of columns whose sums stay in registers with FEW_ROWS
-constexpr int AHEAD_BYTES = 2048;       // prefetch distance of sum_few()
+constexpr int AHEAD_BYTES = 640;        // prefetch distance of sum_few() in each of several panels
+constexpr int AHEAD_OF_ONE = 2048;      // the same if there is only one panel
 constexpr int BLOCK_ROWS = 6;           // most rows of a pass over a block of split weights
 constexpr int BLOCK_COLUMNS = 2;        // registers of columns of a pass: the sums take 12 of 16 registers
 constexpr int BLOCK_STEPS = 32;         // steps of K in a block
 constexpr int ROW_STEP = 4;             // words of an operand row per step: two of even elements, two of odd ones
 constexpr int LINE = 64;
+
+// As many panels as have sums in registers, or a few more: the loop waits for memory.
+constexpr int max_panels(int operand_rows) { return operand_rows == 1 ? MAX_PANELS : operand_rows == 2 ? 2 : 1; }
 
 using Sums = Ints[TILE_ROWS][COLUMNS];
 using Block = Words[2 * BLOCK_STEPS][COLUMNS];  // of each step the weights of even, then of odd elements of K
@@ -48,28 +51,32 @@ inline const std::int16_t* operands_of(const LeafArgs& leaf, std::int64_t step) 
     return reinterpret_cast<const std::int16_t*>(leaf.operands) + step * leaf.operand_rows * ROW_STEP;
 }
 
-// Sum all rows of a tile that has few.
-template <int ROWS>
-void sum_few(const LeafArgs& leaf, Sums& sums) {
-    for (int column = 0; column < COLUMNS; column += FEW_COLUMNS) {
-        Ints block[ROWS][FEW_COLUMNS] = {};
-        const std::uint8_t* weights = leaf.weights + column * LANES * STEP;
-        const std::int16_t* operands = operands_of(leaf, 0);
-        for (std::int64_t step = 0; step < leaf.steps; ++step) {
-            for (int byte = 0; byte < STEP_BYTES; byte += LINE) __builtin_prefetch(weights + AHEAD_BYTES + byte);
-            WordPairs of_row[ROWS];
-            for (int r = 0; r < ROWS; ++r) of_row[r] = {pair_of(operands + 2 * r), pair_of(operands + 2 * (ROWS + r))};
+// Sum all rows of a tile that has few, one step of each panel in turn: a core keeps more lines from memory in flight if
+// they belong to several streams.
+template <int ROWS, int PANELS>
+void sum_few(const LeafArgs& leaf, Ints (&sums)[ROWS][PANELS * COLUMNS]) {
+    constexpr int AHEAD = PANELS > 1 ? AHEAD_BYTES : AHEAD_OF_ONE;
+    Ints added[ROWS][PANELS * COLUMNS] = {};
+    const std::uint8_t* weights = leaf.weights;
+    const std::int16_t* operands = operands_of(leaf, 0);
+    for (std::int64_t step = 0; step < leaf.steps; ++step) {
+        WordPairs of_row[ROWS];
+        for (int r = 0; r < ROWS; ++r) of_row[r] = {pair_of(operands + 2 * r), pair_of(operands + 2 * (ROWS + r))};
 #pragma GCC unroll 4
-            for (int c = 0; c < FEW_COLUMNS; ++c) {
-                const WordPairs of_columns = split_stored<ZERO_POINT>(weights + c * LANES * STEP);
-                for (int r = 0; r < ROWS; ++r) block[r][c] = add_products(block[r][c], of_columns, of_row[r]);
+        for (int p = 0; p < PANELS; ++p) {
+            const std::uint8_t* of_panel = weights + p * leaf.panel_stride;
+            for (int byte = 0; byte < STEP_BYTES; byte += LINE) __builtin_prefetch(of_panel + AHEAD + byte);
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; ++c) {
+                const WordPairs of_columns = split_stored<ZERO_POINT>(of_panel + c * LANES * STEP);
+                const int column = p * COLUMNS + c;
+                for (int r = 0; r < ROWS; ++r) added[r][column] = add_products(added[r][column], of_columns, of_row[r]);
             }
-            weights += STEP_BYTES;
-            operands += ROWS * ROW_STEP;
         }
-        for (int r = 0; r < ROWS; ++r)
-            for (int c = 0; c < FEW_COLUMNS; ++c) sums[r][column + c] = block[r][c];
+        weights += STEP_BYTES;
+        operands += ROWS * ROW_STEP;
     }
+    __builtin_memcpy(sums, added, sizeof added);
 }
 
 void split_block(const std::uint8_t* weights, std::int64_t steps, Block& block) {
@@ -128,32 +135,40 @@ void add_block(const Block& block, std::int64_t steps, const std::int16_t* opera
         });
 }
 
-template <int SLICES>
-void finish_rows(LeafArgs leaf, const Sums& sums) {
+// Finish a leaf of all rows of a tile. sums: [rows][panels * COLUMNS].
+template <int SLICES, int SOME_COLUMNS>
+void finish_rows(LeafArgs leaf, const Ints (*sums)[SOME_COLUMNS]) {
     for (int row = 0; row < leaf.operand_rows; row += SLICES) {
         finish_leaf<SLICES, SLICES>(leaf, sums + row);
         ++leaf.scales;
-        leaf.tree += PANEL;
-        leaf.to += PANEL;
+        leaf.tree += SOME_COLUMNS * LANES;
+        leaf.to += SOME_COLUMNS * LANES;
     }
 }
 
-void finish(const LeafArgs& leaf, const Sums& sums) {
-    with_constant<3>(leaf.slices, [&](auto slices) { finish_rows<slices.value>(leaf, sums); });
+// MAX_SLICES: 3, or the rows of a tile that has fewer.
+template <int MAX_SLICES = 3, int SOME_COLUMNS>
+void finish(const LeafArgs& leaf, const Ints (*sums)[SOME_COLUMNS]) {
+    with_constant<MAX_SLICES>(leaf.slices, [&](auto slices) { finish_rows<slices.value>(leaf, sums); });
 }
 
+template <int ROWS, int PANELS>
 void multiply_few(const MultiplyArgs& args) {
     each_leaf(*args.weight, [&](const LeafRange& range) {
         const LeafArgs leaf = leaf_of_tile(args, range, 0, sizeof(std::int16_t));
-        Sums sums;
-        with_constant<FEW_ROWS>(leaf.operand_rows, [&](auto rows) { sum_few<rows.value>(leaf, sums); });
-        finish(leaf, sums);
+        Ints sums[ROWS][PANELS * COLUMNS];
+        sum_few<ROWS, PANELS>(leaf, sums);
+        finish<ROWS>(leaf, sums);
     });
 }
 
 void multiply(const MultiplyArgs& args) {
     const int rows = args.rows * args.weight->slices;
-    if (args.tiles == 1 && rows <= FEW_ROWS) return multiply_few(args);
+    if (args.tiles == 1 && rows <= FEW_ROWS)
+        return with_constant<FEW_ROWS>(rows, [&](auto few) {
+            with_constant<max_panels(few.value)>(
+                args.panels, [&](auto panels) { multiply_few<few.value, panels.value>(args); });
+        });
     // The parts in which the next block is prefetched: one before each pass over this one.
     const int parts = args.tiles * ((rows + BLOCK_ROWS - 1) / BLOCK_ROWS) * (COLUMNS / BLOCK_COLUMNS);
     each_leaf(*args.weight, [&](const LeafRange& range) {
@@ -178,7 +193,7 @@ void multiply(const MultiplyArgs& args) {
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() {
-    return {TILE_ROWS, sizeof(std::int16_t), [](int) { return 1; }, pack, multiply};
+    return {TILE_ROWS, sizeof(std::int16_t), max_panels, pack, multiply};
 }
 
 }  // namespace penstock

@@ -57,11 +57,14 @@ struct Plan {
     int max_panels(int rows) const { return std::clamp(kernel->max_panels(rows * slices), 1, MAX_PANELS); }
 };
 
-// Panels per item. Few rows stream the weight; many rows keep the panels in the cache.
-std::int64_t panels_of_item(const Plan& plan) {
+// Panels per item. Few rows stream the weight, with an item for every thread if there are enough panels; many rows keep
+// the panels in the cache.
+std::int64_t panels_of_item(const Plan& plan, int threads) {
     if (plan.tile_count() > 1) return plan.max_panels(plan.tile_rows);
-    const int together = plan.max_panels(static_cast<int>(plan.product.rows));
-    return std::max<std::int64_t>(ITEM_BYTES / panel_bytes(*plan.product.weight) / together, 1) * together;
+    const PenstockWeight& weight = *plan.product.weight;
+    const std::int64_t most = plan.max_panels(static_cast<int>(plan.product.rows));
+    const std::int64_t together = std::clamp<std::int64_t>(weight.panels / threads, 1, most);
+    return std::max<std::int64_t>(ITEM_BYTES / panel_bytes(weight) / together, 1) * together;
 }
 
 // Activation rows of a full tile.
@@ -83,7 +86,7 @@ Plan plan_product(const Context& context, const Product& product) {
     const std::int64_t groups = weight.group_size > 0 ? weight.padded_k / weight.group_size : 0;
     plan.scales_stride = std::int64_t{weight.leaves} * plan.tile_rows;
     plan.sums_stride = std::max<std::int64_t>(2 * groups, weight.leaves) * plan.tile_rows * plan.slices;
-    plan.item_panels = panels_of_item(plan);
+    plan.item_panels = panels_of_item(plan, context.pool.threads());
     plan.tile_groups = std::max<std::int64_t>(divide_up(plan.full_tiles, MAX_TILES), 1);
     return plan;
 }
