@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from penstock.errors import PenstockError
 
-NO_BLOCK = -1  # entry of a block table where nothing is allocated
 NO_PARENT = b""
 
 

@@ -213,7 +213,12 @@ class DraftPolicy:
         if self.scores_unverified:  # always about the same; a longer time means that it was held up
             seconds = self._thoughts.note(1, seconds)
         seconds -= self._held_up
-        (self.budget.enter if self._enters else self.budget.spend)(min(seconds, self.base) if self._is_new else seconds)
+        if self._is_new:
+            seconds = min(seconds, self.base)
+        if self._enters:
+            self.budget.enter(seconds)
+        else:
+            self.budget.spend(seconds)
         self._is_new, self._enters, self._held_up = False, False, 0.0
 
     def note_pause(self) -> None:

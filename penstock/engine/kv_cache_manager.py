@@ -27,12 +27,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from penstock.engine.block_pool import NO_BLOCK, NO_PARENT, BlockPool, hash_block
+from penstock.engine.block_pool import NO_PARENT, BlockPool, hash_block
 from penstock.engine.offload import Offload
 from penstock.engine.pins import Pin, Pins
 from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
-from penstock.interface.step import BlockCopy, BlockStore, CacheGroup
+from penstock.interface.step import NO_BLOCK, BlockCopy, BlockStore, CacheGroup
 
 TableUpdates = tuple[list[list[int]], list[int]]  # per group: new entries, and the number of released leading ones
 

@@ -6,7 +6,7 @@ Values that a request leaves open (None) are settled by the client from the mode
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import fsum
 from operator import mul
 from typing import Any
@@ -16,6 +16,7 @@ from penstock.errors import InvalidRequestError, NotSupportedError
 
 # LAST, CLS: hidden state of the last or the first token; MEAN: average over all tokens; ALL: every token, [T, hidden].
 POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
+POOLER_OPTIONS = ("pooling_type", "normalize", "is_matryoshka", "matryoshka_dimensions")  # of pooler_config
 TRUNCATION_SIDES = ("right", "left")
 MAX_DIMENSIONS = 2**20
 MAX_POOLED_BYTES = 2**26  # limit for the hidden states of one request
@@ -94,10 +95,9 @@ class PoolerConfig:
         """
         if given is None:
             return self
-        known = [item.name for item in fields(self)][:4]
         for name in given:
-            if name not in known:
-                raise check.fail("pooler_config", name, f"a mapping of some of {', '.join(known)}")
+            if name not in POOLER_OPTIONS:
+                raise check.fail("pooler_config", name, f"a mapping of some of {', '.join(POOLER_OPTIONS)}")
         for name in ("normalize", "is_matryoshka"):
             check.check_bool(f"pooler_config.{name}", given.get(name, False))
         check.check_choice("pooler_config.pooling_type", given.get("pooling_type", "LAST"), POOLING_TYPES[:3])

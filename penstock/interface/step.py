@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from penstock.interface.sampling_params import SamplingParams
 
+NO_BLOCK = -1  # entry of a block table where nothing is allocated
+
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
@@ -38,7 +40,7 @@ class NewRequest:
         token_ids: the prompt, then the outputs so far (after a preemption or a resumption).
         params: with the seed settled.
         choice: index among the `n` choices of one prompt; part of the noise counter.
-        block_tables: one list of block ids per cache group; -1 where nothing is allocated.
+        block_tables: one list of block ids per cache group; NO_BLOCK where nothing is allocated.
         mirostat_mu: mirostat's state after the outputs so far; None before the first one, or without mirostat.
     """
 

@@ -19,6 +19,11 @@ Array: TypeAlias = npt.NDArray[Any]
 Tensor: TypeAlias = Any  # an Array or a torch.Tensor; layers pass it on and never compute with it
 ArrayType: TypeAlias = np.dtype[Any]
 Dtype: TypeAlias = Any  # an ArrayType or a torch.dtype
+Int32: TypeAlias = npt.NDArray[np.int32]
+Int64: TypeAlias = npt.NDArray[np.int64]
+Float32: TypeAlias = npt.NDArray[np.float32]
+Float64: TypeAlias = npt.NDArray[np.float64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
 
 FLOAT32, BFLOAT16, FLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 INT8, INT16, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.int64)

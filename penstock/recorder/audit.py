@@ -6,8 +6,8 @@ finding: a block that is written while another request holds it, or a cached blo
 
 from dataclasses import dataclass, field
 
-from penstock.engine.block_pool import NO_BLOCK, NO_PARENT, hash_block
-from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.engine.block_pool import NO_PARENT, hash_block
+from penstock.interface.step import NO_BLOCK, CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.recorder.history import OpenRequest, Start, Step, malformed
 from penstock.recorder.records import Computed, EngineDescription
 

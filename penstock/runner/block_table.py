@@ -3,10 +3,9 @@
 import numpy as np
 
 from penstock.errors import EngineError
-from penstock.interface.step import CacheGroup
-from penstock.runner.masks import Int32, Int64
+from penstock.interface.step import NO_BLOCK, CacheGroup
+from penstock.kernels.tensors import Int32, Int64
 
-NO_BLOCK = -1
 NO_SLOT = -1
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from penstock.kernels.tensors import Int32, Int64
 from penstock.runner.block_table import BlockTable
-from penstock.runner.masks import Int32, Int64
 from penstock.runner.packed_step import Layout, PackedStep
 
 

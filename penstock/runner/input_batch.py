@@ -12,9 +12,9 @@ import numpy as np
 
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.kernels.tensors import Int32, Int64
 from penstock.runner.block_table import BlockTable
 from penstock.runner.decode_steps import DecodeStep
-from penstock.runner.masks import Int32, Int64
 from penstock.runner.packed_step import NO_DRAFT, Layout, PackedStep, PromptPiece
 from penstock.runner.sampling_rows import SamplingRows
 

@@ -21,7 +21,8 @@ from copy import copy
 import numpy as np
 
 from penstock.interface.sampling_params import SamplingParams
-from penstock.runner.masks import AFTER_FORCED, MASKS, OF_LENGTH, Float32, Int32, Int64, Mask, ids_of, is_on
+from penstock.kernels.tensors import Float32, Int32, Int64
+from penstock.runner.masks import AFTER_FORCED, MASKS, OF_LENGTH, Mask, ids_of, is_on
 from penstock.runner.repetitions import Repetitions
 from penstock.runner.truncations import IN_KERNELS, NEVER, TRUNCATIONS, Draw, truncate
 

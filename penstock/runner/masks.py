@@ -8,14 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.interface.sampling_params import SamplingParams
+from penstock.kernels.tensors import Int32, Int64
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
-Bool = npt.NDArray[np.bool_]
 Mask = Callable[[Int32, int], Int64]  # history [num_tokens], number of outputs in it -> ids [P]
 
 OFF = {item.name: item.default for item in fields(SamplingParams)}

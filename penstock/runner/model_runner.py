@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
@@ -32,7 +31,7 @@ from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
-from penstock.kernels.tensors import Array, Tensor, as_array, dtype_of, is_torch
+from penstock.kernels.tensors import Array, Bools, Tensor, as_array, dtype_of, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
 from penstock.layers.stage import Stage
 from penstock.runner.block_store import TieredBlockStore
@@ -272,9 +271,7 @@ class ModelRunner:
                 result.new_token_ids += forced[row]
         self.batch.extend(forced)
 
-    def _choose(
-        self, logits: Tensor, positions: Positions, failed: npt.NDArray[np.bool_] | None
-    ) -> tuple[Sampled, dict[int, str]]:
+    def _choose(self, logits: Tensor, positions: Positions, failed: Bools | None) -> tuple[Sampled, dict[int, str]]:
         """Sample the rows of logits [M, V] that have no error. Also return the error messages of rows that fail here.
 
         failed: [M], rows whose sequence has an error already; None if no row has.

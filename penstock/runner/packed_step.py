@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import EngineError
-from penstock.runner.masks import Int32, Int64
+from penstock.kernels.tensors import Bools, Int32, Int64
 
 NO_DRAFT = -1
 
@@ -92,7 +91,7 @@ class Layout:
     is_decode: bool
     starts: Int64
     samples_all: bool
-    catches_up: npt.NDArray[np.bool_]
+    catches_up: Bools
     token_rows: Int64
     token_sequences: Int64
     token_offsets: Int64

@@ -15,11 +15,9 @@ import numpy.typing as npt
 from penstock.errors import EngineError
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.kernels.tensors import FLOAT32, FLOAT64, Tensor, as_array
+from penstock.kernels.tensors import FLOAT32, FLOAT64, Float32, Float64, Tensor, as_array
 
 ROWS_AT_ONCE = 64  # rows copied at once; a copy of a whole chunk would take megabytes
-Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)

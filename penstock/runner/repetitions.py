@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.interface.sampling_params import SamplingParams
-from penstock.runner.masks import Float32, Int32, Int64
+from penstock.kernels.tensors import Float32, Int32, Int64
 
 LOG_OF_LARGEST = 88.7228391  # the natural logarithm of the largest float32
 WORK = 16  # comparisons per token of the history after which the search in linear time takes over

@@ -19,10 +19,9 @@ import numpy as np
 from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
-from penstock.kernels.tensors import Array, Tensor, as_array
+from penstock.kernels.tensors import Array, Float32, Int64, Tensor, as_array
 from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.logit_adjustments import LogitAdjustments
-from penstock.runner.masks import Float32, Int64
 from penstock.runner.truncations import Draw, next_mu
 
 _Part = tuple[int, Int64, Float32]  # a row of the step, ids [P], their values [P] or NO_VALUES

@@ -12,8 +12,8 @@ import numpy as np
 from penstock.errors import EngineError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import NewRequest
+from penstock.kernels.tensors import Bools, Float32, Int32, Int64
 from penstock.runner.logit_adjustments import LogitAdjustments
-from penstock.runner.masks import Bool, Float32, Int32, Int64
 
 NOT_ASKED = -1  # in num_logprobs and num_prompt_logprobs
 
@@ -42,7 +42,7 @@ class SamplingRows:
         self.noise_key: Int64 = np.zeros((max_num_seqs, 2), dtype=np.int64)
         self.num_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
         self.num_prompt_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
-        self.searches: Bool = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.searches: Bools = np.zeros(max_num_seqs, dtype=np.bool_)
         self.adjustments: list[LogitAdjustments | None] = [None] * max_num_seqs
         self.custom_processors: dict[int, dict[str, Any]] = {}
         self.mirostat_mu: list[float | None] = [None] * max_num_seqs

@@ -18,9 +18,9 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SchedulerOutput
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import Array, Tensor, as_array
+from penstock.kernels.tensors import Array, Bools, Int64, Tensor, as_array
 from penstock.runner.input_batch import InputBatch, Positions
-from penstock.runner.masks import Bool, Int64, is_on
+from penstock.runner.masks import is_on
 from penstock.runner.packed_step import PackedStep
 from penstock.runner.worker import Worker
 
@@ -37,7 +37,7 @@ class Matcher(Protocol):
 
     def follow(self, token_ids: list[int]) -> None: ...
 
-    def allowed(self) -> Bool: ...
+    def allowed(self) -> Bools: ...
 
     def forced(self) -> int | None: ...
 
@@ -60,7 +60,7 @@ class _Mask:
     are_allowed: bool
 
     @classmethod
-    def of(cls, allowed: Bool) -> "_Mask":
+    def of(cls, allowed: Bools) -> "_Mask":
         if 2 * np.count_nonzero(allowed) > len(allowed):
             return cls(np.flatnonzero(~allowed), False)
         return cls(np.flatnonzero(allowed), True)
@@ -214,7 +214,7 @@ class StructuredRows:
         return found
 
 
-def _at_length(known: _Row, matcher: Matcher, allowed: Bool, num_outputs: int) -> Bool:
+def _at_length(known: _Row, matcher: Matcher, allowed: Bools, num_outputs: int) -> Bools:
     """Leave out end tokens that may not come yet, unless nothing else is allowed: then the answer is complete."""
     params = known.params
     early = num_outputs < max(params.min_tokens, params.min_new_tokens)

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.sampling import XTC_STREAM, uniform_at
-from penstock.runner.masks import Float32, Int64, is_on
+from penstock.kernels.tensors import Float32, Float64, Int64
+from penstock.runner.masks import is_on
 
-Float64 = npt.NDArray[np.float64]
 Kept = npt.NDArray[np.bool_]
 NEVER = np.float32(-np.inf)
 TOP_H_TOKENS = 100

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.engine.engine import Engine
-from penstock.engine.kv_cache_manager import NO_BLOCK, KVCacheManager
+from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.outputs import FinishReason
-from penstock.interface.step import CacheGroup
+from penstock.interface.step import NO_BLOCK, CacheGroup
 from tests.fakes_engine import (
     VOCAB,
     ScriptedExecutor,

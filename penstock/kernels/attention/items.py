@@ -13,8 +13,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from penstock.kernels.attention.layout import SPAN_TILES, Int64
-from penstock.kernels.attention.rows import Bools, Int32, RowBlocks, ragged
+from penstock.kernels.attention.layout import SPAN_TILES
+from penstock.kernels.attention.rows import RowBlocks, ragged
+from penstock.kernels.tensors import Bools, Int32, Int64
 
 STREAM_ROWS = (
     16  # up to this many rows, an item takes its heads together; with more, computing takes longer than reading

@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-Int64 = npt.NDArray[np.int64]
+from penstock.kernels.tensors import Int64
+
 _Number = TypeVar("_Number", int, Int64)
 
 TILE = 64  # L: positions jL .. (j+1)L-1 make a tile

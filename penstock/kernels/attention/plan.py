@@ -28,13 +28,10 @@ from penstock.kernels.attention.layout import (
     ROW_CAPACITY,
     TILE,
     AttentionShape,
-    Int64,
     scratch_bytes,
     workspace_bytes,
 )
 from penstock.kernels.attention.rows import (
-    Bools,
-    Int32,
     RowBlocks,
     Sequences,
     look_alike,
@@ -42,6 +39,7 @@ from penstock.kernels.attention.rows import (
     row_blocks,
     share_prefixes,
 )
+from penstock.kernels.tensors import Bools, Int32, Int64
 
 # Columns of AttentionPlan.items and .combines, as in native/abi.h.
 SEQUENCE, HEAD_BEGIN, HEAD_END, ROW_BEGIN, ROW_END, SPAN_BEGIN, SPAN_END, PARTIAL = range(8)

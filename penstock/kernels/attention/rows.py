@@ -12,12 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock.kernels.attention.layout import ROW_CAPACITY, SPAN, SPAN_TILES, TILE, Int64
-
-Int32 = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
+from penstock.kernels.attention.layout import ROW_CAPACITY, SPAN, SPAN_TILES, TILE
+from penstock.kernels.tensors import Bools, Int32, Int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
