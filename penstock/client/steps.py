@@ -5,6 +5,7 @@ outlive the engine. `LLM(engine_in_process=False)` uses it.
 """
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Coroutine
@@ -50,6 +51,7 @@ class StepClient:
         self.tokenizer = tokenizer
         self._streams: dict[str, _Stream] = {}
         self._closed = False
+        self._pid = os.getpid()
         self._made: list[RequestOutput] = []  # not returned by `step` yet
         self._failures: dict[PenstockError, str] = {}  # not raised by `step` yet, with the request that each one ended
         self._loop = asyncio.new_event_loop()
@@ -169,6 +171,8 @@ class StepClient:
         if not self._closed:
             self._closed = True
             self._finalizer.detach()
+            if self._is_copy():
+                return  # the engine belongs to the process that made it
             self._run(self._shutdown)
             self._end_loop()
 
@@ -243,6 +247,8 @@ class StepClient:
         """Run a coroutine in the event loop and wait for its result. Ctrl-C ends the wait and cancels the coroutine."""
         if self._loop.is_closed():
             raise EngineDeadError("the engine was shut down")
+        if self._is_copy():
+            raise EngineDeadError("a process that was forked cannot use the engine of its parent; make one of its own")
         future: Future[T] | None = None
         try:
             with HeldSignals():
@@ -252,6 +258,10 @@ class StepClient:
             if future is not None:
                 future.cancel()
             raise
+
+    def _is_copy(self) -> bool:
+        """Return whether this is a copy in a forked process, where the thread of the event loop does not run."""
+        return os.getpid() != self._pid
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

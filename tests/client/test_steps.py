@@ -208,3 +208,30 @@ def test_a_wait_for_requests_that_were_aborted_meanwhile(mailboxes):
     """Guards against a ValueError of asyncio if another thread aborts the last request before the wait has begun."""
     assert mailboxes._run(mailboxes._step) is None
     assert mailboxes.step(2) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of forks with threads
+@pytest.mark.parametrize("call", ["generate", "shutdown", "with"])
+def test_a_forked_process_is_refused(llm, call):
+    """Guards against waiting for ever: the thread of the event loop does not run in the copy."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        code = 1
+        try:
+            match call:
+                case "generate":
+                    llm.generate("Once", GREEDY)
+                case "shutdown":
+                    llm.shutdown()
+                    code = 0
+                case "with":
+                    with llm:
+                        pass
+                    code = 0
+        except EngineDeadError as error:
+            code = 0 if "forked" in str(error) else 1
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert llm.generate("Once", GREEDY)[0].finished
