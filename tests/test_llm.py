@@ -1,11 +1,13 @@
 """The offline API with the demo model: what users' scripts rely on."""
 
 import asyncio
+import gc
 import json
 import pickle
 import shutil
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -245,6 +247,16 @@ def test_used_after_the_end():
     llm.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate("Once", GREEDY)
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.forward("Once")
+
+
+def test_shutdown_frees_the_model():
+    """Guards against an LLM that refers to its weights and cache for as long as the program keeps it."""
+    with LLM(model="demo", threads=1) as llm:
+        model = weakref.ref(llm.built.model)
+    gc.collect()
+    assert model() is None
 
 
 def test_what_is_no_sampling_params_is_refused(llm):

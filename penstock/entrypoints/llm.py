@@ -29,7 +29,7 @@ from penstock.entrypoints.pooling import (
     score_output,
 )
 from penstock.entrypoints.progress import progress
-from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
+from penstock.errors import EngineDeadError, InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.pooling import (
@@ -160,8 +160,11 @@ class LLM:
 
         Raises:
             NotSupportedError: the engine is in a process of its own.
+            EngineDeadError: the engine was shut down.
         """
         if self._built is None:
+            if isinstance(self.client, InProcessClient):
+                raise EngineDeadError("the engine was shut down")
             raise NotSupportedError("engine_in_process: the model is in another process", param="engine_in_process")
         return self._built
 
@@ -462,6 +465,7 @@ class LLM:
     def shutdown(self) -> None:
         """Free the model. A second call does nothing."""
         self.client.shutdown()
+        self._built = None  # it refers to the model
 
     def __enter__(self) -> "LLM":
         return self
