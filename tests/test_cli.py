@@ -145,6 +145,25 @@ def test_a_reader_that_goes_away_is_no_traceback():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["serve", "--help"], ["table", "demo"]])
+@pytest.mark.parametrize("is_unbuffered", [False, True])
+def test_output_that_nobody_takes_is_no_traceback(words, is_unbuffered):
+    """Guards against Python's own report, and its exit code 120, for what is still in the buffer at the exit."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1" if is_unbuffered else ""}
+    command = [sys.executable, "-m", "penstock", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=-1, text=True, env=environment)
+    allowed = [(1, "penstock: No space left on device\n")]
+    if "--help" in words:
+        allowed.append((0, ""))  # argparse ignores the error of a write
+    assert (done.returncode, done.stderr) in allowed
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, "w") as broken:
+        done = subprocess.run(command, stdout=broken, stderr=-1, text=True, env=environment)
+    assert done.stderr == ""
+
+
 def test_chat_keeps_the_conversation():
     """Guards against commands that are sent to the model, and a full conversation that can only be forgotten."""
     lines = ["/retry", "What is 2 + 3?", "/retry", "/help", "/what", "/reset", "Hello", "What is 2 + 3?", "/system"]

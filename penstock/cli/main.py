@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from penstock import __version__
@@ -125,6 +126,22 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command line and return the exit code."""
     open_standard_streams()
     words = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return run(words)
+        finally:  # also after --help, which raises SystemExit
+            sys.stdout.flush()  # at the exit of Python, an error would be reported as that of its own object
+    except BrokenPipeError:  # the reader of standard output has closed it, as in `penstock generate | head`
+        drop_output()
+        return 1
+    except OSError as error:  # standard output is on a full disk, for instance
+        print(f"penstock: {error.strerror or error}", file=sys.stderr)
+        drop_output()
+        return 1
+
+
+def run(words: list[str]) -> int:
+    """Run one command line and return the exit code. Raise OSError if standard output cannot be written."""
     parser = build_parser(words)
     args = parser.parse_args(dashed(words))
     # Until a command handles it, Ctrl-C simply ends the process: a KeyboardInterrupt in the middle of an import could
@@ -146,12 +163,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if isinstance(error, EngineError) else 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of standard output has closed it, as in `penstock generate | head`
+
+
+def drop_output() -> None:
+    """Let what is left in the buffer of standard output go to /dev/null, so that Python can write it at the exit."""
+    with suppress(OSError, ValueError):  # ValueError: a test has replaced it by a stream without a descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:  # standard output is on a full disk, for instance
-        print(f"penstock: {error.strerror or error}", file=sys.stderr)
-        return 1
 
 
 if __name__ == "__main__":
