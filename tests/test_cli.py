@@ -96,6 +96,10 @@ def test_version_and_help_import_no_torch():
             "--input-len: prefix_len + input_len + output_len exceed max_model_len = 1024",
         ),
         (["tell"], "invalid choice: 'tell'"),
+        (["generate", "-p", "x", "--json-schema-file", "/dev/zero"], "it has more than 8 MiB"),
+        (["simulate", "--trace", "/dev/zero"], "--trace: '/dev/zero' is not a file"),
+        (["simulate", "--costs", "/dev/zero"], "--costs: '/dev/zero' is not a file"),
+        (["simulate", "--dataset-name", "sharegpt", "--dataset-path", "/dev/zero"], "/dev/zero is not a file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message):

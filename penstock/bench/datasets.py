@@ -175,6 +175,8 @@ def _first_turns(path: Path) -> Iterator[tuple[str, str]]:
     Raises:
         InvalidRequestError: the file cannot be read or is not a list of conversations.
     """
+    if path.exists() and not path.is_file():
+        raise _refused(path, "is not a file")  # a device may have no end
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:

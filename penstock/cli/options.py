@@ -10,12 +10,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.terminal import LOGGER, saying
 from penstock.config import PARTS, EngineConfig, option_names
-from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.validation import LOG_LEVELS, shown
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNSET = argparse.SUPPRESS
+MAX_SCHEMA = 2**23  # bytes of a file
 FLAGS = {  # field -> name of its flag, where they differ
     "structured_outputs": "json_schema_file",
     "drain_timeout_s": "drain_timeout",
@@ -79,8 +78,12 @@ def read_schema(file: str) -> StructuredOutputsParams:
         argparse.ArgumentTypeError: the file cannot be read, or holds no JSON schema.
     """
     try:
-        return StructuredOutputsParams(json=Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, InvalidRequestError) as error:
+        with open(file, "rb") as opened:
+            data = opened.read(MAX_SCHEMA + 1)  # a device or a pipe may have no end
+        if len(data) > MAX_SCHEMA:
+            raise ValueError(f"it has more than {MAX_SCHEMA >> 20} MiB")
+        return StructuredOutputsParams(json=data.decode())
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, a null byte in the name, or an InvalidRequestError
         raise argparse.ArgumentTypeError(f"{shown(file)} is not a JSON schema: {error}") from None
 
 

@@ -95,6 +95,8 @@ class Trace:
 
 
 def _open(path: Path) -> TextIO:
+    if path.exists() and not path.is_file():
+        raise _refused(path, "is not a file")  # a device may have no end, and a pipe can be read only once
     try:
         return path.open(encoding="utf-8", newline="")
     except OSError as error:

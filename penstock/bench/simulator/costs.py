@@ -117,6 +117,8 @@ def read_costs(path: Path) -> LinearCosts:
     Raises:
         InvalidRequestError: the file cannot be read, or its names are not those of LinearCosts.
     """
+    if path.exists() and not path.is_file():
+        raise InvalidRequestError(f"costs: {str(path)!r} is not a file", param="costs")  # a device may have no end
     try:
         found = json.loads(path.read_bytes())
         return LinearCosts(**found)
