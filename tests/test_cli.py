@@ -290,7 +290,8 @@ def wait_healthy(url: str, process: subprocess.Popen) -> None:
 
 def test_closed_standard_streams():
     """Guards against a traceback for `>&-`, and against a server started with closed streams, as some service managers
-    do: the sockets to its processes got their descriptors, and its tokenizer could not be started."""
+    do: the sockets to its processes got their descriptors, and its tokenizer could not be started; and in its engine,
+    what was written to standard error went into the flight record."""
     command = [sys.executable, "-m", "penstock"]
     words = ["generate", "-p", "x", "--max-tokens", "2", "--json"]
     done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&-', "sh", *command, *words], stderr=-1, text=True)
@@ -302,6 +303,8 @@ def test_closed_standard_streams():
     with subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, *words]) as process:
         try:
             wait_healthy(f"http://127.0.0.1:{port}", process)
+            engine = json.loads(get(f"http://127.0.0.1:{port}/status")[1])["engine"]["pid"]
+            assert [os.readlink(f"/proc/{engine}/fd/{number}") for number in range(3)] == ["/dev/null"] * 3
             process.terminate()
             assert process.wait(WAIT_S) == 0
         finally:

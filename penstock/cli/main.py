@@ -112,13 +112,15 @@ def error_line(error: PenstockError, args: argparse.Namespace) -> str:
 def open_standard_streams() -> None:
     """Open /dev/null in place of each standard stream that the caller has closed, as in `penstock serve <&- >&-`.
 
-    Otherwise the first socket or file would get its descriptor, and what is printed would end up there.
+    Otherwise the first socket or file would get its descriptor, and what is printed would end up there. Processes that
+    are started later inherit these streams.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the system gives it the lowest descriptor that is free: this one
+            # The system gives it the lowest descriptor that is free: this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  # open as long as the process
 
 
