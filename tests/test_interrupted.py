@@ -172,6 +172,24 @@ def test_a_request_that_another_thread_aborts_ends_with_what_it_has(llm, in_proc
         other.shutdown()
 
 
+@pytest.mark.parametrize("use", ["add_request", "step"])
+def test_an_abort_during_any_use_of_the_engine_is_done_at_its_end(llm, monkeypatch, use):
+    """Guards against outputs after an abort: one that came while a request was added, or during a step that failed, was
+    only done after the next step."""
+    llm.engine.add_request("a", "Once", ENDLESS)
+
+    def used(*_):
+        thread = threading.Thread(target=llm.engine.abort, args=["a"])
+        thread.start()
+        thread.join()
+        raise ValueError("scripted")
+
+    monkeypatch.setattr(llm.built.engine, use, used)
+    with pytest.raises(ValueError, match="scripted"):
+        llm.engine.step() if use == "step" else llm.engine.add_request("b", "Once", ENDLESS)
+    assert not llm.engine.has_unfinished_requests()
+
+
 def test_aborts_at_any_time_leave_nothing_behind(llm):
     """Guards against outputs that are returned twice, or never, if a request is aborted while a step returns them."""
     params = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, output_kind=RequestOutputKind.DELTA)

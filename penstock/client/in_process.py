@@ -5,7 +5,8 @@ add_request -> InputProcessor -> Engine.step -> OpenRequests -> RequestOutputs
 
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from penstock import validation as check
@@ -81,7 +82,7 @@ class InProcessClient:
         return self._open(self._inputs.process(prompt, params, request_id, "", priority))  # one flow, so in order
 
     def _open(self, prepared: PreparedRequest) -> OpenRequest:
-        with HeldSignals(), self._busy:
+        with self._using_engine():
             request = self._requests.open(prepared)
             try:
                 for engine_request in prepared.engine_requests:
@@ -118,16 +119,14 @@ class InProcessClient:
             failure, self._failure = self._failure, None
             raise failure
         for _ in range(num_steps):
-            with HeldSignals():
-                self._step()
-                self._abort_all()
+            self._step()
             if self._failure is not None or not self.engine.has_work:
                 break
         made, self._made = self._made, []
         return made
 
     def _step(self) -> None:
-        with self._busy:
+        with self._using_engine():
             try:
                 self._made += self._taken(self.engine.step())
                 while self.engine.has_work and not self.num_open:
@@ -155,7 +154,7 @@ class InProcessClient:
     def abort(self, request_id: str) -> bool:
         """End a request without another output. Return False if it is not open.
 
-        If a step is being computed, by another thread or by the caller, the request ends after it.
+        If the engine is in use, by another thread or by the caller, as in a step, the request ends after that.
         """
         is_open = self._requests.get(request_id) is not None
         with HeldSignals():
@@ -169,6 +168,16 @@ class InProcessClient:
             for request_id in request_ids:
                 self.abort(request_id)
             self._made = [output for output in self._made if output.request_id not in request_ids]
+
+    @contextmanager
+    def _using_engine(self) -> Iterator[None]:
+        """Hold signals and `_busy`. At the end, do what `abort` was called for meanwhile."""
+        with HeldSignals():
+            try:
+                with self._busy:
+                    yield
+            finally:
+                self._abort_all()
 
     def _abort_all(self) -> None:
         """Do what `abort` was called for, unless the engine is in use: its user does it then."""
@@ -204,7 +213,7 @@ class InProcessClient:
         pin = self._requests.prefixes.pin(name, ids, salt, self.model_info.block_size)
         if not pin.is_computed:
             try:
-                with HeldSignals(), self._busy:
+                with self._using_engine():
                     self.engine.pin(pin.name, pin.request.prompt_token_ids, salt)
                 self._compute(pin)
             except BaseException:
