@@ -140,7 +140,8 @@ class EngineChild(EngineConnection):
         if self._writer is None:
             self._sock.close()
         else:
-            self._writer.close()
+            with suppress(RuntimeError):  # its event loop is closed; the connection ends with the process
+                self._writer.close()
 
     def kill(self) -> None:
         if self._process.poll() is None:

@@ -139,15 +139,15 @@ class Replicas:
         """End the engines at once, and wait until they have ended; for use without an event loop."""
         self.stop()
         for replica in self._replicas:
-            replica.supervisor.child.end()
+            replica.supervisor.end()
 
     def abandon(self) -> None:
         """End the engines of a listener that exists no more; from any thread."""
         loop = self._watches[0].get_loop() if self._watches else None
-        if loop is None or loop.is_closed():
-            self.stop()
-        else:
+        if loop is not None and loop.is_running():
             loop.call_soon_threadsafe(self.stop)
+        else:  # a loop that does not run would not close the connections
+            self.end()
 
     async def wait(self) -> None:
         """Wait for the processes to end, after `stop`, and for the records in progress."""

@@ -87,6 +87,11 @@ class Standby:
         if self._engine is not None:
             self._engine.child.hang_up()
 
+    def end(self) -> None:
+        """End the process at once, and wait until it has ended; for use without an event loop."""
+        if self._engine is not None:
+            self._engine.child.end()
+
     async def wait(self) -> None:
         """Wait until the process has ended, after `hang_up`."""
         if self._running is not None and self._running.get_loop() is asyncio.get_running_loop():

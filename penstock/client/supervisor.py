@@ -143,6 +143,12 @@ class EngineSupervisor:
         self._fail(error)
         self._hang_up()
 
+    def end(self) -> None:
+        """End the processes at once, after `stop`, and wait until they have ended; for use without an event loop."""
+        self.child.end()
+        if self._standby is not None:
+            self._standby.end()
+
     async def wait(self) -> None:
         """Wait for the processes to end, after `stop`."""
         await self.child.wait()

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -57,6 +59,38 @@ def test_an_async_llm_that_is_dropped_ends_its_process():
         assert await asyncio.to_thread(ends, pid)
 
     asyncio.run(scenario())
+
+
+AFTER_ITS_LOOP = """
+import asyncio, sys
+from penstock import AsyncLLM
+
+async def start():
+    llm = AsyncLLM(model="demo", standby=True)
+    await llm.start()
+    while (standby := llm.status().standby.pid) is None:
+        await asyncio.sleep(0.01)
+    return llm, (llm.status().pid, standby)
+
+loop = asyncio.new_event_loop()
+llm, pids = loop.run_until_complete(start())
+if sys.argv[1] == "closed":
+    loop.close()
+del llm
+print(*pids, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state", ["stopped", "closed"])
+def test_an_async_llm_that_is_dropped_after_its_loop_ends_its_processes(state):
+    """Guards against processes that wait for an event loop that runs no more to close their connections."""
+    script = [sys.executable, "-c", AFTER_ITS_LOOP, state]
+    with subprocess.Popen(script, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True) as program:
+        pids = program.stdout.readline().split()
+        assert len(pids) == 2
+        assert all(ends(pid) for pid in pids)
+        assert program.poll() is None
 
 
 def test_an_async_llm_that_was_never_used_ends_its_process():
