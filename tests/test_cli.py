@@ -202,6 +202,17 @@ def wait_until_asleep(child: subprocess.Popen) -> None:
         time.sleep(0.005)
 
 
+def test_chat_refuses_a_line_without_end():
+    """Guards against reading a device (`penstock chat </dev/zero`) until memory is full."""
+    with open("/dev/zero") as zeros:
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", "chat"], stdin=zeros, capture_output=True, text=True, timeout=100
+        )
+    assert done.returncode == 2
+    assert "a line has more than" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_chat_in_a_terminal_edits_lines_and_remembers_them(tmp_path: Path):
     """Guards against Ctrl-C at an empty prompt that ends the program, arrows that print codes, and a history lost."""
     history = tmp_path / "penstock" / "chat_history"

@@ -16,6 +16,7 @@ from penstock.tokenizer.conversation import render_chat
 if TYPE_CHECKING:
     from penstock.entrypoints.llm import LLM
 
+MAX_LINE = 2**24  # characters of a line that is not typed
 DESCRIPTION = "Talk to a model in the terminal."
 COMMANDS = """\
 /help          these lines
@@ -151,19 +152,27 @@ def _talk(conversation: Conversation) -> None:
 
 def _read_line() -> str | None:
     """Return the user's next line; None at the end of the input."""
-    interactive = sys.stdin.isatty()
+    if not sys.stdin.isatty():
+        return _read_piped_line()
     while True:
         try:
-            return (input("> ") if interactive else input()).strip()
+            return input("> ").strip()
         except KeyboardInterrupt:
             print()
-            if not interactive:
-                return None
             note("(Ctrl-D or /exit leaves)")
         except EOFError:
-            if interactive:
-                print()
+            print()
             return None
+
+
+def _read_piped_line() -> str | None:
+    try:
+        line = sys.stdin.readline(MAX_LINE + 1)
+    except KeyboardInterrupt:
+        return None
+    if len(line) > MAX_LINE:  # a device, perhaps, which has no end
+        raise InvalidRequestError(f"standard input: a line has more than {MAX_LINE} characters")
+    return line.strip() if line else None
 
 
 class _line_editor:

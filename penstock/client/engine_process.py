@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.client import frames
-from penstock.client.outbox import HEARTBEAT_S, Outbox
+from penstock.client.outbox import HEARTBEAT_S, ClientGoneError, Outbox
 from penstock.client.pending_forms import PendingForms
 from penstock.engine.engine import Engine
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
@@ -195,7 +195,7 @@ def main(argv: list[str]) -> int:
         server = _start(sock, inbox)
         if server is not None:
             server.run()
-    except ConnectionError:  # the reader thread sees it too, and is perhaps about to end this process
+    except ClientGoneError:  # the reader thread sees it too, and is perhaps about to end this process
         return EXIT_CLIENT_GONE
     except MemoryError:
         os.write(STDERR, b"penstock: the engine process has no memory left\n")

@@ -167,6 +167,8 @@ class InProcessClient:
         with HeldSignals():
             for request_id in request_ids:
                 self.abort(request_id)
+            if not request_ids:  # another thread may be taking what was made
+                return
             self._made = [output for output in self._made if output.request_id not in request_ids]
 
     @contextmanager

@@ -19,6 +19,10 @@ from penstock.parallel.effort import Effort
 HEARTBEAT_S = 0.5
 
 
+class ClientGoneError(Exception):
+    """The client's end of the socket is closed."""
+
+
 class Outbox:
     """Sends frames over a socket, and heartbeats from a thread while `working`. Thread-safe."""
 
@@ -32,11 +36,15 @@ class Outbox:
         self._thread: threading.Thread | None = None
 
     def send(self, frame: frames.FromEngine) -> None:
-        """Send a frame. Raise OSError if the client is gone."""
+        """Send a frame. Raise ClientGoneError if the client is gone."""
         if isinstance(frame, frames.Ready | frames.Outputs | frames.Heartbeat):
             self._stats = frame.stats
-        with self._lock:
-            self._sock.sendall(frames.pack(frame))
+        packed = frames.pack(frame)
+        try:
+            with self._lock:
+                self._sock.sendall(packed)
+        except ConnectionError as error:
+            raise ClientGoneError from error
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -61,5 +69,7 @@ class Outbox:
             if since is None or not now.exceeds(seen):
                 continue
             seen = now
-            with contextlib.suppress(OSError):  # the client is gone, and the reader thread ends this process
+            with contextlib.suppress(
+                ClientGoneError, OSError
+            ):  # the client is gone, and the reader thread ends this process
                 self.send(frames.Heartbeat(self.epoch, self._stats, working_s=time.monotonic() - since))

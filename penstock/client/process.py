@@ -7,6 +7,7 @@ with the process that computes it. A request that cannot be handled ends alone.
 import asyncio
 import itertools
 import logging
+import os
 import time
 import warnings
 import weakref
@@ -90,7 +91,7 @@ class ProcessClient:
         start = frames.Start(-1, options, num_engines=launcher.num_engines)
         outputs_left, record = self._admission.outputs_left, record or RecordOptions()
         self._replicas = Replicas(start, self._requests, self, outputs_left, record, standby=standby, launcher=launcher)
-        weakref.finalize(self, _dropped, self._replicas).atexit = False  # at the exit, children end by themselves
+        when_dropped(self, _dropped, self._replicas)
         self._transfer = KVTransfer(transfer or KVTransferOptions())
         self._fingerprint: str | None = None  # of the model that self._inputs was made for
         self._draining = False
@@ -413,6 +414,22 @@ def _dropped(replicas: Replicas) -> None:
     if replicas.failure is None:
         replicas.abandon()
         warn_of_dropped()
+
+
+def when_dropped(owner: object, end: Callable[..., object], *args: Any) -> "weakref.finalize[..., Any]":
+    """Call end(*args) when the owner of a process is dropped.
+
+    Not at the exit, where children end by themselves; nor in a forked copy, whose parent goes on using them.
+    """
+    pid = os.getpid()
+
+    def dropped() -> None:
+        if os.getpid() == pid:
+            end(*args)
+
+    finalizer = weakref.finalize(owner, dropped)
+    finalizer.atexit = False
+    return finalizer
 
 
 def warn_of_dropped() -> None:

@@ -7,7 +7,6 @@ outlive the engine. `LLM(engine_in_process=False)` uses it.
 import asyncio
 import os
 import threading
-import weakref
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from penstock.client.engine_client import EngineStatus, Prompt
 from penstock.client.held_signals import HeldSignals
 from penstock.client.in_process import MAX_STEPS
 from penstock.client.open_requests import OpenRequest
-from penstock.client.process import ProcessClient, warn_of_dropped
+from penstock.client.process import ProcessClient, warn_of_dropped, when_dropped
 from penstock.errors import EngineDeadError, NotSupportedError, PenstockError, RequestFailedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, PrefixUse, RequestOutput
@@ -62,8 +61,7 @@ class StepClient:
         except BaseException:
             self._end_loop()
             raise
-        self._finalizer = weakref.finalize(self, _dropped, self._loop, self._client, self._streams)
-        self._finalizer.atexit = False  # the process is ended with its parent
+        self._finalizer = when_dropped(self, _dropped, self._loop, self._client, self._streams)
         try:
             self._run(self._client.start)
         except BaseException:
@@ -147,6 +145,8 @@ class StepClient:
         with HeldSignals():
             for request_id in request_ids:
                 self.abort(request_id)
+            if not request_ids:  # another thread may be taking what was made
+                return
             self._made = [output for output in self._made if output.request_id not in request_ids]
             self._failures = {error: name for error, name in self._failures.items() if name not in request_ids}
 
@@ -168,13 +168,15 @@ class StepClient:
 
     def shutdown(self) -> None:
         """End the engine process. A second call does nothing."""
-        if not self._closed:
+        if self._closed:
+            return
+        if not self._is_copy():  # the engine belongs to the process that made it
+            self._run(self._shutdown)
+        with HeldSignals():  # not closed before: after an interruption, a second call has to end the process
             self._closed = True
             self._finalizer.detach()
-            if self._is_copy():
-                return  # the engine belongs to the process that made it
-            self._run(self._shutdown)
-            self._end_loop()
+            if not self._is_copy():
+                self._end_loop()
 
     # --- in the thread of the event loop ---------------------------------------------------------------------------
 

@@ -24,10 +24,8 @@ from penstock.parallel.spawn import spawn
 LOGGER = logging.getLogger("penstock")
 CALL_CPU_S, CPU_S_PER_CHAR = 1.0, 1e-5  # processor time; a million letters take 0.5 to 1.7 s
 CALL_MEMORY, MEMORY_PER_CHAR = 2**29, 2**11  # bytes; a million letters take 700 MB
-PATIENCE, PATIENCE_S = (
-    10.0,
-    30.0,
-)  # wall-clock limit of a call: PATIENCE times its limit of processor time, plus PATIENCE_S
+# The wall-clock limit of a call is PATIENCE times its limit of processor time, plus PATIENCE_S.
+PATIENCE, PATIENCE_S = 10.0, 30.0
 # By function: the field of the request that it works on, and what runs.
 SUBJECTS = {
     "encode_all": ("prompt", "the model's tokenizer"),

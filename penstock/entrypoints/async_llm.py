@@ -1,7 +1,6 @@
 """AsyncLLM: streams of tokens for asyncio programs, from an engine in a child process. It imports no torch."""
 
 import asyncio
-import weakref
 from contextlib import aclosing
 from typing import Any
 
@@ -10,7 +9,7 @@ from penstock.client.admission import AdmissionLimits
 from penstock.client.child import Launcher
 from penstock.client.engine_client import Prompt
 from penstock.client.isolation import IsolatedTokenizer
-from penstock.client.process import ProcessClient
+from penstock.client.process import ProcessClient, when_dropped
 from penstock.client.records import RecordOptions
 from penstock.client.replicas import MAX_REPLICAS
 from penstock.client.tokenizers import choose_tokenizer
@@ -88,7 +87,7 @@ class AsyncLLM(ProcessClient):
             transfer=transfer,
         )
         if isinstance(found, IsolatedTokenizer):
-            weakref.finalize(self, found.close).atexit = False  # if nobody calls shutdown()
+            when_dropped(self, found.close)  # if nobody calls shutdown()
             try:
                 found.load()  # while the engine starts
             except BaseException:

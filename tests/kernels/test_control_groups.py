@@ -11,7 +11,8 @@ V1_MOUNTS = (
     "33 31 0:30 {top} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
     "34 31 0:31 {top} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
 )
-V2_MOUNTS = "30 23 0:28 {top} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+NAMELESS = "29 23 0:27 / /mnt rw,relatime - tmpfs  rw\n"  # a mount without a source
+V2_MOUNTS = NAMELESS + "30 23 0:28 {top} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 GIB = 2**30
 
 

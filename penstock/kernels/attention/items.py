@@ -17,9 +17,8 @@ from penstock.kernels.attention.layout import SPAN_TILES
 from penstock.kernels.attention.rows import RowBlocks, ragged
 from penstock.kernels.tensors import Bools, Int32, Int64
 
-STREAM_ROWS = (
-    16  # up to this many rows, an item takes its heads together; with more, computing takes longer than reading
-)
+# Up to this many rows, an item takes its heads together; with more, computing takes longer than reading.
+STREAM_ROWS = 16
 READ_ROWS = 16  # reading a tile costs as much as multiplying this many rows with it
 PIECES_PER_CORE = 8  # at most, if blocks alone do not share the load well
 ITEMS_PER_CORE = 4  # enough to leave something to steal

@@ -43,7 +43,7 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         fields, _, tail = line.partition(" - ")
         mounted_root, mount_point = fields.split()[3:5]
-        kind, _, options = tail.split(maxsplit=2)
+        kind, *_, options = tail.split()  # the source between them may be empty
         name = {"cgroup": controller, "cgroup2": ""}.get(kind)
         if name is None or name not in paths or (kind == "cgroup" and controller not in options.split(",")):
             continue
