@@ -185,9 +185,10 @@ class InProcessClient:
         """Do what `abort` was called for, unless the engine is in use: its user does it then."""
         while self._to_abort and self._busy.acquire(blocking=False):
             try:
-                request = self._requests.get(self._to_abort.popleft())
-                if request is not None:
-                    self._end(request)
+                while self._to_abort:  # looked at again: another thread may have been faster
+                    request = self._requests.get(self._to_abort.popleft())
+                    if request is not None:
+                        self._end(request)
             finally:
                 self._busy.release()
 

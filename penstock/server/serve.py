@@ -32,6 +32,7 @@ from penstock.server.protocol import GuardedProtocol
 from penstock.server.resumption import resume
 from penstock.tokenizer.conversation import check_variables
 
+OPEN_TO_ALL = "no API key is set, so anyone who can reach %s may use the API (--api-key or --api-key-file sets one)"
 EXIT_OK = 0
 EXIT_CANNOT_LISTEN = 1
 EXIT_ENGINE_FAILED = 70
@@ -128,10 +129,7 @@ class Serving:
     async def run(self) -> int:
         log_to_stderr(self._options.log_level)
         if self._options.is_open_to_all:
-            message = (
-                "no API key is set, so anyone who can reach %s may use the API (--api-key or --api-key-file sets one)"
-            )
-            LOGGER.warning(message, self._options.host)
+            LOGGER.warning(OPEN_TO_ALL, self._options.host)
         with self._signals():
             await self._client.attach()
             kept = self._app.state.context.kept
