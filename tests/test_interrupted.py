@@ -4,6 +4,7 @@ import inspect
 import signal
 import sys
 import threading
+from collections import deque
 from contextlib import contextmanager
 from random import Random
 
@@ -281,3 +282,21 @@ def test_streams_that_begin_at_the_same_time_exclude_each_other(llm, monkeypatch
     assert len(llm.generate(PROMPTS, PARAMS)) == 2
     assert len(refusals) == 1
     assert len(llm.generate(PROMPTS, PARAMS)) == 2
+
+
+class EmptiedMeanwhile(deque):
+    """A queue that another thread empties right after the first look at it."""
+
+    num_looks = 0
+
+    def __bool__(self):
+        self.num_looks += 1
+        return self.num_looks == 1 or len(self) > 0
+
+
+def test_two_threads_that_abort_at_once(llm, monkeypatch):
+    """Guards against an IndexError in the slower of two threads that abort requests."""
+    queue = EmptiedMeanwhile()
+    monkeypatch.setattr(llm.engine, "_to_abort", queue)
+    llm.engine._abort_all()
+    assert queue.num_looks == 3

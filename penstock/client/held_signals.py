@@ -19,7 +19,7 @@ SIGNALS = [int(number) for number in sorted(signal.valid_signals())]
 class HeldSignals:
     """A block in which the handlers of signals do not run. They run at its end, once each, and may raise then.
 
-    A second Ctrl-C is not held: without it, nobody could end a step that hangs. Handlers are called by the main thread
+    A second Ctrl-C is not held, so that it can end a step that hangs. Handlers are called by the main thread
     only, so in other threads there is nothing to hold. Blocks may be nested.
     """
 

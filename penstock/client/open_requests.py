@@ -311,7 +311,7 @@ class OpenRequest:
         return self._make_output(self.choices, finished=True)
 
     def aborted(self) -> RequestOutput:
-        """End every choice because somebody has aborted the request, and return the output for the reader."""
+        """End every choice as aborted, and return the last output of the request."""
         for choice in self.choices:
             choice.end(FinishReason.ABORT)
         return self._make_output(self.choices, finished=True)

@@ -69,7 +69,6 @@ class Outbox:
             if since is None or not now.exceeds(seen):
                 continue
             seen = now
-            with contextlib.suppress(
-                ClientGoneError, OSError
-            ):  # the client is gone, and the reader thread ends this process
+            # If the client is gone, the reader thread ends this process.
+            with contextlib.suppress(ClientGoneError, OSError):
                 self.send(frames.Heartbeat(self.epoch, self._stats, working_s=time.monotonic() - since))

@@ -48,8 +48,8 @@ class ReplicasListener(Protocol):
         """Handle an engine's outputs, or the rejection of a request."""
 
 
-class _Nobody:
-    """A listener that exists no more."""
+class _DroppedListener:
+    """Stands in for a client that was garbage-collected, and ignores every event."""
 
     def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
         """Do nothing."""
@@ -97,7 +97,7 @@ class Replicas:
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
         self.settled = asyncio.Event()
-        self._listener = weakref.ref(listener)  # so that a client that nobody refers to any more ends its engines
+        self._listener = weakref.ref(listener)  # weak, so that dropping the client ends its engines
         self._start = start
         self._record = record
         self._standby = standby
@@ -225,11 +225,11 @@ class Replicas:
                 message = f"it computes differently from the others ({change}): its files or its processor differ"
                 replica.supervisor.give_up(EngineDeadError(message))
                 return
-            self._tell().engine_failed(EngineDeadError(f"the new engine computes differently: {change}"))
+            self._current_listener().engine_failed(EngineDeadError(f"the new engine computes differently: {change}"))
             self.model_info = info
         self.model_info = self.model_info or info  # that of the first engine says why its options were chosen
         replica.recovery.engine_ready()
-        self._tell().engine_ready(replica.index, self._num_rows(), info)
+        self._current_listener().engine_ready(replica.index, self._num_rows(), info)
         if known is None:
             self.dispatcher.use(info.block_size, replica.supervisor.liveness.stats.kv_blocks_total)
             for index in range(1, len(self)):
@@ -250,7 +250,7 @@ class Replicas:
         to_blame = replica.recovery.engine_lost(replica.last_outputs_at)
         request = None if to_blame is None else self.requests.owner(to_blame)
         self.dispatcher.forget(replica)
-        self._tell().engine_lost(replica.index, self._num_rows(), request)
+        self._current_listener().engine_lost(replica.index, self._num_rows(), request)
         self.dispatcher.move()
         return request is not None
 
@@ -274,15 +274,15 @@ class Replicas:
     def received(self, replica: Replica, frame: frames.Outputs | frames.Rejected) -> None:
         """Pass on the outputs and rejections of an engine, without choices that have moved to another engine."""
         if isinstance(frame, frames.Rejected):
-            self._tell().received(replica.index, frame)
+            self._current_listener().received(replica.index, frame)
             return
         replica.last_outputs_at = time.monotonic()
         outputs = self.dispatcher.its_own(replica, frame.outputs)
-        self._tell().received(replica.index, structs.replace(frame, outputs=outputs))
+        self._current_listener().received(replica.index, structs.replace(frame, outputs=outputs))
         self.dispatcher.received(replica, outputs)
 
-    def _tell(self) -> ReplicasListener:
-        return self._listener() or _Nobody()
+    def _current_listener(self) -> ReplicasListener:
+        return self._listener() or _DroppedListener()
 
     def _num_rows(self) -> int:
         infos = [replica.supervisor.model_info for replica in self._replicas if replica.is_ready]
@@ -292,7 +292,7 @@ class Replicas:
         """End all engines: there will be none any more."""
         if self.failure is None:
             self.failure = failure
-            self._tell().engine_failed(shown)
+            self._current_listener().engine_failed(shown)
         for replica in self._replicas:
             replica.supervisor.stop()
         self.settled.set()

@@ -78,7 +78,7 @@ class Place:
 
         Raises:
             OSError: the process cannot be started, or its connections to the other ranks cannot be made. Those to this
-                place are closed then, so that nobody waits for the rank.
+                place are then closed, so that no other rank waits for this one.
         """
         with self._door, ExitStack() as inherited:
             ends = [

@@ -103,3 +103,11 @@ def test_a_client_that_leaves_during_a_step_is_no_error() -> None:
         assert frames.receive(ours) is not None
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == EXIT_CLIENT_GONE
+
+
+def test_a_client_that_is_gone_is_an_error_of_its_own() -> None:
+    """Guards against a ConnectionError of the user's code that ends an engine silently, as if its client had gone."""
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs, pytest.raises(outbox.ClientGoneError):
+        Outbox(theirs, 3).send(frames.Outputs(3, [], EngineStats()))

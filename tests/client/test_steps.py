@@ -235,3 +235,19 @@ def test_a_forked_process_is_refused(llm, call):
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert llm.generate("Once", GREEDY)[0].finished
+
+
+def test_a_shutdown_that_was_interrupted_can_be_repeated(monkeypatch):
+    """Guards against an engine that lives on because Ctrl-C ended the first call of `shutdown`."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    made = StepClient(Mailboxes, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(made, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.shutdown()
+    assert made._thread.is_alive()
+    made.shutdown()
+    assert not made._thread.is_alive()
