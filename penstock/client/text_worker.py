@@ -85,7 +85,7 @@ class TextWorker:
                 reason = child.reason(cpu_s)
                 self._child = None
                 with suppress(OSError):  # otherwise the next call tries again
-                    self._child = _Child(self._folder)  # loads while nobody waits
+                    self._child = _Child(self._folder)  # loads before the next call needs it
                 raise _cut_off(function, reason)
         if reply.code == "out_of_memory":
             raise _cut_off(function, str(reply.error))

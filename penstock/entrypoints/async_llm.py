@@ -87,7 +87,7 @@ class AsyncLLM(ProcessClient):
             transfer=transfer,
         )
         if isinstance(found, IsolatedTokenizer):
-            when_dropped(self, found.close)  # if nobody calls shutdown()
+            when_dropped(self, found.close)  # without a call of shutdown()
             try:
                 found.load()  # while the engine starts
             except BaseException:
