@@ -15,6 +15,10 @@
 namespace penstock {
 namespace {
 
+// How many neighbouring panels of a weight are multiplied together: enough for independent multiplications and, with
+// few rows, for several streams from memory.
+constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
+
 // ---- Elements in words of four bytes: a pair of bfloat16 or one float32
 
 // A mask of the first `count` lanes, at most 32.

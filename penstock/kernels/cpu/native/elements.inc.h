@@ -1,4 +1,5 @@
-// Elements of rows, float32 or bfloat16: their size and the conversions between them, for all kernels of all levels.
+// What all kernels of all levels share: levels, prefetches, and the elements of rows, float32 or bfloat16, with the
+// conversions between them.
 // Internal linkage: every level has its own copy.
 #pragma once
 
@@ -35,6 +36,15 @@ PENSTOCK_INLINE auto with_constant(int n, const Body& body) {
     if constexpr (MAX > 1)
         if (n < MAX) return with_constant<MAX - 1>(n, body);
     return body(Constant<MAX>());
+}
+
+// Prefetch a line of weights, keys or values that is multiplied later. Zen 4 multiplies up to 1.3 times as fast beside
+// prefetches into its L2 as beside prefetches into its L1; on Zen 5 they are alike.
+//
+// PENSTOCK_INLINE, because GCC drops a call that it does not inline early, as having no effect.
+PENSTOCK_INLINE void prefetch_to_l2(const void* line) {
+    constexpr int READ = 0, INTO_L2 = 2;
+    __builtin_prefetch(line, READ, INTO_L2);
 }
 
 constexpr int type_bytes(std::int32_t type) { return type == TYPE_F32 ? 4 : 2; }

@@ -47,7 +47,7 @@ PENSTOCK_INLINE void multiply(
     F32x16 (&sums)[ROWS], const float* a, std::int64_t a_stride, const char* b, std::int64_t b_stride, int lines,
     const char* ahead) {
     for (int line = 0; line < lines; ++line, b += b_stride, a += Type::TERMS) {
-        if (ahead != nullptr) _mm_prefetch(ahead + line * LINE, _MM_HINT_T1);
+        if (ahead != nullptr) prefetch_to_l2(ahead + line * LINE);
 #pragma GCC unroll 2
         for (int i = 0; i < Type::TERMS; ++i) {
             const F32x16 term = Type::term(b, i);
@@ -160,7 +160,7 @@ void attend_bf16_tile(const TileArgs& a) {
     TileArgs wide = a;
     for (int granule = 0; granule < TILE_GRANULES; ++granule) {
         if (a.next[granule] != nullptr)
-            for (std::int64_t at = 0; at < 2 * keys; at += LINE) _mm_prefetch(a.next[granule] + at, _MM_HINT_T1);
+            for (std::int64_t at = 0; at < 2 * keys; at += LINE) prefetch_to_l2(a.next[granule] + at);
         widen_pairs(a.granules[granule], dim / 2, GRANULE, floats[granule]);
         widen_pairs(a.granules[granule] + keys, GRANULE / 2, dim, floats[granule] + GRANULE * dim);
         wide.granules[granule] = reinterpret_cast<const char*>(floats[granule]);

@@ -155,7 +155,7 @@ PENSTOCK_INLINE void prefetch_scales(const TileArgs& a) {
     for (const char* next : a.next) {
         const Granule granule(*a.cache, next);
         for (const float* line = granule.scales; line != granule.scales + 4 * GRANULE; line += GRANULE)
-            __builtin_prefetch(line);
+            prefetch_to_l2(line);
     }
 }
 

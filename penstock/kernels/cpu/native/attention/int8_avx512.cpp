@@ -22,8 +22,8 @@ struct VnniDot {
             Run<Operand> at = find(run);
 #pragma GCC unroll 4
             for (int quad = 0; quad < QUADS; ++quad) {
-                _mm_prefetch(at.next[0], _MM_HINT_T0);
-                _mm_prefetch(at.next[1], _MM_HINT_T0);
+                prefetch_to_l2(at.next[0]);
+                prefetch_to_l2(at.next[1]);
                 const __m512i a = _mm512_load_si512(at.stored[0]), b = _mm512_load_si512(at.stored[1]);
 #pragma GCC unroll 12
                 for (int i = 0; i < OPERANDS; ++i) {

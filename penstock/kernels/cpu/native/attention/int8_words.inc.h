@@ -20,7 +20,7 @@ struct WordsDot {
         for (int side = 0; side < 2; ++side) {
             for (int run = 0; run < runs; ++run) {
                 const Run<Operand> at = find(run);
-                for (int quad = 0; quad < QUADS; ++quad) __builtin_prefetch(at.next[side] + quad * step);
+                for (int quad = 0; quad < QUADS; ++quad) prefetch_to_l2(at.next[side] + quad * step);
             }
             for (int i = 0; i + BLOCK <= OPERANDS; i += BLOCK)
                 add<BLOCK, QUADS>(runs, step, find, side, i, start + i, sums + i);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention/attention.h"
+#include "elements.inc.h"
 
 namespace penstock {
 namespace {
@@ -27,7 +28,7 @@ class Prefetcher {
                 if (granule_ == TILE_GRANULES) return;
                 begin_granule();
             }
-            __builtin_prefetch(line_, 0, 2);
+            prefetch_to_l2(line_);
             line_ += LINE_BYTES;
         }
     }

@@ -122,7 +122,7 @@ struct Sums {
     PENSTOCK_INLINE void multiply_word(const Piece& piece, const std::int32_t* operands, const char* weights,
                                        const char* ahead) {
 #pragma GCC unroll 8
-        for (int j = 0; j < WIDTH; ++j) _mm_prefetch(ahead + offset(piece, j), _MM_HINT_T0);
+        for (int j = 0; j < WIDTH; ++j) prefetch_to_l2(ahead + offset(piece, j));
 #pragma GCC unroll 2
         for (int step = 0; step < Type::TERMS; ++step) {
             const int term = Type::of_step(step);
@@ -174,13 +174,11 @@ void multiply_piece(const Piece& piece) {
 
 using PieceKernel = void (*)(const Piece&);
 
-constexpr int max_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
-
-// The kernel for 1 .. TILE_ROWS rows and 1 .. max_panels(rows) panels.
+// The kernel for 1 .. TILE_ROWS rows and 1 .. panels_at_once(rows) panels.
 template <class Type>
 PieceKernel choose(int rows, int panels) {
     return with_constant<TILE_ROWS<Type>>(rows, [=](auto of_rows) {
-        return with_constant<max_panels(of_rows.value)>(panels, [](auto of_panels) -> PieceKernel {
+        return with_constant<panels_at_once(of_rows.value)>(panels, [](auto of_panels) -> PieceKernel {
             return multiply_piece<Type, decltype(of_rows)::value, of_panels.value>;
         });
     });
@@ -237,7 +235,7 @@ void multiply(const MultiplyArgs& a) {
 template <class Type>
 ProductKernel kernel() {
     using Operand = typename Type::Operand;
-    return {TILE_ROWS<Type>, sizeof(typename Operand::Element), max_panels, pack<Operand>, multiply<Type>, true, true,
+    return {TILE_ROWS<Type>, sizeof(typename Operand::Element), panels_at_once, pack<Operand>, multiply<Type>, true, true,
             PASS_BYTES};
 }
 

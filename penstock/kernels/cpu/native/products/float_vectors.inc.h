@@ -151,7 +151,7 @@ void stream_leaf(const MultiplyArgs& args, int leaf, Vector (*sums)[ROWS][VECTOR
         for (int p = 0; p < PANELS; ++p) {
             const auto* of_panel = weights + p * stride;
             for (int byte = 0; byte < STEP_BYTES; byte += LINE)
-                __builtin_prefetch(reinterpret_cast<const char*>(of_panel) + STREAM_AHEAD + byte);
+                prefetch_to_l2(reinterpret_cast<const char*>(of_panel) + STREAM_AHEAD + byte);
             add_products<Weights>(operands, of_panel, added[p]);
         }
         weights += PANEL;
@@ -178,7 +178,7 @@ void add_block(Pass<typename Weights::Element> pass, int first, Vector (*sums)[V
         for (int v = 0; v < WIDTH; ++v) added[r][v] = sums[r][first + v];
     const float* const end = pass.operands + pass.steps * Weights::UNIT * ROWS;
     for (; pass.operands != end; pass.operands += Weights::UNIT * ROWS) {
-        for (int byte = 0; byte < STEP_BYTES * WIDTH / VECTORS; byte += LINE) __builtin_prefetch(pass.prefetch + byte);
+        for (int byte = 0; byte < STEP_BYTES * WIDTH / VECTORS; byte += LINE) prefetch_to_l2(pass.prefetch + byte);
         pass.prefetch += pass.prefetch_step;
         add_products<Weights>(pass.operands, pass.weights, added);
         pass.weights += PANEL;

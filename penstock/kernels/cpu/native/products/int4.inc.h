@@ -185,12 +185,12 @@ void multiply_groups(const Groups& g) {
         const Group group{g.values + i * g.bytes(), g.scales + i * PANEL, g.values_stride, g.scales_stride,
                           operands + i * g.size * g.rows * Rows::ELEMENT, g.sums + i * g.rows, g.elements(i), g.totals};
         if (g.part == 0)
-            for (int p = 0; p < PANELS; ++p) __builtin_prefetch(g.scales + p * g.scales_stride + g.next(i) * PANEL);
+            for (int p = 0; p < PANELS; ++p) prefetch_to_l2(g.scales + p * g.scales_stride + g.next(i) * PANEL);
         if constexpr (PANELS > 1) {
             Rows::template add_streams<PANELS>(group);
         } else {
             const std::uint8_t* next = g.values + g.next(i) * g.bytes() + g.part * part;
-            for (std::int64_t byte = 0; byte < part; byte += LINE) __builtin_prefetch(next + byte);
+            for (std::int64_t byte = 0; byte < part; byte += LINE) prefetch_to_l2(next + byte);
             Rows::add_group(group, g.rows);
         }
     }

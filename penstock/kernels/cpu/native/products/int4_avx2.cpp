@@ -95,7 +95,7 @@ struct Int8Rows {
 #pragma GCC unroll 4
                 for (int p = 0; p < PANELS; ++p) {
                     const std::uint8_t* values = g.values + p * g.values_stride;
-                    __builtin_prefetch(values + quad * QUAD_BYTES + STREAM_AHEAD);
+                    prefetch_to_l2(values + quad * QUAD_BYTES + STREAM_AHEAD);
 #pragma GCC unroll 2
                     for (int half = 0; half < HALVES; ++half) {
                         const Ints bytes = load_packed(values, quad, half);

@@ -16,9 +16,6 @@ namespace {
 
 constexpr int HALF_PANEL = 16;  // columns per register
 
-// Enough panels for independent multiplications and, with few rows, for several streams from memory.
-constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
-
 // The group scales of 16 columns.
 inline Floats load_scales(const std::uint16_t* scales) {
     const __m256i halves = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales));
@@ -61,11 +58,6 @@ struct MemoryTotals {
     }
     PENSTOCK_INLINE void store(float*) const {}
 };
-
-// always_inline, because GCC drops a call that it does not inline early, as having no effect.
-inline __attribute__((always_inline)) void prefetch(const void* line) {
-    _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T0);
-}
 
 inline void broadcast(__m512i& to, const std::int32_t& from) { asm("vpbroadcastd %1, %0" : "=v"(to) : "m"(from)); }
 
@@ -176,7 +168,7 @@ void multiply_rows(const Groups& g, int row, int part) {
             for (int quads = g.elements(i) / QUAD; quads > 0; quads -= AT_ONCE) {
 #pragma GCC unroll 4
                 for (int p = 0; p < P; ++p)
-                    for (int line = 0; line < lines; ++line) prefetch(ahead + p * g.values_stride + line * QUAD_BYTES);
+                    for (int line = 0; line < lines; ++line) prefetch_to_l2(ahead + p * g.values_stride + line * QUAD_BYTES);
                 ahead += step;
 #pragma GCC unroll 8
                 for (int quad = 0; quad < AT_ONCE; ++quad) {
@@ -192,7 +184,7 @@ void multiply_rows(const Groups& g, int row, int part) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
             const std::uint16_t* scales = g.scales + i * PANEL + p * g.scales_stride;
-            prefetch(g.scales + next * PANEL + p * g.scales_stride);
+            prefetch_to_l2(g.scales + next * PANEL + p * g.scales_stride);
             sums.add_to(totals, p, load_scales(scales), load_scales(scales + HALF_PANEL));
         }
     }

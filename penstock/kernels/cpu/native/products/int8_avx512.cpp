@@ -19,8 +19,6 @@ constexpr int VECTORS = PANEL / LANES;
 constexpr int LINE = 64;
 constexpr int AHEAD_STEPS = 32;  // a page of 4 KiB, which the hardware prefetcher does not cross
 
-constexpr int max_panels(int operand_rows) { return operand_rows <= 2 ? 4 : operand_rows <= 6 ? 2 : 1; }
-
 inline Ints load_weights(const std::uint8_t* from) { return same_bits<Ints>(_mm512_load_si512(from)); }
 
 inline Ints broadcast(const std::int8_t* four) {
@@ -50,8 +48,8 @@ void multiply_leaf(const LeafArgs& leaf) {
         Ints columns[COLUMNS];
 #pragma GCC unroll 4
         for (int panel = 0; panel < PANELS; ++panel) {
-            _mm_prefetch(prefetch + panel * leaf.panel_stride, _MM_HINT_T0);
-            if (two_lines) _mm_prefetch(prefetch + panel * leaf.panel_stride + LINE, _MM_HINT_T0);
+            prefetch_to_l2(prefetch + panel * leaf.panel_stride);
+            if (two_lines) prefetch_to_l2(prefetch + panel * leaf.panel_stride + LINE);
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; ++v)
                 columns[panel * VECTORS + v] = load_weights(weights + panel * leaf.panel_stride + v * LINE);
@@ -78,7 +76,7 @@ void pack(const OperandArgs& args) { quantize_interleaved(args, 0); }
 void multiply(const MultiplyArgs& args) {
     using LeafKernel = void (*)(const LeafArgs&);
     const LeafKernel kernel = with_constant<TILE_ROWS>(args.rows * args.weight->slices, [&](auto rows) {
-        return with_constant<max_panels(rows.value)>(args.panels, [](auto panels) -> LeafKernel {
+        return with_constant<panels_at_once(rows.value)>(args.panels, [](auto panels) -> LeafKernel {
             return multiply_leaf<decltype(rows)::value, panels.value>;
         });
     });
@@ -88,7 +86,7 @@ void multiply(const MultiplyArgs& args) {
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() {
-    return {TILE_ROWS, 1, max_panels, pack, multiply, false, true, INTEGER_PASS_BYTES};
+    return {TILE_ROWS, 1, panels_at_once, pack, multiply, false, true, INTEGER_PASS_BYTES};
 }
 
 }  // namespace penstock

@@ -65,7 +65,12 @@ void sum_few(const LeafArgs& leaf, Ints (&sums)[ROWS][PANELS * COLUMNS]) {
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; ++p) {
             const std::uint8_t* of_panel = weights + p * leaf.panel_stride;
-            for (int byte = 0; byte < STEP_BYTES; byte += LINE) __builtin_prefetch(of_panel + AHEAD + byte);
+            for (int byte = 0; byte < STEP_BYTES; byte += LINE) {
+                if constexpr (PANELS > 1)
+                    prefetch_to_l2(of_panel + AHEAD + byte);
+                else
+                    __builtin_prefetch(of_panel + AHEAD + byte);  // a single stream waits for the L2: 0.7 times as fast
+            }
 #pragma GCC unroll 4
             for (int c = 0; c < COLUMNS; ++c) {
                 const WordPairs of_columns = split_stored<ZERO_POINT>(of_panel + c * LANES * STEP);
@@ -95,7 +100,7 @@ struct Prefetch {
     std::int64_t bytes;
 
     void fetch_some() {
-        for (std::int64_t byte = 0; byte < bytes; byte += LINE) __builtin_prefetch(next + byte);
+        for (std::int64_t byte = 0; byte < bytes; byte += LINE) prefetch_to_l2(next + byte);
         next += bytes;
     }
 };

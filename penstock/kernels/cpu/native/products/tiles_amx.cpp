@@ -181,8 +181,8 @@ void multiply_piece(const Piece& piece) {
     const char* ahead = piece.ahead;
     for (std::int64_t step = 0; step < piece.steps; ++step) {
         for (const char* const end = ahead + piece.ahead_step; ahead < end; ahead += LINE) {
-            _mm_prefetch(ahead, _MM_HINT_T1);
-            if constexpr (FORM == Form::WIDE) _mm_prefetch(ahead + piece.panel_bytes, _MM_HINT_T1);
+            prefetch_to_l2(ahead);
+            if constexpr (FORM == Form::WIDE) prefetch_to_l2(ahead + piece.panel_bytes);
         }
         _tile_loadd(4, operands, AMX_BYTES);
         load_weights(weights);
