@@ -16,7 +16,7 @@ namespace {
 template <class Type> constexpr int TILE_ROWS = Type::TERMS > 1 ? 14 : 12;
 constexpr int LANES = 16;                          // words per register
 constexpr std::int64_t WORD_BYTES = 4 * PANEL;     // one word of K of a panel
-constexpr std::int64_t AHEAD_BYTES = 8192;         // prefetch distance of a stream from memory, over all its panels
+constexpr std::int64_t AHEAD_BYTES = 8192;         // prefetch distance of a single panel from memory
 constexpr std::int64_t OPERANDS_AHEAD = 2048;      // prefetch distance of operands, which many tiles read from the L3
 constexpr std::int64_t BLOCK_BYTES = 128 << 10;    // bytes of a panel that stay in the cache for every tile
 constexpr std::int64_t PASS_BYTES = 8 << 20;       // of operands; with 16 MiB, an L3 of 32 MiB would lose some of them
@@ -191,7 +191,7 @@ void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece) {
     piece.ahead_step = WORD_BYTES / a.tiles;
     for (int tile = 0; tile < a.tiles; ++tile) {
         const std::int64_t part = piece_bytes * tile / a.tiles;
-        piece.ahead = piece.weights + (a.tiles > 1 ? piece_bytes + part : AHEAD_BYTES / a.panels);
+        piece.ahead = piece.weights + (a.tiles > 1 ? piece_bytes + part : a.panels > 1 ? STREAM_AHEAD : AHEAD_BYTES);
         kernel(piece);
         piece.operands += a.tile_stride / 4;
         piece.tree += TREE_LEVELS * piece.tree_stride;
@@ -235,8 +235,8 @@ void multiply(const MultiplyArgs& a) {
 template <class Type>
 ProductKernel kernel() {
     using Operand = typename Type::Operand;
-    return {TILE_ROWS<Type>, sizeof(typename Operand::Element), panels_at_once, pack<Operand>, multiply<Type>, true, true,
-            PASS_BYTES};
+    constexpr int ELEMENT = sizeof(typename Operand::Element);
+    return {TILE_ROWS<Type>, ELEMENT, panels_at_once, pack<Operand>, multiply<Type>, true, true, PASS_BYTES};
 }
 
 }  // namespace

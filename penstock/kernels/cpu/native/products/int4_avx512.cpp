@@ -144,6 +144,20 @@ struct Int8Rows {
     }
 };
 
+// Prefetch neighbouring lines of P panels.
+template <int P>
+PENSTOCK_INLINE void prefetch_values(const std::uint8_t* from, std::int64_t stride, int lines) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p)
+        for (int line = 0; line < lines; ++line) {
+            const std::uint8_t* const at = from + p * stride + line * QUAD_BYTES;
+            if constexpr (P == 2)
+                __builtin_prefetch(at);  // bound by arithmetic: 1.2 times as fast as into the L2 on Zen 4
+            else
+                prefetch_to_l2(at);
+        }
+}
+
 // Multiply R of ROWS operand rows, from `row` on, with P panels.
 template <class Rows, int ROWS, int R, int P>
 void multiply_rows(const Groups& g, int row, int part) {
@@ -159,16 +173,15 @@ void multiply_rows(const Groups& g, int row, int part) {
     for (int i = 0; i < g.count; ++i) {
         const std::int64_t next = g.next(i);
         const std::uint8_t* values = g.values + i * bytes;
-        const std::uint8_t* ahead = g.values + next * bytes + part * bytes / g.parts;
+        const std::uint8_t* ahead = values + STREAM_AHEAD;
+        if constexpr (P < MAX_PANELS) ahead = g.values + next * bytes + part * bytes / g.parts;
         typename Rows::template Sums<R, P> sums;
         sums.start(g.sums + i * Rows::SUMS * ROWS + row, ROWS);
         {
             const typename Rows::Mode mode;
             sums.hold_all();
             for (int quads = g.elements(i) / QUAD; quads > 0; quads -= AT_ONCE) {
-#pragma GCC unroll 4
-                for (int p = 0; p < P; ++p)
-                    for (int line = 0; line < lines; ++line) prefetch_to_l2(ahead + p * g.values_stride + line * QUAD_BYTES);
+                prefetch_values<P>(ahead, g.values_stride, lines);
                 ahead += step;
 #pragma GCC unroll 8
                 for (int quad = 0; quad < AT_ONCE; ++quad) {

@@ -89,7 +89,7 @@ inline LeafArgs leaf_of_tile(const MultiplyArgs& args, const LeafRange& range, s
 // A single tile prefetches its own weights a little ahead. Several tiles each prefetch a part of the next leaf;
 // otherwise only the first tile would wait for memory, and the other tiles would leave memory idle.
 template <class MultiplyLeaf>
-void multiply_leaves(const MultiplyArgs& args, int ahead_steps, MultiplyLeaf multiply_leaf) {
+void multiply_leaves(const MultiplyArgs& args, std::int64_t ahead_steps, MultiplyLeaf multiply_leaf) {
     const PenstockWeight& weight = *args.weight;
     const std::int64_t panel_bytes = weight.padded_k * PANEL;
     const std::uint8_t* panel = static_cast<const std::uint8_t*>(weight.values) + args.first_panel * panel_bytes;

@@ -17,7 +17,7 @@ namespace {
 constexpr int TILE_ROWS = 12;  // times 2 registers of columns: 24 of the 32 registers
 constexpr int VECTORS = PANEL / LANES;
 constexpr int LINE = 64;
-constexpr int AHEAD_STEPS = 32;  // a page of 4 KiB, which the hardware prefetcher does not cross
+constexpr int AHEAD_BYTES = 4096;  // prefetch distance of a single panel: a page, which no hardware prefetcher crosses
 
 inline Ints load_weights(const std::uint8_t* from) { return same_bits<Ints>(_mm512_load_si512(from)); }
 
@@ -80,7 +80,7 @@ void multiply(const MultiplyArgs& args) {
             return multiply_leaf<decltype(rows)::value, panels.value>;
         });
     });
-    multiply_leaves(args, AHEAD_STEPS, kernel);
+    multiply_leaves(args, (args.panels > 1 ? STREAM_AHEAD : AHEAD_BYTES) / STEP_BYTES, kernel);
 }
 
 }  // namespace
