@@ -76,8 +76,17 @@ WORKLOADS = {
         Workload("W6", 1, 16, 1),  # a new process, from its start to the first token
     )
 }
+
+
+def tokens_per_gigabyte(_work: Workload, one: Sample) -> float:
+    """Return the tokens decoded in the time in which memory could have delivered a gigabyte."""
+    read = sum(float(limits["read"]) for limits in one["limits"]) / len(one["limits"])
+    return float(one["later_tokens"]) / float(one["later_s"]) / read
+
+
 FIGURES = (
     Figure("W1 one stream", "W1", "tokens/s", "higher", lambda work, one: work.output / one["seconds"]),
+    Figure("W1 decode at equal memory speed", "W1", "tokens/GB", "higher", tokens_per_gigabyte),
     Figure("W2 prefill", "W2", "tokens/s", "higher", lambda work, one: work.prompt / one["first_s"]),
     Figure(
         "W3 many streams", "W3", "tokens/s", "higher", lambda work, one: work.streams * work.output / one["seconds"]

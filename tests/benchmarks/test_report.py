@@ -11,7 +11,7 @@ from benchmarks.report import Cell, find_ratio, make_cell, make_rows, to_json, w
 from benchmarks.store import Store
 from benchmarks.workloads import FIGURES, WORKLOADS, Workload, parse_workloads
 
-FIGURE = {figure.name.partition(" ")[0] + figure.unit[0]: figure for figure in FIGURES}  # W1t, W4s, W4t, ...
+FIGURE = {figure.name.partition(" ")[0] + figure.unit[0]: figure for figure in reversed(FIGURES)}  # W1t, W4s, W4t, ...
 WORK = Workload("W1", 1, 4, 10)
 MACHINE = {"processor": "CPU", "features": ["avx2"], "cores": 2, "threads": 2}
 RUN = {"build": "penstock abc", "model": "tiny", "machine": MACHINE}
@@ -19,7 +19,8 @@ RUN = {"build": "penstock abc", "model": "tiny", "machine": MACHINE}
 
 def sample(engine: str, seconds: float, marks: str = "", **more: Any) -> dict[str, Any]:
     place = {"engine": engine, "precision": "bf16", "workload": WORK.name, "size": WORK.size, "round": 0}
-    return {**place, "seconds": seconds, "marks": marks, **more}
+    decoded = {"later_tokens": 9, "later_s": seconds * 0.9, "limits": [{"read": 10.0}, {"read": 30.0}]}
+    return {**place, "seconds": seconds, "marks": marks, **decoded, **more}
 
 
 def test_the_ratio_is_to_the_best_other_engine():
@@ -56,6 +57,7 @@ def test_markdown_picture_and_json_say_the_same(tmp_path: Path):
     rows = make_rows(store, engines, [WORK])
     page = write_markdown(rows, engines, store)
     assert "| W1 one stream, tokens/s | bf16 | 10.0 | 5.00 | error | 2.00 |" in page
+    assert "| W1 decode at equal memory speed, tokens/GB | bf16 | 0.50 | 0.25 | error | 2.00 |" in page
     assert "OpenVINO GenAI, bf16: error: `x`" in page
     caption, bars = read_table(page)
     assert [(bar.engine, bar.median, bar.label) for bar in bars] == [("Penstock", 10.0, "10.0"), ("vLLM", 5.0, "5.00")]
