@@ -94,6 +94,20 @@ def test_products_near_the_subnormal_numbers(pair: tuple[Native, Native], kind: 
     assert first.count_nonzero() > 0
 
 
+@pytest.mark.parametrize("leaves", [1, 4])
+@pytest.mark.parametrize("k", [1, 63, 64, 65, 128])
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+def test_sums_that_underflow_to_a_negative_zero(pair: tuple[Native, Native], kind: str, k: int, leaves: int) -> None:
+    """Guards against padding that is left out on one side only: its products turn a sum of -0 into 0."""
+    ends = [k * (i + 1) // leaves for i in range(leaves)]
+    packed = pack(np.full((40, k), 2.0**-60, np.float32), kind, leaf_ends=ends)
+    for rows in (1, 2, 3, 7, 30):
+        x = torch.full((rows, k), -(2.0**-100))
+        first, second = (native.linear(packed, x) for native in pair)
+        assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+    assert first.count_nonzero() == 0
+
+
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_products_that_are_not_finite(pair: tuple[Native, Native], kind: str, value: float) -> None:

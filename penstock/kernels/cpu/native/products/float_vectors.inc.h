@@ -126,7 +126,7 @@ template <class Element>
 struct PanelLeaf {
     const Element* weights;
     std::int64_t first;  // unit of K, as in a tile
-    std::int64_t steps;  // without padding, which would only add zeros, to a sum that is never -0
+    std::int64_t steps;  // without padding, for which add_to_tree() makes up
 
     PanelLeaf(const PenstockWeight& weight, std::int64_t panel, int leaf, int unit) {
         const std::int64_t begin = leaf > 0 ? weight.leaf_ends[leaf - 1] : 0;
@@ -219,6 +219,13 @@ void multiply_leaf(const MultiplyArgs& args, std::int64_t panel, int leaf, Vecto
     }
 }
 
+// What the products of a leaf's padding add to a sum. They are 0, and turn -0, which an underflow leaves, into 0. -0
+// stands for no padding: it changes no sum.
+inline float padding_products(const PenstockWeight& weight, int leaf) {
+    const auto length = [leaf](const std::int64_t* ends) { return ends[leaf] - (leaf > 0 ? ends[leaf - 1] : 0); };
+    return length(weight.padded_leaf_ends) > length(weight.leaf_ends) ? 0.0f : -0.0f;
+}
+
 // Add the sums of a leaf of one panel and one tile to the tree.
 template <int ROWS>
 void add_to_tree(const MultiplyArgs& args, int panel, int tile, int leaf, const Vector (&sums)[ROWS][VECTORS]) {
@@ -226,9 +233,10 @@ void add_to_tree(const MultiplyArgs& args, int panel, int tile, int leaf, const 
     const std::int64_t level_stride = MAX_TILE_ROWS * row_stride;
     const Tree tree{args.tree + tile * TREE_LEVELS * level_stride + panel * PANEL, level_stride,
                     args.out + tile * ROWS * row_stride + panel * PANEL, row_stride};
+    const float padding = padding_products(*args.weight, leaf);
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < VECTORS; ++v)
-            tree.add(sums[r][v], r * row_stride + v * LANES, leaf, leaf + 1 == args.weight->leaves);
+            tree.add(sums[r][v] + padding, r * row_stride + v * LANES, leaf, leaf + 1 == args.weight->leaves);
 }
 
 template <class Weights, int ROWS, int PANELS>
