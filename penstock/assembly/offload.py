@@ -68,5 +68,5 @@ def open_files(directory: BlockDirectory) -> BlockFiles:
     try:
         return BlockFiles(Path(directory.root), directory.name, directory.max_bytes)
     except OSError as error:
-        message = f"kv_offload_dir: {directory.root} cannot be used: {error}"
+        message = f"kv_offload_dir: {directory.root} cannot be used: {error.strerror or error}"
         raise InvalidRequestError(message, param="kv_offload_dir") from error

@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save_costs:
         check_writable(Path(args.save_costs), "save_costs")
     _check_costs(args)
+    load.arrivals(load.rates[0], options["model"])  # refuses a wrong file now, not after the costs were measured
     handle_signals()
     if args.hardware is not None:
         planned, planned_costs = _elsewhere(options, args)
