@@ -402,6 +402,13 @@ def costs(tmp_path: Path) -> str:
     return str(tmp_path / "costs.json")
 
 
+def test_a_wrong_trace_is_refused_before_costs_are_found(capsys):
+    """Guards against seconds of measuring before a file that cannot be read is refused."""
+    code, _, err = called(capsys, "--trace", "/nowhere.csv", "--costs", "/nowhere.json")
+    assert code == 2
+    assert "--trace: " in err
+
+
 def test_the_command_prints_json_and_nothing_else(capsys, costs, tmp_path):
     """Guards against other names than are promised, and figures that do not fit each other."""
     words = ("--costs", costs, "--num-prompts", "30", "--output-len", "4", "--json", "--target", "ttft_p99=9s")
