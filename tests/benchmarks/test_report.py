@@ -11,7 +11,8 @@ from benchmarks.report import Cell, find_ratio, make_cell, make_rows, to_json, w
 from benchmarks.store import Store
 from benchmarks.workloads import FIGURES, WORKLOADS, Workload, parse_workloads
 
-FIGURE = {figure.name.partition(" ")[0] + figure.unit[0]: figure for figure in reversed(FIGURES)}  # W1t, W4s, W4t, ...
+# W1t, W4s, W4t, ...: the first figure of a workload in seconds or in tokens
+FIGURE = {figure.name.partition(" ")[0] + figure.unit[0]: figure for figure in reversed(FIGURES)}
 WORK = Workload("W1", 1, 4, 10)
 MACHINE = {"processor": "CPU", "features": ["avx2"], "cores": 2, "threads": 2}
 RUN = {"build": "penstock abc", "model": "tiny", "machine": MACHINE}

@@ -19,8 +19,7 @@ namespace {
 // few rows, for several streams from memory.
 constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
 
-// The prefetch distance in each of several panels: bytes. Near enough that the hardware prefetchers follow these
-// streams too; a single panel with more rows takes more time per line and more distance.
+// The prefetch distance in each of several panels, in bytes. Measured (docs/perf_log.md); a single panel needs more.
 constexpr std::int64_t STREAM_AHEAD = 1024;
 
 // ---- Elements in words of four bytes: a pair of bfloat16 or one float32

@@ -126,7 +126,7 @@ template <class Element>
 struct PanelLeaf {
     const Element* weights;
     std::int64_t first;  // unit of K, as in a tile
-    std::int64_t steps;  // without padding, for which add_to_tree() makes up
+    std::int64_t steps;  // without padding, whose products add_to_tree() adds
 
     PanelLeaf(const PenstockWeight& weight, std::int64_t panel, int leaf, int unit) {
         const std::int64_t begin = leaf > 0 ? weight.leaf_ends[leaf - 1] : 0;
@@ -219,8 +219,8 @@ void multiply_leaf(const MultiplyArgs& args, std::int64_t panel, int leaf, Vecto
     }
 }
 
-// What the products of a leaf's padding add to a sum. They are 0, and turn -0, which an underflow leaves, into 0. -0
-// stands for no padding: it changes no sum.
+// Return what the products of a leaf's padding add to a sum: 0, which makes a sum that underflowed to -0 a 0, as on
+// levels that multiply the padding. Without padding, return -0, which changes no sum.
 inline float padding_products(const PenstockWeight& weight, int leaf) {
     const auto length = [leaf](const std::int64_t* ends) { return ends[leaf] - (leaf > 0 ? ends[leaf - 1] : 0); };
     return length(weight.padded_leaf_ends) > length(weight.leaf_ends) ? 0.0f : -0.0f;

@@ -17,7 +17,7 @@ namespace {
 constexpr int TILE_ROWS = 12;  // times 2 registers of columns: 24 of the 32 registers
 constexpr int VECTORS = PANEL / LANES;
 constexpr int LINE = 64;
-constexpr int AHEAD_BYTES = 4096;  // prefetch distance of a single panel: a page, which no hardware prefetcher crosses
+constexpr int AHEAD_BYTES = 4096;  // prefetch distance of a single panel
 
 inline Ints load_weights(const std::uint8_t* from) { return same_bits<Ints>(_mm512_load_si512(from)); }
 
