@@ -19,7 +19,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.cli.main import build_parser, main
 from penstock.demo import MODEL_DIR
-from penstock.plugins.user_files import import_files
+from penstock.interface.plugins import import_files
 from tests.compat.test_instances import hf_greedy
 from tests.compat.user_file import registry_as_before
 from tests.hf_models import hf_logprobs, random_ids, randomise

@@ -28,6 +28,7 @@ from penstock.engine.policy import Clock
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.interface.messages import ModelInfo
+from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.metadata import KVScales
@@ -44,7 +45,6 @@ from penstock.planner.memory import (
     plan_kv_cache,
     resident_bytes,
 )
-from penstock.plugins.user_files import import_files
 from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.assembly.model import Weights
 from penstock.config import EngineConfig
 from penstock.interface.messages import ModelInfo
+from penstock.interface.plugins import files_fingerprint
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
@@ -21,7 +22,6 @@ from penstock.planner.memory import (
     mib,
     resident_bytes,
 )
-from penstock.plugins.user_files import files_fingerprint
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.pooler import read_pooler
 from penstock.weights.kv_scales import kv_scales_fingerprint

@@ -7,11 +7,11 @@ from pathlib import Path
 from penstock.assembly.model import make_grammars, make_ops
 from penstock.assembly.rank_plan import RankPlan, make_runner
 from penstock.errors import NotSupportedError
+from penstock.interface.plugins import import_files
 from penstock.layers.stage import Stage, split_layers
 from penstock.layers.wires import Ranks
 from penstock.parallel.launch import Launcher
 from penstock.parallel.pipeline import PipelineExecutor
-from penstock.plugins.user_files import import_files
 from penstock.runner.stage_runner import StageRunner
 
 

@@ -15,6 +15,7 @@ from penstock.assembly.pipeline import open_pipeline
 from penstock.assembly.rank_plan import RankPlan, make_runner
 from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError, PenstockError
+from penstock.interface.plugins import import_files
 from penstock.interface.step import Executor
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import Ops
@@ -22,7 +23,6 @@ from penstock.kernels.tensors import is_torch
 from penstock.parallel.executor import ParallelExecutor, follow
 from penstock.parallel.group import Built, CannotBuild, Group, bytes_read, inherit
 from penstock.parallel.launch import HostLauncher, Launcher
-from penstock.plugins.user_files import import_files
 from penstock.runner.following import FollowingRunner
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig

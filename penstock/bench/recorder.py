@@ -23,7 +23,7 @@ from penstock.interface.step import (
 from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.records import EngineDescription
 from penstock.recorder.ring import Ring
-from penstock.runner.checksums import logits_checksums
+from penstock.runner.model_runner import logits_checksums
 
 NUM_REQUESTS = 32
 PROMPT = 512

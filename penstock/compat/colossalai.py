@@ -22,8 +22,8 @@ from penstock.compat.colossalai_config import PROCESSORS, InferenceConfig
 from penstock.compat.generation_fields import fields_of, sampling_of
 from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
+from penstock.interface.plugins import register_logits_processor as register_logit_processor
 from penstock.interface.sampling_params import SamplingParams
-from penstock.plugins.logits_processors import register_logits_processor as register_logit_processor
 
 __all__ = ["InferenceConfig", "InferenceEngine", "Sequence", "register_logit_processor"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.plugins.logits_processors import PROCESSORS as REGISTERED
+from penstock.interface.plugins import PROCESSORS as REGISTERED
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.generation_config import read_refused, read_sampling
 

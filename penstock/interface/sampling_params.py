@@ -75,7 +75,7 @@ class SamplingParams(LogitsParams):
         detokenize: False leaves the text empty (and allows no stop strings).
         logit_bias: token id -> number added to its logit, -100 to 100.
         bad_words: words that are never completed. The client sets bad_words_token_ids from them.
-        logits_processors: names of functions that a user has registered (plugins/logits_processors.py), or a mapping of
+        logits_processors: names of functions that a user has registered (interface/plugins.py), or a mapping of
             names to their arguments, in the order in which they run.
         structured_outputs: the form that the answer must have. Only tokens that it allows are chosen, and the answer
             ends when it is complete, even with ignore_eos or before min_tokens.

@@ -26,7 +26,7 @@ from penstock.prove import axes
 from penstock.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock.prove.askers import OFFLINE, OPEN, STREAMING, Asker
 from penstock.prove.proof import Trials
-from penstock.runner.block_files import BlockFiles
+from penstock.runner.block_store import BlockFiles
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 
 NUM_CALLS = 500  # of each kind; each call fails in one trial

@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import MAX_CONTEXT, EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.plugins.logits_processors import check_registered
+from penstock.interface.plugins import check_registered
 from penstock.prove.recompute import ReplayReport, compute, num_scratch
 from penstock.recorder.audit import Audit
 from penstock.recorder.bundle import Bundle

@@ -18,12 +18,12 @@ from penstock.config import SCHEDULING_POLICIES, EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.outputs import RequestOutput
-from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
+from penstock.interface.plugins import PROCESSORS, register_logits_processor
 from penstock.prove import axes, features
 from penstock.prove.features import Asked, Maker
 from penstock.prove.proof import Trials
 from penstock.prove.same_bits import room_bytes
-from penstock.runner.model_runner import ALL_MASKED
+from penstock.runner.sampler import ALL_MASKED
 
 LENGTHS = (8, 2048)  # shortest and longest prompt in tokens, as far as the model's context reaches
 NUM_SHARED = 6  # number of texts with which prompts begin

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.tensors import Array
@@ -19,7 +20,6 @@ from penstock.layers.lm_head import WHOLE_IN_FILES
 from penstock.layers.split import Split, row_magnitudes
 from penstock.layers.weights import WeightLayer
 from penstock.models.config_json import load_model_config
-from penstock.plugins.user_files import import_files
 from penstock.spec.cuts import Cut, cut_all
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import Share, heads_are_together

@@ -7,6 +7,7 @@ from functools import cached_property
 from penstock import validation as check
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError
+from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import is_torch
@@ -15,7 +16,6 @@ from penstock.layers.split import Split
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import ModelSizes
 from penstock.planner.placement import operation_of
-from penstock.plugins.user_files import import_files
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, num_elements
