@@ -279,7 +279,7 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
     if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
         allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"
         raise InvalidRequestError(f"output_token_ids: must be {allowed}", param="output_token_ids")
-    if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
+    if params.logprobs is not None or params.prompt_logprobs is not None or params.has_sampler_state:
         message = (
             "output_token_ids: not allowed with log-probabilities or mirostat; compute the request from its beginning"
         )

@@ -145,12 +145,21 @@ class Engine:
             raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
         if source.params.seed is None and not source.params.greedy:
             raise InvalidRequestError("seed: a sampled request needs one; the client resolves it", param="seed")
+<<<<<<< HEAD
         mu = source.mirostat_mu
         if source.params.mirostat and source.output_token_ids and not source.params.greedy and mu is None:
             message = "mirostat_mu: outputs of a request with mirostat come with its state, or are computed again"
             raise InvalidRequestError(message, param="mirostat_mu")
         if mu is not None:
             check_float("mirostat_mu", mu, -1e9, 1e9)
+=======
+        draws_depend = source.params.has_sampler_state and not source.params.greedy
+        if draws_depend and source.output_token_ids and not source.sampler_state:
+            message = "sampler_state: outputs of a request with mirostat come with it, or are computed again"
+            raise InvalidRequestError(message, param="sampler_state")
+        for number in source.sampler_state or ():
+            check.check_float("sampler_state", number, -1e9, 1e9)
+>>>>>>> trunk
         if source.params.use_beam_search:
             check_search(source, self.vocab_size)
         check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
@@ -317,8 +326,8 @@ class Engine:
         reason, stop_token = self._append(request, result.new_token_ids)
         if result.pooled is not None:
             reason = FinishReason.STOP
-        if result.mirostat_mu is not None:
-            request.mirostat_mu = result.mirostat_mu
+        if result.sampler_state is not None:
+            request.sampler_state = result.sampler_state
         request.num_computed_tokens = min(computed, len(request.token_ids))  # it may have ended within its drafts
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
@@ -343,7 +352,7 @@ class Engine:
         if item.draft_token_ids:
             output.num_accepted_tokens = len(item.draft_token_ids) - num_rejected
             output.num_rejected_tokens = num_rejected
-        output.mirostat_mu, output.pooled = result.mirostat_mu, result.pooled
+        output.sampler_state, output.pooled = result.sampler_state, result.pooled
         return output
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[FinishReason | None, int | None]:

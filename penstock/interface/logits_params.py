@@ -106,6 +106,11 @@ class LogitsParams:
                 check_float(name, value, least, most_, low_open=above)
                 self._set(name, float(value))
 
+    @property
+    def has_sampler_state(self) -> bool:
+        """Whether a draw depends on the draws before it, so that tokens alone do not suffice to continue."""
+        return self.mirostat > 0
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
