@@ -145,21 +145,12 @@ class Engine:
             raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
         if source.params.seed is None and not source.params.greedy:
             raise InvalidRequestError("seed: a sampled request needs one; the client resolves it", param="seed")
-<<<<<<< HEAD
-        mu = source.mirostat_mu
-        if source.params.mirostat and source.output_token_ids and not source.params.greedy and mu is None:
-            message = "mirostat_mu: outputs of a request with mirostat come with its state, or are computed again"
-            raise InvalidRequestError(message, param="mirostat_mu")
-        if mu is not None:
-            check_float("mirostat_mu", mu, -1e9, 1e9)
-=======
         draws_depend = source.params.has_sampler_state and not source.params.greedy
         if draws_depend and source.output_token_ids and not source.sampler_state:
             message = "sampler_state: outputs of a request with mirostat come with it, or are computed again"
             raise InvalidRequestError(message, param="sampler_state")
         for number in source.sampler_state or ():
-            check.check_float("sampler_state", number, -1e9, 1e9)
->>>>>>> trunk
+            check_float("sampler_state", number, -1e9, 1e9)
         if source.params.use_beam_search:
             check_search(source, self.vocab_size)
         check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
