@@ -13,7 +13,7 @@ from penstock.conventions.incre_flash import Antiquant, incre_flash_attention
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps
-from penstock.quant.kv import quantize_tokens
+from penstock.kernels.reference.quantized_kv import quantize_tokens
 
 torch.set_num_threads(1)
 B, N, NKV, S, D = 4, 6, 2, 96, 16
