@@ -18,9 +18,18 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 from starlette.requests import Request
 
-from penstock import validation as check
 from penstock.client.input_processor import check_salt
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import (
+    InvalidRequestError,
+    NotSupportedError,
+    check_bool,
+    check_ids,
+    check_int,
+    check_nesting,
+    check_str,
+    fail,
+    shown,
+)
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
@@ -112,18 +121,16 @@ def _split(prompt: str | list[Any]) -> Sequence[str | list[int]]:
         return [prompt]
     kind = type(prompt[0]) if prompt else None
     if kind not in (str, list) or set(map(type, prompt)) != {kind}:
-        raise check.fail(
-            "prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids"
-        )
+        raise fail("prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids")
     return prompt
 
 
 def _check_ids(ids: list[Any], info: ModelInfo) -> None:
     if not ids:
-        raise check.fail("prompt", ids, "at least one token id")
+        raise fail("prompt", ids, "at least one token id")
     if len(ids) >= info.max_model_len:
         raise _too_long("prompt", len(ids), info)
-    check.check_ids("prompt", ids, info.vocab_size)
+    check_ids("prompt", ids, info.vocab_size)
 
 
 async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[EncodedPrompt]:
@@ -165,7 +172,7 @@ async def _encode(
 ) -> list[int]:
     text = prompt.text if isinstance(prompt, RenderedChat) else prompt
     if not text:
-        raise check.fail(param, text, "a text of at least one character")
+        raise fail(param, text, "a text of at least one character")
     check_prompt_length(text, info.max_model_len, param=param)
     ids = await encode(context, prompt, add_special_tokens=add_special_tokens, total=total)
     if not ids:
@@ -208,7 +215,7 @@ async def _render(
         raise InvalidRequestError(message, param="reasoning_effort")
     options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **implied, **given}
     for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
-        check.check_nesting(name, value)
+        check_nesting(name, value)
     text = "".join(turn["content"] for turn in turns) + "".join(str(value) for value in options.values() if value)
     check_prompt_length(text, info.max_model_len, param="messages")
     continues = bool(body.continue_final_message)
@@ -270,12 +277,12 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
         for name, is_wrong in (("max_tokens", not body.echo), ("use_beam_search", body.use_beam_search)):
             if is_wrong:
                 raise InvalidRequestError(f"{name}: max_tokens 0 needs echo, and no beam search", param=name)
-        check.check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
+        check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
         own["max_tokens"] = 1
     if body.echo and body.logprobs is not None:
         if body.use_beam_search:
             raise InvalidRequestError("echo: not allowed with logprobs and use_beam_search", param="echo")
-        check.check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+        check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
         own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return _params(body, info, own)
 
@@ -285,9 +292,9 @@ def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
     own: dict[str, Any] = {"max_tokens": info.default_sampling.get("max_tokens")}
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)
-        check.check_int(name, value, 1, MAX_TOKENS, optional=True)
+        check_int(name, value, 1, MAX_TOKENS, optional=True)
         own["max_tokens"] = own["max_tokens"] if value is None else value
-    check.check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, optional=True)
+    check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, optional=True)
     if body.logprobs:
         own["logprobs"] = body.top_logprobs or 0
     return _params(body, info, own)
@@ -360,7 +367,7 @@ def naming(field: str) -> Iterator[None]:
 def _of_text(value: Any) -> StructuredOutputsParams | None:
     """Return the form from the field `text` of /v1/responses; None for {} and for a format of type text."""
     if not isinstance(value, Mapping):
-        raise check.fail(TEXT, value, 'an object like {"format": {"type": "text"}}')
+        raise fail(TEXT, value, 'an object like {"format": {"type": "text"}}')
     if value.get("verbosity") is not None:
         raise NotSupportedError("text.verbosity: not supported; this is not built yet", param=TEXT)
     _check_keys(TEXT, value, ("format", "verbosity"))
@@ -370,12 +377,12 @@ def _of_text(value: Any) -> StructuredOutputsParams | None:
 
 def _of_format(field: str, value: Any, schema_of: Any) -> StructuredOutputsParams | None:
     if not isinstance(value, Mapping):
-        raise check.fail(field, value, 'an object like {"type": "json_object"}')
+        raise fail(field, value, 'an object like {"type": "json_object"}')
     kind = value.get("type")
     if kind == "structural_tag":
         raise NotSupportedError(f"{field}: the type structural_tag is not supported; it is not built yet", param=field)
     if kind not in KINDS:
-        raise check.fail(field, kind, f"an object whose type is one of {', '.join(KINDS)}")
+        raise fail(field, kind, f"an object whose type is one of {', '.join(KINDS)}")
     if kind != "json_schema":
         _check_keys(field, value, ("type",))
         return None if kind == "text" else StructuredOutputsParams(json_object=True)
@@ -391,14 +398,14 @@ def _nested_schema(value: Mapping[str, Any]) -> Any:
 def _of_schema(field: str, value: Any) -> StructuredOutputsParams:
     """Return the form for a named schema. `strict` changes nothing: a schema is always followed or refused."""
     if not isinstance(value, Mapping) or value.get("schema") is None:
-        raise check.fail(field, value, 'a format with a name and a schema: {"name": "answer", "schema": {...}}')
+        raise fail(field, value, 'a format with a name and a schema: {"name": "answer", "schema": {...}}')
     _check_keys(field, value, ("type", *SCHEMA_KEYS))
     with naming(field):
         try:
-            check.check_str(FIELD, value.get("name"), max_length=MAX_NAME, optional=True)
-            check.check_str(FIELD, value.get("description"), max_length=MAX_DESCRIPTION, optional=True)
+            check_str(FIELD, value.get("name"), max_length=MAX_NAME, optional=True)
+            check_str(FIELD, value.get("description"), max_length=MAX_DESCRIPTION, optional=True)
             if value.get("strict") is not None:
-                check.check_bool(FIELD, value["strict"])
+                check_bool(FIELD, value["strict"])
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{error.message} (of name, description or strict)", param=FIELD) from None
         return StructuredOutputsParams(json=value["schema"])
@@ -407,9 +414,7 @@ def _of_schema(field: str, value: Any) -> StructuredOutputsParams:
 def _check_keys(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
     unknown = next((str(key) for key in value if key not in known), None)
     if unknown is not None:
-        raise InvalidRequestError(
-            f"{field}.{check.shown(unknown)}: unknown key; known are {', '.join(known)}", param=field
-        )
+        raise InvalidRequestError(f"{field}.{shown(unknown)}: unknown key; known are {', '.join(known)}", param=field)
 
 
 def _of_guided(kind: str, value: Any) -> StructuredOutputsParams:

@@ -13,11 +13,10 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_float, fail, shown
 from penstock.server.logits_fields import LogitsFields
 from penstock.server.unsupported import strip_unsupported
 from penstock.tokenizer.answers.grammar import Function
-from penstock.validation import check_float, fail, shown
 
 # --- tools ------------------------------------------------------------------------------------------------------------
 
