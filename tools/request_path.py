@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "penstock"
-ENGINE_ROOMS = ("engine", "plugins", "runner", "models", "layers", "kernels")
+ENGINE_ROOMS = ("engine", "runner", "models", "layers", "kernels")
 MODEL_ROOMS = ("models", "layers")
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "What is 3 + 4?"}], "max_tokens": 4, "stream": True}
 

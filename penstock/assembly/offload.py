@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, fail
 from penstock.interface.messages import BlockDirectory
 from penstock.interface.step import CacheGroup
 from penstock.kernels.cpu.library import chosen_level
 from penstock.runner.block_store import BlockFiles, TieredBlockStore
-from penstock.validation import fail
 
 
 def check_offload(config: EngineConfig) -> None:

@@ -6,7 +6,6 @@ and a request that fails alone ends with the error. If the bookkeeping breaks of
 all requests are computed anew.
 """
 
-from penstock import validation as check
 from penstock.engine.beams import Beam, Searches, check_search
 from penstock.engine.in_flight import Step
 from penstock.engine.kv_cache_manager import KVCacheManager
@@ -15,7 +14,7 @@ from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
 from penstock.engine.timeline import StepLog
-from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError
+from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
 from penstock.interface.plugins import check_registered
@@ -108,7 +107,7 @@ class Engine:
             InvalidRequestError: it cannot be pinned (KVCacheManager.pin), has ids outside the vocabulary, or leaves too
                 little of the cache for a request that is open.
         """
-        check.check_ids("prompt", prompt_token_ids, self.vocab_size)
+        check_ids("prompt", prompt_token_ids, self.vocab_size)
         source = EngineRequest(name, prompt_token_ids, SamplingParams(max_tokens=1), cache_salt=cache_salt)
         prefix = Request(source, 0, self.max_model_len)
         known = [(item, len(item.block_hashes), item.pending_salt) for item in self._requests.values()]
@@ -151,10 +150,10 @@ class Engine:
             message = "sampler_state: outputs of a request with mirostat come with it, or are computed again"
             raise InvalidRequestError(message, param="sampler_state")
         for number in source.sampler_state or ():
-            check.check_float("sampler_state", number, -1e9, 1e9)
+            check_float("sampler_state", number, -1e9, 1e9)
         if source.params.use_beam_search:
             check_search(source, self.vocab_size)
-        check.check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
+        check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
 
     def abort(self, request_id: str) -> bool:
         """End a request without another output. Return False if it is not open (it may just have finished)."""

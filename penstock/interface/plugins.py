@@ -31,8 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from penstock.errors import InvalidRequestError
-from penstock.validation import check_str
+from penstock.errors import InvalidRequestError, check_str
 
 OPTION = "imports"  # the engine option that names the files
 LogitsProcessor = TypeVar("LogitsProcessor", bound=Callable[..., Any])
