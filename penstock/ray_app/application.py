@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock import validation as check
 from penstock.client.engine_client import EngineState
-from penstock.client.replicas import MAX_REPLICAS
+from penstock.client.fleet import MAX_REPLICAS
 from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import InvalidRequestError
 from penstock.parallel.ray_cluster import join_cluster

@@ -22,7 +22,7 @@ from penstock.server.context import RequestLog, ServerContext, check_administrat
 from penstock.server.openai_requests import BlocksRequest, PrefillRequest
 
 if TYPE_CHECKING:
-    from penstock.client.kv_blocks import KVBlocks
+    from penstock.client.kv_transfer import KVBlocks
 
 MAX_NAME = 64  # characters
 POLL_S = 0.005  # seconds between two checks of the directory that the engine process writes to
