@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock_lab.conventions.caches import CacheInterface, PagedCacheView
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
@@ -30,6 +29,7 @@ from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
 from penstock.layers.swap import swap_linears
 from penstock.spec.model_config import ModelConfig
+from penstock_lab.conventions.caches import CacheInterface, PagedCacheView
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,11 @@ class JetStreamModel(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return `hidden`, which are logits already."""
         return hidden
+
+
+def adapt(model: nn.Module, config: ModelConfig, make: LayerFactory) -> JetStreamModel:
+    """Return a model that `build` made, as the engine calls it."""
+    return JetStreamModel(model, Environment(config, make.ops, make))
 
 
 def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory) -> nn.Module:

@@ -2,7 +2,8 @@
 
     python -m penstock_lab.prove.demo_answers [--model DIR]
 
-The requests are the held-out ones of penstock_lab/training/heldout_cases.py, with people and cities that training never names.
+The requests are the held-out ones of penstock_lab/training/heldout_cases.py, with people and cities that training
+never names.
 `penstock_lab.training.evaluate` asks the same without a schema, with Transformers.
 """
 
@@ -10,11 +11,11 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 
-from penstock_lab.training import heldout_cases
-from penstock_lab.training.heldout_cases import Case
 from penstock.entrypoints.llm import LLM
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock_lab.training import heldout_cases
+from penstock_lab.training.heldout_cases import Case
 
 MAX_TOKENS = 120
 TEMPERATURES = (0.0, 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
-from penstock.client import liveness
+from penstock.client import engine_handle
 from penstock.interface.plugins import PROCESSORS, TimeLimitError, call_limited, import_files, install_time_limit
 from penstock.runner import sampler
 from tests.hf_models import make_llama, random_ids
@@ -187,7 +187,7 @@ def test_one_that_does_not_end_fails_alone(
 ) -> None:
     """Guards against a loop in a user's function that takes all streams with it: Python code is interrupted, and an
     engine that cannot be is replaced, until the one request to blame has been tried alone."""
-    monkeypatch.setattr(liveness, "SILENCE_S", 3.0)
+    monkeypatch.setattr(engine_handle, "SILENCE_S", 3.0)
     expected = [llm.generate([prompt], params())[0].outputs[0].token_ids for prompt in PROMPTS[1:]]
 
     async def ask() -> tuple[str, list[list[int]]]:
