@@ -67,7 +67,7 @@ IMPORTED_WITHOUT_TORCH = [
     "penstock.models.registry",
     "penstock.models.certificate",
     "penstock.spec.param_table",
-    "penstock.spec.sharding_map",
+    "penstock.ranks.sharding_map",
     "penstock.weights.table_template",
     "penstock.engine.engine",
     "penstock.planner.memory",
@@ -82,7 +82,7 @@ IMPORTED_WITHOUT_TORCH = [
     "penstock.kernels.cpu.ops",
     "penstock.models.llama.model",
     "penstock.runner.model_runner",
-    "penstock.weights.convert",
+    "penstock.assembly.convert",
     "penstock.bench.simulator.report",
     "penstock.bench.simulator.run",
 ]

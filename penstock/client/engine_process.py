@@ -22,8 +22,8 @@ from penstock.client.pending_forms import PendingForms
 from penstock.engine.engine import Engine
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
-from penstock.parallel.child_main import EXIT_CLIENT_GONE
 from penstock.plugins import time_limit
+from penstock.ranks.child_main import EXIT_CLIENT_GONE
 from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.ring import Ring
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.client import frames
 from penstock.interface.messages import EngineStats
-from penstock.parallel.effort import Effort
+from penstock.ranks.children import Effort
 
 SILENCE_S = 5.0  # an engine sends a heartbeat every half second, idle or computing
 MAX_STEP_S = 600.0  # a step that computes for longer is in an endless loop

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from penstock.client import frames
 from penstock.interface.messages import EngineStats
-from penstock.parallel.effort import Effort
+from penstock.ranks.children import Effort
 
 HEARTBEAT_S = 0.5
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.planner.machines import Hardware
+from penstock.ranks.sharding import Degrees
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Degrees
 
 MOSTLY = 0.8  # if reading takes at least this share of the multiply time, compute is not reported as the limit
 FLOAT_BYTES = 4  # bytes of a logit, and of an element of a sum that ranks exchange

@@ -15,8 +15,8 @@ from penstock.planner.costs import ModelWork
 from penstock.planner.fit import Fit, Sizes, quantised
 from penstock.planner.machines import Hardware
 from penstock.planner.memory import cached_token_bytes
+from penstock.ranks.sharding import Share
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Share
 
 PREFILL, DECODE = "prefill", "decode"
 

@@ -12,8 +12,8 @@ from penstock.planner.machines import THIS, Hardware, OnChip
 from penstock.planner.operator import MODES, UNIFIED_BUFFER, check_buffers, schedule, tiles
 from penstock.planner.placement import Placement, operation_bytes, plan_placement
 from penstock.quant.scheme import Scheme
+from penstock.ranks.sharding import Share
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Share
 
 PROMPT_LENS, CONTEXT = (128, 1024), 1024  # used for predictions if the user names no lengths
 
@@ -27,7 +27,7 @@ class Source(Protocol):
 
     @property
     def together(self) -> bool:
-        """The argument `together` of spec.shares.divisible_heads."""
+        """The argument `together` of ranks.sharding.divisible_heads."""
 
     @property
     def num_elements(self) -> int:

@@ -19,7 +19,7 @@ from penstock.client.engine_client import EngineState
 from penstock.client.replicas import MAX_REPLICAS
 from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import InvalidRequestError
-from penstock.parallel.ray_cluster import join_cluster
+from penstock.ray_app.cluster import join_cluster
 from penstock.ray_app.engines import ByQueuedTokens, EngineReplica
 from penstock.ray_app.remote import EnginePool
 from penstock.server.app import create_app

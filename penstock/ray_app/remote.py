@@ -14,7 +14,7 @@ from penstock.client import frames
 from penstock.client.child import EngineConnection, Launcher
 from penstock.client.engine_client import EngineClient
 from penstock.interface.messages import EngineStats
-from penstock.parallel.door import tune
+from penstock.ray_app.door import tune
 from penstock.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT
 
 LOGGER = logging.getLogger("penstock")

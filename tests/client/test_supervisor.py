@@ -11,7 +11,7 @@ from penstock.client.child import EngineConnection
 from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats
-from penstock.parallel.effort import Effort
+from penstock.ranks.children import Effort
 from tests.fakes_engine import model_info
 
 INFO = model_info(64, 100)

@@ -21,7 +21,7 @@ from penstock.planner.fit import Budget
 from penstock.planner.forecast import Load
 from penstock.planner.machines import Hardware, load_hardware, names
 from penstock.planner.report import Question, answer
-from penstock.spec.shares import Degrees
+from penstock.ranks.sharding import Degrees
 from penstock.weights.planned import PlannedModel
 from tests.kernels.packed import levels
 

@@ -8,12 +8,12 @@ import pytest
 from penstock.client.open_requests import OpenRequests
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
-from penstock.parallel import child_main
 from penstock.prove import engine_deaths, parent_deaths, streams
 from penstock.prove.engine_deaths import EngineDeaths, StandbyDeaths
 from penstock.prove.parent_deaths import ParentDeaths
 from penstock.prove.proof import Outcome, Subject, Trials
 from penstock.prove.streams import FEATURES, Answer, Stream
+from penstock.ranks import child_main
 from tests.fakes_engine import model_info
 
 same_bits = pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")

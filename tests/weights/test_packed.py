@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.assembly import build_engine
+from penstock.assembly.convert import convert_model
 from penstock.check.files import check_files
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
@@ -18,7 +19,6 @@ from penstock.kernels.tensors import as_torch
 from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
 from penstock.weights.checksums import verify
-from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model, weight_layers
 from penstock.weights.packed import fit, read_info
 from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries

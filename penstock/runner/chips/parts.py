@@ -15,8 +15,8 @@ import numpy as np
 from penstock.errors import InvalidRequestError
 from penstock.kernels.tensors import Array
 from penstock.planner.placement import WEIGHT_BYTES
+from penstock.ranks.sharding import DEGREES, LEAVES
 from penstock.spec.param_table import Parameter, leaf_bounds
-from penstock.spec.shares import DEGREES, LEAVES
 
 Range = tuple[int, int]
 

@@ -1,4 +1,14 @@
-"""Cuts: a rank's part of every parameter, and what the ranks must exchange because of it. No torch.
+"""Which part of each parameter a rank holds, and what the ranks must exchange because of it. No torch.
+
+A Share says which part of attention, feed-forward, vocabulary and experts a rank has; cut_all gives its Cut of every
+parameter. The parameter table says along which axis a parameter is split (`shard`). A weight that is split along K
+always has 8 leaves and is cut only between them. So a rank computes whole leaves, and the sums over the ranks are the
+upper levels of the tree in which one process adds the leaves. That gives every degree the same bits.
+
+    degree 2      rank 0: (l0 + l1) + (l2 + l3)      rank 1: (l4 + l5) + (l6 + l7)      then their sum
+
+Attention, feed-forward, vocabulary and experts may be split into different numbers of parts (degrees). Ranks whose
+numbers are equal modulo a degree hold the same part, so each block of `degree` neighbouring ranks holds all parts.
 
 A branch of a block consists of a product that begins it (the table splits its rows), an operation in between that each
 rank can do for a part of the features (heads or neurons), and a product that ends it (the table splits its depth).
@@ -16,12 +26,176 @@ Gathered parts are joined in the order of the features, and sums are trees of wh
 weight whose depth one process sums in one piece has no leaves, and cannot be cut along its depth.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
+from penstock.config import DEGREES, ParallelConfig
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, leaf_bounds
-from penstock.spec.shares import EXPERT, IN_A_LAYER, LEAVES, WHOLE, Form, Part, Share, general
+from penstock.validation import fail
+
+# How ranks hold a weight: each the whole of it, or a part of its rows, of its depth (the last axis, cut between leaves)
+# or, for a table that is looked up, of its columns.
+Form = Literal["whole", "rows", "depth", "columns"]
+LEAVES = 8
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+IN_A_LAYER = re.compile(r"\.\d+\.")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of `degree` parts."""
+
+    index: int
+    degree: int
+
+    def bounds(self, units: int) -> tuple[int, int]:
+        """Return this part's first and past-the-last of `units` units that are cut at the ends of leaves."""
+        each = LEAVES // self.degree
+        leaves = leaf_bounds(units, LEAVES)[self.index * each : (self.index + 1) * each]
+        return leaves[0][0], leaves[-1][1]
+
+    def even_bounds(self, units: int) -> tuple[int, int]:
+        """Return this part's first and past-the-last of `units` units that are not summed."""
+        return self.index * units // self.degree, (self.index + 1) * units // self.degree
+
+
+WHOLE = Part(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """The numbers of parts into which ranks split a model. Each is one of DEGREES and divides the number of ranks.
+
+    Attributes:
+        size: number of ranks.
+        inner: parts of each expert; `experts` times `inner` is at most `size`.
+        forms: the form of each weight, by its name with * for numbers, if a sharding map gives it (placement.py); None:
+            as the table says.
+    """
+
+    size: int = 1
+    attention: int = 1
+    mlp: int = 1
+    vocab: int = 1
+    experts: int = 1
+    inner: int = 1
+    forms: Mapping[str, Form] | None = None
+
+    @property
+    def mixture(self) -> int:
+        """The number of ranks over which the experts of a layer, and their parts, are distributed."""
+        return self.experts * self.inner
+
+    @property
+    def name(self) -> str:
+        """A name for the split; equal splits have equal names. Empty for one process."""
+        if self.size == 1:
+            return ""
+        sizes = {item.name: getattr(self, item.name) for item in fields(self)}
+        return ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the rank with a given number holds."""
+
+    rank: int
+    degrees: Degrees
+
+    @property
+    def attention(self) -> Part:
+        return Part(self.rank % self.degrees.attention, self.degrees.attention)
+
+    @property
+    def mlp(self) -> Part:
+        return Part(self.rank % self.degrees.mlp, self.degrees.mlp)
+
+    @property
+    def vocab(self) -> Part:
+        return Part(self.rank % self.degrees.vocab, self.degrees.vocab)
+
+    @property
+    def experts(self) -> Part:
+        return Part(self.rank % self.degrees.mixture // self.degrees.inner, self.degrees.experts)
+
+    @property
+    def inner(self) -> Part:
+        return Part(self.rank % self.degrees.inner, self.degrees.inner)
+
+    def part_of(self, parameter: Parameter) -> Part:
+        """Return which part of a parameter the rank holds if it is split as the table says."""
+        if parameter.shard is None:
+            return WHOLE
+        if parameter.unit is not None:
+            return self.attention
+        if not IN_A_LAYER.search(parameter.name):
+            return self.vocab
+        return self.inner if EXPERT.search(parameter.name) else self.mlp
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """Return the config of a model with only the heads that the rank has."""
+        first, last = self.attention.bounds(whole.num_key_value_heads)
+        group = whole.num_attention_heads // whole.num_key_value_heads
+        return replace(whole, num_attention_heads=(last - first) * group, num_key_value_heads=last - first)
+
+
+def general(name: str) -> str:
+    """Return a parameter's name with * for every number."""
+    return NUMBER.sub("*", name)
+
+
+def divisible_heads(model: ModelConfig, *, together: bool = False) -> list[int]:
+    """Return the degrees of attention that leave at least one key/value head to every part.
+
+    together: whether queries or keys are normalised over all heads of a token, which no single rank would have.
+    """
+    if together:
+        return [1]
+    parts = {degree: [Part(index, degree) for index in range(degree)] for degree in DEGREES}
+    bounds = {degree: [part.bounds(model.num_key_value_heads) for part in some] for degree, some in parts.items()}
+    return [degree for degree, some in bounds.items() if all(first < last for first, last in some)]
+
+
+def heads_are_together(parameters: Mapping[str, Parameter], model: ModelConfig) -> bool:
+    """Return whether a norm of queries or keys covers all heads."""
+    norms = [item for item in parameters.values() if item.name.endswith((".q_norm.weight", ".k_norm.weight"))]
+    return any(norm.shape != (model.head_dim,) for norm in norms)
+
+
+def find_degrees(parallel: ParallelConfig, model: ModelConfig, *, together: bool) -> Degrees:
+    """Return into how many parts the ranks split a model, if they split it as its parameter table says.
+
+    together: as in divisible_heads.
+
+    Raises:
+        InvalidRequestError: the model cannot be split like this; the message says what is possible.
+    """
+    size, tensor = parallel.num_ranks, parallel.tensor_parallel_size
+    possible, attention = divisible_heads(model, together=together), parallel.attention_parallel_size
+    if attention is None:
+        attention = max(item for item in possible if item <= tensor)
+    elif attention not in possible:
+        why = "norms over all of its heads" if together else f"{model.num_key_value_heads} key/value heads"
+        nearest = max(item for item in possible if item <= attention)
+        raise fail("attention_parallel_size", attention, f"at most {nearest}: the model has {why}")
+    mlp, experts = parallel.mlp_parallel_size or tensor, parallel.expert_parallel_size
+    if experts > 1 and not model.num_experts:
+        raise fail("expert_parallel_size", experts, "1: this model has no experts")
+    if experts > max(1, model.num_experts):
+        nearest = max(item for item in DEGREES if item <= model.num_experts)
+        raise fail("expert_parallel_size", experts, f"at most {nearest}: the model has {model.num_experts} experts")
+    for name, degree, length in (
+        ("mlp_parallel_size", mlp, model.intermediate_size),
+        ("tensor_parallel_size", tensor, model.vocab_size),
+    ):
+        if degree > 1 and length < LEAVES:
+            raise fail(name, degree, f"1: the dimension that it splits has only {length} elements")
+    return Degrees(size, attention, mlp, tensor, experts, min(mlp, size // experts) if model.num_experts else 1)
+
 
 Ranges = tuple[tuple[int, int], ...]  # [first, past-the-last) of each range
 
@@ -32,15 +206,15 @@ class Wiring:
 
     Attributes:
         gathers_input: where the part of each rank begins, and where the last one ends.
-        takes_input: the part of a whole input that the product needs.
+        selects_input: the part of a whole input that the product needs.
         gathers_result: as gathers_input.
-        takes_result: the parts of a whole result that are kept, joined in this order.
+        selects_result: the parts of a whole result that are kept, joined in this order.
     """
 
     gathers_input: tuple[int, ...] = ()
-    takes_input: Ranges = ()
+    selects_input: Ranges = ()
     gathers_result: tuple[int, ...] = ()
-    takes_result: Ranges = ()
+    selects_result: Ranges = ()
 
 
 DIRECT = Wiring()
@@ -127,7 +301,7 @@ def _by_form(whole: Parameter, weight: Parameter, share: Share, form: Form) -> C
     if inside.degree == 1:
         return Cut(whole, whole, WHOLE)
     results = _by_table(weight, inside).ranges
-    return Cut(whole, whole, WHOLE, wiring=Wiring(takes_result=results if weight.unit else results[:1]))
+    return Cut(whole, whole, WHOLE, wiring=Wiring(selects_result=results if weight.unit else results[:1]))
 
 
 def _ending(whole: Parameter, weight: Parameter, form: Form, every: Part, inside: Part) -> Cut:
@@ -140,7 +314,7 @@ def _ending(whole: Parameter, weight: Parameter, form: Form, every: Part, inside
             return _by_table(whole, inside)
         degree = depth_degree(weight, every.degree)
         cut = _by_table(whole, Part(every.index % degree, degree))
-        return replace(cut, wiring=Wiring(takes_input=cut.ranges))
+        return replace(cut, wiring=Wiring(selects_input=cut.ranges))
     cut = _rows(whole, every) if form == "rows" else Cut(whole, whole, WHOLE)
     if inside.degree > 1:
         borders = _borders(depth // weight.unit_size, inside.degree, weight.unit_size)
