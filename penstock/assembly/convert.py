@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import EngineConfig, NumericsConfig
-from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
@@ -25,7 +25,6 @@ from penstock.ranks.sharding import Share, find_degrees, heads_are_together
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.spec.unsupported import listed
-from penstock.validation import fail
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import (

@@ -15,11 +15,11 @@ from penstock.errors import ModelLoadError
 from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, Packing
+from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import Array, Tensor, array_type
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.rotary import Rotary
 from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, LayerNorm, Linear, LinearSpec, RMSNorm
-from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.spec.rope_config import RopeConfig

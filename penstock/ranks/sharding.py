@@ -32,9 +32,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from penstock.config import DEGREES, ParallelConfig
+from penstock.errors import fail
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, leaf_bounds
-from penstock.validation import fail
 
 # How ranks hold a weight: each the whole of it, or a part of its rows, of its depth (the last axis, cut between leaves)
 # or, for a table that is looked up, of its columns.

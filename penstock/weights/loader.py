@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config import EngineConfig
-from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.errors import ModelLoadError, NotSupportedError, check_choice
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.cores import pinned_cores
 from penstock.kernels.ops import Ops, RowSource
+from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
 from penstock.layers.context import CausalLM
 from penstock.layers.factory import LayerFactory
@@ -22,11 +23,9 @@ from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout, LMHe
 from penstock.layers.module import is_torch_module, named_modules
 from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
-from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.spec.unsupported import listed
-from penstock.validation import check_choice
 from penstock.weights.instance import Weights
 from penstock.weights.memory import check_memory, rotary_bytes
 from penstock.weights.packed import find_packed, restore_packed

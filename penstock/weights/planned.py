@@ -4,18 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from penstock import validation as check
 from penstock.config import EngineConfig
-from penstock.errors import NotSupportedError
+from penstock.errors import NotSupportedError, fail
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import is_torch
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import ModelSizes
 from penstock.planner.placement import operation_of
 from penstock.plugins.user_files import import_files
-from penstock.quant.scheme import Scheme
 from penstock.ranks.build import NoLinks, RankPlace
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together
@@ -54,7 +53,7 @@ class PlannedModel:
         planned = cls(replace(config, numerics=numerics), model)
         kernels = planned.resolved().numerics.kernels
         if kernels != "cpu" or is_torch(planned.ops.dtype):  # in this order, because the second check may import torch
-            raise check.fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
+            raise fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
         return planned
 
     def layer_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -99,18 +98,17 @@ class PlannedModel:
         return {}
 
     @cached_property
-    def _parts(self) -> dict[Share, tuple[RankPlace, Shapes]]:
+    def _parts(self) -> dict[Share, tuple[Place, Shapes]]:
         return {}
 
     def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
         """Return the sizes of the model, or of a rank's part of it. Parts with equal shapes are counted once."""
-        place: tuple[Place, Shapes] = ANYWHERE, ()
-        place, shapes = place if share is None or share.degrees.size == 1 else self._part(share)
+        place, shapes = (ANYWHERE, ()) if share is None or share.degrees.size == 1 else self._part(share)
         if (scheme, shapes) not in self._found:
             self._found[scheme, shapes] = model_sizes(self.model, self.ops, scheme, self.head, place)
         return self._found[scheme, shapes]
 
-    def _part(self, share: Share) -> tuple[RankPlace, Shapes]:
+    def _part(self, share: Share) -> tuple[Place, Shapes]:
         if share not in self._parts:
             cuts = cut_all(self.parameters, share, self.model)
             shapes = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in cuts.items())

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.config import DEGREES
 from penstock.errors import InvalidRequestError
 from penstock.kernels.tensors import Array
 from penstock.planner.placement import WEIGHT_BYTES
-from penstock.ranks.sharding import DEGREES, LEAVES
+from penstock.ranks.sharding import LEAVES
 from penstock.spec.param_table import Parameter, leaf_bounds
 
 Range = tuple[int, int]
