@@ -20,19 +20,19 @@ import pytest
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.assembly import build_engine
 from penstock.assembly.convert import convert_model
-from penstock.bench.profile import Profile
-from penstock.bench.split_meter import SplitMeter
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineRequest
-from penstock.prove import tiny_models
-from penstock.prove.parallel import BASE, answers, differs, draw_map, start_threads
 from penstock.ranks import layers, links, start
 from penstock.ranks.group import Group
 from penstock.ranks.launcher import HostLauncher
 from penstock.ranks.links import Mesh, SharedMemoryLinks, SocketLinks
 from penstock.ranks.sharding import Degrees
 from penstock.weights.table_template import table_text
+from penstock_lab.bench.profile import Profile
+from penstock_lab.bench.split_meter import SplitMeter
+from penstock_lab.prove import tiny_models
+from penstock_lab.prove.parallel import BASE, answers, differs, draw_map, start_threads
 from tests.kernels.packed import levels
 from tests.ranks.test_sharding_map import JETSTREAM
 

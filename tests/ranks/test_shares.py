@@ -11,13 +11,13 @@ from penstock.config import DEGREES, EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import TensorRows
 from penstock.models.config_json import load_model_config
-from penstock.prove import tiny_models
-from penstock.prove.parallel import draw_map
 from penstock.ranks.build import CutSource
 from penstock.ranks.sharding import Cut, Degrees, Part, Share, cut_all, divisible_heads, is_beginning
 from penstock.ranks.sharding_map import ShardingMap, place
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.sources import read_parameters
+from penstock_lab.prove import tiny_models
+from penstock_lab.prove.parallel import draw_map
 
 BASE = {"load_format": "dummy", "threads": 1}
 
