@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from penstock.config import DEGREES
 from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, RowSource, SplittingOps
@@ -76,8 +77,8 @@ def _selected(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     return np.concatenate([as_array(x)[:, begin:end] for begin, end in ranges], axis=1) if ranges else x
 
 
-class _Wired(Linear):
-    """A product whose input and result pass through Wires."""
+class WiredLinear(Linear):
+    """A Linear whose input and result pass through Wires."""
 
     def __init__(self, *args: Any, wires: Wires) -> None:
         super().__init__(*args)
@@ -87,20 +88,17 @@ class _Wired(Linear):
         return self.wires.result(super().forward(self.wires.input(x)))
 
 
-class WiredLinear(_Wired):
-    """A Linear whose input and result pass through Wires."""
-
-
-class WiredActivatedLinear(_Wired, ActivatedLinear):
+class WiredActivatedLinear(WiredLinear, ActivatedLinear):
     """An ActivatedLinear whose input and result pass through Wires."""
 
 
-class WiredGatedLinear(_Wired, GatedLinear):
+class WiredGatedLinear(WiredLinear, GatedLinear):
     """A GatedLinear whose input and result pass through Wires."""
 
 
 def tree_sum(parts: Sequence[Array], out: Array) -> Array:
     """Add a power of two of parts as a binary tree: the upper levels of the tree over a weight's leaves."""
+    assert len(parts) in DEGREES[1:], "the parts of a sum are those of a tree, or its bits would depend on their number"
     if len(parts) == 2:
         return np.add(parts[0], parts[1], out=out)
     half = len(parts) // 2
@@ -267,6 +265,7 @@ class SplitMixture:
 
         gate_up, down: the packed weights of this rank's experts.
         """
+        assert len(gate_up) == len(down) == self.last - self.first, "a rank has other experts than its share says"
         chosen = ids.reshape(-1)
         own = np.flatnonzero((chosen >= self.first) & (chosen < self.last))
         results = np.zeros((len(chosen), out.shape[1]), FLOAT32)

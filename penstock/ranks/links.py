@@ -254,6 +254,7 @@ class Mesh:
     def links(self, rank: int) -> SharedMemoryLinks | SocketLinks:
         """Return the links of a rank that runs in this process."""
         peers, self._ends[rank] = self._ends[rank], {}
+        assert len(peers) == len(self._ends) - 1, "the links of a rank are made once, before the mesh is closed"
         if self._memory is None:
             return SocketLinks(rank, peers)
         return SharedMemoryLinks(rank, peers, self._memory.fileno(), self._buffer_bytes)

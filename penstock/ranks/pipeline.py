@@ -173,7 +173,7 @@ class PipelineExecutor:
 
         Args:
             begins: the first message to each rank of each stage.
-            buffer_bytes: the maximum number of bytes that a rank gives the other ranks of its stage at once.
+            buffer_bytes: the most bytes that a rank passes to the other ranks of its stage at once.
             launcher: starts the ranks, and is closed at the end.
 
         Raises:

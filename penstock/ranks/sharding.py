@@ -17,8 +17,8 @@ have any form:
 
                     features in between split             features in between whole
     begins: rows    -                                     gather its results
-            whole   take our part of its results          -
-    ends:   depth   sum the parts                         take our part of its input; sum the parts
+            whole   select our part of its results        -
+    ends:   depth   sum the parts                         select our part of its input; sum the parts
             rows    gather its input; gather its results  gather its results
             whole   gather its input                      -
 
@@ -42,6 +42,7 @@ Form = Literal["whole", "rows", "depth", "columns"]
 LEAVES = 8
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 IN_A_LAYER = re.compile(r"\.\d+\.")
+assert all(LEAVES % degree == 0 for degree in DEGREES), "every degree must leave whole leaves to each rank"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -54,6 +55,7 @@ class Part:
 
     def bounds(self, units: int) -> tuple[int, int]:
         """Return this part's first and past-the-last of `units` units that are cut at the ends of leaves."""
+        assert 0 <= self.index < self.degree, f"{self} is no part"
         each = LEAVES // self.degree
         leaves = leaf_bounds(units, LEAVES)[self.index * each : (self.index + 1) * each]
         return leaves[0][0], leaves[-1][1]
@@ -73,7 +75,7 @@ class Degrees:
     Attributes:
         size: number of ranks.
         inner: parts of each expert; `experts` times `inner` is at most `size`.
-        forms: the form of each weight, by its name with * for numbers, if a sharding map gives it (placement.py); None:
+        forms: the form of each weight, by its name with * for numbers, if a sharding map gives it (sharding_map.place); None:
             as the table says.
     """
 
@@ -349,6 +351,7 @@ def _cut(whole: Parameter, part: Part, axis: int, sizes: tuple[int, ...], units:
         ranges.append((start + first * (size // units), start + last * (size // units)))
         start += size
     length = sum(end - begin for begin, end in ranges)
+    assert start == whole.shape[axis], f"the pieces of {whole.name} do not fill its axis {axis}"
     shape = (*whole.shape[:axis], length, *whole.shape[axis + 1 :])
     own = replace(whole, shape=shape, ends=_leaf_ends(whole, part) if axis and whole.leaves > 1 else None)
     return Cut(own, whole, part, tuple(ranges), axis)
@@ -357,7 +360,9 @@ def _cut(whole: Parameter, part: Part, axis: int, sizes: tuple[int, ...], units:
 def _leaf_ends(whole: Parameter, part: Part) -> tuple[int, ...]:
     each = LEAVES // part.degree
     bounds = leaf_bounds(whole.shape[-1], LEAVES, whole.unit_size)[part.index * each : (part.index + 1) * each]
-    return tuple(end - bounds[0][0] for _, end in bounds)
+    ends = tuple(end - bounds[0][0] for _, end in bounds)
+    assert list(ends) == sorted(ends), f"the leaves of {whole.name} are out of order"
+    return ends
 
 
 def _borders(units: int, degree: int, unit: int = 1) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ def test_the_document_s_map_runs_on_four_ranks(tmp_path: Path) -> None:
 
 
 def received(model: str, **options: Any) -> tuple[list[int], dict[str, Any], list[dict[str, Any]]]:
-    """What a split model answers, the bytes that it takes, and the trace of it."""
+    """What a split model answers, the bytes that it receives, and the trace of it."""
     config = EngineConfig.from_options(model=model, **BASE, dtype="bfloat16", **options)
     built = build_engine(config, start=start_threads)
     meter, profile, token_ids = SplitMeter(built), Profile(), []
@@ -194,12 +194,12 @@ def test_ranks_gather_in_order_and_in_blocks(launcher: HostLauncher) -> None:
     wrong: list[tuple[int, int]] = []
 
     def gather(rank: SharedMemoryLinks | SocketLinks) -> None:
-        for turn in range(200):
-            degree = (2, 4, 4, 2)[turn % 4]
+        for count in range(200):
+            degree = (2, 4, 4, 2)[count % 4]
             first = rank.rank // degree * degree
-            parts = rank.gather(np.full(8, 1000 * turn + rank.rank, np.float32), degree)
-            if [float(part[0]) for part in parts] != [1000 * turn + first + index for index in range(degree)]:
-                wrong.append((rank.rank, turn))
+            parts = rank.gather(np.full(8, 1000 * count + rank.rank, np.float32), degree)
+            if [float(part[0]) for part in parts] != [1000 * count + first + index for index in range(degree)]:
+                wrong.append((rank.rank, count))
 
     with linked(4, launcher=launcher) as ranks:
         threads = [threading.Thread(target=gather, args=(rank,)) for rank in ranks]

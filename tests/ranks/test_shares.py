@@ -63,8 +63,8 @@ def columns(cut: Cut) -> int:
     """How many features come after a product."""
     if cut.wiring.gathers_result:
         return cut.wiring.gathers_result[-1]
-    taken = sum(end - begin for begin, end in cut.wiring.selects_result)
-    return taken or cut.own.shape[0] // (2 if "gate_up" in cut.own.name else 1)
+    selected = sum(end - begin for begin, end in cut.wiring.selects_result)
+    return selected or cut.own.shape[0] // (2 if "gate_up" in cut.own.name else 1)
 
 
 def check_branch(first: Cut, last: Cut, own: ModelConfig) -> None:
@@ -74,8 +74,8 @@ def check_branch(first: Cut, last: Cut, own: ModelConfig) -> None:
         heads = own.num_attention_heads, own.num_key_value_heads
         assert features == (heads[0] + 2 * heads[1]) * own.head_dim
         features = heads[0] * own.head_dim
-    taken = sum(end - begin for begin, end in wiring.selects_input) or features
-    assert last.own.shape[1] == (wiring.gathers_input[-1] if wiring.gathers_input else taken)
+    selected = sum(end - begin for begin, end in wiring.selects_input) or features
+    assert last.own.shape[1] == (wiring.gathers_input[-1] if wiring.gathers_input else selected)
     assert columns(last) == own.hidden_size
 
 
