@@ -75,8 +75,8 @@ class Degrees:
     Attributes:
         size: number of ranks.
         inner: parts of each expert; `experts` times `inner` is at most `size`.
-        forms: the form of each weight, by its name with * for numbers, if a sharding map gives it (sharding_map.place); None:
-            as the table says.
+        forms: the form of each weight, by its name with * for numbers, if a sharding map says it (sharding_map.place);
+            None: as the table says.
     """
 
     size: int = 1
