@@ -33,7 +33,7 @@ from penstock.planner.memory import (
     resident_bytes,
 )
 from penstock.plugins.user_files import import_files
-from penstock.ranks.build import RankPlan, check_split, degrees_of, read_sharding
+from penstock.ranks.build import RankPlan, check_split, degrees_of, explain_sharding
 from penstock.ranks.launcher import open_launcher
 from penstock.ranks.start import Leader, StartRanks, start_ranks
 from penstock.runner.forward_pass import ForwardPass
@@ -331,16 +331,4 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_eng
             reasons["verify_files"] = f"on: {verify(weights)}"
     config = replace(config, numerics=numerics).resolve(model, num_engines)
     check_split(config, model, weights)
-    return replace(config, reasons=config.reasons | reasons | _check_sharding(config, model))
-
-
-def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
-    """Check that a sharding file fits the model. Return its effect, for EngineConfig.reasons."""
-    sharding, size = read_sharding(config, model), config.parallel.num_ranks
-    if sharding is None:
-        return {}
-    axes, _ = sharding
-    split = sum(axis is not None for axis in axes.values())
-    effect = "on one device nothing is split" if size == 1 else f"over {size} processes"
-    reason = f"{config.parallel.sharding_config}: it fits, and splits {split} of {len(axes)} parameters; {effect}"
-    return {"sharding_config": reason}
+    return replace(config, reasons=config.reasons | reasons | explain_sharding(config, model))

@@ -111,6 +111,18 @@ def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, i
         raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
 
 
+def explain_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
+    """Check that a config's sharding map fits the model. Return its effect, for EngineConfig.reasons."""
+    sharding, size = read_sharding(config, model), config.parallel.num_ranks
+    if sharding is None:
+        return {}
+    axes, _ = sharding
+    split = sum(axis is not None for axis in axes.values())
+    effect = "on one device nothing is split" if size == 1 else f"over {size} processes"
+    reason = f"{config.parallel.sharding_config}: it fits, and splits {split} of {len(axes)} parameters; {effect}"
+    return {"sharding_config": reason}
+
+
 def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
     """Check that a model can be split as a resolved config asks, before its weights are read.
 
