@@ -79,7 +79,7 @@ IMPORTED_WITHOUT_TORCH = [
     "penstock.kernels.cpu.ops",
     "penstock.models.llama.model",
     "penstock.runner.model_runner",
-    "penstock.assembly.convert",
+    "penstock.weights.convert",
     "penstock_lab.simulator.report",
     "penstock_lab.simulator.run",
 ]

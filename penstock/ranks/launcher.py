@@ -4,20 +4,18 @@ them elsewhere.
     ours, theirs = launcher.connect(HERE, 1)          one end for each process; this process's end is a socket
     launcher.start(1, PROCESS, ["group", theirs])    the process's words; an end becomes a descriptor's number
 
-A plug-in is an entry point of the group "penstock.launchers", named as in --distributed-executor-backend. It is called
-with a resolved EngineConfig, and loaded only when a config asks for it.
+A plug-in is an entry point of the group penstock.launchers, named as in --distributed-executor-backend. It is loaded
+only when a config asks for it.
 """
 
 import socket
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.plugins import entry_points
 from penstock.ranks.children import spawn
 
-PLUG_INS = "penstock.launchers"
 PROCESS = "penstock.ranks.process"  # the module that a rank runs
 HERE = 0  # the number of this process; the others are numbered from 1
 STDERR = 2  # a rank's output goes to stderr, because stdout belongs to the user
@@ -93,8 +91,5 @@ def open_launcher(config: EngineConfig) -> Launcher:
     option, name = "distributed_executor_backend", config.parallel.distributed_executor_backend
     if name == "mp":
         return HostLauncher()
-    found = entry_points(group=PLUG_INS, name=name)
-    if not found:
-        message = f"{option}: {name} is not installed: no package has an entry point {name!r} of {PLUG_INS}"
-        raise InvalidRequestError(message, param=option)
-    return cast(Launcher, next(iter(found)).load()(config))
+    launcher: Launcher = entry_points.load("launchers", name, option)(config, option)
+    return launcher

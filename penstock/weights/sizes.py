@@ -13,11 +13,10 @@ from penstock.layers.lm_head import HeadLayout, LMHead
 from penstock.layers.mlp import MoE
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, Linear, WeightLayer
-from penstock.planner.ledger import ModelSizes
+from penstock.planner.ledger import ModelSizes, Products
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import ANYWHERE, Place, empty_model, kept_layers, plain_bytes
 from penstock.weights.sources import read_parameters
-from penstock_lab.planner.costs import Products
 
 
 def model_sizes(
