@@ -63,7 +63,7 @@ IMPORTED_WITHOUT_TORCH = [
     "penstock.models.registry",
     "penstock.models.certificate",
     "penstock.spec.param_table",
-    "penstock.spec.sharding_map",
+    "penstock.ranks.sharding_map",
     "penstock.weights.table_template",
     "penstock.engine.engine",
     "penstock.planner.memory",
