@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, InvalidRequestError, NotSupportedError, SamplingParams
-from penstock.bench.meter import MeteredExecutor
+from penstock_lab.bench.meter import MeteredExecutor
 from penstock.config import EngineConfig
 from penstock.engine.scripted import ScriptedExecutor, next_token
 from penstock.errors import EngineError

@@ -26,7 +26,7 @@ from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.attention.layout import ELEMENT_BYTES, AttentionShape
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.scheme import Scheme
-from penstock.planner.costs import Products
+from penstock_lab.planner.costs import Products
 from penstock.planner.memory import CachePlan, mib, plan_kv_cache, smallest_cache_bytes
 from penstock.spec.model_config import ModelConfig
 

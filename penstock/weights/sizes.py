@@ -16,7 +16,7 @@ from penstock.layers.mlp import MoE
 from penstock.layers.module import named_modules
 from penstock.layers.split import Split
 from penstock.layers.weights import Embedding, Linear, WeightLayer
-from penstock.planner.costs import Products
+from penstock_lab.planner.costs import Products
 from penstock.planner.ledger import ModelSizes
 from penstock.spec.cuts import cut_all
 from penstock.spec.model_config import ModelConfig

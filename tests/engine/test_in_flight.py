@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.pipeline import GROUPS, MICRO_BATCHES, NUM_ROWS, STAGES, StageSpan, bubble, compute_batch, formula
+from penstock_lab.bench.pipeline import GROUPS, MICRO_BATCHES, NUM_ROWS, STAGES, StageSpan, bubble, compute_batch, formula
 from penstock.engine.draft_policy import DraftPolicy
 from penstock.engine.engine import Engine
 from penstock.engine.scripted import ScriptedExecutor

@@ -15,7 +15,7 @@ import httpx
 import uvloop
 from starlette.testclient import TestClient
 
-from penstock.prove.servers import QUICK
+from penstock_lab.prove.servers import QUICK
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.serve import Serving, open_socket

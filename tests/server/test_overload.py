@@ -17,7 +17,7 @@ import pytest
 from penstock import AsyncLLM, SamplingParams
 from penstock.client import process
 from penstock.errors import EngineOverloadedError
-from penstock.prove.servers import QUICK
+from penstock_lab.prove.servers import QUICK
 from penstock.server.middleware import MAX_REFUSAL_LINES, _RefusalLines
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import QUIET, WAIT_S, RunningServer, app_client, get, send, stream, wait_until

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.client.isolation import IsolatedTokenizer
-from penstock.demo import MODEL_DIR
+from penstock.weights.hub import MODEL_DIR
 from penstock.errors import InvalidRequestError
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run_server

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.assembly import build_engine
-from penstock.check.files import check_files
+from penstock_lab.check.files import check_files
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
