@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_lab.bench.machine import uniform
-from penstock_lab.bench.products import DOWN_1B, O_PROJ_1B, packed_copies
-from penstock_lab.bench.startup import python_process
 from penstock.config import available_threads
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
+from penstock_lab.bench.machine import uniform
+from penstock_lab.bench.products import DOWN_1B, O_PROJ_1B, packed_copies
+from penstock_lab.bench.startup import python_process
 
 LAYERS = 8  # 350 MB of weights, more than any cache holds
 QKV, GATE_UP = (2560, 2048), (11264, 2048)

@@ -10,7 +10,6 @@ import ctypes
 from collections import Counter
 from dataclasses import dataclass
 
-from penstock_lab.bench.samples import Work
 from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
 from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
@@ -23,6 +22,7 @@ from penstock.layers.module import named_modules
 from penstock.layers.weights import Linear
 from penstock.planner.memory import cached_token_bytes
 from penstock.spec.model_config import ModelConfig
+from penstock_lab.bench.samples import Work
 
 KIND_OF_DTYPE = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # the type in which products multiply
 NORMS = ("penstock_rms_norm", "penstock_add_rms_norm", "penstock_layer_norm", "penstock_add_layer_norm")

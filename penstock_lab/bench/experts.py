@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.ops import REDUCTION_LEAVES
 from penstock_lab.bench.machine import MachineLimits, Turn, take_turns, uniform
 from penstock_lab.bench.products import packed_copies
 from penstock_lab.bench.samples import Work
-from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.ops import REDUCTION_LEAVES
 
 DTYPES = ("bf16", "int8")  # of weights
 ROWS = (1, 8, 32, 128, 512)

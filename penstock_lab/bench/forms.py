@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from penstock.assembly import build_engine
-from penstock_lab.bench.machine import Progress
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError, check_int
@@ -21,6 +20,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock_lab.bench.machine import Progress
 
 FIRST_TOKENS = 3  # pairs of first tokens in each round
 

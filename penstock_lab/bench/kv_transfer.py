@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from penstock_lab.bench.startup import python_process
 from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model
+from penstock_lab.bench.startup import python_process
 
 NUM_STREAMS = 4
 NUM_PROMPTS = 4

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from penstock_lab.bench.machine import uniform
-from penstock_lab.bench.startup import python_process
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
+from penstock_lab.bench.machine import uniform
+from penstock_lab.bench.startup import python_process
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock_lab.bench.samples import READ, Rates, Sample, Work, settled, spread, summary
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import empty
+from penstock_lab.bench.samples import READ, Rates, Sample, Work, settled, spread, summary
 
 READ_BYTES = 512 * 2**20  # size of the ring of memory to read; larger than the cache available to one user of a machine
 READ_UNIT = 2**20  # a probe reads a multiple of this

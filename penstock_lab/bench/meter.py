@@ -17,17 +17,17 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from penstock.assembly import BuiltEngine
-from penstock_lab.bench.costs import Cost, ModelCosts
-from penstock_lab.bench.machine import MachineLimits
-from penstock_lab.bench.phases import PromptTokens
-from penstock_lab.bench.profile import DECODE, PREFILL, Profile, Span, Step, Stretch
-from penstock_lab.bench.samples import Rates, Sample, Work
 from penstock.errors import fail
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.library import PenstockCall, PenstockSpan
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.program import Arguments
+from penstock_lab.bench.costs import Cost, ModelCosts
+from penstock_lab.bench.machine import MachineLimits
+from penstock_lab.bench.phases import PromptTokens
+from penstock_lab.bench.profile import DECODE, PREFILL, Profile, Span, Step, Stretch
+from penstock_lab.bench.samples import Rates, Sample, Work
 
 STRETCH_SECONDS = 0.05
 MAX_SPANS = 2**17  # maximum number of native calls between two probes whose times are kept

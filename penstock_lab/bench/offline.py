@@ -9,11 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock_lab.bench.machine import Progress
-from penstock_lab.bench.meter import MeteredExecutor
-from penstock_lab.bench.phases import NO_LIMITS, OTHER_PROCESSES, Run
-from penstock_lab.bench.profile import Profile
-from penstock_lab.bench.split_meter import SplitMeter
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError, check_int
@@ -22,6 +17,11 @@ from penstock.interface.outputs import FinishReason, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.kernels.cpu.ops import CpuOps
+from penstock_lab.bench.machine import Progress
+from penstock_lab.bench.meter import MeteredExecutor
+from penstock_lab.bench.phases import NO_LIMITS, OTHER_PROCESSES, Run
+from penstock_lab.bench.profile import Profile
+from penstock_lab.bench.split_meter import SplitMeter
 
 Meter = MeteredExecutor | SplitMeter
 

@@ -16,11 +16,6 @@ from typing import Any
 
 import torch
 
-from penstock_lab.bench import attention, machine
-from penstock_lab.bench.attention import AttentionCase, decode_cases, prefill_cases
-from penstock_lab.bench.experts import ExpertsCase, expert_cases
-from penstock_lab.bench.machine import MachineLimits, Progress
-from penstock_lab.bench.products import DTYPES, ROWS, SHAPES, ProductCase, product_cases
 from penstock.config import available_threads
 from penstock.errors import InvalidRequestError, check_choice, check_int
 from penstock.kernels.cpu.library import chosen_level
@@ -31,6 +26,11 @@ from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.planner.memory import free_memory_bytes
 from penstock.weights.hub import resolve_model
+from penstock_lab.bench import attention, machine
+from penstock_lab.bench.attention import AttentionCase, decode_cases, prefill_cases
+from penstock_lab.bench.experts import ExpertsCase, expert_cases
+from penstock_lab.bench.machine import MachineLimits, Progress
+from penstock_lab.bench.products import DTYPES, ROWS, SHAPES, ProductCase, product_cases
 
 OPS = ("linear", "experts", "attend_decode", "attend_prefill")
 

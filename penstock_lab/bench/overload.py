@@ -22,10 +22,10 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from penstock_lab.bench.senders import Request, Senders
-from penstock_lab.bench.startup import python_process
 from penstock.config import available_threads
 from penstock.errors import EngineError
+from penstock_lab.bench.senders import Request, Senders
+from penstock_lab.bench.startup import python_process
 
 INPUT_LEN, OUTPUT_LENS = 32, range(32, 97)  # lengths differ, or all rows would begin and end together
 NUM_ROWS = 32

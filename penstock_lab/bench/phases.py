@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.interface.step import SchedulerOutput
 from penstock_lab.bench.machine import MachineLimits
 from penstock_lab.bench.profile import DECODE, PREFILL, Step
 from penstock_lab.bench.samples import Sample, settled, spread, summary
-from penstock.interface.step import SchedulerOutput
 
 FRACTIONS = ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction")
 OTHER_PROCESSES = "the kernels of other processes are not timed"

@@ -22,21 +22,21 @@ from penstock.interface.step import CacheGroup, TokenLogprobs
 from penstock.kernels.attention.layout import cache_token_bytes
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
-from penstock_lab.planner.machines import Hardware
 from penstock.planner.memory import free_memory_bytes
-from penstock_lab.planner.placement import Placement, PlacementPlan, operation_bytes, plan_placement
-from penstock_lab.chips.executor import ChipsExecutor
-from penstock_lab.chips.layers import PlacedFactory
-from penstock_lab.chips.machine import Machine
-from penstock_lab.chips.ops import PlacedOps
-from penstock_lab.chips.trace import chrome_trace, figures
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import LEAVES
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import Place, load_model
-from penstock_lab.planner.planned import layer_shapes
 from penstock.weights.sources import read_parameters
+from penstock_lab.chips.executor import ChipsExecutor
+from penstock_lab.chips.layers import PlacedFactory
+from penstock_lab.chips.machine import Machine
+from penstock_lab.chips.ops import PlacedOps
+from penstock_lab.chips.trace import chrome_trace, figures
+from penstock_lab.planner.machines import Hardware
+from penstock_lab.planner.placement import Placement, PlacementPlan, operation_bytes, plan_placement
+from penstock_lab.planner.planned import layer_shapes
 
 PROMPT_LENS, OUTPUT_LEN = (2, 3, 4), 3
 CONTEXT = 64  # positions of a row if no max_model_len is given, so that the cache of the whole context need not exist

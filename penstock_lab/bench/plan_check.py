@@ -21,16 +21,16 @@ from functools import partial
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock_lab.bench.this_machine import as_hardware, measure_machine
 from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
+from penstock.weights.hub import resolve_model
+from penstock_lab.bench.this_machine import as_hardware, measure_machine
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.forecast import DECODE, PREFILL, Load
 from penstock_lab.planner.machines import Hardware, load_hardware
-from penstock_lab.planner.report import Question, answer
-from penstock.weights.hub import resolve_model
 from penstock_lab.planner.planned import PlannedModel
+from penstock_lab.planner.report import Question, answer
 
 FORMS = ("none", "int8", "int4")
 STREAMS = (1, 8, 32)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock_lab.bench.machine import MachineLimits, Turn, ring_length, take_turns, uniform
-from penstock_lab.bench.samples import Work
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import empty
 from penstock.spec.param_table import leaf_bounds
+from penstock_lab.bench.machine import MachineLimits, Turn, ring_length, take_turns, uniform
+from penstock_lab.bench.samples import Work
 
 DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)

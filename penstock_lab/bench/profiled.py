@@ -6,12 +6,12 @@ from typing import Protocol
 from unittest.mock import patch
 
 from penstock.assembly import BuiltEngine
-from penstock_lab.bench.meter import MeteredExecutor
-from penstock_lab.bench.phases import NO_LIMITS
-from penstock_lab.bench.profile import Profile
 from penstock.errors import InvalidRequestError
 from penstock.interface.outputs import RequestOutput
 from penstock.kernels.cpu.ops import CpuOps
+from penstock_lab.bench.meter import MeteredExecutor
+from penstock_lab.bench.phases import NO_LIMITS
+from penstock_lab.bench.profile import Profile
 
 
 class Stepping(Protocol):

@@ -17,11 +17,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock_lab.bench.loading import write_checkpoint
 from penstock.client.process import ProcessClient
 from penstock.config import EngineConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.spec.shares import Share
+from penstock_lab.bench.loading import write_checkpoint
 from penstock_lab.planner.planned import PlannedModel
 
 SHORT_PROMPT_LEN, OUTPUT_LEN = 16, 33

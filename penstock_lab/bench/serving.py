@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from penstock.errors import EngineError, InvalidRequestError, check_choice, one_line
 from penstock_lab.bench.datasets import Sample
 from penstock_lab.bench.http_client import Answer, HttpClient
 from penstock_lab.bench.outcomes import Load, Outcome, check_percentiles, figures
-from penstock.errors import EngineError, InvalidRequestError, check_choice, one_line
 
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 DATA = b"data: "

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock_lab.bench.outcomes import METRICS
 from penstock.errors import InvalidRequestError
+from penstock_lab.bench.outcomes import METRICS
 
 WIDTH = 50
 COUNTS = (

@@ -16,16 +16,16 @@ from statistics import median
 from typing import Any
 
 from penstock.assembly import build_engine
-from penstock_lab.bench.machine import Progress
 from penstock.config import EngineConfig
-from penstock.weights.hub import MODEL_DIR
-from penstock_lab.training import chats
 from penstock.engine.engine import Engine
 from penstock.engine.speculation import Speculation
 from penstock.errors import EngineError, InvalidRequestError, check_choice, check_float, check_int, fail
 from penstock.interface.drafts import DraftQuery
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
+from penstock.weights.hub import MODEL_DIR
+from penstock_lab.bench.machine import Progress
+from penstock_lab.training import chats
 
 DATASETS = ("random", "repeat", "demo")
 MAKERS: dict[str, Sequence[Callable[[Random], list[chats.Turn]]]] = {

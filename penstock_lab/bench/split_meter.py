@@ -11,15 +11,15 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.assembly import BuiltEngine
 from penstock.assembly.ranks import find_degrees
-from penstock_lab.bench.meter import Watch, peak_rss_bytes
-from penstock_lab.bench.phases import PromptTokens
-from penstock_lab.bench.pipeline import StageTime, bubble
-from penstock_lab.bench.profile import DECODE, PREFILL, Profile, Step, Stretch
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.spec.cuts import cut_all
 from penstock.spec.shares import Share
 from penstock.spec.traffic import Traffic, handed_on, predict
 from penstock.weights.sources import read_parameters
+from penstock_lab.bench.meter import Watch, peak_rss_bytes
+from penstock_lab.bench.phases import PromptTokens
+from penstock_lab.bench.pipeline import StageTime, bubble
+from penstock_lab.bench.profile import DECODE, PREFILL, Profile, Step, Stretch
 
 Result = TypeVar("Result")
 

@@ -15,10 +15,6 @@ from typing import Any
 import numpy as np
 import yaml
 
-from penstock_lab.bench.attention_rates import CACHE_TYPES, attention_cases
-from penstock_lab.bench.samples import spread
-from penstock_lab.simulator.calibrate import measure_costs
-from penstock_lab.simulator.costs import LinearCosts
 from penstock.config import EngineConfig, available_threads
 from penstock.errors import EngineError
 from penstock.kernels.cpu.abi import ABI
@@ -26,9 +22,13 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, UINT8, Tensor, address_of, empty
-from penstock_lab.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware
 from penstock.planner.memory import free_memory_bytes, resident_bytes
+from penstock_lab.bench.attention_rates import CACHE_TYPES, attention_cases
+from penstock_lab.bench.samples import spread
+from penstock_lab.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware
 from penstock_lab.planner.planned import PlannedModel
+from penstock_lab.simulator.calibrate import measure_costs
+from penstock_lab.simulator.costs import LinearCosts
 
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # up, down and output projections of a layer
 MEASURED_ROWS = (8, 32)  # numbers of rows between those bound by reading and those bound by multiplying

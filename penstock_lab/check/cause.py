@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from penstock_lab.check.pairs import both_values
-from penstock_lab.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
 from penstock.kernels.ops import TensorRows
 from penstock.layers.attention import Attention
 from penstock.layers.module import get_submodule
 from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.weights.rows import tensor_rows
+from penstock_lab.check.pairs import both_values
+from penstock_lab.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of this attribute in Transformers' modules
 

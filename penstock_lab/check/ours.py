@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from penstock_lab.check.trace import Call, Trace, float_tensors, watching
 from penstock.kernels.backends import load_ops
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.ops import Ops
@@ -26,6 +25,7 @@ from penstock.models.config_json import load_model_config
 from penstock.planner.memory import free_memory_bytes
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import Place, load_model
+from penstock_lab.check.trace import Call, Trace, float_tensors, watching
 
 BLOCK_SIZE = 16
 

@@ -16,17 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from penstock_lab.check.ours import OurModel
-from penstock_lab.check.pairs import BLOCK, both_values, find_pairs, modules_of, split_columns
-from penstock_lab.check.report import Row
-from penstock_lab.check.trace import Call, Trace
-from penstock_lab.check.twin import Twin
 from penstock.layers.attention import Attention
 from penstock.layers.lm_head import LMHead
 from penstock.layers.module import get_submodule, named_modules
 from penstock.layers.weights import ActivatedLinear, Embedding, Linear, WeightLayer
 from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import CheckpointSource, read_table
+from penstock_lab.check.ours import OurModel
+from penstock_lab.check.pairs import BLOCK, both_values, find_pairs, modules_of, split_columns
+from penstock_lab.check.report import Row
+from penstock_lab.check.trace import Call, Trace
+from penstock_lab.check.twin import Twin
 
 # Bounds of the relative error (RMS). Two orders of summation in float32 differ by about 1e-7 per product, and these
 # rounding errors add up like a random walk over the blocks. A wrong weight, epsilon or angle causes far larger errors.

@@ -11,13 +11,6 @@ from pathlib import Path
 import torch
 
 from penstock import __version__
-from penstock_lab.check.cause import find_cause
-from penstock_lab.check.ours import OurModel
-from penstock_lab.check.parity import LOGPROBS, compare, compare_kernels
-from penstock_lab.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
-from penstock_lab.check.report import Report
-from penstock_lab.check.target import find_target
-from penstock_lab.check.twin import ATTENTIONS, Twin, transformers
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, check_int, check_str, fail
 from penstock.kernels.cpu.library import level_of_bits
@@ -31,6 +24,13 @@ from penstock.spec.param_table import num_elements
 from penstock.weights.hub import resolve_model
 from penstock.weights.memory import check_memory
 from penstock.weights.sources import read_parameters
+from penstock_lab.check.cause import find_cause
+from penstock_lab.check.ours import OurModel
+from penstock_lab.check.parity import LOGPROBS, compare, compare_kernels
+from penstock_lab.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
+from penstock_lab.check.report import Report
+from penstock_lab.check.target import find_target
+from penstock_lab.check.twin import ATTENTIONS, Twin, transformers
 
 SHORTEST = 8  # fewest tokens in the prompt
 Announce = Callable[[str], None]

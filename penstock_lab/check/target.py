@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock_lab.check.twin import find_class, load_errors
 from penstock.errors import ModelLoadError
 from penstock.models.certificate import RANDOM_TINY
 from penstock.models.config_json import load_model_config, parse_model_config
@@ -18,6 +17,7 @@ from penstock.models.registry import ARCHITECTURES, find_architecture
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.safetensors import INDEX, PACKED, SINGLE, find_files, fingerprint
+from penstock_lab.check.twin import find_class, load_errors
 
 CONFIG = "config.json"
 VOCAB_SIZE = 199  # odd, as in many real models

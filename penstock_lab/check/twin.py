@@ -13,10 +13,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from penstock_lab.check.trace import Trace, watching
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_architecture
+from penstock_lab.check.trace import Trace, watching
 
 INSTALL = "check: the comparison needs Transformers, which is not installed; pip install 'penstock[check]'"
 

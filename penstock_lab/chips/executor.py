@@ -1,8 +1,8 @@
 """ChipsExecutor: runs steps on simulated chips, as LocalExecutor runs them locally, and keeps the machine's clock."""
 
 from penstock.interface.step import SchedulerOutput, StepOutput
-from penstock_lab.chips.machine import Machine
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
+from penstock_lab.chips.machine import Machine
 
 
 class ChipsExecutor(LocalExecutor):

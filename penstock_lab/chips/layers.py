@@ -18,11 +18,11 @@ from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import LMHead
 from penstock.layers.split import tree_sum
 from penstock.layers.weights import ActivatedLinear, GatedLinear, Linear, LinearSpec, whole
-from penstock_lab.planner.placement import WEIGHT_BYTES
 from penstock_lab.chips.device import Work
 from penstock_lab.chips.machine import Machine, Site
 from penstock_lab.chips.ops import PlacedOps
 from penstock_lab.chips.parts import Part, parts_of
+from penstock_lab.planner.placement import WEIGHT_BYTES
 
 MakePart = Callable[[LinearSpec, Slot], Linear]
 

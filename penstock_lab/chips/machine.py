@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import InvalidRequestError
-from penstock_lab.planner.machines import Hardware
-from penstock_lab.planner.placement import RESIDENT, WEIGHT_BYTES, Operation, PlacementPlan, operation_of
-from penstock_lab.chips.device import Device, Work
-from penstock_lab.chips.parts import Heads, heads_of, parts_of, share
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
+from penstock_lab.chips.device import Device, Work
+from penstock_lab.chips.parts import Heads, heads_of, parts_of, share
+from penstock_lab.planner.machines import Hardware
+from penstock_lab.planner.placement import RESIDENT, WEIGHT_BYTES, Operation, PlacementPlan, operation_of
 
 WEIGHTS = "bfloat16"  # the type of weights that a placement counts
 

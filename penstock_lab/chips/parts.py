@@ -14,9 +14,9 @@ import numpy as np
 
 from penstock.errors import InvalidRequestError
 from penstock.kernels.tensors import Array
-from penstock_lab.planner.placement import WEIGHT_BYTES
 from penstock.spec.param_table import Parameter, leaf_bounds
 from penstock.spec.shares import DEGREES, LEAVES
+from penstock_lab.planner.placement import WEIGHT_BYTES
 
 Range = tuple[int, int]
 

@@ -103,13 +103,13 @@ def add_arrivals(group: Any) -> None:
 
 def prepare(args: argparse.Namespace) -> tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]:
     """Return a function that measures, and one that prints the result; see cli/bench.py."""
+    from penstock.errors import check_choice
     from penstock_lab.bench.datasets import Vocabulary, draw_samples
     from penstock_lab.bench.http_client import HttpClient
     from penstock_lab.bench.outcomes import METRICS as ALL_METRICS
     from penstock_lab.bench.outcomes import Load
     from penstock_lab.bench.serving import Target, measure_serving
     from penstock_lab.bench.serving_report import draw, figure, print_serving
-    from penstock.errors import check_choice
 
     metrics = args.percentile_metrics.split(",")
     for name in metrics:

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock_lab.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import check_writable, note, saying
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
+from penstock_lab.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock_lab.planner.machines import THIS, Hardware, load_hardware, this_file
 
 if TYPE_CHECKING:  # an error in the options must not wait for the import of numpy
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
         placement = load_placement(args.placement)
     from penstock_lab.planner.forecast import Load
-    from penstock_lab.planner.report import Question, answer
     from penstock_lab.planner.planned import PlannedModel
+    from penstock_lab.planner.report import Question, answer
 
     load = Load(args.batch or (), args.prompt_len or (), args.context or ())
     planned = PlannedModel.read(config)

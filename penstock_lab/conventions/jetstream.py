@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock_lab.conventions.caches import CacheInterface, PagedCacheView
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
@@ -30,6 +29,7 @@ from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
 from penstock.layers.swap import swap_linears
 from penstock.spec.model_config import ModelConfig
+from penstock_lab.conventions.caches import CacheInterface, PagedCacheView
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock_lab.conventions.jetstream import Environment
 from penstock.spec.model_config import ModelConfig
+from penstock_lab.conventions.jetstream import Environment
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,

@@ -13,9 +13,9 @@ the binding limit.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock_lab.planner.machines import Hardware
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import Degrees
+from penstock_lab.planner.machines import Hardware
 
 MOSTLY = 0.8  # if reading takes at least this share of the multiply time, compute is not reported as the limit
 FLOAT_BYTES = 4  # bytes of a logit, and of an element of a sum that ranks exchange

@@ -14,7 +14,6 @@ from penstock.layers.lm_head import HeadLayout
 from penstock.layers.split import Split
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import ModelSizes
-from penstock_lab.planner.placement import operation_of
 from penstock.plugins.user_files import import_files
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, num_elements
@@ -24,6 +23,7 @@ from penstock.weights.hub import resolve_model
 from penstock.weights.loader import dtype_for
 from penstock.weights.sizes import model_sizes, part_of
 from penstock.weights.sources import read_parameters
+from penstock_lab.planner.placement import operation_of
 
 # (name, shape, leaf ends) of each parameter of a rank's part; () for a whole model
 Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]

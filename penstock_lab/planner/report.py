@@ -6,14 +6,14 @@ from typing import Any, Protocol
 
 from penstock.config import EngineConfig
 from penstock.kernels.scheme import Scheme
+from penstock.planner.ledger import ModelSizes
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.shares import Share
 from penstock_lab.planner.fit import Budget, Fit, Fitter
 from penstock_lab.planner.forecast import Forecaster, Load, as_json
-from penstock.planner.ledger import ModelSizes
 from penstock_lab.planner.machines import THIS, Hardware, OnChip
 from penstock_lab.planner.operator import MODES, UNIFIED_BUFFER, check_buffers, schedule, tiles
 from penstock_lab.planner.placement import Placement, operation_bytes, plan_placement
-from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Share
 
 PROMPT_LENS, CONTEXT = (128, 1024), 1024  # used for predictions if the user names no lengths
 

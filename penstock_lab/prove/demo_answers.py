@@ -10,11 +10,11 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 
-from penstock_lab.training import heldout_cases
-from penstock_lab.training.heldout_cases import Case
 from penstock.entrypoints.llm import LLM
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock_lab.training import heldout_cases
+from penstock_lab.training.heldout_cases import Case
 
 MAX_TOKENS = 120
 TEMPERATURES = (0.0, 1.0)

@@ -22,12 +22,12 @@ from penstock.config import EngineConfig
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.scheduler import Scheduler
 from penstock.planner.memory import plan_kv_cache
+from penstock.runner.block_files import BlockFiles
+from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock_lab.prove import axes
 from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock_lab.prove.askers import OFFLINE, OPEN, STREAMING, Asker
 from penstock_lab.prove.proof import Trials
-from penstock.runner.block_files import BlockFiles
-from penstock.runner.model_runner import LocalExecutor, ModelRunner
 
 NUM_CALLS = 500  # of each kind; each call fails in one trial
 ANY_MEMORY = 2**50

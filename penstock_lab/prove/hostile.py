@@ -17,15 +17,6 @@ import msgspec
 from msgspec import inspect
 
 from penstock.errors import PenstockError
-from penstock_lab.prove.attacks.attack import BODIES, FLAGS, KEY, Attack, Target, judge
-from penstock_lab.prove.attacks.table import ATTACKS, SLOW_ATTACKS
-from penstock_lab.prove.canary import Oracle
-from penstock_lab.prove.frame_attacks import FrameAttack
-from penstock_lab.prove.levels import memory_bytes
-from penstock_lab.prove.mutations import Mutator
-from penstock_lab.prove.proof import Trials
-from penstock_lab.prove.scripted import ScriptedServer
-from penstock_lab.prove.servers import serve
 from penstock.server.embeddings import EmbeddingRequest, RankingRequest, ScoreRequest
 from penstock.server.openai_requests import (
     BlocksRequest,
@@ -39,6 +30,15 @@ from penstock.server.openai_requests import (
 )
 from penstock.server.responses import ResponseRequest
 from penstock.server.unsupported import UNSUPPORTED
+from penstock_lab.prove.attacks.attack import BODIES, FLAGS, KEY, Attack, Target, judge
+from penstock_lab.prove.attacks.table import ATTACKS, SLOW_ATTACKS
+from penstock_lab.prove.canary import Oracle
+from penstock_lab.prove.frame_attacks import FrameAttack
+from penstock_lab.prove.levels import memory_bytes
+from penstock_lab.prove.mutations import Mutator
+from penstock_lab.prove.proof import Trials
+from penstock_lab.prove.scripted import ScriptedServer
+from penstock_lab.prove.servers import serve
 
 KINDS: dict[str, type[Strict]] = {
     "/v1/completions": CompletionRequest,

@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.models.config_json import load_model_config
-from penstock_lab.prove.file_mutations import mutate_bytes, mutate_json, mutate_safetensors, mutate_yaml
-from penstock_lab.prove.proof import Trials
 from penstock.weights.convert import convert_model
 from penstock.weights.hub import resolve_model
 from penstock.weights.sources import read_parameters
+from penstock_lab.prove.file_mutations import mutate_bytes, mutate_json, mutate_safetensors, mutate_yaml
+from penstock_lab.prove.proof import Trials
 
 DEADLINE_S = 60.0  # by the clock; the reader's own limit of 10 s of processor time comes first unless it is stuck
 MAX_JSON = 2**20  # maximum bytes of a mutated file of the user's model; the demo's file replaces a larger one

@@ -30,13 +30,13 @@ from penstock.parallel.channel import Channel
 from penstock.parallel.executor import ParallelExecutor
 from penstock.parallel.launch import HostLauncher, Launcher
 from penstock.parallel.local import LocalGroup
-from penstock_lab.prove import tiny_models
-from penstock_lab.prove.proof import Trials
 from penstock.runner.following import FollowingRunner
 from penstock.runner.structured import Forms
 from penstock.spec.cuts import is_beginning, module_of
 from penstock.spec.shares import general
 from penstock.weights.sources import read_parameters
+from penstock_lab.prove import tiny_models
+from penstock_lab.prove.proof import Trials
 
 PROCESSES_EVERY = 5
 MAPS = 0.4  # share of the trials that have a sharding map

@@ -20,14 +20,14 @@ from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
-from penstock_lab.prove.proof import Trials
-from penstock_lab.prove.recompute import LOGITS, ReplayReport, compute
-from penstock_lab.prove.replay import build_for, check_bundle
 from penstock.recorder.bundle import Bundle, make_bundle, pack, unpack
 from penstock.recorder.description import describe
 from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.records import Computed, EngineDescription
 from penstock.recorder.ring import Ring
+from penstock_lab.prove.proof import Trials
+from penstock_lab.prove.recompute import LOGITS, ReplayReport, compute
+from penstock_lab.prove.replay import build_for, check_bundle
 
 MAX_MODEL_LEN = 192
 OPTIONS = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 48}

@@ -8,11 +8,11 @@ from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import MAX_CONTEXT, EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.plugins.logits_processors import check_registered
-from penstock_lab.prove.recompute import ReplayReport, compute, num_scratch
 from penstock.recorder.audit import Audit
 from penstock.recorder.bundle import Bundle
 from penstock.recorder.history import Start, engine_errors, history
 from penstock.recorder.records import Begun, EngineDescription, Planned
+from penstock_lab.prove.recompute import ReplayReport, compute, num_scratch
 
 
 def replay(bundle: Bundle, *, model: str | None = None, imports: tuple[str, ...] = (),

@@ -18,11 +18,11 @@ from penstock.engine.draft_policy import EveryDraft
 from penstock.errors import EngineError, InvalidRequestError, check_int
 from penstock.interface.outputs import RequestOutput
 from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
+from penstock.runner.model_runner import ALL_MASKED
 from penstock_lab.prove import axes, features
 from penstock_lab.prove.features import Asked, Maker
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.same_bits import room_bytes
-from penstock.runner.model_runner import ALL_MASKED
 
 LENGTHS = (8, 2048)  # shortest and longest prompt in tokens, as far as the model's context reaches
 NUM_SHARED = 6  # number of texts with which prompts begin

@@ -18,12 +18,12 @@ from penstock.client.engine_client import EngineState
 from penstock.client.replicas import MAX_REPLICAS
 from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import InvalidRequestError, check_float, check_int, take_options
-from penstock_lab.ray_app.cluster import join_cluster
-from penstock_lab.ray_app.engines import ByQueuedTokens, EngineReplica
-from penstock_lab.ray_app.remote import EnginePool
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run
+from penstock_lab.ray_app.cluster import join_cluster
+from penstock_lab.ray_app.engines import ByQueuedTokens, EngineReplica
+from penstock_lab.ray_app.remote import EnginePool
 
 SERVER_OPTIONS = (
     "api_key", "served_model_names", "allowed_hosts", "allowed_origins", "tool_call_parser", "reasoning_parser",

@@ -18,9 +18,9 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from penstock.errors import InvalidRequestError, check_int, one_line, shown
 from penstock_lab.bench.datasets import Dataset, Vocabulary, draw_lengths, draw_samples
 from penstock_lab.bench.outcomes import Load
-from penstock.errors import InvalidRequestError, check_int, one_line, shown
 
 COLUMNS = ("arrival_s", "prompt_len", "output_len")
 PREFIX_COLUMNS = ("prefix_group", "prefix_len")

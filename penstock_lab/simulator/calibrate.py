@@ -5,8 +5,6 @@ import time
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, fit_costs
-from penstock_lab.simulator.recorded import measured_steps
 from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
@@ -14,6 +12,8 @@ from penstock.recorder.bundle import Bundle, make_bundle
 from penstock.recorder.description import describe
 from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.ring import Ring
+from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, fit_costs
+from penstock_lab.simulator.recorded import measured_steps
 
 RING_BYTES = 2**26
 SECONDS = 8.0  # time after which no further load begins, except in the first round

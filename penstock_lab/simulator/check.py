@@ -19,6 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from penstock.errors import EngineError
+from penstock.recorder.bundle import unpack
 from penstock_lab.bench.datasets import Dataset, Vocabulary, draw_samples
 from penstock_lab.bench.http_client import HttpClient
 from penstock_lab.bench.outcomes import Load
@@ -27,8 +29,6 @@ from penstock_lab.simulator.calibrate import measure_steps
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, fit_costs
 from penstock_lab.simulator.recorded import measured_steps
 from penstock_lab.simulator.run import Options, run
-from penstock.errors import EngineError
-from penstock.recorder.bundle import unpack
 
 SHARES = (0.5, 0.8, 1.0)
 START_S = 300.0

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from penstock.assembly import PlannedEngine
-from penstock_lab.simulator.costs import Shape
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.step import SchedulerOutput
@@ -11,8 +10,9 @@ from penstock_lab.planner.costs import Amounts, ModelWork, time_of
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.forecast import Forecaster
 from penstock_lab.planner.machines import Hardware
-from penstock_lab.planner.report import fitter_of
 from penstock_lab.planner.planned import PlannedModel
+from penstock_lab.planner.report import fitter_of
+from penstock_lab.simulator.costs import Shape
 
 NO_WINDOW = 2**62  # finite, so that it can be multiplied by zero sequences
 

@@ -17,8 +17,8 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock_lab.simulator.figures import FleetFigures
 from penstock.errors import check_float
+from penstock_lab.simulator.figures import FleetFigures
 
 LOOK_S = 10.0  # seconds between two decisions of the autoscaler
 LONGEST_S = 1e7

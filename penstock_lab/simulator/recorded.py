@@ -5,9 +5,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
-from penstock_lab.simulator.executor import VirtualClock
-from penstock_lab.simulator.replica import MakeEngine
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
@@ -15,6 +12,9 @@ from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutp
 from penstock.recorder.bundle import MAGIC, Bundle, unpack
 from penstock.recorder.history import Start, Step, history
 from penstock.recorder.records import Aborted, Arrived, Begun, Planned, unpack_ids
+from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
+from penstock_lab.simulator.executor import VirtualClock
+from penstock_lab.simulator.replica import MakeEngine
 
 
 def load_costs(path: Path) -> LinearCosts:

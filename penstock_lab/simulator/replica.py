@@ -6,10 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock_lab.simulator.arrivals import Arrival
-from penstock_lab.simulator.executor import TOKEN, CostExecutor, StepCosts, VirtualClock
-from penstock_lab.simulator.figures import Figures, RequestTimes
-from penstock_lab.simulator.leap import leap
 from penstock.client.router import QueuedTokens
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError, InvalidRequestError
@@ -17,6 +13,10 @@ from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import Executor
+from penstock_lab.simulator.arrivals import Arrival
+from penstock_lab.simulator.executor import TOKEN, CostExecutor, StepCosts, VirtualClock
+from penstock_lab.simulator.figures import Figures, RequestTimes
+from penstock_lab.simulator.leap import leap
 
 MakeEngine = Callable[[Executor, VirtualClock], Engine]
 NUM_IDS = 2**62  # size of the vocabulary: each prompt has its own id, so that no prompt begins like another by accident

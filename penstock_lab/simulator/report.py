@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock_lab.bench.serving_report import draw, figure, picture
-from penstock_lab.simulator.figures import PERCENTILES
 from penstock.errors import InvalidRequestError
+from penstock_lab.bench.serving_report import draw, figure, picture
 from penstock_lab.planner.page import page
 from penstock_lab.planner.page import table as html_table
+from penstock_lab.simulator.figures import PERCENTILES
 
 FIGURES = {
     "Requests per second, sent": "request_rate",

@@ -5,10 +5,10 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock_lab.simulator.arrivals import Arrival
-from penstock_lab.simulator.replica import Replica, prefix_id
 from penstock.client import router as serving
 from penstock.errors import check_choice
+from penstock_lab.simulator.arrivals import Arrival
+from penstock_lab.simulator.replica import Replica, prefix_id
 
 
 class Router(Protocol):

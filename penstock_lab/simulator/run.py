@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.assembly import PlannedEngine, plan_engine
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError, check_int
 from penstock_lab.bench.datasets import Dataset
 from penstock_lab.bench.outcomes import Load
 from penstock_lab.simulator.arrivals import Arrival, Drawn, Trace
@@ -16,8 +18,6 @@ from penstock_lab.simulator.lifecycle import UNCHANGED, Changes
 from penstock_lab.simulator.recorded import load_costs
 from penstock_lab.simulator.scenario import Progress, Scenario, priced, smallest_fleet
 from penstock_lab.simulator.workers import simulate
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, check_int
 
 DEFAULT_PROMPTS = 1000
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.assembly import PlannedEngine
+from penstock.engine.engine import Engine
+from penstock.errors import EngineError, check_float, check_int, fail
+from penstock.interface.step import Executor
 from penstock_lab.simulator.arrivals import Arrival
 from penstock_lab.simulator.executor import StepCosts, VirtualClock
 from penstock_lab.simulator.figures import Figures, Goal
@@ -14,9 +17,6 @@ from penstock_lab.simulator.fleet import Fleet, Users
 from penstock_lab.simulator.lifecycle import UNCHANGED, Changes, Lifecycle
 from penstock_lab.simulator.replica import NUM_IDS, MakeEngine, OpenRequest, Replica
 from penstock_lab.simulator.routers import ROUTERS, check_router
-from penstock.engine.engine import Engine
-from penstock.errors import EngineError, check_float, check_int, fail
-from penstock.interface.step import Executor
 
 MAX_REPLICAS = 100_000
 # Called with the name and the number of the things to be counted; yields `advance(count)`.

@@ -13,9 +13,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 
+from penstock.errors import EngineError, fail
 from penstock_lab.simulator.figures import Figures
 from penstock_lab.simulator.scenario import Scenario
-from penstock.errors import EngineError, fail
 
 MAX_BLOCKS = 2**20  # of the replicas of a part: about 200 MB
 MIN_REPLICAS = 16  # a smaller fleet is simulated in this process, because other processes would take longer to start

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import yaml
 
-from penstock_lab.bench.placement import Trial, run_placement
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
@@ -19,11 +18,12 @@ from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.metadata import AttentionMetadata
 from penstock.kernels.tensors import Array
+from penstock_lab.bench.placement import Trial, run_placement
+from penstock_lab.chips.device import OverBudgetError
+from penstock_lab.chips.ops import RowsOfStep
 from penstock_lab.planner.machines import Hardware, load_hardware
 from penstock_lab.planner.placement import Placement
 from penstock_lab.planner.placement_file import FOLDER, load_placement
-from penstock_lab.chips.device import OverBudgetError
-from penstock_lab.chips.ops import RowsOfStep
 from tests.kernels.packed import levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")

@@ -15,14 +15,14 @@ from penstock.cli.main import main
 from penstock.client import records as keeper
 from penstock.client.records import RecordKeeper, RecordOptions
 from penstock.kernels.cpu.library import best_level
-from penstock_lab.prove import records as proof_module
-from penstock_lab.prove.proof import Outcome, Subject, Trials
-from penstock_lab.prove.records import Replays
-from penstock_lab.prove.replay import compare_fingerprints
 from penstock.recorder import bundle as bundle_module
 from penstock.recorder.bundle import Bundle, pack, unpack
 from penstock.recorder.records import Begun, Computed
 from penstock.recorder.ring import Segment
+from penstock_lab.prove import records as proof_module
+from penstock_lab.prove.proof import Outcome, Subject, Trials
+from penstock_lab.prove.records import Replays
+from penstock_lab.prove.replay import compare_fingerprints
 
 native = pytest.mark.skipif(best_level() is None, reason="the reference kernels promise no bits")
 

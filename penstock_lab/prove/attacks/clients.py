@@ -15,9 +15,20 @@ from typing import Any, cast
 from starlette.routing import Route
 
 from penstock.client.engine_client import EngineClient
-from penstock_lab.prove.attacks.attack import COMPLETION, JSON, KEY, Attack, Behaviour, Call, Target, head, post, read_all
 from penstock.server.app import create_app
 from penstock.server.middleware import OPEN_PATHS
+from penstock_lab.prove.attacks.attack import (
+    COMPLETION,
+    JSON,
+    KEY,
+    Attack,
+    Behaviour,
+    Call,
+    Target,
+    head,
+    post,
+    read_all,
+)
 
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
 LORIS_S = 60.0  # time within which the server must close a connection that sends a byte now and then; it allows 36 s

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock_lab.simulator.costs import Shape
-from penstock_lab.simulator.elsewhere import HardwareCosts, plan_replica
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock_lab.planner.costs import Products, Step, decode_time, step_time
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.machines import load_hardware
+from penstock_lab.simulator.costs import Shape
+from penstock_lab.simulator.elsewhere import HardwareCosts, plan_replica
 from tests.lab.planner.test_plan import GIB, LLAMA, MACHINE, WORK, asked, needs_library, written
 
 

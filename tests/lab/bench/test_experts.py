@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from penstock.assembly import build_engine
-from penstock_lab.bench import experts, machine, ops
-from penstock_lab.bench.costs import ModelCosts
-from penstock_lab.bench.experts import ExpertsCase, LayerUnderTest
-from penstock_lab.bench.samples import Work
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.kernels.cpu.library import load_library
 from penstock.kernels.cpu.ops import CpuOps
+from penstock_lab.bench import experts, machine, ops
+from penstock_lab.bench.costs import ModelCosts
+from penstock_lab.bench.experts import ExpertsCase, LayerUnderTest
+from penstock_lab.bench.samples import Work
 from tests.families.mixtral import CASES
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no native library was built")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock_lab.bench.forms import FormContest, measure_forms
 from penstock.errors import InvalidRequestError
 from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock_lab.bench.forms import FormContest, measure_forms
 
 LONG = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
 SHORT = {"type": "integer", "const": 7}

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_lab.bench import attention, experts, machine, ops, products, report
 from penstock.cli.main import main
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.library import load_library
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.metadata import Heads
+from penstock_lab.bench import attention, experts, machine, ops, products, report
 
 PEAKS = {  # what each type multiplies in, and how often
     "bf16": ("bf16_gflop_s", 1),

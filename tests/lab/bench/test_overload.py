@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.errors import EngineError, EngineOverloadedError
 from penstock_lab.bench import overload
 from penstock_lab.bench.overload import Load
-from penstock.errors import EngineError, EngineOverloadedError
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, RunningServer
 

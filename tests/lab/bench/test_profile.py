@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from penstock.assembly import build_engine
-from penstock_lab.bench import machine, meter
-from penstock_lab.bench.costs import Cost, ModelCosts
-from penstock_lab.bench.meter import CallMeter, Watch
-from penstock_lab.bench.profile import ENGINE, RUNNER, Profile, Span, Step, Stretch
-from penstock_lab.bench.samples import Rates, Sample, Work
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.interface.step import ScheduledRequest, SchedulerOutput
 from penstock.kernels.cpu.library import load_library
+from penstock_lab.bench import machine, meter
+from penstock_lab.bench.costs import Cost, ModelCosts
+from penstock_lab.bench.meter import CallMeter, Watch
+from penstock_lab.bench.profile import ENGINE, RUNNER, Profile, Span, Step, Stretch
+from penstock_lab.bench.samples import Rates, Sample, Work
 from tests.families.mixtral import CASES
 
 GB = 10**9

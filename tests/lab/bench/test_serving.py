@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock_lab.bench.datasets import DATASETS, Dataset, Sample, Vocabulary, draw_samples
 from penstock_lab.bench.http_client import Answer, HttpClient
 from penstock_lab.bench.outcomes import Load, Outcome, figures
 from penstock_lab.bench.serving import BACKENDS, Target
-from penstock.errors import InvalidRequestError, ModelLoadError
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import running
 from tests.test_cli import called

@@ -12,6 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.assembly import PlannedEngine, plan_engine
+from penstock.cli.main import main
+from penstock.config import EngineConfig
+from penstock.engine.scheduler import Scheduler
+from penstock.errors import EngineError, InvalidRequestError
 from penstock_lab.bench.datasets import Dataset, draw_samples
 from penstock_lab.bench.outcomes import Load
 from penstock_lab.simulator import workers
@@ -23,10 +27,6 @@ from penstock_lab.simulator.replica import Replica
 from penstock_lab.simulator.routers import LeastLoaded, RoundRobin
 from penstock_lab.simulator.scenario import Scenario, make_engine, smallest_fleet
 from penstock_lab.simulator.workers import divided, simulate
-from penstock.cli.main import main
-from penstock.config import EngineConfig
-from penstock.engine.scheduler import Scheduler
-from penstock.errors import EngineError, InvalidRequestError
 from tests.lab.bench.test_serving import DEMO
 
 COSTS = LinearCosts(step=0.01, sequence=0.001, prompt_token=0.0001, cached_token=1e-6, pair=1e-8)

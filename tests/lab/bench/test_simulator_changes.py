@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.assembly import PlannedEngine, plan_engine
+from penstock.cli.main import main
+from penstock.config import EngineConfig
 from penstock_lab.simulator.arrivals import Arrival
 from penstock_lab.simulator.costs import LinearCosts
 from penstock_lab.simulator.figures import Figures
 from penstock_lab.simulator.fleet import MAX_DEATHS
 from penstock_lab.simulator.lifecycle import LOOK_S, Change, Changes, Lifecycle, Scaling
 from penstock_lab.simulator.scenario import Scenario, priced
-from penstock.cli.main import main
-from penstock.config import EngineConfig
 
 COSTS = LinearCosts(step=0.01, sequence=0.001, prompt_token=0.0001, cached_token=1e-6, pair=1e-8)
 

@@ -6,10 +6,6 @@ from random import Random
 import pytest
 
 from penstock.assembly import build_engine, plan_engine
-from penstock_lab.simulator import calibrate
-from penstock_lab.simulator.calibrate import record_mix
-from penstock_lab.simulator.recorded import decisions, load_costs, measured_steps
-from penstock_lab.simulator.scenario import make_engine
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
@@ -18,6 +14,10 @@ from penstock.recorder.bundle import Bundle, make_bundle, pack
 from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.records import EngineDescription, Planned
 from penstock.recorder.ring import Ring
+from penstock_lab.simulator import calibrate
+from penstock_lab.simulator.calibrate import record_mix
+from penstock_lab.simulator.recorded import decisions, load_costs, measured_steps
+from penstock_lab.simulator.scenario import make_engine
 from tests import fakes_engine
 from tests.fakes_engine import request
 

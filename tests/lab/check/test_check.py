@@ -13,13 +13,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from penstock.assembly import build_engine, info
-from penstock_lab.check.run import Options, check_model
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.models import certificate
 from penstock.models.certificate import Basis, find_basis, read_certificate
 from penstock.weights.safetensors import fingerprint
+from penstock_lab.check.run import Options, check_model
 from tests.families.case import all_cases
 from tests.hf_models import MAKERS
 from tests.kernels.packed import levels

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MinistralConfig, Qwen3Config
 
-from penstock_lab.check.target import make_tiny, randomise, shrink
 from penstock.models.config_json import parse_model_config
 from penstock.spec.model_config import ModelConfig
+from penstock_lab.check.target import make_tiny, randomise, shrink
 from tests.hf_models import LLAMA3_ROPE
 
 LARGE: dict[str, Any] = {

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.layers.module import get_submodule
 from penstock_lab.check.ours import OurModel
 from penstock_lab.check.parity import compare_kernels, compare_traces
-from penstock.layers.module import get_submodule
 from tests.families.case import Case, all_cases
 from tests.hf_models import make_qwen3, random_ids
 from tests.kernels.packed import levels

@@ -11,11 +11,11 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTraine
 
 from penstock import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.client.open_requests import OpenRequests
+from penstock.weights.hub import MODEL_DIR
 from penstock_lab.compat.colossalai import InferenceConfig, InferenceEngine
 from penstock_lab.compat.colossalai_config import FIXED
-from penstock.weights.hub import MODEL_DIR
-from tests.lab.compat.test_instances import hf_greedy
 from tests.hf_models import TINY, make_llama, randomise
+from tests.lab.compat.test_instances import hf_greedy
 
 QUICK_START = """
 # First, create a model in "transformers" way, you can provide a model config or use the default one.

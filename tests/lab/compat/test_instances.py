@@ -8,8 +8,8 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedModel
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, ModelLoadError, NotSupportedError, SamplingParams
-from penstock.weights.hub import MODEL_DIR
 from penstock.tokenizer.hf import adopt_tokenizer, load_tokenizer
+from penstock.weights.hub import MODEL_DIR
 from tests.families.case import Case, all_cases
 from tests.hf_models import make_llama, random_ids
 

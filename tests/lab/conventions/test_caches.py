@@ -12,6 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock import LLM, SamplingParams, models
+from penstock.errors import InvalidRequestError
+from penstock.kernels.metadata import AttentionMetadata, CacheSpec
+from penstock.kernels.ops import Ops
+from penstock.kernels.reference import ReferenceOps
+from penstock.models.registry import find_model
 from penstock_lab.conventions.caches import (
     ABSENT,
     CacheInterface,
@@ -23,14 +28,9 @@ from penstock_lab.conventions.caches import (
     RingCache,
     visible,
 )
-from penstock.errors import InvalidRequestError
-from penstock.kernels.metadata import AttentionMetadata, CacheSpec
-from penstock.kernels.ops import Ops
-from penstock.kernels.reference import ReferenceOps
-from penstock.models.registry import find_model
-from tests.lab.compat.user_file import imported
 from tests.hf_models import MAKERS, random_ids
 from tests.kernels.packed import levels
+from tests.lab.compat.user_file import imported
 
 LAYERS, HEADS, HKV, D, VOCAB, MAX_LEN = 2, 4, 2, 16, 60, 64
 PROMPTS = [random_ids(length, seed, VOCAB) for seed, length in enumerate((11, 1, 30))]

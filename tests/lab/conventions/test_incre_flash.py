@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
-from penstock_lab.conventions.incre_flash import Antiquant, incre_flash_attention
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.quantized_kv import quantize_tokens
+from penstock_lab.conventions.incre_flash import Antiquant, incre_flash_attention
 
 torch.set_num_threads(1)
 B, N, NKV, S, D = 4, 6, 2, 96, 16

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock import LLM, SamplingParams
-from penstock_lab.compat.jetstream import AttentionKernel
-from penstock_lab.conventions import jetstream
-from penstock_lab.conventions.jetstream import Environment
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
@@ -22,12 +19,15 @@ from penstock.models.registry import find_architecture, find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import load_model
 from penstock.weights.sources import read_parameters
-from tests.lab.compat.test_instances import one_an_architecture
-from tests.lab.compat.user_file import imported
-from tests.lab.conventions import test_caches as caches
+from penstock_lab.compat.jetstream import AttentionKernel
+from penstock_lab.conventions import jetstream
+from penstock_lab.conventions.jetstream import Environment
 from tests.families.case import Case, all_cases
 from tests.hf_models import MAKERS, hf_logprobs, make_llama, make_mistral, random_ids
 from tests.kernels.packed import levels
+from tests.lab.compat.test_instances import one_an_architecture
+from tests.lab.compat.user_file import imported
+from tests.lab.conventions import test_caches as caches
 from tests.paged import PagedModel
 
 BACKENDS = ["reference", "cpu"] if levels() else ["reference"]

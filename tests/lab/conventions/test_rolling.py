@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
+from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.reference.parts import Scoring, attend_part, finish
 from penstock_lab.conventions.rolling import (
     RollingBuffer,
     decode_mask,
@@ -17,9 +20,6 @@ from penstock_lab.conventions.rolling import (
     local_mask,
     unrotate,
 )
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
-from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.parts import Scoring, attend_part, finish
 from tests.hf_models import make_mistral
 from tests.paged import PagedModel
 

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
+from penstock.tokenizer.hf import load_tokenizer
 from penstock.weights.hub import MODEL_DIR
 from penstock_lab.training import calls, chats, corpus, heldout_cases, packing, records, sums, words
 from penstock_lab.training.chats import Turn
-from penstock.tokenizer.hf import load_tokenizer
 
 TAGGED = re.compile(r"<(tool_call|tool_response)>\n(.*?)\n</\1>", re.S)
 TOOLS = re.compile(r"<tools>\n(.*)\n</tools>", re.S)

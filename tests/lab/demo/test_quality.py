@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock_lab.prove import demo_answers
 from penstock_lab.training import heldout_cases
 from penstock_lab.training.evaluate import (
     ENDING_PROMPTS,
@@ -18,7 +19,6 @@ from penstock_lab.training.evaluate import (
     right,
     sum_shares,
 )
-from penstock_lab.prove import demo_answers
 
 CLOSED_FIELDS = ("age", "color", "count", "day", "degrees", "has_dog", "hour", "kind", "place", "price", "room")
 

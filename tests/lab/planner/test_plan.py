@@ -15,14 +15,14 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.layers.module import named_modules
 from penstock.layers.weights import WeightLayer
+from penstock.spec.shares import Degrees
 from penstock_lab.planner import costs
 from penstock_lab.planner.costs import ModelWork, Products, Step, decode_time, prefill_time, step_time
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.forecast import Load
 from penstock_lab.planner.machines import Hardware, load_hardware, names
-from penstock_lab.planner.report import Question, answer
-from penstock.spec.shares import Degrees
 from penstock_lab.planner.planned import PlannedModel
+from penstock_lab.planner.report import Question, answer
 from tests.kernels.packed import levels
 
 GIB = 2**30

@@ -11,6 +11,8 @@ from msgspec import inspect
 from starlette.routing import Route
 
 from penstock.client import frames
+from penstock.server.app import not_built
+from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock_lab.prove.attacks.attack import BODIES
 from penstock_lab.prove.canary import Reading
 from penstock_lab.prove.frame_attacks import FrameAttack
@@ -20,8 +22,6 @@ from penstock_lab.prove.long_run import LongRun, body, slope
 from penstock_lab.prove.mutations import Mutator
 from penstock_lab.prove.proof import Outcome, Proof, Subject, Trials
 from penstock_lab.prove.scripted import ScriptedServer
-from penstock.server.app import not_built
-from penstock.server.openai_requests import ChatRequest, CompletionRequest
 
 JSON_HEADER = ((b"content-type", b"application/json"),)
 

@@ -7,10 +7,10 @@ import pytest
 
 from penstock.engine import kv_cache_manager
 from penstock.kernels.tensors import as_array
+from penstock.runner.model_runner import ModelRunner
 from penstock_lab.prove import axes
 from penstock_lab.prove.proof import Outcome, Subject, Trials
 from penstock_lab.prove.same_bits import SameBits
-from penstock.runner.model_runner import ModelRunner
 from tests.kernels.packed import levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")

@@ -8,10 +8,10 @@ import pytest
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.errors import PenstockError
 from penstock.kernels.tensors import as_array
+from penstock.runner.model_runner import ModelRunner
 from penstock_lab.prove import together
 from penstock_lab.prove.proof import Outcome, Subject, Trials
 from penstock_lab.prove.together import Together
-from penstock.runner.model_runner import ModelRunner
 from tests.kernels.packed import levels
 
 pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pytest.mark.covers("C18")]
