@@ -259,7 +259,8 @@ def take_options(kind: type[Options], options: dict[str, Any]) -> Options:
 
 def check_options(config: Any) -> None:
     """Check every field of a dataclass against the values it allows, and keep each in its normal form."""
-    for name, default, allowed, optional in _options_of(type(config)):
+    kind: Any = type(config)
+    for name, default, allowed, optional in _options_of(kind):
         value = getattr(config, name)
         if value is default:  # is allowed, and has its normal form
             continue

@@ -36,7 +36,7 @@ from penstock.server.kept_calls import EncodedPrompt
 from penstock.server.openai_requests import BlocksRequest, ChatRequest, CompletionRequest, PinRequest, PrefillRequest
 
 if TYPE_CHECKING:
-    from penstock.client.kv_blocks import KVBlocks
+    from penstock.client.kv_transfer import KVBlocks
 
 # --- pinned prefixes --------------------------------------------------------------------------------------------------
 

@@ -6,18 +6,33 @@ from typing import Protocol
 from unittest.mock import patch
 
 from penstock.assembly import BuiltEngine
+from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError
 from penstock.interface.outputs import RequestOutput
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.meter import MeteredExecutor
 from penstock_lab.bench.phases import NO_LIMITS
 from penstock_lab.bench.profile import Profile
+from penstock_lab.bench.report import print_profile
 
 
 class Stepping(Protocol):
     """A client that computes its engine's steps."""
 
     def step(self) -> list[RequestOutput]: ...
+
+
+@contextmanager
+def printed_profile(llm: LLM) -> Iterator[None]:
+    """Measure each operation of the native kernels inside the block, and print a table to standard error.
+
+    Raises:
+        InvalidRequestError: the engine's kernels are not the native ones.
+    """
+    profile = Profile()
+    with profiling(llm.built, llm.client, profile):
+        yield
+    print_profile(profile.figures(), stderr=True)
 
 
 @contextmanager
