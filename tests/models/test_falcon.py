@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.ranks.cuts import cut_all
+from penstock.ranks.shares import Degrees, Share
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.falcon import modeling_falcon
@@ -19,9 +21,7 @@ from penstock.kernels.ops import Ops, Packing
 from penstock.layers.attention import alibi_slopes
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config, parse_model_config
-from penstock.spec.cuts import cut_all
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Degrees, Share
 from penstock.weights.rewrite import rewrite_model
 from penstock.weights.sources import CutSource, open_source, read_parameters
 from tests.families import falcon
