@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, InvalidRequestError, NotSupportedError, SamplingParams
-from penstock.bench.meter import MeteredExecutor
+from penstock.bench.meter import StepMeter
 from penstock.config import EngineConfig
 from penstock.engine.scripted import ScriptedExecutor, next_token
 from penstock.errors import EngineError
@@ -63,7 +63,7 @@ def test_what_needs_a_model_is_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(NotSupportedError, match="forward"):
         llm.forward("Once")
     with pytest.raises(InvalidRequestError, match="load_format: 'mock' is not allowed"):
-        MeteredExecutor(llm.built)
+        StepMeter(llm.built)
     with pytest.raises(InvalidRequestError, match="load_format: 'mock' is not allowed"):
         convert_model(EngineConfig.from_options(load_format="mock"), tmp_path / "packed")
     with pytest.raises(InvalidRequestError, match="load_format = mock reads no weights"):

@@ -11,7 +11,7 @@ from typing import Any
 from penstock import validation as check
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.bench.machine import Progress
-from penstock.bench.meter import MeteredExecutor
+from penstock.bench.meter import StepMeter
 from penstock.bench.phases import NO_LIMITS, OTHER_PROCESSES, Run
 from penstock.bench.profile import Profile
 from penstock.bench.split_meter import SplitMeter
@@ -24,7 +24,7 @@ from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.kernels.cpu.ops import CpuOps
 
-Meter = MeteredExecutor | SplitMeter
+Meter = StepMeter | SplitMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def measure_offline(
         raise InvalidRequestError(message, param="input_len")
     is_split = _is_split(built, profile)
     announce(info)
-    meter = SplitMeter(built) if is_split else MeteredExecutor(built)
+    meter = SplitMeter(built) if is_split else StepMeter(built)
     client = InProcessClient(built.engine, info, None, forms=built.forms)
     with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
         for index in range(workload.warmup + 1):

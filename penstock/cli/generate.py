@@ -116,7 +116,7 @@ def _profiling(llm: "LLM", wanted: bool) -> Iterator[None]:
     from penstock.bench.report import print_profile
 
     profile = Profile()
-    with profiling(llm.built, llm.client, profile):
+    with profiling(llm.built, profile):
         yield
     print_profile(profile.figures(), stderr=True)
 

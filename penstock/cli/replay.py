@@ -31,8 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from penstock.prove.record_history import read_bundle
     from penstock.prove.replay import replay
-    from penstock.recorder.bundle import read_bundle
 
     handle_signals(terminate=True)
     bundle = read_bundle(args.bundle)

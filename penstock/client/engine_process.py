@@ -20,12 +20,12 @@ from penstock.client import frames
 from penstock.client.outbox import HEARTBEAT_S, ClientGoneError, Outbox
 from penstock.client.pending_forms import PendingForms
 from penstock.engine.engine import Engine
+from penstock.engine.recorder import Recorder
+from penstock.engine.ring import Ring
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
 from penstock.parallel.child_main import EXIT_CLIENT_GONE
 from penstock.plugins import time_limit
-from penstock.recorder.recorder import RecordedExecutor, Recorder
-from penstock.recorder.ring import Ring
 
 if TYPE_CHECKING:
     from penstock.assembly import BuiltEngine
@@ -105,16 +105,12 @@ class EngineServer:
                     if self.pending.holds(request, body, self.inbox.put):
                         return
                     self.engine.add_request(request)
-                    if self.recorder is not None:
-                        self.recorder.arrived(request)
                 except InvalidRequestError as error:
                     self._reject(request.request_id, error)
             case frames.Abort(request_ids):
                 for request_id in request_ids:
                     self.pending.drop(request_id)
                     self.engine.abort(request_id)
-                    if self.recorder is not None:
-                        self.recorder.aborted(request_id)
             case frames.Pin(name, request_id, token_ids, cache_salt):
                 try:
                     self.engine.pin(name, token_ids, cache_salt)
@@ -177,10 +173,8 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
 
 def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
     """Record everything that the engine computes, in the ring of this descriptor."""
-    from penstock.recorder.description import describe
-
-    recorder = Recorder(Ring(ring), describe(built.engine, built.config, built.info), epoch)
-    built.engine.executor = RecordedExecutor(built.engine.executor, recorder)
+    recorder = Recorder(Ring(ring), built.description, epoch)
+    built.engine.observe(recorder)
     return recorder
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from penstock.engine.records import make_bundle, pack, without_text
+from penstock.engine.ring import Ring
 from penstock.errors import EngineOverloadedError, InvalidRequestError
-from penstock.recorder.bundle import make_bundle, pack, without_text
-from penstock.recorder.ring import Ring
 from penstock.validation import check_bool, check_int, check_str
 
 LOGGER = logging.getLogger("penstock")

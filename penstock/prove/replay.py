@@ -6,13 +6,12 @@ from dataclasses import replace
 
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import MAX_CONTEXT, EngineConfig
+from penstock.engine.records import Begun, Bundle, EngineDescription, Planned
 from penstock.errors import InvalidRequestError
 from penstock.plugins.logits_processors import check_registered
 from penstock.prove.recompute import ReplayReport, compute, num_scratch
-from penstock.recorder.audit import Audit
-from penstock.recorder.bundle import Bundle
-from penstock.recorder.history import Start, engine_errors, history
-from penstock.recorder.records import Begun, EngineDescription, Planned
+from penstock.prove.record_audit import Audit
+from penstock.prove.record_history import Start, engine_errors, history
 
 
 def replay(bundle: Bundle, *, model: str | None = None, imports: tuple[str, ...] = (),

@@ -28,7 +28,7 @@ from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, fit_costs
 from penstock.bench.simulator.recorded import measured_steps
 from penstock.bench.simulator.run import Options, run
 from penstock.errors import EngineError
-from penstock.recorder.bundle import unpack
+from penstock.prove.record_history import unpack
 
 SHARES = (0.5, 0.8, 1.0)
 START_S = 300.0

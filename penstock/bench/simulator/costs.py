@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import validation as check
-from penstock.engine.pace import is_stream
+from penstock.engine.scheduler import is_stream
 from penstock.errors import InvalidRequestError
 from penstock.interface.step import ScheduledRequest, SchedulerOutput
 

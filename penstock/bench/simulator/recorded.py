@@ -8,13 +8,12 @@ from pathlib import Path
 from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
 from penstock.bench.simulator.executor import VirtualClock
 from penstock.bench.simulator.replica import MakeEngine
+from penstock.engine.records import MAGIC, Aborted, Arrived, Begun, Bundle, Planned, unpack_ids
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
-from penstock.recorder.bundle import MAGIC, Bundle, unpack
-from penstock.recorder.history import Start, Step, history
-from penstock.recorder.records import Aborted, Arrived, Begun, Planned, unpack_ids
+from penstock.prove.record_history import Start, Step, history, unpack
 
 
 def load_costs(path: Path) -> LinearCosts:

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from penstock.recorder import bundle as bundle_module
 
 from penstock import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
 from penstock.cli.main import main
 from penstock.client import records as keeper
 from penstock.client.records import RecordKeeper, RecordOptions
+from penstock.engine.records import Begun, Bundle, Computed, pack
+from penstock.engine.ring import Segment
 from penstock.kernels.cpu.library import best_level
 from penstock.prove import records as proof_module
 from penstock.prove.proof import Outcome, Subject, Trials
+from penstock.prove.record_history import unpack
 from penstock.prove.records import Replays
 from penstock.prove.replay import compare_fingerprints
-from penstock.recorder import bundle as bundle_module
-from penstock.recorder.bundle import Bundle, pack, unpack
-from penstock.recorder.records import Begun, Computed
-from penstock.recorder.ring import Segment
 
 native = pytest.mark.skipif(best_level() is None, reason="the reference kernels promise no bits")
 
