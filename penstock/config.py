@@ -9,14 +9,23 @@ every automatic choice. This file imports no torch and reads no file.
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import (
+    InvalidRequestError,
+    NotSupportedError,
+    check_int,
+    check_options,
+    check_str,
+    fail,
+    option,
+    shown,
+    string_tuple,
+)
 from penstock.interface.drafts import SpeculativeConfig
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.cores import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
-from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
+from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
 from penstock.spec.shares import DEGREES, LEAVES, Degrees, divisible_heads
-from penstock.validation import check_int, check_options, check_str, fail, option, shown, string_tuple
 
 if TYPE_CHECKING:
     from penstock.spec.model_config import ModelConfig
@@ -289,7 +298,7 @@ class PoolingConfig:
 class NumericsConfig:
     """Everything that can change a bit of the answer.
 
-    dtype "auto" takes the checkpoint's type, or bfloat16 for float16. quantization is described in quant/scheme.py;
+    dtype "auto" takes the checkpoint's type, or bfloat16 for float16. quantization is described in kernels/scheme.py;
     quantization_group_size alone is allowed only for packed weights, which know their quantization.
     """
 

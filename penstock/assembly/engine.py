@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from penstock import validation as check
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, describe_for_records, with_memory
 from penstock.assembly.model import Weights, make_grammars, make_model, make_ops, read_scales
@@ -26,7 +25,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.policies import Clock, Scheduling
 from penstock.engine.records import EngineDescription
 from penstock.engine.scripted import ScriptedExecutor
-from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
@@ -49,7 +48,6 @@ from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.tokenizer.grammars import Grammars
-from penstock.validation import fail
 from penstock.weights import packed
 from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
@@ -309,7 +307,7 @@ def _plan_memory(
     """
     if is_torch(ops.dtype):
         if config.cache.memory is not None:
-            raise check.fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
+            raise fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
         return config, None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
     sizes = cache(lambda scheme: model_sizes(model_config, ops, scheme, layout))

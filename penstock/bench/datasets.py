@@ -17,8 +17,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_choice, check_float, check_int, one_line
 from penstock.spec.config_file import CONFIG, read_config
 from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
 from penstock.weights.hub import resolve_model
@@ -51,12 +50,12 @@ class Dataset:
     num_prefixes: int = 1
 
     def __post_init__(self) -> None:
-        check.check_choice("dataset_name", self.name, DATASETS)
-        check.check_int("input_len", self.input_len, 1, 10**6)
-        check.check_int("output_len", self.output_len, 1, 10**6, optional=True)
-        check.check_float("random_range_ratio", self.range_ratio, 0.0, 1.0)
-        check.check_int("prefix_len", self.prefix_len, 0, 10**6)
-        check.check_int("num_prefixes", self.num_prefixes, 1, 10**6)
+        check_choice("dataset_name", self.name, DATASETS)
+        check_int("input_len", self.input_len, 1, 10**6)
+        check_int("output_len", self.output_len, 1, 10**6, optional=True)
+        check_float("random_range_ratio", self.range_ratio, 0.0, 1.0)
+        check_int("prefix_len", self.prefix_len, 0, 10**6)
+        check_int("num_prefixes", self.num_prefixes, 1, 10**6)
         if (self.name == "sharegpt") != (self.path is not None):
             raise InvalidRequestError(
                 "dataset_path: --dataset-name sharegpt needs it, and no other dataset takes it", param="dataset_path"
@@ -182,7 +181,7 @@ def _first_turns(path: Path) -> Iterator[tuple[str, str]]:
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise _refused(path, f"is not JSON: {check.one_line(error)}") from None
+        raise _refused(path, f"is not JSON: {one_line(error)}") from None
     if not isinstance(found, list):
         raise _refused(path, "must be a list of objects with conversations")
     for entry in found:

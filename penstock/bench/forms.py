@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from penstock import validation as check
 from penstock.assembly import build_engine
 from penstock.bench.machine import Progress
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
-from penstock.errors import EngineError, InvalidRequestError
+from penstock.errors import EngineError, InvalidRequestError, check_int
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -41,7 +40,7 @@ class FormContest:
 
     def __post_init__(self) -> None:
         for name, low in (("num_prompts", 1), ("input_len", 1), ("output_len", 2), ("rounds", 1)):
-            check.check_int(name, getattr(self, name), low, 10**6)
+            check_int(name, getattr(self, name), low, 10**6)
 
 
 @dataclass(slots=True)

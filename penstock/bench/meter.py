@@ -23,12 +23,12 @@ from penstock.bench.phases import PromptTokens
 from penstock.bench.profile import DECODE, PREFILL, Profile, Span, Step, Stretch
 from penstock.bench.samples import Rates, Sample, Work
 from penstock.engine.observer import EngineObserver
+from penstock.errors import fail
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.library import PenstockCall, PenstockSpan
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.program import Arguments
-from penstock.validation import fail
 
 STRETCH_SECONDS = 0.05
 MAX_SPANS = 2**17  # maximum number of native calls between two probes whose times are kept

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock import validation as check
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.bench.machine import Progress
 from penstock.bench.meter import StepMeter
@@ -17,7 +16,7 @@ from penstock.bench.profile import Profile
 from penstock.bench.split_meter import SplitMeter
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
-from penstock.errors import EngineError, InvalidRequestError
+from penstock.errors import EngineError, InvalidRequestError, check_int
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import FinishReason, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -44,7 +43,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, low in (("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("warmup", 0), ("prefix_len", 0)):
-            check.check_int(name, getattr(self, name), low, 10**6)
+            check_int(name, getattr(self, name), low, 10**6)
 
     @property
     def prompt_len(self) -> int:

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from penstock import validation as check
 from penstock.bench import attention, machine
 from penstock.bench.attention import AttentionCase, decode_cases, prefill_cases
 from penstock.bench.experts import ExpertsCase, expert_cases
 from penstock.bench.machine import MachineLimits, Progress
 from penstock.bench.products import DTYPES, ROWS, SHAPES, ProductCase, product_cases
 from penstock.config import available_threads
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_choice, check_int
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF
@@ -61,8 +60,8 @@ class Selection:
     def __post_init__(self) -> None:
         for option, names, known in (("op", self.ops, OPS), ("dtype", self.dtypes, DTYPES)):
             for name in names:
-                check.check_choice(option, name, known)
-        check.check_int("threads", self.threads, 1, 1024, optional=True)
+                check_choice(option, name, known)
+        check_int("threads", self.threads, 1, 1024, optional=True)
         if "linear" in self.ops:
             self._check_products()
         case_bytes = [case.operand_bytes for case in self.cases()]

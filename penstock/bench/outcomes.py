@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock import validation as check
+from penstock.errors import check_choice, check_float, check_int
 
 METRICS = {"ttft": "Time to first token", "tpot": "Time per output token (but for the first)",
            "itl": "Inter-token latency", "e2el": "End-to-end latency"}  # fmt: skip
@@ -47,12 +47,12 @@ class Load:
 
     def __post_init__(self) -> None:
         if self.request_rate != math.inf:
-            check.check_float("request_rate", self.request_rate, 0.0, 1e6, low_open=True)
-        check.check_float("burstiness", self.burstiness, 0.0, 1e6, low_open=True)
-        check.check_int("max_concurrency", self.max_concurrency, 1, 10**6, optional=True)
+            check_float("request_rate", self.request_rate, 0.0, 1e6, low_open=True)
+        check_float("burstiness", self.burstiness, 0.0, 1e6, low_open=True)
+        check_int("max_concurrency", self.max_concurrency, 1, 10**6, optional=True)
         for name, goal in self.goals.items():
-            check.check_choice("goodput", name, GOALS)
-            check.check_float("goodput", goal, 0.0, 1e9, low_open=True)
+            check_choice("goodput", name, GOALS)
+            check_float("goodput", goal, 0.0, 1e9, low_open=True)
 
     def gaps(self, count: int) -> Iterator[float]:
         """Yield the seconds before each request. They sum to count / request_rate, so that all runs take equally long.
@@ -154,4 +154,4 @@ def _latency(name: str, values: list[float], percentiles: Sequence[float]) -> di
 def check_percentiles(percentiles: Sequence[float]) -> None:
     """Raise InvalidRequestError for a value that is not a percentage."""
     for share in percentiles:
-        check.check_float("metric_percentiles", share, 0.0, 100.0)
+        check_float("metric_percentiles", share, 0.0, 100.0)

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock import validation as check
 from penstock.assembly.engine import PlannedEngine
 from penstock.assembly.model import make_ops
 from penstock.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.engine import Engine
-from penstock.errors import NotSupportedError, RequestFailedError
+from penstock.errors import NotSupportedError, RequestFailedError, check_int, fail
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, TokenLogprobs
@@ -138,7 +137,7 @@ class Trial:
         size = token * model.num_hidden_layers * placement.rows * placement.context
         if size > free:
             allowed = f"smaller: {placement.rows} rows take {size} bytes here, where {free} are free"
-            raise check.fail("max_model_len", placement.context, allowed)
+            raise fail("max_model_len", placement.context, allowed)
 
     def _engine(self, executor: LocalExecutor) -> Engine:
         return PlannedEngine(self.config, self.model, self.groups).make(executor, time.monotonic)
@@ -156,7 +155,7 @@ def at_width(model: ModelConfig, hidden_size: int) -> ModelConfig:
     heads = kv_heads * min(2, model.num_attention_heads // kv_heads)
     if hidden_size % (2 * heads) or not 0 < hidden_size <= model.hidden_size:
         allowed = f"a multiple of {2 * heads}, up to {model.hidden_size}"
-        raise check.fail("hidden_size", hidden_size, allowed)
+        raise fail("hidden_size", hidden_size, allowed)
     intermediate = model.intermediate_size * hidden_size // model.hidden_size // LEAVES * LEAVES
     return replace(
         model,
@@ -214,7 +213,7 @@ def run_placement(trial: Trial, micro_batches: int = 1) -> tuple[dict[str, Any],
     micro_batches: steps in flight.
     """
     rows = trial.placement.rows
-    check.check_int("micro_batches", micro_batches, 1, rows)
+    check_int("micro_batches", micro_batches, 1, rows)
     engine, machine = trial.on_chips(micro_batches)
     found, expected = answers(engine, rows), answers(trial.alone(), rows)
     plan = trial.plan.figures()

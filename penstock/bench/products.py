@@ -19,8 +19,8 @@ from penstock.bench.machine import MachineLimits, Turn, ring_length, take_turns,
 from penstock.bench.samples import Work
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import empty
-from penstock.quant.scheme import Scheme
 from penstock.spec.param_table import leaf_bounds
 
 DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")

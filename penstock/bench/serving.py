@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 
-from penstock import validation as check
 from penstock.bench.datasets import Sample
 from penstock.bench.http_client import Answer, HttpClient
 from penstock.bench.outcomes import Load, Outcome, check_percentiles, figures
-from penstock.errors import EngineError, InvalidRequestError
+from penstock.errors import EngineError, InvalidRequestError, check_choice, one_line
 
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 DATA = b"data: "
@@ -64,7 +63,7 @@ class Target:
     """
 
     def __init__(self, client: HttpClient, backend: str, model: str | None, fields: Mapping[str, Any]) -> None:
-        check.check_choice("backend", backend, tuple(BACKENDS))
+        check_choice("backend", backend, tuple(BACKENDS))
         self._client = client
         self.model, self.backend, self.endpoint = model, backend, BACKENDS[backend]
         self._fields = dict(fields)
@@ -148,7 +147,7 @@ class Target:
             outcome.error = f"an event does not have OpenAI's format: {error}"
             return
         if event.error is not None:
-            outcome.error = check.one_line(event.error)
+            outcome.error = one_line(event.error)
         if any(choice.has_token for choice in event.choices):
             outcome.arrivals.append(arrival)
         if event.usage is not None:
@@ -157,7 +156,7 @@ class Target:
 
 
 def _reason(answer: Answer) -> str:
-    return f"status {answer.status}: {check.one_line(answer.body[:300].decode(errors='replace'))}"
+    return f"status {answer.status}: {one_line(answer.body[:300].decode(errors='replace'))}"
 
 
 async def send_all(

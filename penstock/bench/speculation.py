@@ -15,14 +15,13 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from penstock import validation as check
 from penstock.assembly import build_engine
 from penstock.bench.machine import Progress
 from penstock.config import EngineConfig
 from penstock.demo import MODEL_DIR, chats
 from penstock.engine.engine import Engine
 from penstock.engine.speculation import Speculation
-from penstock.errors import EngineError, InvalidRequestError
+from penstock.errors import EngineError, InvalidRequestError, check_choice, check_float, check_int, fail
 from penstock.interface.drafts import DraftQuery
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
@@ -50,10 +49,10 @@ class Contest:
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len", "rounds"):
-            check.check_int(name, getattr(self, name), 1, 10**6)
-        check.check_choice("dataset", self.dataset, DATASETS)
+            check_int(name, getattr(self, name), 1, 10**6)
+        check_choice("dataset", self.dataset, DATASETS)
         if self.acceptance is not None:
-            check.check_float("acceptance", self.acceptance, 0.0, 1.0)
+            check_float("acceptance", self.acceptance, 0.0, 1.0)
 
     def prompts(self, index: int, vocab_size: int) -> list[list[int]]:
         """Return the prompts of a round."""
@@ -119,7 +118,7 @@ def measure_speculation(
         EngineError: a request failed, or drafts changed a token.
     """
     if contest.dataset != "random" and options.get("model", "demo") != "demo":
-        raise check.fail("dataset", contest.dataset, "random: the other datasets are for the demo model")
+        raise fail("dataset", contest.dataset, "random: the other datasets are for the demo model")
     built = build_engine(EngineConfig.from_options(**{"enable_prefix_caching": False, **options}))
     announce(built.info)
     engine = built.engine

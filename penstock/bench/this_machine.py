@@ -24,10 +24,10 @@ from penstock.errors import EngineError
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import PackedLinear, Packing
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, UINT8, Tensor, address_of, empty
 from penstock.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware
 from penstock.planner.memory import free_memory_bytes, resident_bytes
-from penstock.quant.scheme import Scheme
 from penstock.weights.planned import PlannedModel
 
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # up, down and output projections of a layer

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from penstock import __version__
-from penstock import validation as check
 from penstock.check.cause import find_cause
 from penstock.check.ours import OurModel
 from penstock.check.parity import LOGPROBS, compare, compare_kernels
@@ -20,7 +19,7 @@ from penstock.check.report import Report
 from penstock.check.target import find_target
 from penstock.check.twin import ATTENTIONS, Twin, transformers
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, check_int, check_str, fail
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.models.certificate import RANDOM_TINY, Certificate, find_basis, remove_certificate, write_certificate
@@ -59,12 +58,12 @@ class Options:
     prompt_len: int = 64
 
     def __post_init__(self) -> None:
-        check.check_str("model", self.model)
-        check.check_str("against", self.against, optional=True)
-        check.check_int("prompt_len", self.prompt_len, SHORTEST, 2**20)
+        check_str("model", self.model)
+        check_str("against", self.against, optional=True)
+        check_int("prompt_len", self.prompt_len, SHORTEST, 2**20)
         EngineConfig.from_options(dtype=self.dtype, kernels=self.kernels)
         if self.against is not None and (self.tiny or self.verify):
-            raise check.fail("against", self.against, "left out with --tiny and --verify")
+            raise fail("against", self.against, "left out with --tiny and --verify")
 
 
 def check_model(options: Options, announce: Announce = lambda line: None) -> Report:
@@ -84,7 +83,7 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
             torch.set_num_threads(1)  # products this small do not gain from more threads
         numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
         longest = config.max_position_embeddings - NUM_TOKENS - 1
-        check.check_int("prompt_len", options.prompt_len, SHORTEST, longest)
+        check_int("prompt_len", options.prompt_len, SHORTEST, longest)
         prompts = make_prompts(options.prompt_len, config.vocab_size)
         setting = Setting(target.directory, numerics.dtype, numerics.kernels, prompts)
         report = Report(

@@ -12,8 +12,7 @@ from penstock.cli import bench_serve
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size, read_schema
 from penstock.cli.terminal import note, saying, show_choices
 from penstock.entrypoints.progress import progress
-from penstock.errors import InvalidRequestError
-from penstock.validation import check_int
+from penstock.errors import InvalidRequestError, check_int
 
 DESCRIPTION = "Measure throughput and latency, in this process or of a running server, and the speed of kernels."
 EXAMPLES = """examples:

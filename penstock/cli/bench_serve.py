@@ -103,17 +103,17 @@ def add_arrivals(group: Any) -> None:
 
 def prepare(args: argparse.Namespace) -> tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]:
     """Return a function that measures, and one that prints the result; see cli/bench.py."""
-    from penstock import validation as check
     from penstock.bench.datasets import Vocabulary, draw_samples
     from penstock.bench.http_client import HttpClient
     from penstock.bench.outcomes import METRICS as ALL_METRICS
     from penstock.bench.outcomes import Load
     from penstock.bench.serving import Target, measure_serving
     from penstock.bench.serving_report import draw, figure, print_serving
+    from penstock.errors import check_choice
 
     metrics = args.percentile_metrics.split(",")
     for name in metrics:
-        check.check_choice("percentile_metrics", name, tuple(ALL_METRICS))
+        check_choice("percentile_metrics", name, tuple(ALL_METRICS))
     percentiles = [_number("metric_percentiles", text) for text in args.metric_percentiles.split(",")]
     if args.plot:
         figure()  # a missing library must fail now, not after the run

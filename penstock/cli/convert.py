@@ -11,9 +11,8 @@ from penstock.cli.options import UNSET, WEIGHT_OPTIONS, add_engine_options, engi
 from penstock.cli.terminal import handle_signals, note
 from penstock.config import EngineConfig
 from penstock.entrypoints.progress import progress
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_choice, check_int, check_str
 from penstock.plugins.user_files import import_files
-from penstock.validation import check_choice, check_int, check_str
 from penstock.weights.matching import FORMS
 
 PACKED = "packed"

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock import validation as check
 from penstock.cli.options import add_generation_options, load_llm, parse_size, sampling_options
 from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.terminal import handle_signals, note, show_choices
 from penstock.entrypoints.progress import progress
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_int
 from penstock.interface.prompts import STDIN, check_text, read_prompts, read_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
@@ -86,7 +85,7 @@ def _check_display(args: argparse.Namespace) -> None:
         message = "output_at_end: --json prints at the end already"
         raise InvalidRequestError(message, param="output_at_end")
     if args.print_interval is not None:
-        check.check_int("print_interval", args.print_interval, 1, 10**6)
+        check_int("print_interval", args.print_interval, 1, 10**6)
         if getattr(args, "n", 1) > 1 and not growing:
             message = "print_interval: several choices are printed when complete; use --concurrent or --reprint"
             raise InvalidRequestError(message, param="print_interval")

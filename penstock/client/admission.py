@@ -21,11 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock import validation as check
 from penstock.client.choice import Choice
 from penstock.client.input_processor import PreparedRequest
 from penstock.client.open_requests import OpenRequests, Wait
-from penstock.errors import EngineOverloadedError
+from penstock.errors import EngineOverloadedError, check_float, check_int
 from penstock.interface.messages import EngineOutput, EngineStats
 
 REFRESH_S = 0.05  # how old a forecast may be; it includes requests let in since
@@ -53,10 +52,10 @@ class AdmissionLimits:
     max_queue_wait: float | None = None
 
     def __post_init__(self) -> None:
-        check.check_int("max_queued_requests", self.max_queued_requests, 1, 2**20)
-        check.check_int("max_queued_tokens", self.max_queued_tokens, 1, 2**40)
+        check_int("max_queued_requests", self.max_queued_requests, 1, 2**20)
+        check_int("max_queued_tokens", self.max_queued_tokens, 1, 2**40)
         if self.max_queue_wait is not None:
-            check.check_float("max_queue_wait", self.max_queue_wait, 0.0, 1e6, low_open=True)
+            check_float("max_queue_wait", self.max_queue_wait, 0.0, 1e6, low_open=True)
 
 
 class Admission:

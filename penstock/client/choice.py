@@ -25,7 +25,7 @@ class Choice:
     Attributes:
         request: what the engine was given.
         token_ids: outputs received so far; `request` with these as output_token_ids resumes the choice on any engine.
-        mirostat_mu: mirostat's state after them; the engine sends both together.
+        sampler_state: the sampler's after them; the engine sends both together.
         timeline: where its time went, as far as engines have reported.
         finish_reason: None while it runs.
         changed: whether there is something that make_output has not returned yet.
@@ -36,7 +36,7 @@ class Choice:
         params = prepared.params
         self.request = request
         self.token_ids: list[int] = []
-        self.mirostat_mu = request.mirostat_mu
+        self.sampler_state = request.sampler_state
         self.timeline = Timeline(time.monotonic() if request.arrived_at is None else request.arrived_at)
         self.finish_reason: FinishReason | None = None
         self.changed = False
@@ -61,7 +61,7 @@ class Choice:
         for position in range(start, len(ids)):
             self.changed = True
             self.token_ids.append(ids[position])
-            self.mirostat_mu = self.mirostat_mu if output.mirostat_mu is None else output.mirostat_mu
+            self.sampler_state = self.sampler_state if output.sampler_state is None else output.sampler_state
             if output.logprobs is not None and self._logprobs is not None:
                 self._logprobs.append(logprobs_at(output.logprobs[position], self._tokenizer))
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + output.logprobs[position].logprobs[0]

@@ -9,14 +9,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from penstock import validation as check
 from penstock.client.engine_client import Prompt
 from penstock.client.held_signals import HeldSignals
 from penstock.client.input_processor import InputProcessor, PreparedRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests
 from penstock.client.prefixes import Pin
 from penstock.engine.engine import Engine
-from penstock.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from penstock.errors import EngineDeadError, InvalidRequestError, RequestFailedError, check_int
 from penstock.interface.messages import EngineOutput, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -113,7 +112,7 @@ class InProcessClient:
 
         If the handler of a signal raises between two steps, the next call returns what these have made.
         """
-        check.check_int("num_steps", num_steps, 1, MAX_STEPS)
+        check_int("num_steps", num_steps, 1, MAX_STEPS)
         self._check_open()
         if self._failure is not None:
             failure, self._failure = self._failure, None

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from penstock import validation as check
 from penstock.client.sequence_breakers import SequenceBreakers, Sequences
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_float, check_ids, check_int, check_str, check_unicode, fail
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.prompts import PROMPT_KEYS, check_text
@@ -91,11 +90,11 @@ class InputProcessor:
                 answer.
         """
         if request_id is not None:
-            check.check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
-            check.check_unicode(request_id, param="request_id")
+            check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
+            check_unicode(request_id, param="request_id")
         params = SamplingParams(**self._info.default_sampling) if params is None else params
         if not isinstance(params, SamplingParams):  # a dict is a common mistake
-            raise check.fail("sampling_params", params, "a SamplingParams")
+            raise fail("sampling_params", params, "a SamplingParams")
         params.check_vocabulary(self._info.vocab_size)
         deadline = self._check_turn(priority, timeout)
         if params.stop and self._tokenizer is None:
@@ -118,9 +117,9 @@ class InputProcessor:
 
     def _check_turn(self, priority: Any, timeout: Any) -> float | None:
         """Return the deadline. Raise InvalidRequestError for an option that the engine's policy does not use."""
-        check.check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if timeout is not None:
-            check.check_float("timeout", timeout, 0.0, MAX_TIMEOUT_S, low_open=True)
+            check_float("timeout", timeout, 0.0, MAX_TIMEOUT_S, low_open=True)
         policy = self._info.scheduling_policy
         for name, value, needed in (("priority", priority or None, "priority"), ("timeout", timeout, "deadline")):
             if value is not None and policy != needed:
@@ -144,14 +143,14 @@ class InputProcessor:
         unknown = [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]
         if unknown or not prompt:
             allowed = f"a mapping with {' or '.join(PROMPT_KEYS[:2])}, and perhaps {PROMPT_KEYS[2]}"
-            raise check.fail("prompt", unknown[0] if unknown else {}, allowed)
+            raise fail("prompt", unknown[0] if unknown else {}, allowed)
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
-            raise check.fail("prompt", text, "a text")
+            raise fail("prompt", text, "a text")
         if ids is None:
             return text, self._ids_of_text(text or "", pooling)
         if text is not None:
-            check.check_unicode(text, param="prompt")
+            check_unicode(text, param="prompt")
         return text, self._checked_ids("prompt_token_ids", ids, pooling)
 
     def _ids_of_text(self, text: str, pooling: PoolingParams | None) -> list[int]:
@@ -159,14 +158,14 @@ class InputProcessor:
             raise InvalidRequestError("prompt: the model has no tokenizer; give token ids", param="prompt")
         check_text(text)
         check_prompt_length(text, self._info.max_model_len)
-        check.check_unicode(text, param="prompt")
+        check_unicode(text, param="prompt")
         return self._checked_ids("prompt", self._tokenizer.encode(text), pooling)
 
     def _checked_ids(self, name: str, ids: Any, pooling: PoolingParams | None) -> list[int]:
         if hasattr(ids, "tolist"):  # an array of numpy or a tensor of torch
             ids = ids.tolist()
         if not isinstance(ids, list | tuple) or not ids:
-            raise check.fail(name, ids, "a text, or a list of at least one token id")
+            raise fail(name, ids, "a text, or a list of at least one token id")
         if pooling is not None:
             ids = pooling.truncated(ids, self._info.max_model_len)
             check_pooled_length(name, len(ids), self._info.max_model_len)
@@ -177,7 +176,7 @@ class InputProcessor:
                 param=name,
                 code="context_length_exceeded",
             )
-        check.check_ids(name, ids, self._info.vocab_size)
+        check_ids(name, ids, self._info.vocab_size)
         return list(ids)
 
     def _settle_pooling(self, params: SamplingParams, num_tokens: int) -> SamplingParams:
@@ -195,7 +194,7 @@ class InputProcessor:
         room = max(1, self._info.max_model_len - num_prompt_tokens)  # 0 only with pooling, which needs no room
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         if params.min_tokens > max_tokens:
-            raise check.fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
+            raise fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
         seed = assigned_seed(self._seed, arrival) if params.seed is None else params.seed
         words = params.bad_words_token_ids + self._ids_of_bad_words(tuple(params.bad_words or ()))
         breakers = params.dry_sequence_breaker_ids + self._ids_of_breakers(params)
@@ -220,9 +219,9 @@ class InputProcessor:
     def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            check.check_unicode(word, param="bad_words")
+            check_unicode(word, param="bad_words")
             if self._tokenizer is None or not word.strip():
-                raise check.fail("bad_words", word, "a word (and the engine must have a tokenizer)")
+                raise fail("bad_words", word, "a word (and the engine must have a tokenizer)")
             for text in (word.lstrip(), " " + word.lstrip()):
                 found[tuple(self._tokenizer.encode(text, add_special_tokens=False))] = None
         return tuple(ids for ids in found if ids)
@@ -243,9 +242,9 @@ def _salt_of(prompt: Any) -> str | None:
 
 def check_salt(salt: Any) -> None:
     """Raise InvalidRequestError unless `salt` is a valid cache_salt or None."""
-    check.check_str("cache_salt", salt, max_length=MAX_SALT_LENGTH, optional=True)
+    check_str("cache_salt", salt, max_length=MAX_SALT_LENGTH, optional=True)
     if salt is not None:
-        check.check_unicode(salt, param="cache_salt")
+        check_unicode(salt, param="cache_salt")
 
 
 def _choices(source: EngineRequest) -> tuple[EngineRequest, ...]:
@@ -280,7 +279,7 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
     if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
         allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"
         raise InvalidRequestError(f"output_token_ids: must be {allowed}", param="output_token_ids")
-    if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
+    if params.logprobs is not None or params.prompt_logprobs is not None or params.has_sampler_state:
         message = (
             "output_token_ids: not allowed with log-probabilities or mirostat; compute the request from its beginning"
         )

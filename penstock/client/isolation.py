@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.client.text_worker import TextWorker
+from penstock.errors import check_unicode
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.hf import load_tokenizer
-from penstock.validation import check_unicode
 
 LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short texts do not wait for them
 MAX_FITTING = 1024

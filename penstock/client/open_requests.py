@@ -89,7 +89,7 @@ class OpenRequests:
     def resumed(self, engine_request_id: str) -> EngineRequest:
         """Return the engine request of a running choice, with the tokens received so far as output_token_ids."""
         choice = self._running[engine_request_id][1]
-        return replace(choice.request, output_token_ids=list(choice.token_ids), mirostat_mu=choice.mirostat_mu)
+        return replace(choice.request, output_token_ids=list(choice.token_ids), sampler_state=choice.sampler_state)
 
     def open(self, prepared: PreparedRequest) -> "OpenRequest":
         """Add a request. Raise InvalidRequestError if its id is in use."""

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock import validation as check
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.child import Launcher
@@ -34,6 +33,7 @@ from penstock.errors import (
     ModelLoadError,
     PenstockError,
     RequestFailedError,
+    check_int,
 )
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import EngineOutput, ModelInfo
@@ -80,7 +80,7 @@ class ProcessClient:
         transfer: KVTransferOptions | None = None,
     ) -> None:
         launcher = launcher or Launcher()
-        check.check_int("data_parallel_size", launcher.num_engines, 1, MAX_REPLICAS)
+        check_int("data_parallel_size", launcher.num_engines, 1, MAX_REPLICAS)
         self._follows_forms = follows_forms
         self._tokenizer = tokenizer
         self._seed: int = options.get("seed", 0)
@@ -328,7 +328,7 @@ class ProcessClient:
         await self._replicas.wait()
 
     async def record(self, engine: int = 0) -> SavedRecord:
-        check.check_int("engine", engine, 0, len(self._replicas) - 1)
+        check_int("engine", engine, 0, len(self._replicas) - 1)
         return await asyncio.wrap_future(self._replicas.records(engine).save())
 
     # --- what the replicas call ------------------------------------------------------------------------------------

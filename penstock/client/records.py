@@ -16,8 +16,7 @@ from pathlib import Path
 
 from penstock.engine.records import make_bundle, pack, without_text
 from penstock.engine.ring import Ring
-from penstock.errors import EngineOverloadedError, InvalidRequestError
-from penstock.validation import check_bool, check_int, check_str
+from penstock.errors import EngineOverloadedError, InvalidRequestError, check_bool, check_int, check_str
 
 LOGGER = logging.getLogger("penstock")
 DEFAULT_BYTES = 32 * 2**20

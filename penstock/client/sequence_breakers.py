@@ -8,10 +8,9 @@ by the tokens of its rest.
 from collections.abc import Iterable
 from functools import lru_cache
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_unicode
 from penstock.interface.logits_params import MAX_BREAKER_IDS
 from penstock.tokenizer.tokenizer import Tokenizer, encode_all
-from penstock.validation import check_unicode
 
 MAX_TAIL = 20  # tokens of the rest of a breaker
 KEPT = 64  # breakers whose ids are kept, because the search goes through the whole vocabulary

@@ -12,13 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from penstock import validation as check
 from penstock.client.engine_client import EngineStatus, Prompt
 from penstock.client.held_signals import HeldSignals
 from penstock.client.in_process import MAX_STEPS
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient, warn_of_dropped, when_dropped
-from penstock.errors import EngineDeadError, NotSupportedError, PenstockError, RequestFailedError
+from penstock.errors import EngineDeadError, NotSupportedError, PenstockError, RequestFailedError, check_int
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -125,7 +124,7 @@ class StepClient:
             EngineDeadError: the engine died too often. All requests have ended. Earlier outputs are returned first.
             EngineOverloadedError, InvalidRequestError: the engine has refused a request, which has ended.
         """
-        check.check_int("num_steps", num_steps, 1, MAX_STEPS)
+        check_int("num_steps", num_steps, 1, MAX_STEPS)
         for _ in range(num_steps):
             if self._streams and not self._failures:
                 self._run(self._step)

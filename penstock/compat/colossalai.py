@@ -17,11 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock import validation as check
 from penstock.compat.colossalai_config import PROCESSORS, InferenceConfig
 from penstock.compat.generation_fields import fields_of, sampling_of
 from penstock.entrypoints.llm import LLM
-from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
+from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError, check_int, fail
 from penstock.interface.sampling_params import SamplingParams
 from penstock.plugins.logits_processors import register_logits_processor as register_logit_processor
 
@@ -73,7 +72,7 @@ class InferenceEngine:
                 param="model_policy",
             )
         if not isinstance(inference_config, InferenceConfig | None):
-            raise check.fail("inference_config", inference_config, "an InferenceConfig")
+            raise fail("inference_config", inference_config, "an InferenceConfig")
         self.inference_config = inference_config or InferenceConfig()
         self.llm = LLM(model=model_or_path, tokenizer=tokenizer, **self.inference_config.engine_options())
         self._generation: dict[str, Any] = {}
@@ -155,7 +154,7 @@ class InferenceEngine:
         else:
             ids = [tokenizer.encode(text) for text in texts]
         if texts is not None and len(texts) != len(ids):
-            raise check.fail("prompts_token_ids", prompts_token_ids, f"one list for each of {len(texts)} prompts")
+            raise fail("prompts_token_ids", prompts_token_ids, f"one list for each of {len(texts)} prompts")
         numbers = self._request_numbers(request_ids, len(ids))
         fields = self._generation | generation_fields
         params = [self._params(fields, len(item)) for item in ids]
@@ -211,9 +210,9 @@ class InferenceEngine:
             return list(itertools.islice(free, count))
         numbers = [given] if isinstance(given, int) else list(given)
         for number in numbers:
-            check.check_int("request_ids", number, 0, 2**63 - 1)
+            check_int("request_ids", number, 0, 2**63 - 1)
         if len(set(numbers)) != count or len(numbers) != count:
-            raise check.fail("request_ids", numbers, f"{count} different integers, one per prompt")
+            raise fail("request_ids", numbers, f"{count} different integers, one per prompt")
         return numbers
 
     def _params(self, fields: Mapping[str, Any], num_prompt_tokens: int) -> SamplingParams:
@@ -227,7 +226,7 @@ class InferenceEngine:
         asked = sampling_of(fields, num_prompt_tokens)
         if asked.get("max_tokens", 0) > config.max_output_len:
             allowed = f"at most max_output_len = {config.max_output_len}"
-            raise check.fail("max_new_tokens", asked["max_tokens"], allowed)
+            raise fail("max_new_tokens", asked["max_tokens"], allowed)
         sampling = config.sampling()
         if "temperature" in asked:  # do_sample is given, so it replaces the config's own choice of sampling
             kept = ("max_tokens", "ignore_eos", *PROCESSORS)
@@ -239,11 +238,11 @@ def _texts(prompts: str | Iterable[str]) -> list[str]:
     """Return one text or several as a list. None of them may be empty."""
     listed = [prompts] if isinstance(prompts, str) else prompts
     if isinstance(listed, Mapping | bytes) or not isinstance(listed, Iterable):
-        raise check.fail("prompts", prompts, "a text, or a list or set of texts")
+        raise fail("prompts", prompts, "a text, or a list or set of texts")
     texts = list(listed)
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise check.fail("prompts", text, "a text, or a list or set of texts, none of them empty")
+            raise fail("prompts", text, "a text, or a list or set of texts, none of them empty")
     return texts
 
 
@@ -254,7 +253,7 @@ def _id_lists(given: Any) -> list[list[int]]:
     if rows and all(isinstance(item, int) for item in rows):
         return [rows]
     if not rows or not all(isinstance(item, list | tuple) for item in rows):
-        raise check.fail("prompts_token_ids", given, "a list of lists of ids, or a two-dimensional tensor or array")
+        raise fail("prompts_token_ids", given, "a list of lists of ids, or a two-dimensional tensor or array")
     return [list(item) for item in rows]
 
 

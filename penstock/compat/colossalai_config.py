@@ -6,9 +6,8 @@ Every field is checked. A field that has no effect here must have its default; o
 from dataclasses import dataclass, fields
 from typing import Any
 
-from penstock import validation as check
 from penstock.config import BLOCK_SIZES, KV_CACHE_DTYPES, MAX_CONTEXT
-from penstock.errors import NotSupportedError
+from penstock.errors import NotSupportedError, check_bool, check_choice, check_int, fail, shown
 from penstock.interface.sampling_params import SamplingParams
 from penstock.spec.config_reader import same
 
@@ -92,28 +91,26 @@ class InferenceConfig:
     patched_parallelism_size: int = 1
 
     def __post_init__(self) -> None:
-        check.check_int("max_batch_size", self.max_batch_size, 1, 2**16)
+        check_int("max_batch_size", self.max_batch_size, 1, 2**16)
         for name in ("max_input_len", "max_output_len"):
-            check.check_int(name, getattr(self, name), 1, MAX_CONTEXT // 2)
+            check_int(name, getattr(self, name), 1, MAX_CONTEXT // 2)
         if str(self.dtype) not in TYPES:
-            raise check.fail("dtype", self.dtype, "one of " + ", ".join(TYPES))
+            raise fail("dtype", self.dtype, "one of " + ", ".join(TYPES))
         for name in ("do_sample", "ignore_eos"):
-            check.check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
-            raise check.fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZES.step} up to {BLOCK_SIZES[-1]}")
+            raise fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZES.step} up to {BLOCK_SIZES[-1]}")
         if self.kv_cache_dtype == "fp8":
             raise NotSupportedError("kv_cache_dtype: fp8 is not built; int8 is as small", param="kv_cache_dtype")
-        check.check_choice("kv_cache_dtype", self.kv_cache_dtype, (None, *KV_CACHE_DTYPES))
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, (None, *KV_CACHE_DTYPES))
         template = self.prompt_template
         if template is not None and (not isinstance(template, str) or TEMPLATE_FIELD not in template):
-            raise check.fail("prompt_template", template, f"a text that contains {TEMPLATE_FIELD}, or None")
+            raise fail("prompt_template", template, f"a text that contains {TEMPLATE_FIELD}, or None")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in FIXED and value is not None and not same(value, field.default):
                 allowed = f"it must be {field.default}: {FIXED[field.name]}"
-                raise NotSupportedError(
-                    f"{field.name}: {check.shown(value)} is not allowed; {allowed}", param=field.name
-                )
+                raise NotSupportedError(f"{field.name}: {shown(value)} is not allowed; {allowed}", param=field.name)
         self.sampling()
 
     def engine_options(self) -> dict[str, Any]:

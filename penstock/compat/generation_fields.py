@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, fail
 from penstock.plugins.logits_processors import PROCESSORS as REGISTERED
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.generation_config import read_refused, read_sampling
@@ -35,7 +34,7 @@ def _read(read: ConfigReader, fields: Mapping[str, Any], num_prompt_tokens: int)
     if read.has("max_length") and "max_tokens" not in sampling:
         longest = read.integer("max_length", 1, 2**31 - 1)
         if longest <= num_prompt_tokens:
-            raise check.fail("max_length", longest, f"more than the {num_prompt_tokens} tokens of the prompt")
+            raise fail("max_length", longest, f"more than the {num_prompt_tokens} tokens of the prompt")
         sampling["max_tokens"] = longest - num_prompt_tokens
     ends = read.raw("eos_token_id")
     if ends is not None:  # these ids replace the model's own end tokens
@@ -52,5 +51,5 @@ def fields_of(generation_config: Any) -> dict[str, Any]:
     to_dict = getattr(generation_config, "to_dict", None)
     values = to_dict() if callable(to_dict) else generation_config
     if not isinstance(values, Mapping):
-        raise check.fail("generation_config", generation_config, "a GenerationConfig of Transformers, or a mapping")
+        raise fail("generation_config", generation_config, "a GenerationConfig of Transformers, or a mapping")
     return dict(values)

@@ -24,7 +24,7 @@ from penstock.errors import InvalidRequestError
 from penstock.kernels.metadata import AttentionMetadata, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference.attention import visible_keys
-from penstock.quant.kv import dequantize, quantize_tokens
+from penstock.kernels.reference.quantized_kv import dequantize, quantize_tokens
 
 ABSENT = -1  # the position of a key or query that does not exist
 
@@ -163,7 +163,7 @@ class ContiguousCache(PlainCache):
 
 
 class Int8Cache(ContiguousCache):
-    """A ContiguousCache of int8 with one scale and one offset per token and head (quant/kv.py)."""
+    """A ContiguousCache of int8 with one scale and one offset per token and head (reference/quantized_kv.py)."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         return quantize_tokens(x)

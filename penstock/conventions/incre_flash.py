@@ -37,8 +37,8 @@ from torch import Tensor
 
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.kernels.reference import parts
+from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.parts import Part, Scoring
-from penstock.quant import kv
 
 SLICES = {0: 3, 1: 2}  # inner_precise -> the number of int8 rows that represent a row multiplied with int8
 QUERY_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the operator has only the first two

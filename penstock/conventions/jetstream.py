@@ -25,10 +25,10 @@ from penstock.conventions.caches import CacheInterface, PagedCacheView
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
+from penstock.kernels.scheme import Scheme
 from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
 from penstock.layers.swap import swap_linears
-from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 
 

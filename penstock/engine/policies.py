@@ -22,8 +22,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock import validation as check
 from penstock.engine.request import Request
+from penstock.errors import check_choice
 from penstock.interface.step import ScheduledRequest
 
 PRIORITY_AGING_S = 10.0  # seconds of waiting that outweigh one level of priority
@@ -382,7 +382,7 @@ class Scheduling:
 
     def make_policy(self, max_model_len: int) -> FirstCome:
         """Return a new policy. Raise InvalidRequestError if its name is unknown."""
-        check.check_choice("scheduling_policy", self.policy, tuple(POLICIES))
+        check_choice("scheduling_policy", self.policy, tuple(POLICIES))
         policy = POLICIES[self.policy](self.clock, max_model_len)
         if isinstance(policy, LengthClasses) and self.prefill_ratio is not None:
             policy.prefill_ratio = self.prefill_ratio

@@ -4,7 +4,6 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
-from penstock import validation as check
 from penstock.client.admission import AdmissionLimits
 from penstock.client.child import Launcher
 from penstock.client.engine_client import Prompt
@@ -16,7 +15,7 @@ from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.entrypoints.beam_search import search_output, search_params
 from penstock.entrypoints.pooling import embedding_output, embedding_request, pooling_output, pooling_request
-from penstock.errors import NotSupportedError
+from penstock.errors import NotSupportedError, check_bool, check_int, take_options
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.outputs import RequestOutput
@@ -68,10 +67,10 @@ class AsyncLLM(ProcessClient):
                 "to LLM, or save it (save_pretrained) and pass the directory",
                 param="model",
             )
-        check.check_bool("standby", standby)
-        check.check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)  # before anything is started
-        limits, record = check.take_options(AdmissionLimits, options), check.take_options(RecordOptions, options)
-        transfer = check.take_options(KVTransferOptions, options)
+        check_bool("standby", standby)
+        check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)  # before anything is started
+        limits, record = take_options(AdmissionLimits, options), take_options(RecordOptions, options)
+        transfer = take_options(KVTransferOptions, options)
         config = EngineConfig.from_options(model=model, **options)
         transfer.check_directory(config.cache.kv_offload_dir)
         found = choose_tokenizer(tokenizer, model, isolated=True)

@@ -1,7 +1,6 @@
 """Convert the answer to a request with use_beam_search into the result of `beam_search`."""
 
-from penstock import validation as check
-from penstock.errors import RequestFailedError
+from penstock.errors import RequestFailedError, fail
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from penstock.interface.outputs import CompletionOutput, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -11,7 +10,7 @@ from penstock.tokenizer.tokenizer import Tokenizer
 def search_params(params: BeamSearchParams) -> SamplingParams:
     """Return the parameters of a search. Raise InvalidRequestError for any other type."""
     if not isinstance(params, BeamSearchParams):
-        raise check.fail("params", params, "a BeamSearchParams")
+        raise fail("params", params, "a BeamSearchParams")
     return params.sampling_params()
 
 

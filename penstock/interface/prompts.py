@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidRequestError
-from penstock.validation import fail
+from penstock.errors import InvalidRequestError, fail
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 STDIN = "-"

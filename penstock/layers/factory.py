@@ -15,6 +15,7 @@ from penstock.errors import ModelLoadError
 from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, Packing
+from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import Array, array_type
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.rotary import Rotary
@@ -28,7 +29,6 @@ from penstock.layers.split import (
 )
 from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, LayerNorm, Linear, LinearSpec, RMSNorm
 from penstock.layers.wires import WiredActivatedLinear, WiredGatedLinear, WiredLinear, Wires
-from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.cuts import DIRECT, Cut
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, fail
 from penstock.models.falcon.config import read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
@@ -23,7 +23,6 @@ from penstock.models.phi3.config import read_phi3
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.param_table import ParamTable
 from penstock.spec.unsupported import DOCUMENTATION, SUPPORTED, nearest, why_unsupported
-from penstock.validation import check_choice, fail
 
 CONVENTIONS = ("penstock", "jetstream")
 DEFAULT_VERSION = "default"

@@ -12,6 +12,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import ELEMENT_BYTES
+from penstock.kernels.scheme import Scheme
 from penstock.planner.ledger import Ledger, ModelSizes
 from penstock.planner.memory import (
     CachePlan,
@@ -20,7 +21,6 @@ from penstock.planner.memory import (
     plan_kv_cache,
     smallest_cache_bytes,
 )
-from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import DEGREES, Degrees, Share
 

@@ -25,9 +25,9 @@ from penstock.errors import InvalidRequestError
 from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.attention.layout import ELEMENT_BYTES, AttentionShape
 from penstock.kernels.attention.plan import Planner
+from penstock.kernels.scheme import Scheme
 from penstock.planner.costs import Products
 from penstock.planner.memory import CachePlan, mib, plan_kv_cache, smallest_cache_bytes
-from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 
 RUNTIME_GROWTH = 3 * 2**20  # recorded programs, threads' stacks, Python's own objects; measured

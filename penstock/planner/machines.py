@@ -12,8 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_choice, check_str, fail
 from penstock.planner.yaml_file import MOST_BYTES, load, names_in, number, record, whole
 
 FOLDER = Path(__file__).parent / "hardware"
@@ -90,11 +89,11 @@ class Hardware:
     spread: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check.check_str("name", self.name, max_length=64)
-        check.check_str("source", self.source)
+        check_str("name", self.name, max_length=64)
+        check_str("source", self.source)
         for name in (*RATES, "rows_bytes_per_s"):
             for kind in getattr(self, name):
-                check.check_choice(name, kind, (*TYPES, ALL_OTHERS))
+                check_choice(name, kind, (*TYPES, ALL_OTHERS))
 
     @property
     def has_rates(self) -> bool:
@@ -187,7 +186,7 @@ def read_hardware(found: Any) -> Hardware:
 def _by_rows(found: Any) -> dict[str, dict[int, float]]:
     """Return rates by type and number of rows."""
     if not isinstance(found, Mapping) or not all(isinstance(rates, Mapping) for rates in found.values()):
-        raise check.fail("rows_bytes_per_s", found, "a mapping of types to {rows: rate}")
+        raise fail("rows_bytes_per_s", found, "a mapping of types to {rows: rate}")
     return {
         str(kind): {
             whole(f"rows_bytes_per_s.{kind}", rows, 2, MOST_ROWS): number(f"rows_bytes_per_s.{kind}", rate, 1.0, MOST)
@@ -210,7 +209,7 @@ def _on_chip(found: Any) -> OnChip:
 def _check_spread(found: Any) -> None:
     pairs = found.values() if isinstance(found, Mapping) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise check.fail("spread", found, "a mapping of figures to [p10, p90]")
+        raise fail("spread", found, "a mapping of figures to [p10, p90]")
     for name, pair in found.items():
         for value in pair:
             number(f"spread.{name}", value, 0.0, MOST)

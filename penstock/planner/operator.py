@@ -12,8 +12,7 @@ Tiles are as long as the blocks allow; the vector units take at most one block a
 
 from dataclasses import dataclass
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_choice, check_int
 from penstock.planner.machines import OnChip
 
 KIB = 1024
@@ -91,8 +90,8 @@ def tiles(group: int, head_dim: int, block_bytes: int = UNIFIED_BUFFER["tmpBuff1
     Raises:
         InvalidRequestError: a block cannot hold one row of the shortest tile, or one row of the result.
     """
-    check.check_int("group", group, 1, 2**20)
-    check.check_int("head_dim", head_dim, 1, 2**20)
+    check_int("group", group, 1, 2**20)
+    check_int("head_dim", head_dim, 1, 2**20)
     columns = block_bytes // FLOAT_BYTES
     if columns < max(TILE_UNIT, head_dim):
         needed = FLOAT_BYTES * max(TILE_UNIT, head_dim)
@@ -110,7 +109,7 @@ def schedule(chip: OnChip, group: int, head_dim: int, context: int, mode: str) -
     The matrix unit works on the next tile while the vector units work on this one, so after the first tile only the
     longer of the two times counts. Without a matrix unit, the vector units do both parts one after the other.
     """
-    check.check_choice("mode", mode, tuple(MODES))
+    check_choice("mode", mode, tuple(MODES))
     matrix_units, vectors = MODES[mode]
     keys = tiles(group, head_dim).keys
     count = -(-context // keys)

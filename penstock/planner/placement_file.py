@@ -6,8 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_choice, fail
 from penstock.kernels.attention.layout import ELEMENT_BYTES
 from penstock.planner.placement import RESIDENT, STREAMED, Placement
 from penstock.planner.yaml_file import MOST_BYTES, load, names_in, whole
@@ -60,8 +59,8 @@ def read_placement(found: Any) -> Placement:
             values[name] = whole(name, values[name], 0 if name in MAY_LACK else 1, high)
         elif name not in MAY_LACK:
             raise InvalidRequestError(f"{name} must be given")
-    check.check_choice("weights", values.get("weights", STREAMED), (STREAMED, RESIDENT))
-    check.check_choice("cache_type", values.setdefault("cache_type", "bfloat16"), tuple(ELEMENT_BYTES))
+    check_choice("weights", values.get("weights", STREAMED), (STREAMED, RESIDENT))
+    check_choice("cache_type", values.setdefault("cache_type", "bfloat16"), tuple(ELEMENT_BYTES))
     return Placement(
         **values,
         chips_of={name: numbers for name, (numbers, _) in chips.items()},
@@ -74,7 +73,7 @@ def _operation(name: str, found: Any) -> tuple[tuple[int, ...], int]:
     """Return the chips of an operation, and the padding of the head."""
     allowed = {"chips", "pad"} if name == "lm_head" else {"chips"}
     if not isinstance(found, Mapping) or not set(found) <= allowed:
-        raise check.fail(name, found, f"a mapping of {', '.join(sorted(allowed))}")
+        raise fail(name, found, f"a mapping of {', '.join(sorted(allowed))}")
     pad = whole("lm_head.pad", found["pad"], 0, MOST_TOKENS) if found.get("pad") is not None else 0
     return _chips(name, found.get("chips")), pad
 
@@ -90,6 +89,6 @@ def _chips(name: str, found: Any) -> tuple[int, ...]:
         match = RANGE.fullmatch(word.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < MOST_CHIPS:
-            raise check.fail(f"{name}.chips", found, f"chips like 0-15 or 3,5-7, each below {MOST_CHIPS}")
+            raise fail(f"{name}.chips", found, f"chips like 0-15 or 3,5-7, each below {MOST_CHIPS}")
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))

@@ -5,13 +5,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig
+from penstock.kernels.scheme import Scheme
 from penstock.planner.fit import Budget, Fit, Fitter
 from penstock.planner.forecast import Forecaster, Load, as_json
 from penstock.planner.ledger import ModelSizes
 from penstock.planner.machines import THIS, Hardware, OnChip
 from penstock.planner.operator import MODES, UNIFIED_BUFFER, check_buffers, schedule, tiles
 from penstock.planner.placement import Placement, operation_bytes, plan_placement
-from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import Share
 

@@ -5,8 +5,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, fail, one_line, shown
 from penstock.spec.table_rows import read_text, read_yaml
 
 MOST_BYTES = 2**60
@@ -28,11 +27,11 @@ def load(option: str, text: str, path: Path, read: Callable[[Any], Found], advic
     try:
         path.stat()
     except (OSError, ValueError):  # a name may be too long, or contain a NUL
-        raise InvalidRequestError(f"{option}: there is no {check.shown(text)}; {advice}", param=option) from None
+        raise InvalidRequestError(f"{option}: there is no {shown(text)}; {advice}", param=option) from None
     try:
         return read(read_yaml(read_text(path), str(path)))
     except ModelLoadError as error:
-        message = f"{option}: {check.one_line(error)}"
+        message = f"{option}: {one_line(error)}"
     except InvalidRequestError as error:
         message = f"{option}: {text!r}: {error}"
     raise InvalidRequestError(message, param=option)
@@ -58,7 +57,7 @@ def number(name: str, value: Any, low: float, high: float) -> float:
     except (TypeError, ValueError, OverflowError):
         found = None
     if found is None or not low <= found <= high:  # comparisons with NaN are false
-        raise check.fail(name, value, f"a number from {low:g} to {high:g}")
+        raise fail(name, value, f"a number from {low:g} to {high:g}")
     return found
 
 
@@ -66,5 +65,5 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
     """Return a whole number in low..high, which may be written as 64e9."""
     found = value if type(value) is int else number(name, value, low, high)
     if int(found) != found or not low <= found <= high:
-        raise check.fail(name, value, f"a whole number from {low} to {high}")
+        raise fail(name, value, f"a whole number from {low} to {high}")
     return int(found)

@@ -8,7 +8,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import EngineError
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import TokenLogprobs
+from penstock.interface.step import SamplerState, TokenLogprobs
 from penstock.interface.structured_outputs import StructuredOutputsParams
 
 Entry = dict[int, float]  # token id -> log-probability
@@ -66,7 +66,7 @@ class Answer:
         error: why it failed.
         num_cached: prompt tokens found in the cache; not compared, because it may differ.
         preempted: whether it was preempted; not compared either.
-        mirostat_mus: mirostat's state after each token, from an engine in this process.
+        sampler_states: the sampler's after each token, from an engine in this process.
         pooled: the vector of a request that generates nothing.
     """
 
@@ -77,13 +77,13 @@ class Answer:
     error: str | None = None
     num_cached: int = 0
     preempted: bool = False
-    mirostat_mus: list[float | None] = field(default_factory=list)
+    sampler_states: list[SamplerState | None] = field(default_factory=list)
     pooled: bytes | None = None
 
     def add(self, output: EngineOutput) -> None:
         """Append an output of an engine."""
         self.ids += output.new_token_ids
-        self.mirostat_mus += [output.mirostat_mu] * len(output.new_token_ids)
+        self.sampler_states += [output.sampler_state] * len(output.new_token_ids)
         self.logprobs += map(_entry, output.logprobs or ())
         self.prompt_logprobs += map(_entry, output.prompt_logprobs or ())
         self.ended = None if output.finish_reason is None else str(output.finish_reason)
@@ -103,7 +103,11 @@ class Answer:
             ("token", self.ids, expected.ids[start:]),
             ("log-probabilities", self.logprobs, expected.logprobs[start:]),
             ("log-probabilities of the prompt", self.prompt_logprobs, expected.prompt_logprobs),
-            ("mirostat's state", self.mirostat_mus, expected.mirostat_mus[start:] if self.mirostat_mus else []),
+            (
+                "the sampler's state",
+                self.sampler_states,
+                expected.sampler_states[start:] if self.sampler_states else [],
+            ),
             ("vector", self.pooled, expected.pooled),
             ("finish_reason", self.ended, expected.ended),
         ):

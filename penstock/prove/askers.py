@@ -110,10 +110,10 @@ class Offline:
             return
         for choice in range(member.n):
             known = self._expected[member.query, choice] if member.cut else Answer()
-            mu = known.mirostat_mus[member.cut - 1] if member.cut else None
+            state = known.sampler_states[member.cut - 1] if member.cut else None
             yield EngineRequest(
                 f"{index} {choice}", query.prompt, query.params(), choice, known.ids[: member.cut],
-                mirostat_mu=mu, cache_salt=member.salt, flow=f"flow {index % 3}", priority=index % 4,
+                sampler_state=state, cache_salt=member.salt, flow=f"flow {index % 3}", priority=index % 4,
                 deadline=float(index % 5),
             )  # fmt: skip
 

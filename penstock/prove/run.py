@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from penstock import validation as check
+from penstock.errors import check_choice
 from penstock.prove.engine_deaths import EngineDeaths, ReplicaDeaths, StandbyDeaths
 from penstock.prove.faults import Faults
 from penstock.prove.full_disks import FullDisks
@@ -52,7 +52,7 @@ def chosen(names: Sequence[str]) -> tuple[Proof, ...]:
     """Return the proofs with these names, or all without names. Raise InvalidRequestError for an unknown name."""
     known = {proof.name: proof for proof in PROOFS}
     for name in names:
-        check.check_choice("only", name, tuple(known))
+        check_choice("only", name, tuple(known))
     return tuple(known[name] for name in names) or PROOFS
 
 

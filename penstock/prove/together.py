@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
 
-from penstock import validation as check
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.in_process import InProcessClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import SCHEDULING_POLICIES, EngineConfig
 from penstock.engine.draft_policy import EveryDraft
-from penstock.errors import EngineError, InvalidRequestError
+from penstock.errors import EngineError, InvalidRequestError, check_int
 from penstock.interface.outputs import RequestOutput
 from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
 from penstock.prove import axes, features
@@ -89,7 +88,7 @@ def _open(trials: Trials) -> _Crowd:
     options: dict[str, Any] = {"kernels": "cpu", **subject.options, "model": subject.model}
     alone = build_engine(EngineConfig.from_options(**{**options, **axes.UNCUT, "max_num_seqs": 4}))
     longest = alone.info.max_model_len - features.MAX_TOKENS
-    check.check_int("max_model_len", longest, LENGTHS[0] + 1, 2**31)
+    check_int("max_model_len", longest, LENGTHS[0] + 1, 2**31)
     layout = {
         "max_num_seqs": ROWS,
         "max_num_batched_tokens": random.choice([64, 256, 700]),

@@ -14,11 +14,10 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from starlette.types import Receive, Scope, Send
 
-from penstock import validation as check
 from penstock.client.engine_client import EngineState
 from penstock.client.replicas import MAX_REPLICAS
 from penstock.entrypoints.async_llm import AsyncLLM
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_float, check_int, take_options
 from penstock.parallel.ray_cluster import join_cluster
 from penstock.ray_app.engines import ByQueuedTokens, EngineReplica
 from penstock.ray_app.remote import EnginePool
@@ -56,13 +55,13 @@ class ReplicaOptions:
     downscale_delay_s: float = DOWNSCALE_DELAY_S
 
     def __post_init__(self) -> None:
-        check.check_int("num_replicas", self.num_replicas, 1, MAX_REPLICAS)
+        check_int("num_replicas", self.num_replicas, 1, MAX_REPLICAS)
         if self.max_replicas is not None:
-            check.check_int("max_replicas", self.max_replicas, self.num_replicas, MAX_REPLICAS)
-        check.check_float("num_cpus", self.num_cpus, 0.0, 4096.0, low_open=True)
-        check.check_float("target_queued_tokens", self.target_queued_tokens, 0.0, 1e12, low_open=True)
+            check_int("max_replicas", self.max_replicas, self.num_replicas, MAX_REPLICAS)
+        check_float("num_cpus", self.num_cpus, 0.0, 4096.0, low_open=True)
+        check_float("target_queued_tokens", self.target_queued_tokens, 0.0, 1e12, low_open=True)
         for name in ("upscale_delay_s", "downscale_delay_s"):
-            check.check_float(name, getattr(self, name), 0.0, 1e6)
+            check_float(name, getattr(self, name), 0.0, 1e6)
 
     @property
     def most(self) -> int:
@@ -215,7 +214,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         InvalidRequestError: an option is unknown or invalid.
     """
     rest = dict(args)
-    replicas = check.take_options(ReplicaOptions, rest)
+    replicas = take_options(ReplicaOptions, rest)
     server = {name: rest.pop(name) for name in SERVER_OPTIONS if name in rest}
     for name in ("served_model_names", "allowed_hosts", "allowed_origins"):
         if name in server:

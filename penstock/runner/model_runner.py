@@ -243,8 +243,8 @@ class ModelRunner:
             failed = np.array([results[b].error is not None for b in sequences], dtype=np.bool_)
         positions = Positions(step.sampled_rows, step.offsets)
         sampled, errors = self._choose(logits, positions, failed)
-        for index, mu in sampled.mirostat_mu.items():  # a request with mirostat has no drafts
-            self.batch.sampling.mirostat_mu[positions.rows[index]] = results[sequences[index]].mirostat_mu = mu
+        for index, state in sampled.sampler_state.items():  # a request that has one has no drafts
+            self.batch.sampling.sampler_state[positions.rows[index]] = results[sequences[index]].sampler_state = state
         chosen_ids = sampled.token_ids
         if errors or step.has_drafts or failed is not None:
             chosen = np.array(_accept(sampled, errors, step, results), dtype=np.int64)
@@ -287,7 +287,7 @@ class ModelRunner:
             found.token_ids[kept] = sampled.token_ids
             for index, entry in zip(kept.tolist(), sampled.logprobs, strict=True):
                 found.logprobs[index] = entry
-            found.mirostat_mu.update((int(kept[index]), mu) for index, mu in sampled.mirostat_mu.items())
+            found.sampler_state.update((int(kept[index]), state) for index, state in sampled.sampler_state.items())
             errors |= {int(kept[index]): error for index, error in wrong.items()}
         return found, errors
 

@@ -17,9 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
-from penstock import validation as check
 from penstock.client.engine_client import EngineClient, EngineState, EngineStatus
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import InvalidRequestError, PenstockError, check_ids, fail
 from penstock.interface.messages import EngineStats
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.authentication import KeyMiddleware
@@ -210,7 +209,7 @@ async def record(request: Request) -> Response:
     """Answer with a bundle of an engine's flight recorder, without texts: a client may not read what others sent."""
     engine = request.query_params.get("engine", "0")
     if not engine.isdecimal():
-        raise check.fail("engine", engine[:100], "the index of an engine, from 0")
+        raise fail("engine", engine[:100], "the index of an engine, from 0")
     try:
         saved = await context_of(request).client.record(int(engine[:9]))
     except OSError as error:
@@ -300,7 +299,7 @@ async def create_text(request: Request) -> Response:
     limit = MAX_CHARS_PER_TOKEN * info.max_model_len
     if len(body.tokens) > limit:
         raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many; at most {limit}", param="tokens")
-    check.check_ids("tokens", body.tokens, info.vocab_size)
+    check_ids("tokens", body.tokens, info.vocab_size)
     return json_response({"prompt": await decode(context, body.tokens)})
 
 

@@ -17,9 +17,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock import validation as check
 from penstock.client.input_processor import check_pooled_length
-from penstock.errors import InvalidRequestError, RequestFailedError
+from penstock.errors import InvalidRequestError, RequestFailedError, check_ids, check_int, fail
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.pooling import PoolingParams, cosine
@@ -78,7 +77,7 @@ async def create_scores(request: Request) -> Response:
 async def create_ranking(request: Request) -> Response:
     """Handle POST /rerank: return documents in the order of their similarity to a query."""
     body = await read_body(request, bodies.RankingRequest)
-    check.check_int("top_n", body.top_n, 0, MAX_INPUTS, optional=True)
+    check_int("top_n", body.top_n, 0, MAX_INPUTS, optional=True)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
 
     def answer(id_: str, model: str, outputs: list[RequestOutput]) -> msgspec.Struct:
@@ -154,7 +153,7 @@ def _inputs(given: str | list[Any]) -> Sequence[Item]:
         return [given]
     kinds = set(map(type, given))
     if kinds not in ({str}, {list}):
-        raise check.fail("input", given, KINDS)
+        raise fail("input", given, KINDS)
     return given
 
 
@@ -164,12 +163,12 @@ async def _ids(
     """Return the token ids to compute for an item, truncated if the parameters say so."""
     if isinstance(item, str):
         if not item:
-            raise check.fail(name, item, "a text of at least one character")
+            raise fail(name, item, "a text of at least one character")
         check_prompt_length(item, info.max_model_len, param=name)
         ids = await encode(context, item, add_special_tokens=special, total=total)
     else:
         ids = item
-        check.check_ids(name, ids, info.vocab_size)
+        check_ids(name, ids, info.vocab_size)
     if not ids:
         raise InvalidRequestError(f"{name}: a text has no tokens", param=name)
     ids = params.truncated(ids, info.max_model_len)

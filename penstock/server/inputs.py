@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 from starlette.requests import Request
 
-from penstock import validation as check
 from penstock.client.input_processor import check_salt
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import InvalidRequestError, NotSupportedError, check_ids, check_int, check_nesting, fail
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams
 from penstock.server.context import ServerContext, account_of, context_of
@@ -107,18 +106,16 @@ def _split(prompt: str | list[Any]) -> Sequence[str | list[int]]:
         return [prompt]
     kind = type(prompt[0]) if prompt else None
     if kind not in (str, list) or set(map(type, prompt)) != {kind}:
-        raise check.fail(
-            "prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids"
-        )
+        raise fail("prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids")
     return prompt
 
 
 def _check_ids(ids: list[Any], info: ModelInfo) -> None:
     if not ids:
-        raise check.fail("prompt", ids, "at least one token id")
+        raise fail("prompt", ids, "at least one token id")
     if len(ids) >= info.max_model_len:
         raise _too_long("prompt", len(ids), info)
-    check.check_ids("prompt", ids, info.vocab_size)
+    check_ids("prompt", ids, info.vocab_size)
 
 
 async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[EncodedPrompt]:
@@ -160,7 +157,7 @@ async def _encode(
 ) -> list[int]:
     text = prompt.text if isinstance(prompt, RenderedChat) else prompt
     if not text:
-        raise check.fail(param, text, "a text of at least one character")
+        raise fail(param, text, "a text of at least one character")
     check_prompt_length(text, info.max_model_len, param=param)
     ids = await encode(context, prompt, add_special_tokens=add_special_tokens, total=total)
     if not ids:
@@ -203,7 +200,7 @@ async def _render(
         raise InvalidRequestError(message, param="reasoning_effort")
     options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **implied, **given}
     for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
-        check.check_nesting(name, value)
+        check_nesting(name, value)
     text = "".join(turn["content"] for turn in turns) + "".join(str(value) for value in options.values() if value)
     check_prompt_length(text, info.max_model_len, param="messages")
     continues = bool(body.continue_final_message)
@@ -265,12 +262,12 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
         for name, is_wrong in (("max_tokens", not body.echo), ("use_beam_search", body.use_beam_search)):
             if is_wrong:
                 raise InvalidRequestError(f"{name}: max_tokens 0 needs echo, and no beam search", param=name)
-        check.check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
+        check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
         own["max_tokens"] = 1
     if body.echo and body.logprobs is not None:
         if body.use_beam_search:
             raise InvalidRequestError("echo: not allowed with logprobs and use_beam_search", param="echo")
-        check.check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+        check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
         own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return _params(body, info, own)
 
@@ -280,9 +277,9 @@ def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
     own: dict[str, Any] = {"max_tokens": info.default_sampling.get("max_tokens")}
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)
-        check.check_int(name, value, 1, MAX_TOKENS, optional=True)
+        check_int(name, value, 1, MAX_TOKENS, optional=True)
         own["max_tokens"] = own["max_tokens"] if value is None else value
-    check.check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, optional=True)
+    check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, optional=True)
     if body.logprobs:
         own["logprobs"] = body.top_logprobs or 0
     return _params(body, info, own)

@@ -12,9 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock import validation as check
 from penstock.client.input_processor import check_salt
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, check_ids, string_tuple
 from penstock.interface.kv_transfer import MAX_BATCH, Progress
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, not_found
@@ -42,7 +41,7 @@ async def create_prefill(request: Request) -> Response:
         message = f"store: this server's blocks are {blocks.name}: it has other weights, kernels or options"
         raise ApiError(409, message, param="store", code="other_bits")
     info = context.info()
-    check.check_ids("prompt_token_ids", body.prompt_token_ids, info.vocab_size)
+    check_ids("prompt_token_ids", body.prompt_token_ids, info.vocab_size)
     check_salt(body.cache_salt)
     context.client.check_admission(log.flow, num_arriving=context.num_arriving)
     log.num_prompt_tokens = len(body.prompt_token_ids)
@@ -53,7 +52,7 @@ async def create_blocks(request: Request) -> Response:
     """Handle POST /v1/kv/blocks: answer with the block files, each with its own checksum, or null if one is missing."""
     check_administrator(request)
     body = await read_body(request, BlocksRequest)
-    check.string_tuple("names", body.names, max_items=MAX_BATCH, max_length=MAX_NAME)
+    string_tuple("names", body.names, max_items=MAX_BATCH, max_length=MAX_NAME)
     blocks = _blocks(context_of(request))
     files = await asyncio.to_thread(lambda: [blocks.read(name) for name in body.names])
     return Response(msgspec.msgpack.encode(files), media_type="application/msgpack")

@@ -13,11 +13,10 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_float, shown
 from penstock.server.logits_fields import LogitsFields
 from penstock.server.tool_fields import Tool, ToolCall, ToolChoice, ToolUse, check_calls
 from penstock.server.unsupported import strip_unsupported
-from penstock.validation import check_float, shown
 
 MAX_LABEL = 64  # characters of a label in the log
 MAX_LABEL_ITEMS = 6  # items kept of an object or a list, one more than `shown` prints

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import InvalidRequestError, NotSupportedError, check_int, shown
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_TOKENS, RequestOutputKind, SamplingParams
 from penstock.server.inputs import COPIED
@@ -82,7 +81,7 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
         check_timeout(self.timeout)
         for wanted in self.include or ():
             if wanted != ENCRYPTED:
-                message = f"include: {check.shown(wanted)} is not supported; this is not built yet"
+                message = f"include: {shown(wanted)} is not supported; this is not built yet"
                 raise NotSupportedError(message, param="include")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
@@ -128,7 +127,7 @@ def naming_the_response() -> Iterator[None]:
 
 def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
     """Return the SamplingParams of a response; by default it may fill the rest of the context."""
-    check.check_int("max_output_tokens", body.max_output_tokens, 1, MAX_TOKENS, optional=True)
+    check_int("max_output_tokens", body.max_output_tokens, 1, MAX_TOKENS, optional=True)
     max_tokens = info.default_sampling.get("max_tokens") if body.max_output_tokens is None else body.max_output_tokens
     given = {name: value for name in COPIED if (value := getattr(body, name, None)) is not None}
     kind = RequestOutputKind.DELTA

@@ -7,8 +7,7 @@ of a turn.
 
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import InvalidRequestError, NotSupportedError, check_str, fail
 from penstock.server.unsupported import MAX_MESSAGES
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -84,7 +83,7 @@ class _Conversation:
 def _kind_of(item: Any) -> str:
     """Return the type of an item. Raise InvalidRequestError for an unsupported type or an unknown field."""
     if not isinstance(item, dict):
-        raise check.fail("input", item, "a text, or a list of messages, calls and their results")
+        raise fail("input", item, "a text, or a list of messages, calls and their results")
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind not in ITEM_FIELDS:
         message = f"input: items of type {ascii(kind)[:60]} are not supported; {', '.join(ITEM_FIELDS)} are"
@@ -99,9 +98,9 @@ def _kind_of(item: Any) -> str:
 def _call(item: Item) -> dict[str, Any]:
     """Return a tool call in the form that chat messages use."""
     for name in ("call_id", "name"):
-        check.check_str(f"input.{name}", item.get(name))
+        check_str(f"input.{name}", item.get(name))
     if not isinstance(item.get("arguments"), str):
-        raise check.fail("input.arguments", item.get("arguments"), "JSON as text")
+        raise fail("input.arguments", item.get("arguments"), "JSON as text")
     function = {"name": item["name"], "arguments": item["arguments"]}
     return {"id": item["call_id"], "type": "function", "function": function}
 
@@ -110,7 +109,7 @@ def _result(item: Item, calls: set[str]) -> Message:
     """Return the result of a tool call as a message."""
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or call_id not in calls:
-        raise check.fail("input.call_id", call_id, "the call_id of a function_call before it")
+        raise fail("input.call_id", call_id, "the call_id of a function_call before it")
     return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"))}
 
 
@@ -118,7 +117,7 @@ def _thoughts(item: Item) -> str:
     """Return the text of a reasoning item, or its summary, which may be all that another server sent."""
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
-        raise check.fail("input", parts, 'parts of a reasoning item, like {"type": "reasoning_text", "text": "..."}')
+        raise fail("input", parts, 'parts of a reasoning item, like {"type": "reasoning_text", "text": "..."}')
     return "".join(part["text"] for part in parts)
 
 
@@ -126,7 +125,7 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content or len(content) > MAX_MESSAGES:
-        raise check.fail("input", content, "an item whose content is a text, or a list of text parts")
+        raise fail("input", content, "an item whose content is a text, or a list of text parts")
     return "\n".join(map(_text_of_part, content))
 
 
@@ -135,6 +134,6 @@ def _text_of_part(part: Any) -> str:
     if isinstance(kind, str) and kind not in TEXT_PARTS:
         raise NotSupportedError(f"input: parts of type {ascii(kind)[:60]} are not supported", param="input")
     if kind is None or part.keys() - PART_FIELDS or not isinstance(part.get("text"), str):
-        raise check.fail("input", part, 'a part of the content like {"type": "input_text", "text": "..."}')
+        raise fail("input", part, 'a part of the content like {"type": "input_text", "text": "..."}')
     text: str = part["text"]
     return text

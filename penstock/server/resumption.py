@@ -120,10 +120,10 @@ def _generation(context: ServerContext, call: KeptCall, log: RequestLog) -> Gene
 def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
     """Return the known tokens of each choice but the last, which is computed again to see whether it ends the choice.
 
-    Log-probabilities and the state of mirostat are not stored, so a call that uses them is computed from its beginning.
+    Log-probabilities and the sampler's state are not stored, so a call that uses them is computed from its beginning.
     """
     params = call.begun.params
-    if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
+    if params.logprobs is not None or params.prompt_logprobs is not None or params.has_sampler_state:
         return None
     known = [call.tokens.get((prompt, choice), [])[:-1] for choice in range(params.n)]
     return known if any(known) else None

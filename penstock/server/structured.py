@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import InvalidRequestError, NotSupportedError, check_bool, check_str, fail, shown
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.server.context import ServerContext
@@ -64,7 +63,7 @@ def naming(field: str) -> Iterator[None]:
 def _of_text(value: Any) -> StructuredOutputsParams | None:
     """Return the form from the field `text` of /v1/responses; None for {} and for a format of type text."""
     if not isinstance(value, Mapping):
-        raise check.fail(TEXT, value, 'an object like {"format": {"type": "text"}}')
+        raise fail(TEXT, value, 'an object like {"format": {"type": "text"}}')
     if value.get("verbosity") is not None:
         raise NotSupportedError("text.verbosity: not supported; this is not built yet", param=TEXT)
     _check_keys(TEXT, value, ("format", "verbosity"))
@@ -74,12 +73,12 @@ def _of_text(value: Any) -> StructuredOutputsParams | None:
 
 def _of_format(field: str, value: Any, schema_of: Any) -> StructuredOutputsParams | None:
     if not isinstance(value, Mapping):
-        raise check.fail(field, value, 'an object like {"type": "json_object"}')
+        raise fail(field, value, 'an object like {"type": "json_object"}')
     kind = value.get("type")
     if kind == "structural_tag":
         raise NotSupportedError(f"{field}: the type structural_tag is not supported; it is not built yet", param=field)
     if kind not in KINDS:
-        raise check.fail(field, kind, f"an object whose type is one of {', '.join(KINDS)}")
+        raise fail(field, kind, f"an object whose type is one of {', '.join(KINDS)}")
     if kind != "json_schema":
         _check_keys(field, value, ("type",))
         return None if kind == "text" else StructuredOutputsParams(json_object=True)
@@ -95,14 +94,14 @@ def _nested_schema(value: Mapping[str, Any]) -> Any:
 def _of_schema(field: str, value: Any) -> StructuredOutputsParams:
     """Return the form for a named schema. `strict` changes nothing: a schema is always followed or refused."""
     if not isinstance(value, Mapping) or value.get("schema") is None:
-        raise check.fail(field, value, 'a format with a name and a schema: {"name": "answer", "schema": {...}}')
+        raise fail(field, value, 'a format with a name and a schema: {"name": "answer", "schema": {...}}')
     _check_keys(field, value, ("type", *SCHEMA_KEYS))
     with naming(field):
         try:
-            check.check_str(FIELD, value.get("name"), max_length=MAX_NAME, optional=True)
-            check.check_str(FIELD, value.get("description"), max_length=MAX_DESCRIPTION, optional=True)
+            check_str(FIELD, value.get("name"), max_length=MAX_NAME, optional=True)
+            check_str(FIELD, value.get("description"), max_length=MAX_DESCRIPTION, optional=True)
             if value.get("strict") is not None:
-                check.check_bool(FIELD, value["strict"])
+                check_bool(FIELD, value["strict"])
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{error.message} (of name, description or strict)", param=FIELD) from None
         return StructuredOutputsParams(json=value["schema"])
@@ -111,9 +110,7 @@ def _of_schema(field: str, value: Any) -> StructuredOutputsParams:
 def _check_keys(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
     unknown = next((str(key) for key in value if key not in known), None)
     if unknown is not None:
-        raise InvalidRequestError(
-            f"{field}.{check.shown(unknown)}: unknown key; known are {', '.join(known)}", param=field
-        )
+        raise InvalidRequestError(f"{field}.{shown(unknown)}: unknown key; known are {', '.join(known)}", param=field)
 
 
 def _of_guided(kind: str, value: Any) -> StructuredOutputsParams:

@@ -5,9 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, fail
 from penstock.tokenizer.answers.grammar import Function
-from penstock.validation import fail
 
 MAX_TOOLS = 1024
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")

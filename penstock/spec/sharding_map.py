@@ -18,13 +18,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, shown
 from penstock.spec.cuts import is_beginning, module_of
 from penstock.spec.param_table import Layout, Parameter, ParamTable
 from penstock.spec.shares import general
 from penstock.spec.table_rows import read_text, read_yaml
 from penstock.spec.unsupported import hint, listed
-from penstock.validation import shown
 
 REPLICATED = -1
 

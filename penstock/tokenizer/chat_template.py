@@ -17,8 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
-from penstock.validation import fail
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail
 
 Message = Mapping[str, Any]
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, one_line
 from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
-from penstock.validation import one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

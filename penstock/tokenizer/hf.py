@@ -17,7 +17,7 @@ from typing import Any, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, check_unicode, shown
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.conversation import render_chat, turn_of
@@ -25,7 +25,6 @@ from penstock.tokenizer.grammars import Grammars
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.tokenizer.tokenizer_json import library_errors, read_backend, read_text
 from penstock.tokenizer.vocabulary import TokenBytes
-from penstock.validation import check_unicode, shown
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

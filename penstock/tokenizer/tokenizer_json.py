@@ -11,8 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.validation import one_line, shown
+from penstock.errors import InvalidRequestError, ModelLoadError, one_line, shown
 
 LOGGER = logging.getLogger("penstock")
 MAX_BYTES = 2**28  # of a file; the largest files in use have 35 MB

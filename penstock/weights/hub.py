@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from penstock.errors import ModelLoadError
-from penstock.validation import shown
+from penstock.errors import ModelLoadError, shown
 
 # What is fetched from the hub: no pickles, no code, and no folders, which hold the weights in other formats.
 LIGHT_FILES = ["*.json", "*.jinja"]

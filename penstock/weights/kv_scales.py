@@ -4,7 +4,7 @@
     layers.{i}.key_offset, layers.{i}.value_offset    optional, default 0; |offset * scale| at most 2^60
 
 Each tensor is one number, [Hkv] or [Hkv, D], of any float type. A stored integer B represents (B + offset) * scale
-(quant/kv.py).
+(reference/quantized_kv.py).
 """
 
 import hashlib
@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, fail, shown
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.tensors import FLOAT32, Array, rounded
-from penstock.validation import fail, shown
 from penstock.weights.safetensors import FLOATS, FileRows, TensorEntry, read_entries
 
 SCALES = ("key_scale", "value_scale")

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.errors import ModelLoadError, NotSupportedError, check_choice
 from penstock.kernels.ops import Ops, RowSource
+from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
 from penstock.layers.context import CausalLM
 from penstock.layers.factory import LayerFactory
@@ -21,11 +22,9 @@ from penstock.layers.split import Split
 from penstock.layers.stage import Stage
 from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
-from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.cuts import cut_all
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.unsupported import listed
-from penstock.validation import check_choice
 from penstock.weights.memory import check_memory, rotary_bytes
 from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows

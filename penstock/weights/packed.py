@@ -25,9 +25,9 @@ from penstock.config import NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import ALIGNMENT, BFLOAT16, FLOAT32, INT16, UINT8, Array, Tensor, array_type, as_array
 from penstock.layers.weights import WeightLayer
-from penstock.quant.scheme import Scheme
 from penstock.spec.shares import Degrees, Share
 from penstock.weights.checksums import with_checksums
 from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, pack_header, read_entries, read_metadata

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from penstock import validation as check
 from penstock.config import EngineConfig
-from penstock.errors import NotSupportedError
+from penstock.errors import NotSupportedError, fail
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import is_torch
 from penstock.layers.lm_head import HeadLayout
 from penstock.layers.split import Split
@@ -16,7 +16,6 @@ from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import ModelSizes
 from penstock.planner.placement import operation_of
 from penstock.plugins.user_files import import_files
-from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, num_elements
 from penstock.spec.shares import Share, heads_are_together
@@ -53,7 +52,7 @@ class PlannedModel:
         planned = cls(replace(config, numerics=numerics), model)
         kernels = planned.resolved().numerics.kernels
         if kernels != "cpu" or is_torch(planned.ops.dtype):  # in this order, because the second check may import torch
-            raise check.fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
+            raise fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
         return planned
 
     def layer_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.kernels.ops import Ops
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
@@ -17,7 +18,6 @@ from penstock.layers.split import Split
 from penstock.layers.weights import Embedding, Linear, WeightLayer
 from penstock.planner.costs import Products
 from penstock.planner.ledger import ModelSizes
-from penstock.quant.scheme import Scheme
 from penstock.spec.cuts import cut_all
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter

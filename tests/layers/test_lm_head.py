@@ -20,10 +20,10 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops, Packing
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
+from penstock.kernels.scheme import Scheme
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.weights import LinearSpec
 from penstock.models.config_json import load_model_config
-from penstock.quant.scheme import Scheme
 from penstock.runner.programs import RecordedModel
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model

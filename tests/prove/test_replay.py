@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from penstock.recorder import bundle as bundle_module
 
 from penstock import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
 from penstock.cli.main import main
@@ -18,6 +17,7 @@ from penstock.client.records import RecordKeeper, RecordOptions
 from penstock.engine.records import Begun, Bundle, Computed, pack
 from penstock.engine.ring import Segment
 from penstock.kernels.cpu.library import best_level
+from penstock.prove import record_history
 from penstock.prove import records as proof_module
 from penstock.prove.proof import Outcome, Subject, Trials
 from penstock.prove.record_history import unpack
@@ -130,7 +130,7 @@ def test_what_cannot_be_replayed_is_one_line(left, tmp_path, capsys, monkeypatch
     capsys.readouterr()
     assert main(["replay", "/dev/zero"]) == 2  # it has no end
     assert capsys.readouterr().err == "penstock: BUNDLE: /dev/zero: it is not a record of Penstock\n"
-    monkeypatch.setattr(bundle_module, "MAX_BYTES", 10)
+    monkeypatch.setattr(record_history, "MAX_BYTES", 10)
     assert main(["replay", left[0]]) == 2
     assert "it is larger than 10 bytes" in capsys.readouterr().err
 

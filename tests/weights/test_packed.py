@@ -14,9 +14,9 @@ from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import as_torch
 from penstock.models.config_json import load_model_config
-from penstock.quant.scheme import Scheme
 from penstock.weights.checksums import verify
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model, weight_layers

@@ -18,10 +18,9 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from penstock import validation as check
 from penstock.bench.datasets import Dataset, Vocabulary, draw_lengths, draw_samples
 from penstock.bench.outcomes import Load
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_int, one_line, shown
 
 COLUMNS = ("arrival_s", "prompt_len", "output_len")
 PREFIX_COLUMNS = ("prefix_group", "prefix_len")
@@ -59,7 +58,7 @@ class Drawn:
     @classmethod
     def of(cls, dataset: Dataset, load: Load, count: int, model: str) -> "Drawn":
         """Return the arrivals of a load. model: its tokenizer counts the tokens of conversations."""
-        check.check_int("num_prompts", count, 1, 10**10)
+        check_int("num_prompts", count, 1, 10**10)
         if dataset.name != "sharegpt":
             return cls(dataset, load, count)
         samples = draw_samples(dataset, Vocabulary(model), count, load.seed, as_text=True)
@@ -108,11 +107,11 @@ def _reader(path: Path, file: TextIO) -> "csv.DictReader[str]":
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
     except (OSError, ValueError, csv.Error) as error:
-        raise _refused(path, f"cannot be read: {check.one_line(error)}") from None
+        raise _refused(path, f"cannot be read: {one_line(error)}") from None
     missing = [name for name in COLUMNS if name not in names]
     unknown = [str(name) for name in names if name not in COLUMNS + PREFIX_COLUMNS]
     if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"has {check.shown(unknown[0])}"
+        what = f"lacks {missing[0]}" if missing else f"has {shown(unknown[0])}"
         raise _refused(path, f"its header {what}; the columns are {', '.join(COLUMNS + PREFIX_COLUMNS)}")
     return reader
 
@@ -128,7 +127,7 @@ def _lines(path: Path, file: TextIO) -> Iterator[Arrival]:
             if arrival.at < before:
                 raise ValueError(f"arrival_s: {arrival.at} comes after {before}; sort the lines by time")
         except (ValueError, TypeError, csv.Error) as error:
-            raise _refused(path, f"line {reader.line_num}: {check.one_line(error)}") from None
+            raise _refused(path, f"line {reader.line_num}: {one_line(error)}") from None
         before = arrival.at
         yield arrival
 
@@ -139,9 +138,9 @@ def _arrival(line: dict[str, str]) -> Arrival:
         raise ValueError(f"arrival_s: {at} must be a number of seconds, 0 or more")
     group, prefix = line.get("prefix_group") or "", int(line.get("prefix_len") or 0)
     prompt_len, output_len = int(line["prompt_len"]), int(line["output_len"])
-    check.check_int("prompt_len", prompt_len, 1, MAX_LEN)
-    check.check_int("output_len", output_len, 1, MAX_LEN)
-    check.check_int("prefix_len", prefix, 0, prompt_len)
+    check_int("prompt_len", prompt_len, 1, MAX_LEN)
+    check_int("output_len", output_len, 1, MAX_LEN)
+    check_int("prefix_len", prefix, 0, prompt_len)
     if None in line:
         raise ValueError("it has more fields than the header")
     if prefix and not group:

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock import validation as check
-from penstock.engine.scheduler import is_stream
-from penstock.errors import InvalidRequestError
+from penstock.engine.policies import is_stream
+from penstock.errors import InvalidRequestError, check_float, one_line
 from penstock.interface.step import ScheduledRequest, SchedulerOutput
 
 Floats = npt.NDArray[np.float64]
@@ -72,7 +71,7 @@ class LinearCosts:
 
     def __post_init__(self) -> None:
         for name in (*PARTS, "request"):
-            check.check_float(name, getattr(self, name), 0.0, 1e6)
+            check_float(name, getattr(self, name), 0.0, 1e6)
         if not any(getattr(self, name) for name in PARTS):
             raise InvalidRequestError("costs: all of them are 0", param="costs")
 
@@ -125,7 +124,7 @@ def read_costs(path: Path) -> LinearCosts:
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     except (ValueError, TypeError, RecursionError) as error:
-        reason = f"must be a record of steps, or JSON with the seconds {', '.join(PARTS)}: {check.one_line(error)}"
+        reason = f"must be a record of steps, or JSON with the seconds {', '.join(PARTS)}: {one_line(error)}"
     raise InvalidRequestError(f"costs: {str(path)!r} {reason}", param="costs")
 
 

@@ -17,8 +17,8 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from penstock import validation as check
 from penstock.bench.simulator.figures import FleetFigures
+from penstock.errors import check_float
 
 LOOK_S = 10.0  # seconds between two decisions of the autoscaler
 LONGEST_S = 1e7
@@ -40,9 +40,9 @@ class Scaling:
 
     def __post_init__(self) -> None:
         if self.target_ongoing_requests is not None:
-            check.check_float("target_ongoing_requests", self.target_ongoing_requests, 0.001, 1e6)
-        check.check_float("upscale_delay", self.upscale_delay_s, 0.0, LONGEST_S)
-        check.check_float("downscale_delay", self.downscale_delay_s, 0.0, LONGEST_S)
+            check_float("target_ongoing_requests", self.target_ongoing_requests, 0.001, 1e6)
+        check_float("upscale_delay", self.upscale_delay_s, 0.0, LONGEST_S)
+        check_float("downscale_delay", self.downscale_delay_s, 0.0, LONGEST_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +62,11 @@ class Changes:
     restart_s: float | None = None
 
     def __post_init__(self) -> None:
-        check.check_float("startup_time", self.startup_s, 0.0, LONGEST_S)
+        check_float("startup_time", self.startup_s, 0.0, LONGEST_S)
         if self.mtbf_s is not None:
-            check.check_float("mtbf", self.mtbf_s, 0.001, 1e12)
+            check_float("mtbf", self.mtbf_s, 0.001, 1e12)
         if self.restart_s is not None:
-            check.check_float("restart_time", self.restart_s, 0.0, LONGEST_S)
+            check_float("restart_time", self.restart_s, 0.0, LONGEST_S)
 
     @property
     def any(self) -> bool:

@@ -5,10 +5,10 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock import validation as check
 from penstock.bench.simulator.arrivals import Arrival
 from penstock.bench.simulator.replica import Replica, prefix_id
 from penstock.client import router as serving
+from penstock.errors import check_choice
 
 
 class Router(Protocol):
@@ -122,4 +122,4 @@ ROUTERS: dict[str, Callable[[Sequence[Replica]], Router]] = {
 
 def check_router(name: str) -> None:
     """Raise InvalidRequestError if there is no router of this name."""
-    check.check_choice("router", name, tuple(ROUTERS))
+    check_choice("router", name, tuple(ROUTERS))

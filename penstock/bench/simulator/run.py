@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock import validation as check
 from penstock.assembly import PlannedEngine, plan_engine
 from penstock.bench.datasets import Dataset
 from penstock.bench.outcomes import Load
@@ -18,7 +17,7 @@ from penstock.bench.simulator.recorded import load_costs
 from penstock.bench.simulator.scenario import Progress, Scenario, priced, smallest_fleet
 from penstock.bench.simulator.workers import simulate
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_int
 
 DEFAULT_PROMPTS = 1000
 
@@ -56,9 +55,9 @@ class Options:
     changes: Changes = UNCHANGED
 
     def __post_init__(self) -> None:
-        check.check_int("num_prompts", self.num_prompts, 1, 10**9, optional=True)
-        check.check_int("processes", self.processes, 1, 4096, optional=True)
-        check.check_int("sample", self.sample, 1, 10**6, optional=True)
+        check_int("num_prompts", self.num_prompts, 1, 10**9, optional=True)
+        check_int("processes", self.processes, 1, 4096, optional=True)
+        check_int("sample", self.sample, 1, 10**6, optional=True)
         if self.trace is not None and self.users is not None:
             raise InvalidRequestError("users: not allowed with a trace, which says when requests arrive", param="users")
         if self.think_s and self.users is None:

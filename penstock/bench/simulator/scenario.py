@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock import validation as check
 from penstock.assembly import PlannedEngine
 from penstock.bench.simulator.arrivals import Arrival
 from penstock.bench.simulator.executor import StepCosts, VirtualClock
@@ -16,7 +15,7 @@ from penstock.bench.simulator.lifecycle import UNCHANGED, Changes, Lifecycle
 from penstock.bench.simulator.replica import NUM_IDS, MakeEngine, OpenRequest, Replica
 from penstock.bench.simulator.routers import ROUTERS, check_router
 from penstock.engine.engine import Engine
-from penstock.errors import EngineError
+from penstock.errors import EngineError, check_float, check_int, fail
 from penstock.interface.step import Executor
 
 MAX_REPLICAS = 100_000
@@ -48,8 +47,8 @@ class Scenario:
     changes: Changes = UNCHANGED
 
     def __post_init__(self) -> None:
-        check.check_int("users", self.users, 1, 10**7, optional=True)
-        check.check_float("think_time", self.think_s, 0.0, 1e6)
+        check_int("users", self.users, 1, 10**7, optional=True)
+        check_float("think_time", self.think_s, 0.0, 1e6)
         check_router(self.router)
 
     @property
@@ -63,11 +62,11 @@ class Scenario:
 
     def run_part(self, num_replicas: int, part: range, advance: Callable[[int], None] = lambda count: None) -> Figures:
         """Simulate a fleet: all its replicas or, if they are independent, those of `part`."""
-        check.check_int("replicas", num_replicas, 1, MAX_REPLICAS)
+        check_int("replicas", num_replicas, 1, MAX_REPLICAS)
         make, figures = make_engine(self.planned), Figures(self.goals, self.costs.request)
         scaling = self.changes.scaling
         most = len(part) if scaling is None else scaling.max_replicas
-        check.check_int("max_replicas", most, num_replicas if scaling is not None else 1, MAX_REPLICAS)
+        check_int("max_replicas", most, num_replicas if scaling is not None else 1, MAX_REPLICAS)
         replicas = [Replica(make, self.costs, figures) for _ in range(most)]
         if self.has_independent_replicas:
             self._run_apart(num_replicas, dict(zip(part, replicas, strict=True)), advance)
@@ -113,7 +112,7 @@ def smallest_fleet(scenario: Scenario, run: Callable[[int], Figures]) -> tuple[i
         EngineError: MAX_REPLICAS do not meet it, or more replicas change nothing.
     """
     if not scenario.goals:
-        raise check.fail("target", None, "given, like ttft_p99=2s, for replicas = auto")
+        raise fail("target", None, "given, like ttft_p99=2s, for replicas = auto")
     low, high = 0, 1
     while not (figures := run(high)).meets_target:
         if figures.rejected or high >= min(MAX_REPLICAS, max(1, figures.requests)):
@@ -144,7 +143,7 @@ def priced(summary: dict[str, Any], price: float | None) -> dict[str, Any]:
     """Return figures with their cost. price: of a replica for an hour, in any currency, startup included."""
     if price is None:
         return summary
-    check.check_float("price", price, 0.0, 1e9)
+    check_float("price", price, 0.0, 1e9)
     per_hour = price * summary["mean_replicas"]
     rate = summary["output_tokens_per_s"] * 3600
     return summary | {

@@ -13,10 +13,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 
-from penstock import validation as check
 from penstock.bench.simulator.figures import Figures
 from penstock.bench.simulator.scenario import Scenario
-from penstock.errors import EngineError
+from penstock.errors import EngineError, fail
 
 MAX_BLOCKS = 2**20  # of the replicas of a part: about 200 MB
 MIN_REPLICAS = 16  # a smaller fleet is simulated in this process, because other processes would take longer to start
@@ -39,7 +38,7 @@ def simulate(
     """
     processes = processes or 1
     if sample is not None and not scenario.has_independent_replicas:
-        raise check.fail("sample", sample, "left out unless replicas are independent: the router is round_robin, "
+        raise fail("sample", sample, "left out unless replicas are independent: the router is round_robin, "
                          "without --users, autoscaling or failures")  # fmt: skip
     if not scenario.has_independent_replicas or (num_replicas < MIN_REPLICAS and sample is None):
         return scenario.run(num_replicas, advance)

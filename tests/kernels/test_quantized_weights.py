@@ -8,8 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.quant.int4 import dequantize_int4, leaf_groups, quantize_int4
-from penstock.quant.int8 import SMALLEST, dequantize_int8, quantize_int8
+from penstock.kernels.reference.quantized_weights import (
+    SMALLEST,
+    dequantize_int4,
+    dequantize_int8,
+    leaf_groups,
+    quantize_int4,
+    quantize_int8,
+)
 
 
 def weights(seed: int, shape: tuple[int, int], exponent: int, outlier: float) -> Tensor:

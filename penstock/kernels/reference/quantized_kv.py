@@ -32,7 +32,7 @@ a / 254^n + a * 2^-22.
 import torch
 from torch import Tensor
 
-from penstock.quant.int8 import MAGNITUDE_LIMIT, SMALLEST
+from penstock.kernels.reference.quantized_weights import MAGNITUDE_LIMIT, SMALLEST
 
 LARGEST = 127.0  # the largest stored integer
 SLICE_RATIO = 254.0  # the rounding error is at most 1/2, which is 127 units of the next slice

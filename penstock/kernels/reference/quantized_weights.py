@@ -1,4 +1,19 @@
-"""int4 weights in groups of K, one bfloat16 scale per group: the specification of the stored values.
+"""int8 and int4 weights: the specification of the stored values.
+
+Everything is float32, and each operation is rounded separately, so that every implementation finds the same integers
+and scales.
+
+## int8, one scale per output channel
+
+    scale = absmax / 127        value = w * (127 / absmax), rounded to the nearest, ties to even
+
+A row whose absmax is below SMALLEST counts as zero, because the quotient 127 / absmax could overflow.
+
+Error bound: |w - scale * value| <= scale * (1/2 + 2^-15). Half a step is the rounding error; the rest is from the
+float32 operations, each at most 2^-24 of a number up to 127. In a row that counts as zero the error is at most
+SMALLEST.
+
+## int4 in groups of K, one bfloat16 scale per group
 
     value = w * (1 / scale), clamped to -8 .. 7, rounded to the nearest, ties to even
 
@@ -11,9 +26,8 @@ with the same sum. For each factor of SHRINK, in this order, they are
 each rounded to bfloat16 before it is used. The factors below 1 clip the extremes in favour of all other values. The
 extreme is absmax if the group has a value of absmax, else -absmax.
 
-Everything is float32, and each operation is rounded separately. The squared errors are added in LANES sums: element i
-of a group goes into sum i % LANES, in ascending order. Then the upper half of the sums is added to the lower half,
-until one sum is left. So every implementation finds the same scales. A group whose greatest absolute value is below
+The squared errors are added in LANES sums: element i of a group goes into sum i % LANES, in ascending order. Then the
+upper half of the sums is added to the lower half, until one sum is left. A group whose greatest absolute value is below
 SMALLEST counts as zero.
 
 A group never crosses a leaf of K (kernels/ops.py): each leaf begins a new group, and its last group may be short.
@@ -29,10 +43,36 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.quant.int8 import SMALLEST, check_quantisable
+SMALLEST = 2.0**-100
+MAGNITUDE_LIMIT = 2.0**100  # of weights: from it on, a scale times a sum of integers could overflow float32
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)  # factors of int4 scales
+LANES = 16  # sums of int4's squared errors
 
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
-LANES = 16
+
+def check_quantisable(weight: Tensor) -> None:
+    """Raise ValueError if a weight is not finite, or its absolute value is MAGNITUDE_LIMIT or more."""
+    if not (weight.abs() < MAGNITUDE_LIMIT).all():
+        raise ValueError("a weight that is not finite, or as great as 2^100, cannot be quantised")
+
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise weight [N, K] float32: values [N, K] int8 in -127 .. 127, scales [N] float32.
+
+    Raises:
+        ValueError: as in check_quantisable.
+    """
+    check_quantisable(weight)
+    greatest = weight.abs().amax(dim=1, keepdim=True) if weight.shape[1] else weight.new_zeros(len(weight), 1)
+    present = greatest >= SMALLEST
+    steps = torch.full_like(greatest, 127)  # torch computes number / tensor with a reciprocal
+    scales = torch.where(present, greatest / steps, 0.0)
+    inverse = torch.where(present, steps / greatest, 0.0)
+    return (weight * inverse).round().to(torch.int8), scales[:, 0]
+
+
+def dequantize_int8(values: Tensor, scales: Tensor) -> Tensor:
+    """Multiply values [N, K] int8 by scales [N]: [N, K] float32."""
+    return values.float() * scales[:, None]
 
 
 def leaf_groups(k: int, group_size: int, leaf_ends: Sequence[int] = ()) -> list[tuple[int, int]]:
@@ -49,7 +89,7 @@ def quantize_int4(weight: Tensor, group_size: int, leaf_ends: Sequence[int] = ()
     """Quantise weight [N, K] float32: values [N, K] int8 in -8 .. 7, scales [N, groups] float32, exact in bfloat16.
 
     Raises:
-        ValueError: as in int8.check_quantisable.
+        ValueError: as in check_quantisable.
     """
     check_quantisable(weight)
     rows, k = weight.shape

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.kernels.metadata import CacheSpec, KVScales
 from penstock.kernels.reference.cache import Int8KVCache
-from penstock.quant.int8 import SMALLEST
-from penstock.quant.kv import dequantize, quantize_channels, quantize_tokens, slices, split
+from penstock.kernels.reference.quantized_kv import dequantize, quantize_channels, quantize_tokens, slices, split
+from penstock.kernels.reference.quantized_weights import SMALLEST
 
 GRANULARITIES = ["tensor", "channel", "token"]
 SLICES = [1, 2, 3]
