@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "check": {"__init__", "assembly", "client", "config", "engine", "errors", "interface", "kernels", "layers",
               "models", "planner", "spec", "weights"},
     "ray_app": {"client", "entrypoints", "errors", "interface", "parallel", "server"},
-    "prove": {"assembly", "client", "config", "demo", "engine", "entrypoints", "errors", "interface", "kernels",
+    "prove": {"assembly", "bench", "client", "config", "demo", "engine", "entrypoints", "errors", "interface", "kernels",
               "models", "parallel", "planner", "plugins", "ray_app", "runner", "server", "spec",
               "tokenizer", "weights"},
     "cli": {"__init__", "bench", "check", "config", "entrypoints", "errors", "interface", "kernels", "planner",

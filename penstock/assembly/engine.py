@@ -7,7 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
-from penstock.assembly.info import describe, describe_for_records, with_memory
+from penstock.assembly.info import describe, with_memory
 from penstock.assembly.model import Weights, make_grammars, make_model, make_ops, read_scales
 from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.rank_plan import RankPlan
@@ -23,7 +23,6 @@ from penstock.assembly.ranks import (
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Clock, Scheduling
-from penstock.engine.records import EngineDescription
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface.messages import ModelInfo
@@ -103,11 +102,6 @@ class BuiltEngine:
     ops: Ops
     forward_pass: ForwardPass
     forms: Grammars | None = None
-
-    @property
-    def description(self) -> EngineDescription:
-        """What a replay of this engine's flight record needs to build it again."""
-        return describe_for_records(self.engine, self.config, self.info)
 
 
 def build_engine(

@@ -2,14 +2,12 @@
 
 import hashlib
 import inspect
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.assembly.model import Weights
-from penstock.config import PARTS, EngineConfig
-from penstock.engine.engine import Engine
-from penstock.engine.records import EngineDescription
+from penstock.config import EngineConfig
 from penstock.interface.messages import ModelInfo
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.library import level_of_bits
@@ -28,27 +26,6 @@ from penstock.spec.model_config import ModelConfig
 from penstock.spec.pooler import read_pooler
 from penstock.weights.kv_scales import kv_scales_fingerprint
 from penstock.weights.safetensors import fingerprint
-
-# Options that change no bit of an answer. They depend on the machine; drafts are in the record of each step.
-NOT_RECORDED = {"memory", "kv_cache_memory_bytes", "threads", "cpu_affinity", "sharding_config", "speculative_config"}
-
-
-def describe_for_records(engine: Engine, config: EngineConfig, info: ModelInfo) -> EngineDescription:
-    """Return what a replay needs to build the engine of a resolved config again."""
-    options: dict[str, Any] = {"model": config.model, "imports": config.imports}
-    for part, part_class in PARTS.items():
-        names = (item.name for item in fields(part_class) if item.name not in NOT_RECORDED)
-        chosen = {name: getattr(getattr(config, part), name) for name in names}
-        options |= {name: value for name, value in chosen.items() if value is not None}
-    return EngineDescription(
-        system_fingerprint=info.system_fingerprint,
-        options=options,
-        groups=engine.kv_cache.groups,
-        vocab_size=engine.vocab_size,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.scheduler.max_num_seqs,
-        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
-    )
 
 
 def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: Weights) -> ModelInfo:

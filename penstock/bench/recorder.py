@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.recorder import Recorder
-from penstock.engine.records import EngineDescription
-from penstock.engine.ring import Ring
+from penstock.client.recorder import Recorder
+from penstock.client.records import EngineDescription
+from penstock.client.ring import Ring
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     CacheGroup,

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.prove.record_history import read_bundle
+    from penstock.bench.record_history import read_bundle
     from penstock.prove.replay import replay
 
     handle_signals(terminate=True)

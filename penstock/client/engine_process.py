@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from penstock.client import frames
 from penstock.client.outbox import HEARTBEAT_S, ClientGoneError, Outbox
 from penstock.client.pending_forms import PendingForms
+from penstock.client.recorder import Recorder, describe
+from penstock.client.ring import Ring
 from penstock.engine.engine import Engine
-from penstock.engine.recorder import Recorder
-from penstock.engine.ring import Ring
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
 from penstock.parallel.child_main import EXIT_CLIENT_GONE
@@ -173,7 +173,7 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
 
 def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
     """Record everything that the engine computes, in the ring of this descriptor."""
-    recorder = Recorder(Ring(ring), built.description, epoch)
+    recorder = Recorder(Ring(ring), describe(built.engine, built.config, built.info), epoch)
     built.engine.observe(recorder)
     return recorder
 

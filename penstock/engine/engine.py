@@ -7,7 +7,6 @@ all requests are computed anew.
 """
 
 import time
-from collections.abc import Iterable
 
 from penstock.engine.beam_search import Beam, Searches, check_search
 from penstock.engine.kv_cache_manager import KVCacheManager
@@ -49,10 +48,9 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
         store: BlockStore | None = None,
-        observers: Iterable[EngineObserver] = (),
     ) -> None:
         self._executor = executor
-        self._observers: tuple[EngineObserver, ...] = tuple(observers)
+        self._observers: tuple[EngineObserver, ...] = ()
         self.speculation: Speculation | None = None
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size

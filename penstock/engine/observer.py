@@ -2,9 +2,9 @@
 
     planning -> the plan is made -> submitting -> the executor starts it -> ... -> collected, or failed -> committed
 
-An observer is passed to `Engine(observers=...)` or `Engine.observe`. It sees plans and results but must not change
-them. An exception from `planning`, `submitting` or `collected` counts as a failure of the step at that point: that is
-how a proof injects faults. An observer that must never disturb a request catches its own (recorder.py).
+An observer is passed to `Engine.observe`. It sees plans and results but must not change them. An exception from
+`planning`, `submitting` or `collected` counts as a failure of the step at that point: that is how a proof injects
+faults. An observer that must never disturb a request catches its own (client/recorder.py).
 """
 
 from penstock.interface.messages import EngineRequest

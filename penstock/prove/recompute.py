@@ -7,8 +7,10 @@ reuse, are first computed from their tokens: the same tokens leave the same bits
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from penstock.engine.recorder import score_checksums
-from penstock.engine.records import Bundle, Computed, EngineDescription
+from penstock.bench.record_audit import needed_blocks
+from penstock.bench.record_history import Start, Step, history
+from penstock.client.recorder import score_checksums
+from penstock.client.records import Bundle, Computed, EngineDescription
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
@@ -20,8 +22,6 @@ from penstock.interface.step import (
     SchedulerOutput,
     StepOutput,
 )
-from penstock.prove.record_audit import needed_blocks
-from penstock.prove.record_history import Start, Step, history
 
 RESTORED = "\0restored"  # request id under which cached tokens are computed again
 GREEDY = SamplingParams(temperature=0.0)

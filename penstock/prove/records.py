@@ -10,22 +10,22 @@ from typing import ClassVar
 import msgspec
 
 from penstock.assembly import BuiltEngine, build_engine
+from penstock.bench.record_history import unpack
+from penstock.client.recorder import Recorder, describe
+from penstock.client.records import Bundle, Computed, EngineDescription, make_bundle, pack
+from penstock.client.ring import Ring
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import peak_blocks
 from penstock.engine.observer import EngineObserver
 from penstock.engine.policies import Scheduling
-from penstock.engine.recorder import Recorder
-from penstock.engine.records import Bundle, Computed, EngineDescription, make_bundle, pack
-from penstock.engine.ring import Ring
 from penstock.engine.speculation import NgramProposer, Speculation
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
 from penstock.prove.proof import Trials
 from penstock.prove.recompute import LOGITS, ReplayReport, compute
-from penstock.prove.record_history import unpack
 from penstock.prove.replay import build_for, check_bundle
 
 MAX_MODEL_LEN = 192
@@ -71,7 +71,7 @@ class Replays:
             trials.skip(f"--kernels {kernels} promises no bits")
             return
         recorded = build_engine(config, groups=groups)
-        description = recorded.description
+        description = describe(recorded.engine, recorded.config, recorded.info)
         replaying = build_for(description, [group.num_blocks for group in groups], model=subject.model,
                               imports=config.imports)  # fmt: skip
         try:
@@ -218,7 +218,8 @@ def _engine_on(
         vocab_size=description.vocab_size,
         eos_token_ids=built.info.eos_token_ids,
         enable_prefix_caching=built.config.cache.enable_prefix_caching,
-        observers=observers,
     )
+    for observer in observers:
+        made.observe(observer)
     made.speculate(Speculation(NgramProposer(4, 1), MAX_DRAFTS, policy=EveryDraft()) if drafts else None)
     return made

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.assembly import BuiltEngine, build_engine
+from penstock.bench.record_audit import Audit
+from penstock.bench.record_history import Start, engine_errors, history
+from penstock.client.records import Begun, Bundle, EngineDescription, Planned
 from penstock.config import MAX_CONTEXT, EngineConfig
-from penstock.engine.records import Begun, Bundle, EngineDescription, Planned
 from penstock.errors import InvalidRequestError
 from penstock.plugins.logits_processors import check_registered
 from penstock.prove.recompute import ReplayReport, compute, num_scratch
-from penstock.prove.record_audit import Audit
-from penstock.prove.record_history import Start, engine_errors, history
 
 
 def replay(bundle: Bundle, *, model: str | None = None, imports: tuple[str, ...] = (),

@@ -11,11 +11,11 @@ from penstock.bench.simulator.calibrate import record_mix
 from penstock.bench.simulator.recorded import decisions, load_costs, measured_steps
 from penstock.bench.simulator.scenario import make_engine
 from penstock.cli.main import main
+from penstock.client.recorder import Recorder
+from penstock.client.records import Bundle, EngineDescription, Planned, make_bundle, pack
+from penstock.client.ring import Ring
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
-from penstock.engine.recorder import Recorder
-from penstock.engine.records import Bundle, EngineDescription, Planned, make_bundle, pack
-from penstock.engine.ring import Ring
 from penstock.errors import InvalidRequestError
 from tests import fakes_engine
 from tests.fakes_engine import request

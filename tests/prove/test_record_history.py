@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.recorder import Recorder
-from penstock.engine.records import (
+from penstock.bench.record_audit import Audit
+from penstock.bench.record_history import Start, Step, history, unpack
+from penstock.client.recorder import Recorder
+from penstock.client.records import (
     MAGIC,
     Begun,
     Bundle,
@@ -22,14 +24,12 @@ from penstock.engine.records import (
     unpack_ids,
     without_text,
 )
-from penstock.engine.ring import Ring
+from penstock.client.ring import Ring
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.prove.recompute import ReplayReport, compute, num_scratch
-from penstock.prove.record_audit import Audit
-from penstock.prove.record_history import Start, Step, history, unpack
 from penstock.prove.replay import check_bundle
 from tests.fakes_engine import VOCAB, ScriptedExecutor, make_engine, request
 

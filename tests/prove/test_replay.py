@@ -11,16 +11,15 @@ import msgspec
 import pytest
 
 from penstock import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
+from penstock.bench import record_history
+from penstock.bench.record_history import unpack
 from penstock.cli.main import main
 from penstock.client import records as keeper
-from penstock.client.records import RecordKeeper, RecordOptions
-from penstock.engine.records import Begun, Bundle, Computed, pack
-from penstock.engine.ring import Segment
+from penstock.client.records import Begun, Bundle, Computed, RecordKeeper, RecordOptions, pack
+from penstock.client.ring import Segment
 from penstock.kernels.cpu.library import best_level
-from penstock.prove import record_history
 from penstock.prove import records as proof_module
 from penstock.prove.proof import Outcome, Subject, Trials
-from penstock.prove.record_history import unpack
 from penstock.prove.records import Replays
 from penstock.prove.replay import compare_fingerprints
 

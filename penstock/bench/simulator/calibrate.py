@@ -7,10 +7,10 @@ from typing import Any
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, fit_costs
 from penstock.bench.simulator.recorded import measured_steps
+from penstock.client.recorder import Recorder, describe
+from penstock.client.records import Bundle, make_bundle
+from penstock.client.ring import Ring
 from penstock.config import EngineConfig
-from penstock.engine.recorder import Recorder
-from penstock.engine.records import Bundle, make_bundle
-from penstock.engine.ring import Ring
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 
@@ -39,7 +39,7 @@ def record_mix(built: BuiltEngine) -> Bundle:
     """Return the record of a mix of loads: few and many sequences, short and long prompts, alone and beside streams."""
     engine = built.engine
     ring = Ring.create(RING_BYTES)
-    engine.observe(Recorder(ring, built.description))
+    engine.observe(Recorder(ring, describe(engine, built.config, built.info)))
     rng, ended_at, round_number = random.Random(0), time.monotonic() + SECONDS, 0
     longest = max(1, min(LONGEST, engine.max_model_len - OUTPUT_LEN))
     while round_number == 0 or time.monotonic() < ended_at:

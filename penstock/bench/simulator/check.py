@@ -22,13 +22,13 @@ from typing import Any
 from penstock.bench.datasets import Dataset, Vocabulary, draw_samples
 from penstock.bench.http_client import HttpClient
 from penstock.bench.outcomes import Load
+from penstock.bench.record_history import unpack
 from penstock.bench.serving import Target, measure_serving
 from penstock.bench.simulator.calibrate import measure_steps
 from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, fit_costs
 from penstock.bench.simulator.recorded import measured_steps
 from penstock.bench.simulator.run import Options, run
 from penstock.errors import EngineError
-from penstock.prove.record_history import unpack
 
 SHARES = (0.5, 0.8, 1.0)
 START_S = 300.0

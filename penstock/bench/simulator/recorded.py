@@ -5,15 +5,15 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from penstock.bench.record_history import Start, Step, history, unpack
 from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
 from penstock.bench.simulator.executor import VirtualClock
 from penstock.bench.simulator.replica import MakeEngine
-from penstock.engine.records import MAGIC, Aborted, Arrived, Begun, Bundle, Planned, unpack_ids
+from penstock.client.records import MAGIC, Aborted, Arrived, Begun, Bundle, Planned, unpack_ids
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
-from penstock.prove.record_history import Start, Step, history, unpack
 
 
 def load_costs(path: Path) -> LinearCosts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.engine.records import (
+from penstock.client.records import (
     DIGEST_BYTES,
     FORMAT,
     MAGIC,

@@ -8,12 +8,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ParamSpec
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ParamSpec
 from zlib import crc32
 
-from penstock.engine.observer import EngineObserver
-from penstock.engine.records import (
+from penstock.client.records import (
     Aborted,
     Arrived,
     Begun,
@@ -27,8 +26,10 @@ from penstock.engine.records import (
     encode,
     pack_ids,
 )
-from penstock.engine.ring import FRAME_BYTES, Ring
-from penstock.interface.messages import EngineRequest
+from penstock.client.ring import FRAME_BYTES, Ring
+from penstock.engine.engine import Engine
+from penstock.engine.observer import EngineObserver
+from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     NewRequest,
@@ -40,12 +41,17 @@ from penstock.interface.step import (
     num_rejected_drafts,
 )
 
+if TYPE_CHECKING:
+    from penstock.config import EngineConfig
+
 P = ParamSpec("P")
 LOGGER = logging.getLogger("penstock")
 MAX_ERROR = 2000  # characters of an error that are recorded
 RESULT_BYTES = 32  # bytes reserved for the result of each request in a planned step
 DRAFT_BYTES = 5  # bytes reserved for each token that a step may give beyond one per request
 RETRY_STEPS = 256  # steps between two attempts while the open requests do not fit into a segment
+# Options that change no bit of an answer. They depend on the machine; drafts are in the record of each step.
+NOT_RECORDED = {"memory", "kv_cache_memory_bytes", "threads", "cpu_affinity", "sharding_config", "speculative_config"}
 
 
 @dataclass(slots=True)
@@ -258,3 +264,23 @@ def score_checksums(results: list[RequestStepOutput]) -> dict[int, int]:
 def _scores_checksum(entries: list[TokenLogprobs]) -> int:
     values = ((entry.token_ids, [value.hex() for value in entry.logprobs], entry.rank) for entry in entries)
     return crc32(repr(list(values)).encode())
+
+
+def describe(engine: Engine, config: "EngineConfig", info: ModelInfo) -> EngineDescription:
+    """Return what a replay needs to build the engine of a resolved config again."""
+    from penstock.config import PARTS  # here, so that an engine process listens before it loads the config
+
+    options: dict[str, Any] = {"model": config.model, "imports": config.imports}
+    for part, part_class in PARTS.items():
+        names = (item.name for item in fields(part_class) if item.name not in NOT_RECORDED)
+        chosen = {name: getattr(getattr(config, part), name) for name in names}
+        options |= {name: value for name, value in chosen.items() if value is not None}
+    return EngineDescription(
+        system_fingerprint=info.system_fingerprint,
+        options=options,
+        groups=engine.kv_cache.groups,
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
+    )
