@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from penstock.bench.machine import MachineLimits
-from penstock.bench.samples import READ
+from penstock_lab.bench.machine import MachineLimits
+from penstock_lab.bench.samples import READ
 from penstock.kernels.cpu.ops import CpuOps
 
 PROBES = 7  # probes for each median, because single probes differ by half

@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }  # fmt: skip
 MAX_ROOMS, MAX_ARROWS = 29, 179
-OF_A_DOCUMENT = "penstock/conventions/"  # argument lists that other projects' documents prescribe
+OF_A_DOCUMENT = "penstock_lab/conventions/"  # argument lists that other projects' documents prescribe
 STANDARD_LIBRARY_ONLY = ("errors", "interface", "config", "engine", "kernels/scheme.py")
 TORCH_FREE = ("bench/simulator", "client", "cli", "config", "engine", "interface", "planner", "plugins", 
               "server", "spec", "tokenizer")  # fmt: skip
@@ -73,15 +73,15 @@ IMPORTED_WITHOUT_TORCH = [
     "penstock.server.serve",
     "penstock.cli.main",
     "penstock.cli.serve",
-    "penstock.cli.check",
-    "penstock.cli.plan",
+    "penstock_lab.cli.check",
+    "penstock_lab.cli.plan",
     "penstock.assembly",
     "penstock.kernels.cpu.ops",
     "penstock.models.llama.model",
     "penstock.runner.model_runner",
     "penstock.weights.convert",
-    "penstock.bench.simulator.report",
-    "penstock.bench.simulator.run",
+    "penstock_lab.simulator.report",
+    "penstock_lab.simulator.run",
 ]
 
 

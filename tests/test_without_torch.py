@@ -17,9 +17,9 @@ from penstock.models.llama.model import LlamaForCausalLM
 from penstock.models.registry import ARCHITECTURES
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import dtype_for
-from tests.compat.user_file import registry_as_before
 from tests.hf_models import make_llama
 from tests.kernels.packed import levels
+from tests.lab.compat.user_file import registry_as_before
 from tools import structure
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")

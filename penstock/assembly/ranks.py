@@ -126,8 +126,8 @@ def open_launcher(config: EngineConfig) -> Launcher:
     if not parallel.is_on_ray:
         return HostLauncher()
     try:
-        from penstock.parallel.ray_cluster import join_cluster
-        from penstock.parallel.ray_launcher import RayLauncher
+        from penstock_lab.ray_app.cluster import join_cluster
+        from penstock_lab.ray_app.rank_launcher import RayLauncher
     except ImportError as error:
         if error.name is None or error.name.split(".")[0] not in ("ray", "grpc"):
             raise

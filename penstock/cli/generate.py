@@ -110,9 +110,9 @@ def _profiling(llm: "LLM", wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    from penstock.bench.profile import Profile
-    from penstock.bench.profiled import profiling
-    from penstock.bench.report import print_profile
+    from penstock_lab.bench.profile import Profile
+    from penstock_lab.bench.profiled import profiling
+    from penstock_lab.bench.report import print_profile
 
     profile = Profile()
     with profiling(llm.built, profile):

@@ -178,7 +178,7 @@ def _serve_on_ray(options: "ServerOptions", replicas: dict[str, Any], client: di
         InvalidRequestError: Ray is not installed, or there is no cluster.
     """
     try:
-        from penstock.ray_app.application import serve_here
+        from penstock_lab.ray_app.application import serve_here
     except ImportError as error:
         if error.name is None or error.name.split(".")[0] != "ray":
             raise

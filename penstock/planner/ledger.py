@@ -26,9 +26,9 @@ from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.attention.layout import ELEMENT_BYTES, AttentionShape
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.scheme import Scheme
-from penstock.planner.costs import Products
 from penstock.planner.memory import CachePlan, mib, plan_kv_cache, smallest_cache_bytes
 from penstock.spec.model_config import ModelConfig
+from penstock_lab.planner.costs import Products
 
 RUNTIME_GROWTH = 3 * 2**20  # recorded programs, threads' stacks, Python's own objects; measured
 TOKEN_OBJECT_BYTES = 64  # bytes of a token in the lists of the scheduler and of the runner's rows; measured

@@ -36,7 +36,7 @@ def find_local(name: str) -> Path | None:
         ModelLoadError: the name is none of these.
     """
     if name in ("demo", "demo-draft"):
-        from penstock.demo import DRAFT_DIR, MODEL_DIR
+        from penstock.weights.hub import DRAFT_DIR, MODEL_DIR
 
         return MODEL_DIR if name == "demo" else DRAFT_DIR
     path = Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown user

@@ -120,7 +120,7 @@ def _load_values(
 def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
     """Return the model as a CausalLM, behind an adapter if its class follows another convention."""
     if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
-        from penstock.conventions import jetstream
+        from penstock_lab.conventions import jetstream
 
         model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, make.ops, make))
     return cast(CausalLM, model)
@@ -146,7 +146,7 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
     """
     entry = find_model(model_config.architecture, model_config.model_impl)
     if entry.convention == "jetstream":
-        from penstock.conventions import jetstream
+        from penstock_lab.conventions import jetstream
 
         model = jetstream.build(entry.model_class, model_config, make)
     else:

@@ -19,8 +19,6 @@ import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.assembly import build_engine, ranks
-from penstock.bench.profile import Profile
-from penstock.bench.split_meter import SplitMeter
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineRequest
@@ -30,11 +28,13 @@ from penstock.parallel.group import Group
 from penstock.parallel.launch import HostLauncher
 from penstock.parallel.links import Links, Meeting
 from penstock.parallel.wire import WireLinks
-from penstock.prove import tiny_models
-from penstock.prove.parallel import BASE, answers, differs, draw_map, start_threads
 from penstock.spec.shares import Degrees
 from penstock.weights.convert import convert_model
 from penstock.weights.table_template import table_text
+from penstock_lab.bench.profile import Profile
+from penstock_lab.bench.split_meter import SplitMeter
+from penstock_lab.prove import tiny_models
+from penstock_lab.prove.parallel import BASE, answers, differs, draw_map, start_threads
 from tests.kernels.packed import levels
 from tests.models.test_sharding_map import JETSTREAM
 

@@ -11,14 +11,14 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import TensorRows
 from penstock.models.config_json import load_model_config
-from penstock.prove import tiny_models
-from penstock.prove.parallel import draw_map
 from penstock.spec.cuts import Cut, cut_all, is_beginning
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.placement import place
 from penstock.spec.sharding_map import ShardingMap
 from penstock.spec.shares import DEGREES, Degrees, Part, Share, divisible_heads
 from penstock.weights.sources import CutSource, read_parameters
+from penstock_lab.prove import tiny_models
+from penstock_lab.prove.parallel import draw_map
 
 BASE = {"load_format": "dummy", "threads": 1}
 

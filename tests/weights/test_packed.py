@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from penstock.assembly import build_engine
-from penstock.check.files import check_files
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
@@ -22,6 +21,7 @@ from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model, weight_layers
 from penstock.weights.packed import fit, read_info
 from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries
+from penstock_lab.check.files import check_files
 from tests.hf_models import make_llama, make_qwen2
 from tests.kernels import packed
 

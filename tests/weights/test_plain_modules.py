@@ -19,9 +19,9 @@ from penstock.models.config_json import load_model_config
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import SINGLE
-from tests.compat.user_file import imported
 from tests.hf_models import make_llama
 from tests.kernels import packed
+from tests.lab.compat.user_file import imported
 
 MODEL = """
 from torch import nn
