@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
-SOURCES := penstock tests tools examples benchmarks
+SOURCES := penstock penstock_lab tests tools examples benchmarks
 
 # The tests start Python some hundred times: what is not kept compiled is compiled anew by each of them.
 unexport PYTHONDONTWRITEBYTECODE

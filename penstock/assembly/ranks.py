@@ -16,12 +16,12 @@ from penstock.assembly.rank_plan import RankPlan, make_runner
 from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError, PenstockError
 from penstock.interface.step import Executor
-from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import is_torch
 from penstock.parallel.executor import ParallelExecutor, follow
 from penstock.parallel.group import Built, CannotBuild, Group, bytes_read, inherit
 from penstock.parallel.launch import HostLauncher, Launcher
+from penstock.plugins import entry_points
 from penstock.plugins.user_files import import_files
 from penstock.runner.following import FollowingRunner
 from penstock.runner.structured import Forms
@@ -125,18 +125,8 @@ def open_launcher(config: EngineConfig) -> Launcher:
     parallel, option = config.parallel, "distributed_executor_backend"
     if not parallel.is_on_ray:
         return HostLauncher()
-    try:
-        from penstock_lab.ray_app.cluster import join_cluster
-        from penstock_lab.ray_app.rank_launcher import RayLauncher
-    except ImportError as error:
-        if error.name is None or error.name.split(".")[0] not in ("ray", "grpc"):
-            raise
-        message = f"{option}: Ray is not installed: pip install 'penstock[ray]'"
-        raise InvalidRequestError(message, param=option) from None
-    join_cluster(option)
-    size, stages = parallel.num_ranks, parallel.pipeline_parallel_size
-    here = 1 if stages == 1 else 0  # without stages, this process is one of the ranks
-    return RayLauncher(here, size * stages - here, config.numerics.threads or 1, chosen_level())
+    launcher: Launcher = entry_points.load("launchers", "ray", option)(config, option)
+    return launcher
 
 
 def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> Leader:

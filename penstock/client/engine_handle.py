@@ -188,7 +188,7 @@ class EngineHandle:
         else:
             LOGGER.warning("the standby engine takes over (restart %d of %d)", deaths, MAX_DEATHS - 1)
             self._process = standby
-        assert self._process.epoch > dead.epoch, "frames of the dead process could not be told from the new one's"
+        assert self._process.epoch > dead.epoch, "frames of the dead process would look like the new one's"
         self.restarts += 1
         self._process.liveness.follow(dead.liveness)
         if self._process.ready is not None:

@@ -3,7 +3,7 @@ parallel/child_main.py, with one end of a socket pair.
 
     reader thread: frames -> inbox; when the connection ends, the process exits at once, whatever it is doing,
                    so that no engine outlives its client
-    main thread:   take the frames in the inbox, compute a step, send its outputs; heartbeats while the engine is idle
+    main thread:   handle the frames in the inbox, compute a step, send its outputs; heartbeats while the engine is idle
     heartbeats:    every half second while a build or a step computes or reads files (Outbox). So silence means that a
                    process is stopped or in a deadlock, however long its steps take: a long prompt takes minutes
     forms:         compiles the forms that answers must have, so that streams go on meanwhile

@@ -7,6 +7,7 @@ form. So memory holds the packed model and only a few rows in the checkpoint's t
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,11 +120,8 @@ def _load_values(
 
 def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
     """Return the model as a CausalLM, behind an adapter if its class follows another convention."""
-    if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
-        from penstock_lab.conventions import jetstream
-
-        model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, make.ops, make))
-    return cast(CausalLM, model)
+    convention = find_model(model_config.architecture, model_config.model_impl).find_convention()
+    return cast(CausalLM, model if convention is None else convention.adapt(model, model_config, make))
 
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
@@ -145,12 +143,9 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
             quantised belongs to a torch module.
     """
     entry = find_model(model_config.architecture, model_config.model_impl)
-    if entry.convention == "jetstream":
-        from penstock_lab.conventions import jetstream
-
-        model = jetstream.build(entry.model_class, model_config, make)
-    else:
-        model = entry.model_class(model_config, make)
+    convention = entry.find_convention()
+    build = entry.model_class if convention is None else partial(convention.build, entry.model_class)
+    model = build(model_config, make)
     plain = plain_parameters(model)
     declared_names = {f"{prefix}.{name}" for prefix, layer in weight_layers(model) for name in layer.shapes}
     differing = set(make.parameters) ^ (declared_names | {name for name, _, _, _ in plain})

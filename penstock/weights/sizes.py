@@ -16,14 +16,13 @@ from penstock.layers.mlp import MoE
 from penstock.layers.module import named_modules
 from penstock.layers.split import Split
 from penstock.layers.weights import Embedding, Linear, WeightLayer
-from penstock.planner.ledger import ModelSizes
+from penstock.planner.ledger import ModelSizes, Products
 from penstock.spec.cuts import cut_all
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.spec.shares import Share
 from penstock.weights.loader import empty_model, kept_layers, plain_bytes
 from penstock.weights.sources import read_parameters
-from penstock_lab.planner.costs import Products
 
 
 def model_sizes(

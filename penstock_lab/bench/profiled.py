@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from penstock.assembly import BuiltEngine
 from penstock.engine.observer import EngineObserver
+from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.meter import StepMeter
 from penstock_lab.bench.phases import NO_LIMITS
 from penstock_lab.bench.profile import Profile
+from penstock_lab.bench.report import print_profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,19 @@ class _EveryStep(EngineObserver):
 
     def step_ended(self) -> None:
         self.meter.end_step()
+
+
+@contextmanager
+def printed_profile(llm: LLM) -> Iterator[None]:
+    """Measure each operation of the native kernels inside the block, and print a table to standard error.
+
+    Raises:
+        InvalidRequestError: the engine's kernels are not the native ones.
+    """
+    profile = Profile()
+    with profiling(llm.built, profile):
+        yield
+    print_profile(profile.figures(), stderr=True)
 
 
 @contextmanager

@@ -229,7 +229,7 @@ def _percent(value: float | None) -> str:
 
 
 def print_machine(result: dict[str, Any]) -> None:
-    """Print what bench.this_machine measured."""
+    """Print what simulator.this_machine measured."""
     console = Console()
     table = Table("weights", "read GB/s", "multiply 10^9/s", title=result["source"])
     for kind, rate in result["read_bytes_per_s"].items():

@@ -197,8 +197,8 @@ def _prepare_machine(args: argparse.Namespace) -> Bench:
     if args.threads is not None:
         check_int("threads", args.threads, 1, 1024)
     from penstock_lab.bench.report import print_machine
-    from penstock_lab.bench.this_machine import measure_machine, write_machine
     from penstock_lab.planner.machines import this_file
+    from penstock_lab.simulator.this_machine import measure_machine, write_machine
 
     def measure() -> Result:
         with saying("penstock: measuring this machine ..."):

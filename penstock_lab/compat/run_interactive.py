@@ -34,9 +34,7 @@ ID_PROMPTS = ([1, 2, 3, 4, 5], [6, 7, 8], [9] * 12, [10, 11])  # used without a 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of JetStream's flags."""
-    made = argparse.ArgumentParser(
-        prog="penstock_lab.compat.run_interactive", description=(__doc__ or "").split("\n")[0]
-    )
+    made = argparse.ArgumentParser(prog="run_interactive", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--model", default="llama-2", help="a family in sizes.yaml; checked against a checkpoint")
     made.add_argument("--size", default="tiny", help="which model of that family")
     made.add_argument("--batch_size", type=int, default=32, metavar="N", help="maximum requests that run at once")

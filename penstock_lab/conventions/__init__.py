@@ -5,6 +5,5 @@
     incre_flash   the argument list of Huawei's IncreFlashAttention operator, in plain torch
     rolling       the masks and the rolling buffer of Mistral's reference inference
 
-Only weights/loader.py, models/llama/plain.py and compat/jetstream.py import from here, for models that are registered
-with convention="jetstream".
+The engine finds jetstream through an entry point, for models that are registered with convention="jetstream".
 """

@@ -182,6 +182,11 @@ class JetStreamModel(nn.Module):
         return hidden
 
 
+def adapt(model: nn.Module, config: ModelConfig, make: LayerFactory) -> JetStreamModel:
+    """Return a model that `build` made, as the engine calls it."""
+    return JetStreamModel(model, Environment(config, make.ops, make))
+
+
 def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory) -> nn.Module:
     """Build the model without weights. Its nn.Linear become the engine's products, quantised as the table allows.
 

@@ -13,24 +13,13 @@ the binding limit.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from penstock.planner.ledger import Products
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import Degrees
 from penstock_lab.planner.machines import Hardware
 
 MOSTLY = 0.8  # if reading takes at least this share of the multiply time, compute is not reported as the limit
 FLOAT_BYTES = 4  # bytes of a logit, and of an element of a sum that ranks exchange
-
-
-@dataclass(frozen=True, slots=True)
-class Products:
-    """The bytes of the weights that products read, and their operations per row, by type."""
-
-    num_bytes: Mapping[str, int] = field(default_factory=dict)
-    operations: Mapping[str, int] = field(default_factory=dict)
-
-    def plus(self, other: "Products") -> "Products":
-        """Return the sum of both."""
-        return Products(_added(self.num_bytes, other.num_bytes), _added(self.operations, other.operations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +235,3 @@ def model_work(
         head_width=model.vocab_size if degrees.vocab > 1 else 0,
         degrees=degrees,
     )
-
-
-def _added(ours: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
-    return {kind: ours.get(kind, 0) + others.get(kind, 0) for kind in {**ours, **others}}

@@ -2,7 +2,8 @@
 
     python -m penstock_lab.prove.demo_answers [--model DIR]
 
-The requests are the held-out ones of penstock_lab/training/heldout_cases.py, with people and cities that training never names.
+The requests are the held-out ones of penstock_lab/training/heldout_cases.py, with people and cities that training
+never names.
 `penstock_lab.training.evaluate` asks the same without a schema, with Transformers.
 """
 

@@ -28,15 +28,33 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from penstock.config import EngineConfig
 from penstock.errors import EngineError
+from penstock.kernels.cpu.library import chosen_level
 from penstock.parallel.door import LABEL_BYTES, TOKEN_BYTES, Door, dial
 from penstock.parallel.effort import Effort, count_elsewhere
 from penstock.parallel.launch import HERE, STDERR
 from penstock.parallel.spawn import children, spawn
+from penstock_lab.ray_app.cluster import join_cluster
 
 PLACE_S = 60.0  # time limit for Ray to find places, which may first have to be freed, and for each answer of a place
 LOOK_S = 1.0  # between two readings of the remote ranks' processor time
 LEVEL = "PENSTOCK_CPU_LEVEL"
+
+
+def open_launcher(config: EngineConfig, option: str) -> "RayLauncher":
+    """Return the launcher of a resolved config's ranks on the cluster named by RAY_ADDRESS or by this machine's Ray.
+
+    option: the option that asks for the cluster, for error messages.
+
+    Raises:
+        InvalidRequestError: there is no cluster.
+        EngineError: the cluster has no room.
+    """
+    join_cluster(option)
+    size, stages = config.parallel.num_ranks, config.parallel.pipeline_parallel_size
+    here = 1 if stages == 1 else 0  # without stages, this process is one of the ranks
+    return RayLauncher(here, size * stages - here, config.numerics.threads or 1, chosen_level())
 
 
 @dataclass(frozen=True, slots=True)

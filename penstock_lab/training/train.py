@@ -1,9 +1,10 @@
 """Train the demo model's tokenizer and weights, and write a Hugging Face directory with training.json.
 
-    python -m penstock_lab.training.train --seed 0 --steps 4500 --out FIRST
-    python -m penstock_lab.training.train --from FIRST --seed 1 --steps 4000 --lr 1.5e-3 --tokens-per-step 2048 --out SECOND
-    python -m penstock_lab.training.train --from SECOND --muon --float32 --seed 2 --steps 4000 --lr 2e-3 --out DIR
-    python -m penstock_lab.training.train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
+    alias train="python -m penstock_lab.training.train"
+    train --seed 0 --steps 4500 --out FIRST
+    train --from FIRST --seed 1 --steps 4000 --lr 1.5e-3 --tokens-per-step 2048 --out SECOND
+    train --from SECOND --muon --float32 --seed 2 --steps 4000 --lr 2e-3 --out DIR
+    train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
 
 The second training continues from the weights of the first, with a mixture that includes tool calls. The tokenizer has
 one token for each of their tags. The third continues from the second, with names that are spelled letter by letter.

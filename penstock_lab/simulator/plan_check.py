@@ -1,6 +1,6 @@
 """Compare predictions of `penstock plan` for this machine with measurements.
 
-python -m penstock_lab.bench.plan_check MODEL
+python -m penstock_lab.simulator.plan_check MODEL
 
 The weights are random if MODEL's directory has only a config.json. For each form of the weights, two kinds of cases are
 predicted and measured: the step of some streams, and the time to the first token of one prompt. All cases take turns.
@@ -25,12 +25,12 @@ from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.weights.hub import resolve_model
-from penstock_lab.bench.this_machine import as_hardware, measure_machine
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.forecast import DECODE, PREFILL, Load
 from penstock_lab.planner.machines import Hardware, load_hardware
 from penstock_lab.planner.planned import PlannedModel
 from penstock_lab.planner.report import Question, answer
+from penstock_lab.simulator.this_machine import as_hardware, measure_machine
 
 FORMS = ("none", "int8", "int4")
 STREAMS = (1, 8, 32)
@@ -46,7 +46,7 @@ Case = tuple[str, int]  # a phase, and its number of streams or the length of it
 
 def main(argv: list[str] | None = None) -> int:
     """Print every prediction beside its measurement. Return 1 if the errors exceed the limits."""
-    parser = argparse.ArgumentParser(prog="penstock_lab.bench.plan_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="penstock_lab.simulator.plan_check", description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--quantization", nargs="+", default=FORMS, metavar="FORM")
     parser.add_argument("--streams", nargs="*", type=int, default=STREAMS, metavar="N")
