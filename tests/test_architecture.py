@@ -24,7 +24,6 @@ ALLOWED: dict[str, set[str]] = {
     "spec": {"errors", "interface"},
     "parallel": {"errors", "interface", "kernels", "spec"},
     "config": {"errors", "interface", "kernels", "spec"},
-    "recorder": {"config", "engine", "errors", "interface"},
     "layers": {"errors", "kernels", "spec"},
     "conventions": {"errors", "kernels", "layers", "spec"},
     "planner": {"config", "engine", "errors", "interface", "kernels", "spec"},
@@ -34,11 +33,11 @@ ALLOWED: dict[str, set[str]] = {
                 "spec"},
     "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "parallel", "planner",
                  "plugins", "runner", "spec", "tokenizer", "weights"},
-    "client": {"assembly", "config", "engine", "errors", "interface", "parallel", "plugins", "recorder", "tokenizer",
+    "client": {"assembly", "config", "engine", "errors", "interface", "parallel", "plugins", "tokenizer",
                "weights"},
     "entrypoints": {"assembly", "client", "config", "errors", "interface", "runner", "tokenizer"},
     "bench": {"assembly", "client", "config", "demo", "engine", "errors", "interface", "kernels", "layers", "models",
-              "planner", "recorder", "runner", "spec", "tokenizer", "weights"},
+              "planner", "runner", "spec", "tokenizer", "weights"},
     "compat": {"config", "conventions", "entrypoints", "errors", "interface", "models", "plugins", "spec"},
     "__init__": {"config", "entrypoints", "errors", "interface", "models", "plugins"},
     "server": {"__init__", "client", "errors", "interface", "tokenizer"},
@@ -46,16 +45,16 @@ ALLOWED: dict[str, set[str]] = {
               "models", "planner", "spec", "weights"},
     "ray_app": {"client", "entrypoints", "errors", "interface", "parallel", "server"},
     "prove": {"assembly", "client", "config", "demo", "engine", "entrypoints", "errors", "interface", "kernels",
-              "models", "parallel", "planner", "plugins", "ray_app", "recorder", "runner", "server", "spec",
+              "models", "parallel", "planner", "plugins", "ray_app", "runner", "server", "spec",
               "tokenizer", "weights"},
     "cli": {"__init__", "bench", "check", "config", "entrypoints", "errors", "interface", "kernels", "planner",
-            "plugins", "prove", "ray_app", "recorder", "server", "tokenizer", "weights"},
+            "plugins", "prove", "ray_app", "server", "tokenizer", "weights"},
     "__main__": {"cli"},
 }  # fmt: skip
 MAX_ROOMS, MAX_ARROWS = 29, 179
 OF_A_DOCUMENT = "penstock_lab/conventions/"  # argument lists that other projects' documents prescribe
 STANDARD_LIBRARY_ONLY = ("errors", "interface", "config", "engine", "kernels/scheme.py")
-TORCH_FREE = ("bench/simulator", "client", "cli", "config", "engine", "interface", "planner", "plugins", "recorder",
+TORCH_FREE = ("bench/simulator", "client", "cli", "config", "engine", "interface", "planner", "plugins",
               "server", "spec", "tokenizer")  # fmt: skip
 IMPORTED_WITHOUT_TORCH = [
     "penstock",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock.errors import ModelLoadError
 from penstock.kernels.cpu.library import best_level
 from penstock.models.config_json import load_model_config
+from penstock.ranks.sharding_map import ShardingMap
 from penstock.spec.param_table import ParamTable
-from penstock.spec.sharding_map import ShardingMap
 from penstock.tokenizer.hf import load_tokenizer
 from penstock.weights.hub import MODEL_DIR
 from penstock_lab.prove.hostile_files import HostileFiles, Reader

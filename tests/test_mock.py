@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, InvalidRequestError, NotSupportedError, SamplingParams
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.engine.scripted import ScriptedExecutor, next_token
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.weights.convert import convert_model
 from penstock_lab.bench.meter import StepMeter
 from tests.hf_models import make_mistral
 

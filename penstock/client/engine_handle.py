@@ -28,7 +28,7 @@ from penstock.client.engine_client import EngineState, StandbyStatus
 from penstock.client.engine_connection import EngineChild, EngineConnection
 from penstock.errors import EngineDeadError, EngineError, PenstockError
 from penstock.interface.messages import EngineStats, ModelInfo
-from penstock.parallel.effort import Effort
+from penstock.ranks.children import Effort
 
 LOGGER = logging.getLogger("penstock")
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0

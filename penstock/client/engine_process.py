@@ -28,9 +28,9 @@ from penstock.client.ring import Ring
 from penstock.engine.engine import Engine
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineRequest, EngineStats
-from penstock.parallel.child_main import EXIT_CLIENT_GONE
-from penstock.parallel.effort import Effort
 from penstock.plugins import time_limit
+from penstock.ranks.child_main import EXIT_CLIENT_GONE
+from penstock.ranks.children import Effort
 
 if TYPE_CHECKING:
     from penstock.assembly import BuiltEngine

@@ -7,12 +7,10 @@ Tokens and log-probabilities must be equal, bit for bit.
 import json
 import time
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from penstock.assembly.engine import PlannedEngine
-from penstock.assembly.model import make_ops
 from penstock.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.engine.engine import Engine
 from penstock.errors import NotSupportedError, RequestFailedError, check_int, fail
@@ -23,14 +21,14 @@ from penstock.kernels.attention.layout import cache_token_bytes
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.planner.memory import free_memory_bytes
+from penstock.ranks.sharding import LEAVES
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import LEAVES
 from penstock.weights.hub import resolve_model
-from penstock.weights.loader import Place, load_model
+from penstock.weights.loader import Place, load_model, make_ops
 from penstock.weights.sources import read_parameters
 from penstock_lab.chips.executor import ChipsExecutor
-from penstock_lab.chips.layers import PlacedFactory
+from penstock_lab.chips.layers import ChipsPlace
 from penstock_lab.chips.machine import Machine
 from penstock_lab.chips.ops import PlacedOps
 from penstock_lab.chips.trace import chrome_trace, figures
@@ -115,8 +113,7 @@ class Trial:
         ops: Any = PlacedOps(make_ops(self.config, self.model))
         site = machine.site("lm_head.weight")
         head = HeadLayout() if site is None else HeadLayout(len(site.chips), columns)
-        make = partial(PlacedFactory.on_machine, machine)
-        runner = self._runner(ops, head, Place(free_memory_bytes, make=make))
+        runner = self._runner(ops, head, ChipsPlace(free_memory_bytes, machine))
         machine.check()
         return self._engine(ChipsExecutor(runner, machine, depth)), machine
 

@@ -20,7 +20,7 @@ from typing import Any
 from penstock.client.process import ProcessClient
 from penstock.config import EngineConfig
 from penstock.interface.sampling_params import SamplingParams
-from penstock.spec.shares import Share
+from penstock.ranks.sharding import Share, find_degrees
 from penstock_lab.bench.loading import write_checkpoint
 from penstock_lab.planner.planned import PlannedModel
 
@@ -113,7 +113,7 @@ def print_memory(options: dict[str, Any], ranks: list[int], whole: int) -> None:
     """Print the resident memory of each rank, and of the single process, beside the weights that it holds."""
     planned = PlannedModel.read(EngineConfig.from_options(**options))
     config = planned.resolved()
-    degrees = config.parallel.degrees(planned.model, together=planned.together)
+    degrees = find_degrees(config.parallel, planned.model, together=planned.together)
     for rank, pid in [*enumerate(ranks), (None, whole)]:
         share = None if rank is None else Share(rank, degrees)
         weights = planned.sizes(config.numerics.scheme, share).weights

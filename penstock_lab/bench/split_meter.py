@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.assembly import BuiltEngine
-from penstock.assembly.ranks import find_degrees
 from penstock.engine.observer import EngineObserver
 from penstock.interface.step import SchedulerOutput, StepOutput
-from penstock.spec.cuts import cut_all
-from penstock.spec.shares import Share
-from penstock.spec.traffic import Traffic, handed_on, predict
+from penstock.ranks.build import degrees_of
+from penstock.ranks.sharding import Share, cut_all
 from penstock.weights.sources import read_parameters
 from penstock_lab.bench.meter import Watch, peak_rss_bytes
 from penstock_lab.bench.phases import PromptTokens
 from penstock_lab.bench.pipeline import StageTime, bubble
 from penstock_lab.bench.profile import DECODE, PREFILL, Profile, Step, Stretch
+from penstock_lab.bench.traffic import Traffic, handed_on, predict
 
 Result = TypeVar("Result")
 
@@ -125,7 +124,7 @@ class SplitMeter(EngineObserver):
 def predicted(built: BuiltEngine) -> Traffic:
     """Return the traffic that rank 0 of each stage should receive, computed from the split alone."""
     config, model = built.config, built.model_config
-    share = Share(0, find_degrees(config, model))
+    share = Share(0, degrees_of(config, model))
     cuts = cut_all(read_parameters(model), share, model).values()
     layers = predict(cuts, share, model, 4 if config.numerics.dtype == "float32" else 2)
     return layers + handed_on(config.parallel.pipeline_parallel_size, model)

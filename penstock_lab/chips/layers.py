@@ -7,7 +7,7 @@ once. The embedding, the final norm, and a head that the placement leaves out ar
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from penstock.kernels.ops import Ops, Packing, RowSource, TensorRows
 from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import LMHead
-from penstock.layers.split import tree_sum
 from penstock.layers.weights import ActivatedLinear, GatedLinear, Linear, LinearSpec, whole
+from penstock.ranks.layers import tree_sum
+from penstock.spec.param_table import Parameter
+from penstock.weights.loader import Place
 from penstock_lab.chips.device import Work
 from penstock_lab.chips.machine import Machine, Site
 from penstock_lab.chips.ops import PlacedOps
@@ -160,14 +162,9 @@ class PlacedFactory(LayerFactory):
 
     machine: Machine | None = None
 
-    @classmethod
-    def on_machine(cls, machine: Machine, *args: Any, **options: Any) -> "PlacedFactory":
-        """Make a factory as `single_device` does, for a machine."""
-        return replace(cast(PlacedFactory, cls.single_device(*args, **options)), machine=machine)
-
-    def at(self, name: str) -> "PlacedFactory":
+    def at(self, name: str) -> Self:
         """Return the factory of a submodule. For attention, its operations run on the chips of that layer."""
-        made = cast(PlacedFactory, LayerFactory.at(self, name))
+        made = LayerFactory.at(self, name)
         site = made._site("qkv_proj")
         if site is None or self.machine is None or f"{made.prefix}qkv_proj.weight" not in self.parameters:
             return made
@@ -219,3 +216,13 @@ class PlacedFactory(LayerFactory):
             parts.append((part, make(spec, out)))
         kind = PlacedSum if parts[0][0].ends else PlacedLinear
         return kind(like, site, parts, name)
+
+
+@dataclass(frozen=True, slots=True)
+class ChipsPlace(Place):
+    """A place on the chips of a machine."""
+
+    machine: Machine | None = None
+
+    def factory(self, ops: Ops, parameters: Mapping[str, Parameter], **options: Any) -> LayerFactory:
+        return replace(PlacedFactory.single_device(ops, parameters, **options), machine=self.machine)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.config import DEGREES
 from penstock.errors import InvalidRequestError
 from penstock.kernels.tensors import Array
+from penstock.ranks.sharding import LEAVES
 from penstock.spec.param_table import Parameter, leaf_bounds
-from penstock.spec.shares import DEGREES, LEAVES
 from penstock_lab.planner.placement import WEIGHT_BYTES
 
 Range = tuple[int, int]

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.planner.ledger import Products
+from penstock.ranks.sharding import Degrees
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Degrees
 from penstock_lab.planner.machines import Hardware
 
 MOSTLY = 0.8  # if reading takes at least this share of the multiply time, compute is not reported as the limit

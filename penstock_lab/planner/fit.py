@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.config import EngineConfig
+from penstock.config import DEGREES, EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import ELEMENT_BYTES
@@ -21,8 +21,8 @@ from penstock.planner.memory import (
     plan_kv_cache,
     smallest_cache_bytes,
 )
+from penstock.ranks.sharding import Degrees, Share, find_degrees
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import DEGREES, Degrees, Share
 
 CONTEXT_UNIT = 64  # the largest context is rounded down to a multiple of this
 UNLIMITED = 2**62
@@ -123,7 +123,7 @@ class Fitter:
 
     Args:
         resolve: returns the resolved config for a number of ranks.
-        together: as in spec.shares.divisible_heads.
+        together: as in ranks.sharding.divisible_heads.
         num_elements: number of elements in all weights, or a lower bound.
     """
 
@@ -153,7 +153,7 @@ class Fitter:
         bits = scheme.weight_bits if scheme is not None else 8 * ELEMENT_BYTES[config.numerics.dtype]
         if self.num_elements * bits // 8 // ranks + self.budget.runtime_bytes > self.budget.num_bytes:
             return False  # clear without counting layers
-        degrees = config.parallel.degrees(self.model, together=self.together)
+        degrees = find_degrees(config.parallel, self.model, together=self.together)
         weights = self.ledger(Share(0, degrees)).sizes(config.numerics.scheme).weights
         return weights + self.budget.runtime_bytes <= self.budget.num_bytes
 
@@ -194,7 +194,7 @@ class Fitter:
 
     def _split(self, config: EngineConfig) -> Fit:
         """Return the plan of a config, with the number of ranks that it gives."""
-        degrees = config.parallel.degrees(self.model, together=self.together)
+        degrees = find_degrees(config.parallel, self.model, together=self.together)
         if self.budget.free_bytes is None:
             config = replace(config, cache=replace(config.cache, memory=self.budget.num_bytes))
         ledgers = [self.ledger(Share(rank, degrees)) for rank in range(degrees.size)]

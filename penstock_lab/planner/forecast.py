@@ -11,8 +11,8 @@ from typing import Any
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.planner.memory import cached_token_bytes
+from penstock.ranks.sharding import Share
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Share
 from penstock_lab.planner import costs
 from penstock_lab.planner.costs import ModelWork
 from penstock_lab.planner.fit import Fit, Sizes, quantised

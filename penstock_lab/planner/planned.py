@@ -11,17 +11,18 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import is_torch
 from penstock.layers.lm_head import HeadLayout
-from penstock.layers.split import Split
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import ModelSizes
 from penstock.plugins.user_files import import_files
+from penstock.ranks.build import NoLinks, RankPlace
+from penstock.ranks.layers import Split
+from penstock.ranks.sharding import Share, cut_all, heads_are_together
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, num_elements
-from penstock.spec.shares import Share, heads_are_together
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
-from penstock.weights.loader import dtype_for
-from penstock.weights.sizes import model_sizes, part_of
+from penstock.weights.loader import ANYWHERE, Place, dtype_for
+from penstock.weights.sizes import model_sizes
 from penstock.weights.sources import read_parameters
 from penstock_lab.planner.placement import operation_of
 
@@ -97,21 +98,21 @@ class PlannedModel:
         return {}
 
     @cached_property
-    def _parts(self) -> dict[Share, tuple[Split, Shapes]]:
+    def _parts(self) -> dict[Share, tuple[Place, Shapes]]:
         return {}
 
     def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
         """Return the sizes of the model, or of a rank's part of it. Parts with equal shapes are counted once."""
-        split, shapes = (None, ()) if share is None or share.degrees.size == 1 else self._part(share)
+        place, shapes = (ANYWHERE, ()) if share is None or share.degrees.size == 1 else self._part(share)
         if (scheme, shapes) not in self._found:
-            self._found[scheme, shapes] = model_sizes(self.model, self.ops, scheme, self.head, split)
+            self._found[scheme, shapes] = model_sizes(self.model, self.ops, scheme, self.head, place)
         return self._found[scheme, shapes]
 
-    def _part(self, share: Share) -> tuple[Split, Shapes]:
+    def _part(self, share: Share) -> tuple[Place, Shapes]:
         if share not in self._parts:
-            split = part_of(share, self.parameters, self.model)
-            shapes = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in split.cuts.items())
-            self._parts[share] = split, shapes
+            cuts = cut_all(self.parameters, share, self.model)
+            shapes = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in cuts.items())
+            self._parts[share] = RankPlace(split=Split(share, NoLinks(), cuts)), shapes
         return self._parts[share]
 
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from penstock.config import EngineConfig
 from penstock.kernels.scheme import Scheme
 from penstock.planner.ledger import ModelSizes
+from penstock.ranks.sharding import Share
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Share
 from penstock_lab.planner.fit import Budget, Fit, Fitter
 from penstock_lab.planner.forecast import Forecaster, Load, as_json
 from penstock_lab.planner.machines import THIS, Hardware, OnChip
@@ -27,7 +27,7 @@ class Source(Protocol):
 
     @property
     def together(self) -> bool:
-        """The argument `together` of spec.shares.divisible_heads."""
+        """The argument `together` of ranks.sharding.divisible_heads."""
 
     @property
     def num_elements(self) -> int:

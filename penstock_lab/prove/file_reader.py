@@ -18,8 +18,8 @@ from penstock.client.tokenizers import choose_tokenizer
 from penstock.errors import PenstockError
 from penstock.kernels.backends import load_ops
 from penstock.models.config_json import load_model_config
+from penstock.ranks.sharding_map import ShardingMap
 from penstock.spec.param_table import ParamTable
-from penstock.spec.sharding_map import ShardingMap
 from penstock.weights.checksums import verify
 from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.loader import load_model

@@ -15,10 +15,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.models.config_json import load_model_config
-from penstock.weights.convert import convert_model
 from penstock.weights.hub import resolve_model
 from penstock.weights.sources import read_parameters
 from penstock_lab.prove.file_mutations import mutate_bytes, mutate_json, mutate_safetensors, mutate_yaml

@@ -14,11 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.assembly import build_engine
-from penstock.assembly.model import make_ops
-from penstock.assembly.pipeline import open_pipeline
-from penstock.assembly.rank import serve
-from penstock.assembly.rank_plan import RankPlan, make_runner
-from penstock.assembly.ranks import Leader, StartRanks, start_ranks
 from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest
@@ -26,16 +21,19 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
 from penstock.models.config_json import load_model_config
-from penstock.parallel.channel import Channel
-from penstock.parallel.executor import ParallelExecutor
-from penstock.parallel.launch import HostLauncher, Launcher
-from penstock.parallel.local import LocalGroup
-from penstock.runner.following import FollowingRunner
+from penstock.ranks.build import RankPlan, make_runner
+from penstock.ranks.group import ParallelExecutor
+from penstock.ranks.launcher import HostLauncher, Launcher
+from penstock.ranks.pipeline import Channel
+from penstock.ranks.process import serve
+from penstock.ranks.sharding import general, is_beginning, module_of
+from penstock.ranks.stage import FollowingRunner
+from penstock.ranks.start import Leader, StartRanks, open_pipeline, start_ranks
 from penstock.runner.structured import Forms
-from penstock.spec.cuts import is_beginning, module_of
-from penstock.spec.shares import general
+from penstock.weights.loader import make_ops
 from penstock.weights.sources import read_parameters
 from penstock_lab.prove import tiny_models
+from penstock_lab.prove.local_ranks import LocalGroup
 from penstock_lab.prove.proof import Trials
 
 PROCESSES_EVERY = 5
@@ -206,15 +204,15 @@ class _StageThreads(HostLauncher):
         self._groups: dict[int, LocalGroup] = {}  # by stage
 
     def start(self, number: int, module: str, words: Sequence[Any]) -> None:
-        """Run this rank in a thread. words: its channels to the engine and to the stages before and after."""
+        """Run this rank in a thread. words: its role, then its channels to the engine and to both neighbours."""
         stage, rank = divmod(number - 1, self._size)
-        engine, before, after = (None if isinstance(end, str) else Channel(end.dup()) for end in words[:3])
+        engine, before, after = (None if isinstance(end, str) else Channel(end.dup()) for end in words[1:4])
         group = self._groups.setdefault(stage, LocalGroup(self._size))
-        ranks = group.ranks[rank] if self._size > 1 else None
+        links = group.ranks[rank] if self._size > 1 else None
 
         def work() -> None:
             if engine is not None:
-                serve(engine, before, after, ranks)
+                serve(engine, before, after, links)
                 group.lost(ExecutorLostError("the rank has ended"))
             for channel in (engine, before, after):
                 if channel is not None:

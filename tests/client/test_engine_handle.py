@@ -14,7 +14,7 @@ from penstock.client.open_requests import OpenRequests
 from penstock.client.records import RecordOptions
 from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats
-from penstock.parallel.effort import Effort
+from penstock.ranks.children import Effort
 from tests.fakes_engine import model_info
 
 INFO = model_info(64, 100)

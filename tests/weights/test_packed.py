@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.assembly import build_engine
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
@@ -17,7 +18,6 @@ from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import as_torch
 from penstock.models.config_json import load_model_config
 from penstock.weights.checksums import verify
-from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model, weight_layers
 from penstock.weights.packed import fit, read_info
 from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries

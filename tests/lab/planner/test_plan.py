@@ -15,7 +15,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.layers.module import named_modules
 from penstock.layers.weights import WeightLayer
-from penstock.spec.shares import Degrees
+from penstock.ranks.sharding import Degrees
 from penstock_lab.planner import costs
 from penstock_lab.planner.costs import ModelWork, Products, Step, decode_time, prefill_time, step_time
 from penstock_lab.planner.fit import Budget

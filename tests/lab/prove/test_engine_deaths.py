@@ -8,7 +8,7 @@ import pytest
 from penstock.client.open_requests import OpenRequests
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
-from penstock.parallel import child_main
+from penstock.ranks import child_main
 from penstock_lab.prove import engine_deaths, parent_deaths, streams
 from penstock_lab.prove.engine_deaths import EngineDeaths, StandbyDeaths
 from penstock_lab.prove.parent_deaths import ParentDeaths

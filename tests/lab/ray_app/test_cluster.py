@@ -152,12 +152,12 @@ def test_ranks_on_several_nodes_and_one_that_is_killed(
             async for output in llm.generate("Once upon", PARAMS):
                 token_ids = list(output.outputs[0].token_ids)
                 if not ranks:
-                    ranks = processes_of("penstock.assembly.rank")
+                    ranks = processes_of("penstock.ranks.process")
                     nodes = {parent_of(parent_of(pid)) for pid in ranks}
                     assert (len(ranks), len(nodes)) == (4, 3)
                     os.kill(ranks[0], signal.SIGKILL)
             assert llm.status().restarts == 1
-            assert not set(ranks) & set(processes_of("penstock.assembly.rank"))
+            assert not set(ranks) & set(processes_of("penstock.ranks.process"))
             return token_ids
 
     assert asyncio.run(story()) == expected[1]

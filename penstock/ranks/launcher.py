@@ -1,16 +1,22 @@
-"""Launcher: starts and connects the processes of ranks. HostLauncher starts them on this machine, ray_launcher.py on
-the machines of a Ray cluster.
+"""Launcher: starts and connects the processes of ranks. HostLauncher starts them on this machine; a plug-in may start
+them elsewhere.
 
-    ours, theirs = launcher.connect(HERE, 1)                one end for each process; this process's end is a socket
-    launcher.start(1, "penstock.assembly.ranks", [theirs])  the process's words; an end becomes a descriptor's number
+    ours, theirs = launcher.connect(HERE, 1)          one end for each process; this process's end is a socket
+    launcher.start(1, PROCESS, ["group", theirs])    the process's words; an end becomes a descriptor's number
+
+A plug-in is an entry point of the group penstock.launchers, named as in --distributed-executor-backend. It is loaded
+only when a config asks for it.
 """
 
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from penstock.parallel.spawn import spawn
+from penstock.config import EngineConfig
+from penstock.plugins import entry_points
+from penstock.ranks.children import spawn
 
+PROCESS = "penstock.ranks.process"  # the module that a rank runs
 HERE = 0  # the number of this process; the others are numbered from 1
 STDERR = 2  # a rank's output goes to stderr, because stdout belongs to the user
 
@@ -73,3 +79,17 @@ class HostLauncher:
 
     def close(self) -> None:
         """Do nothing, because nothing was reserved."""
+
+
+def open_launcher(config: EngineConfig) -> Launcher:
+    """Return the launcher of a resolved config's ranks.
+
+    Raises:
+        InvalidRequestError: the plug-in that the config names is not installed, or cannot be used.
+        EngineError: it has no room for the ranks.
+    """
+    option, name = "distributed_executor_backend", config.parallel.distributed_executor_backend
+    if name == "mp":
+        return HostLauncher()
+    launcher: Launcher = entry_points.load("launchers", name, option)(config, option)
+    return launcher

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from penstock.assembly import build_engine
-from penstock.assembly.ranks import Leader
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
+from penstock.ranks.sharding_map import ShardingMap
+from penstock.ranks.start import Leader
 from penstock.spec.param_table import Parameter, ParamTable
-from penstock.spec.sharding_map import ShardingMap
 from penstock.weights.table_template import table_text
 from tests.hf_models import make_llama, make_qwen2
 

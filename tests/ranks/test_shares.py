@@ -7,16 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.config import EngineConfig
+from penstock.config import DEGREES, EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import TensorRows
 from penstock.models.config_json import load_model_config
-from penstock.spec.cuts import Cut, cut_all, is_beginning
+from penstock.ranks.build import CutSource
+from penstock.ranks.sharding import Cut, Degrees, Part, Share, cut_all, divisible_heads, is_beginning
+from penstock.ranks.sharding_map import ShardingMap, place
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.placement import place
-from penstock.spec.sharding_map import ShardingMap
-from penstock.spec.shares import DEGREES, Degrees, Part, Share, divisible_heads
-from penstock.weights.sources import CutSource, read_parameters
+from penstock.weights.sources import read_parameters
 from penstock_lab.prove import tiny_models
 from penstock_lab.prove.parallel import draw_map
 
@@ -64,8 +63,8 @@ def columns(cut: Cut) -> int:
     """How many features come after a product."""
     if cut.wiring.gathers_result:
         return cut.wiring.gathers_result[-1]
-    taken = sum(end - begin for begin, end in cut.wiring.takes_result)
-    return taken or cut.own.shape[0] // (2 if "gate_up" in cut.own.name else 1)
+    selected = sum(end - begin for begin, end in cut.wiring.selects_result)
+    return selected or cut.own.shape[0] // (2 if "gate_up" in cut.own.name else 1)
 
 
 def check_branch(first: Cut, last: Cut, own: ModelConfig) -> None:
@@ -75,8 +74,8 @@ def check_branch(first: Cut, last: Cut, own: ModelConfig) -> None:
         heads = own.num_attention_heads, own.num_key_value_heads
         assert features == (heads[0] + 2 * heads[1]) * own.head_dim
         features = heads[0] * own.head_dim
-    taken = sum(end - begin for begin, end in wiring.takes_input) or features
-    assert last.own.shape[1] == (wiring.gathers_input[-1] if wiring.gathers_input else taken)
+    selected = sum(end - begin for begin, end in wiring.selects_input) or features
+    assert last.own.shape[1] == (wiring.gathers_input[-1] if wiring.gathers_input else selected)
     assert columns(last) == own.hidden_size
 
 

@@ -1,7 +1,7 @@
 """The start of a child process: its life is tied to its client's, and no signal of a terminal ends it, before anything
 else is imported.
 
-    python -m penstock.parallel.child_main CLIENT_PID MODULE WORD ...      runs MODULE.main([WORD, ...])
+    python -m penstock.ranks.child_main CLIENT_PID MODULE WORD ...      runs MODULE.main([WORD, ...])
 
 A running child ends when its connection is closed (engine_process.py, text_process.py). A child that is stopped, or
 hangs in native code that never lets Python run, cannot notice that; the kernel kills it when the thread that started it

@@ -18,25 +18,23 @@ import numpy as np
 import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
-from penstock.assembly import build_engine, ranks
+from penstock.assembly import build_engine
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineRequest
-from penstock.layers import split
-from penstock.parallel import links, wire
-from penstock.parallel.group import Group
-from penstock.parallel.launch import HostLauncher
-from penstock.parallel.links import Links, Meeting
-from penstock.parallel.wire import WireLinks
-from penstock.spec.shares import Degrees
-from penstock.weights.convert import convert_model
+from penstock.ranks import layers, links, start
+from penstock.ranks.group import Group
+from penstock.ranks.launcher import HostLauncher
+from penstock.ranks.links import Mesh, SharedMemoryLinks, SocketLinks
+from penstock.ranks.sharding import Degrees
 from penstock.weights.table_template import table_text
 from penstock_lab.bench.profile import Profile
 from penstock_lab.bench.split_meter import SplitMeter
 from penstock_lab.prove import tiny_models
 from penstock_lab.prove.parallel import BASE, answers, differs, draw_map, start_threads
 from tests.kernels.packed import levels
-from tests.models.test_sharding_map import JETSTREAM
+from tests.ranks.test_sharding_map import JETSTREAM
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 
@@ -108,7 +106,7 @@ def test_any_sharding_map_has_the_bits_of_one_process(
     models: dict[str, str], name: str, seed: int, tmp_path: Path
 ) -> None:
     """Guards against a map whose weights are put together in another order. `penstock prove --only parallel` draws
-    more; tests/parallel/test_shares.py has what every map must fulfil."""
+    more; tests/ranks/test_shares.py has what every map must fulfil."""
     chance, file = random.Random(seed), tmp_path / "map.yaml"
     file.write_text(draw_map(Path(models[name]), chance))
     options = {
@@ -132,7 +130,7 @@ def test_the_document_s_map_runs_on_four_ranks(tmp_path: Path) -> None:
 
 
 def received(model: str, **options: Any) -> tuple[list[int], dict[str, Any], list[dict[str, Any]]]:
-    """What a split model answers, the bytes that it takes, and the trace of it."""
+    """What a split model answers, the bytes that it receives, and the trace of it."""
     config = EngineConfig.from_options(model=model, **BASE, dtype="bfloat16", **options)
     built = build_engine(config, start=start_threads)
     meter, profile, token_ids = SplitMeter(built), Profile(), []
@@ -169,7 +167,7 @@ def test_hints_change_bytes_and_nothing_else(models: dict[str, str], tmp_path: P
 
 def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a comparison that sees nothing: here the ranks' parts are added from left to right."""
-    monkeypatch.setattr(split, "tree_sum", lambda parts, out: np.copyto(out, sum(parts)) or out)
+    monkeypatch.setattr(layers, "tree_sum", lambda parts, out: np.copyto(out, sum(parts)) or out)
     assert differs(models["Llama"], {"tensor_parallel_size": 4, "dtype": "float32"}, as_processes=False) is not None
 
 
@@ -180,37 +178,37 @@ class NoMemory(HostLauncher):
 
 
 @contextmanager
-def linked(size: int, place_bytes: int = 4096, launcher: HostLauncher | None = None) -> Iterator[list[Any]]:
+def linked(size: int, buffer_bytes: int = 4096, launcher: HostLauncher | None = None) -> Iterator[list[Any]]:
     """The links of ranks in this process."""
-    meeting = Meeting(size, place_bytes, launcher)
-    ranks = [meeting.join(rank) for rank in range(size)]
-    meeting.close()
+    mesh = Mesh(size, buffer_bytes, launcher)
+    ranks = [mesh.links(rank) for rank in range(size)]
+    mesh.close()
     yield ranks
     for rank in ranks:
         rank.close()
 
 
 @pytest.mark.parametrize("launcher", [HostLauncher(), NoMemory()])
-def test_ranks_meet_in_order_and_in_blocks(launcher: HostLauncher) -> None:
-    """Guards against a place that is written to while another rank still reads it, in blocks of changing size."""
+def test_ranks_gather_in_order_and_in_blocks(launcher: HostLauncher) -> None:
+    """Guards against a buffer that is written to while another rank still reads it, in blocks of changing size."""
     wrong: list[tuple[int, int]] = []
 
-    def meet(rank: Links | WireLinks) -> None:
-        for turn in range(200):
-            degree = (2, 4, 4, 2)[turn % 4]
+    def gather(rank: SharedMemoryLinks | SocketLinks) -> None:
+        for count in range(200):
+            degree = (2, 4, 4, 2)[count % 4]
             first = rank.rank // degree * degree
-            parts = rank.gather(np.full(8, 1000 * turn + rank.rank, np.float32), degree)
-            if [float(part[0]) for part in parts] != [1000 * turn + first + index for index in range(degree)]:
-                wrong.append((rank.rank, turn))
+            parts = rank.gather(np.full(8, 1000 * count + rank.rank, np.float32), degree)
+            if [float(part[0]) for part in parts] != [1000 * count + first + index for index in range(degree)]:
+                wrong.append((rank.rank, count))
 
     with linked(4, launcher=launcher) as ranks:
-        threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
+        threads = [threading.Thread(target=gather, args=(rank,)) for rank in ranks]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert wrong == []
-    assert ranks[0].meetings == 200
+    assert ranks[0].num_gathers == 200
     assert ranks[0].bytes_received == 100 * 32 * (1 + 3)
 
 
@@ -228,12 +226,12 @@ def test_a_rank_that_ends_hangs_or_is_elsewhere_is_an_error(monkeypatch: pytest.
             one.gather(some, 2)
         with pytest.raises(ExecutorLostError, match="planned"):
             one.gather(np.zeros(4096, np.float32), 2)
-        other._say(0, b"?")
+        other._notify(0, b"?")
         with pytest.raises(ExecutorLostError, match="another place"):
             one.gather(some, 2)
 
 
-def test_ranks_on_several_machines_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_several_machines_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against ranks that both wait for the other to read, and against one that waits for ever."""
     large, some = np.ones(2**21, np.float32), np.zeros(4, np.float32)  # more than a connection holds
     with linked(2, launcher=NoMemory()) as (one, other):
@@ -248,7 +246,7 @@ def test_ranks_on_several_machines_meet(monkeypatch: pytest.MonkeyPatch) -> None
         other.close()
         with pytest.raises(ExecutorLostError, match="rank 1 has ended"):
             one.gather(large, 2)
-    monkeypatch.setattr(wire, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(links, "TIMEOUT_S", 0.1)
     with linked(2, launcher=NoMemory()) as (one, _), pytest.raises(ExecutorLostError, match="rank 1 has not answered"):
         one.gather(some, 2)
 
@@ -277,7 +275,7 @@ def test_ranks_that_cannot_be_started_are_an_error_with_its_cause(num_connection
     """Guards against an OSError that says nothing of ranks, and against connections that stay open."""
     launcher = OneShort(num_connections)  # three ranks need 3 among them, and 2 with the leader
     with pytest.raises(EngineError, match=r"3 ranks cannot be started: .*Too many open files"):
-        Group(3, 64, "", None, launcher)
+        Group(3, 64, None, launcher)
     assert all(end.fileno() < 0 for end in launcher.ends)
 
 
@@ -290,7 +288,7 @@ def test_ranks_end_when_one_says_why_it_cannot_be_built(monkeypatch: pytest.Monk
         def __init__(self, *args: Any) -> None:
             made.append(self)
 
-        def wait_until_built(self) -> None:
+        def wait_until_ready(self) -> None:
             raise ModelLoadError("rank 1: its file is damaged")
 
         def close(self) -> None:
@@ -301,12 +299,12 @@ def test_ranks_end_when_one_says_why_it_cannot_be_built(monkeypatch: pytest.Monk
     def lose(*args: Any) -> None:
         raise ExecutorLostError("rank 1 has ended", rank=1)
 
-    monkeypatch.setattr(ranks, "Group", OneSaysWhy)
-    monkeypatch.setattr(ranks, "make_runner", lose)
+    monkeypatch.setattr(start, "Group", OneSaysWhy)
+    monkeypatch.setattr(start, "make_runner", lose)
     config = EngineConfig.from_options(model="demo", tensor_parallel_size=2)
-    plan: Any = SimpleNamespace(config=config, weights=None, degrees=Degrees(), largest_meeting=64)
+    plan: Any = SimpleNamespace(config=config, weights=None, degrees=Degrees(), max_gather_bytes=64)
     with pytest.raises(ModelLoadError, match="its file is damaged"):
-        ranks.start_ranks(plan, None, None, HostLauncher())  # type: ignore[arg-type]  # the fakes need neither
+        start.start_ranks(plan, None, None, HostLauncher())  # type: ignore[arg-type]  # the fakes need neither
     assert [group.is_closed for group in made] == [True]
 
 
@@ -320,7 +318,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.covers("J11")
 def test_a_killed_rank_is_one_event_and_the_stream_goes_on(models: dict[str, str]) -> None:
-    """Guards against a hang in a meeting, a lost or repeated token, and ranks that outlive their engine."""
+    """Guards against a hang in a gather, a lost or repeated token, and ranks that outlive their engine."""
     options: dict[str, Any] = {
         "model": models["Llama"], "load_format": "dummy", "threads": 1, "max_model_len": 128,
         "kv_cache_memory_bytes": 2**22, "dtype": "bfloat16", "quantization": "int8",

@@ -5,7 +5,7 @@ are written one after the other. config.json is written last, so the directory i
 exist (weights/destination.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,25 +13,34 @@ from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
+from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array
-from penstock.layers.factory import LayerFactory
-from penstock.layers.lm_head import WHOLE_IN_FILES
-from penstock.layers.split import Split, row_magnitudes
+from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES
 from penstock.layers.weights import WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.plugins.user_files import import_files
-from penstock.spec.cuts import Cut, cut_all
+from penstock.ranks.build import RankPlace
+from penstock.ranks.layers import row_magnitudes
+from penstock.ranks.sharding import Share, find_degrees, heads_are_together
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Share, heads_are_together
+from penstock.spec.param_table import Parameter
 from penstock.spec.unsupported import listed
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
-from penstock.weights.loader import dtype_for, empty_model, fill_layer, plain_parameters, weight_layers
+from penstock.weights.loader import (
+    ANYWHERE,
+    Place,
+    dtype_for,
+    empty_model,
+    fill_layer,
+    plain_parameters,
+    weight_layers,
+)
 from penstock.weights.memory import check_memory
-from penstock.weights.packed import PackedInfo, PackedWriter, find_packed, rank_prefix, split_name
+from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import PACKED
-from penstock.weights.sources import CutSource, ParameterSource, open_source, read_parameters
+from penstock.weights.sources import ParameterSource, open_source, read_parameters
 
 Progress = Callable[[int, int], None]  # called with the number of finished layers and the total
 
@@ -67,12 +76,15 @@ def convert_model(
         raise InvalidRequestError(
             f"src: {str(source)!r} holds packed weights already; give the checkpoint they were made from", param="src"
         )
-    parts = _parts(config, model_config, numerics, open_source(source, model_config, numerics.load_format))
+    values = open_source(source, model_config, numerics.load_format)
+    together = heads_are_together(read_parameters(model_config), model_config)
+    degrees = find_degrees(config.parallel, model_config, together=together)
+    parts = [_Part(model_config, numerics, values, Share(rank, degrees)) for rank in range(degrees.size)]
     layers = [(part, prefix, layer) for part in parts for prefix, layer in part.layers.items()]
     sizes = [layer.num_bytes for _, _, layer in layers]
     if free_memory is not None:
         check_memory({"weights of the largest layer": max(sizes)}, free_memory())
-    info = PackedInfo(numerics.dtype, numerics.scheme, split_name(parts[0].share.degrees))
+    info = PackedInfo(numerics.dtype, numerics.scheme, degrees.name)
     with Destination(destination) as directory:
         directory.require(sum(sizes))
         with directory.file(PACKED) as stream:
@@ -80,7 +92,7 @@ def convert_model(
             for done, (part, prefix, layer) in enumerate(layers):
                 progress(done, len(layers))
                 part.fill(prefix, layer)
-                writer.write(rank_prefix(part.share) + prefix, layer.state())
+                writer.write(part.place.prefix + prefix, layer.state())
                 layer.forget()
             size = writer.finish()
         directory.copy_companions(source)
@@ -88,42 +100,47 @@ def convert_model(
 
 
 class _Part:
-    """One rank's part of a model, without values; for one process, the whole model. Implements Ranks (layers/wires.py).
+    """One rank's part of a model, without values; for one process, the whole model.
 
     Attributes:
-        layers: the layers of this part by name.
+        place: the part.
+        layers: its layers by name.
     """
 
     def __init__(self, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource, share: Share) -> None:
         ops = load_ops("cpu", dtype_for(model, "cpu", numerics.dtype), threads=numerics.threads or 1)
-        self.share = share
-        self._source = self._rows = source
-        self._cuts: Mapping[str, Cut] = {}
-        self._weight = ""  # name of the weight that is being loaded
-        split, parameters = None, read_parameters(model)
-        if share.degrees.size > 1:
-            self._cuts = cut_all(parameters, share, model)
-            split, self._rows = Split(share, self, self._cuts), CutSource(source, self._cuts)
-            parameters = {name: cut.own for name, cut in self._cuts.items()}
-        self._make = LayerFactory.single_device(ops, parameters, scheme=numerics.scheme, max_positions=1, split=split)
+        self._whole_rows = _WholeRows(source, ops)
+        self.place: Place = ANYWHERE if share.degrees.size == 1 else RankPlace.of(share, self._whole_rows, model)
+        self._source = self.place.source(source)
+        self._make = self.place.factory(
+            ops, read_parameters(model), scheme=numerics.scheme, max_positions=1, head=PLAIN_HEAD
+        )
         self.layers = _packable_layers(empty_model(model, self._make))
 
     def fill(self, prefix: str, layer: WeightLayer) -> None:
         """Load the values of the layer named `prefix`."""
-        self._weight = f"{prefix}.weight"
-        fill_layer(prefix, layer, self._make, self._rows)
+        if isinstance(self.place, RankPlace) and self.place.split is not None:
+            self._whole_rows.parameter = self.place.split.cuts[f"{prefix}.weight"].whole
+        fill_layer(prefix, layer, self._make, self._source)
+
+
+class _WholeRows:
+    """Stands for the links of a rank whose part is only packed.
+
+    Attributes:
+        parameter: the whole weight of the layer that is being loaded.
+    """
+
+    parameter: Parameter
+    bytes_received = 0
+
+    def __init__(self, source: ParameterSource, ops: Ops) -> None:
+        self._source = source
+        self._ops = ops
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
         """Return the largest value of each whole row of the weight, which a group of ranks would find together."""
-        rows = self._source.rows(self._cuts[self._weight].whole)
-        return [row_magnitudes(RoundedRows(rows, self._make.ops.dtype))]
-
-
-def _parts(config: EngineConfig, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource) -> list[_Part]:
-    """Return the parts of all ranks that a config asks for."""
-    together = heads_are_together(read_parameters(model), model)
-    degrees = config.parallel.degrees(model, together=together)
-    return [_Part(model, numerics, source, Share(rank, degrees)) for rank in range(degrees.size)]
+        return [row_magnitudes(RoundedRows(self._source.rows(self.parameter), self._ops.dtype))]
 
 
 def _packable_layers(model: object) -> dict[str, WeightLayer]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.assembly.model import make_model, make_ops
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -25,14 +25,12 @@ from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.interface.structured_outputs import StructuredOutputsParams
-from penstock.layers.stage import Stage, split_layers
-from penstock.parallel.channel import StepOrder
-from penstock.parallel.launch import HostLauncher
-from penstock.parallel.pipeline import PipelineExecutor
-from penstock.runner.model_runner import ModelRunner
-from penstock.runner.stage_runner import StageRunner
-from penstock.weights.convert import convert_model
-from penstock.weights.loader import weight_layers
+from penstock.ranks.build import RankPlace
+from penstock.ranks.group import StepOrder
+from penstock.ranks.launcher import HostLauncher
+from penstock.ranks.pipeline import PipelineExecutor
+from penstock.ranks.stage import RankRunner, Stage, StageRunner, split_layers
+from penstock.weights.loader import make_model, make_ops, weight_layers
 from tests.answers import MAX_MODEL_LEN, PROMPTS, WATCHED, ask, ask_alone, check, request
 from tests.families.case import all_cases
 from tests.kernels.packed import levels
@@ -80,40 +78,40 @@ class StagesHere:
         self.weight_bytes: list[int] = []
         self._stages: list[StageRunner] = []
         self._orders: deque[StepOrder] = deque()
-        self._outputs: dict[str, list[int]] = {}
+        self._sampled: dict[str, list[int]] = {}
         config, model_config, groups = built.config, built.model_config, built.engine.kv_cache.groups
         directory = Path(config.model)
         for layers in split_layers(model_config.num_hidden_layers, num_stages):
             stage, ops = Stage(layers, model_config.num_hidden_layers), make_ops(config, model_config)
-            model = make_model(config, model_config, directory, ops, stage=stage)
+            model = make_model(config, model_config, directory, ops, RankPlace(stage=stage))
             self.weight_bytes.append(sum(layer.num_bytes for _, layer in weight_layers(model)))
-            runner = ModelRunner(model, ops, groups, config, model_config, None, None, stage)
+            runner = RankRunner(model, ops, groups, config, model_config, None, None, layers)
             self._stages.append(StageRunner(runner, stage))
 
     def submit(self, plan: SchedulerOutput) -> StepOrder:
-        order, self._outputs = StepOrder(plan, self._outputs), {}
+        order, self._sampled = StepOrder(plan, self._sampled), {}
         self._orders.append(order)
         return order
 
     def collect(self, order: StepOrder) -> StepOutput:
         assert self._orders.popleft() is order
-        handed, error = None, None
+        activations, error = None, None
         for index, stage in enumerate(self._stages):
             if error is not None:
-                stage.skip(order.plan, order.outputs)
+                stage.skip(order.plan, order.sampled)
                 continue
             try:
                 self.fail(order.plan, index)
-                handed = stage.compute(order.plan, order.outputs, handed)
+                activations = stage.compute(order.plan, order.sampled, activations)
             except Exception as raised:
                 error = raised
-            if isinstance(handed, tuple):
-                handed = tuple(None if part is None else np.array(part) for part in handed)
+            if isinstance(activations, tuple):
+                activations = tuple(None if part is None else np.array(part) for part in activations)
         if error is not None:
             raise error
-        assert isinstance(handed, StepOutput)
-        self._outputs.update((name, result.new_token_ids) for name, result in handed.results.items())
-        return handed
+        assert isinstance(activations, StepOutput)
+        self._sampled.update((name, result.new_token_ids) for name, result in activations.results.items())
+        return activations
 
     def shutdown(self) -> None:
         self._stages.clear()

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.spec.cuts import Cut, is_beginning, is_looked_up
+from penstock.ranks.sharding import EXPERT, IN_A_LAYER, Cut, Share, is_beginning, is_looked_up
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import EXPERT, IN_A_LAYER, Share
 
 FLOAT32_BYTES = 4
 

@@ -11,6 +11,14 @@ names that the table ignores.
 The name of a module that computes a branch is a hint: it gives the split axis of the [tokens, features] inside it.
 
     layers.*.mlp : 1         each rank computes some of the neurons; with -1 every rank computes all of them
+
+`place` turns the axes of a map into the form of every weight, which alone determines what each rank computes and what
+the ranks exchange (sharding.py). Three kinds of parameters do not follow the map exactly:
+
+- A weight whose depth one process sums in one piece cannot be cut along its depth without changing the order of the
+  sum. It is cut along its rows instead, which gives every rank a share of the same size.
+- Experts are split in both of their weights or in neither.
+- Vectors are too small to be worth an exchange: a bias is split as its weight is, and every rank has the norms.
 """
 
 import re
@@ -19,13 +27,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import ModelLoadError, shown
-from penstock.spec.cuts import is_beginning, module_of
+from penstock.ranks.sharding import EXPERT, Degrees, Form, depth_degree, general, is_beginning, is_looked_up, module_of
 from penstock.spec.param_table import Layout, Parameter, ParamTable
-from penstock.spec.shares import general
 from penstock.spec.table_rows import read_text, read_yaml
 from penstock.spec.unsupported import hint, listed
 
 REPLICATED = -1
+Hints = Mapping[str, bool]  # module of a branch, with * for numbers -> whether the features in it are split
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +164,47 @@ class ShardingMap:
             raise ValueError(f"{source}: axis {axis} is out of range; it must be {allowed}, or -1 for none")
         axis -= first
         return 1 - axis if layout.transposed else axis
+
+
+def place(
+    degrees: Degrees, axes: Mapping[str, int | None], hints: Hints, parameters: Mapping[str, Parameter]
+) -> Degrees:
+    """Return how ranks split a model according to a sharding map.
+
+    Args:
+        degrees: how they would split it by its table; the degree of attention is the largest that its heads allow.
+        axes: the axis of each parameter (ShardingMap.resolve).
+        hints: whether a branch is computed split or whole, for branches that do not follow their first weight.
+
+    Raises:
+        ValueError: a hint asks for a split of heads that the model does not allow.
+    """
+    forms: dict[str, Form] = {}
+    attention, mlp, inner = 1, 1, 1
+    for parameter in parameters.values():
+        name = general(parameter.name)
+        axis = axes[parameter.name]
+        if axis is None and parameter.tied_to is not None:  # not in the map: as the parameter it is tied to
+            axis = axes[parameter.tied_to]
+        forms[name] = form = _form(parameter, axis, degrees.size)
+        if EXPERT.search(parameter.name):
+            inner = max(inner, 1 if form == "whole" else degrees.inner)
+        elif is_beginning(parameter):
+            module = module_of(parameter)
+            if hints.get(module) and parameter.unit is not None and degrees.attention == 1:
+                raise ValueError(f"{module}: 1 is not allowed; the heads of this model are not split: it must be -1")
+            is_split = hints.get(module, form == "rows")
+            attention = degrees.attention if is_split and parameter.unit is not None else attention
+            mlp = degrees.mlp if is_split and parameter.unit is None else mlp
+    return replace(degrees, attention=attention, mlp=mlp, inner=inner, forms=forms)
+
+
+def _form(parameter: Parameter, axis: int | None, size: int) -> Form:
+    if axis is None or len(parameter.shape) < 2:
+        return "whole"
+    if axis == 1 and is_looked_up(parameter):
+        return "columns" if parameter.shape[1] >= size else "whole"
+    if axis == 1 and parameter.leaves > 1 and depth_degree(parameter, size) > 1:
+        return "depth"
+    pieces = parameter.layouts[-1].pieces if parameter.unit is None else ()
+    return "rows" if min(pieces or parameter.shape[:1]) >= size else "whole"
