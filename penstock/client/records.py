@@ -32,8 +32,7 @@ import msgspec
 
 from penstock.client.ring import Ring, Segment
 from penstock.errors import EngineOverloadedError, InvalidRequestError, check_bool, check_int, check_str
-from penstock.interface.logits_params import DRY_BREAKERS
-from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.sampling_params import DRY_BREAKERS, SamplingParams
 from penstock.interface.step import CacheGroup, SamplerState
 
 FORMAT = 3  # incremented with every change to a record
