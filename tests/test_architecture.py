@@ -25,14 +25,13 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"errors", "kernels", "spec"},
     "models": {"errors", "interface", "layers", "spec"},
     "planner": {"config", "engine", "errors", "interface", "kernels", "spec"},
-    "recorder": {"config", "engine", "errors", "interface"},
     "runner": {"config", "errors", "interface", "kernels", "layers", "spec"},
     "weights": {"config", "errors", "kernels", "layers", "models", "planner", "spec"},
     "ranks": {"config", "errors", "interface", "kernels", "layers", "planner", "runner", "spec",
               "tokenizer", "weights"},
     "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "planner",
                  "ranks", "runner", "spec", "tokenizer", "weights"},
-    "client": {"assembly", "config", "engine", "errors", "interface", "ranks", "recorder", "tokenizer",
+    "client": {"assembly", "config", "engine", "errors", "interface", "ranks", "tokenizer",
                "weights"},
     "entrypoints": {"assembly", "client", "config", "errors", "interface", "runner", "tokenizer"},
     "__init__": {"config", "entrypoints", "errors", "interface", "models"},
@@ -58,7 +57,7 @@ LAB_ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 LAB_USES: set[str] = {
     "__init__", "assembly", "cli", "client", "config", "engine", "entrypoints", "errors", "interface",
-    "kernels", "layers", "models", "planner", "ranks", "recorder", "runner", "server", "spec",
+    "kernels", "layers", "models", "planner", "ranks", "runner", "server", "spec",
     "tokenizer", "weights"
 }  # fmt: skip
 MOST = {"rooms": 18, "arrows": 100, "Python files": 240, "lines of code": 28_000}
