@@ -17,7 +17,7 @@ from penstock.cli.options import (
     parse_size,
 )
 from penstock.errors import InvalidRequestError
-from penstock.plugins import entry_points
+from penstock.interface import entry_points
 from penstock.server.options import API_KEY_VARIABLE, ServerOptions
 
 CLIENT_OPTIONS = (  # options of AsyncLLM that are not engine options
