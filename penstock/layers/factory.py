@@ -30,9 +30,8 @@ from penstock.layers.split import (
 from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, LayerNorm, Linear, LinearSpec, RMSNorm
 from penstock.layers.wires import WiredActivatedLinear, WiredGatedLinear, WiredLinear, Wires
 from penstock.spec.cuts import DIRECT, Cut
-from penstock.spec.model_config import ModelConfig
+from penstock.spec.model_config import ModelConfig, RopeConfig
 from penstock.spec.param_table import Parameter
-from penstock.spec.rope_config import RopeConfig
 
 Made = TypeVar("Made", bound=Linear)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, fail
+from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, fail, nearest
 from penstock.models.falcon.config import read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
@@ -20,10 +20,11 @@ from penstock.models.llama.config import read_llama, read_ministral, read_mistra
 from penstock.models.mixtral.config import read_mixtral, read_qwen3_moe
 from penstock.models.olmo2.config import read_olmo2
 from penstock.models.phi3.config import read_phi3
+from penstock.spec.config_file import SUPPORTED, why_unsupported
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.param_table import ParamTable
-from penstock.spec.unsupported import DOCUMENTATION, SUPPORTED, nearest, why_unsupported
 
+DOCUMENTATION = "https://github.com/penstock/penstock/tree/main/docs"  # for users who have only installed the package
 CONVENTIONS = ("penstock", "jetstream")
 DEFAULT_VERSION = "default"
 MAX_NAME = 80  # maximum number of characters of a name that an error message repeats

@@ -18,12 +18,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.errors import ModelLoadError, shown
+from penstock.errors import ModelLoadError, hint, listed, shown
+from penstock.spec.config_reader import read_text, read_yaml
 from penstock.spec.cuts import is_beginning, module_of
 from penstock.spec.param_table import Layout, Parameter, ParamTable
 from penstock.spec.shares import general
-from penstock.spec.table_rows import read_text, read_yaml
-from penstock.spec.unsupported import hint, listed
 
 REPLICATED = -1
 

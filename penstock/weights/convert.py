@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import EngineConfig, NumericsConfig
-from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail, listed
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.tensors import Array
@@ -23,7 +23,6 @@ from penstock.plugins.user_files import import_files
 from penstock.spec.cuts import Cut, cut_all
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import Share, heads_are_together
-from penstock.spec.unsupported import listed
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import dtype_for, empty_model, fill_layer, plain_parameters, weight_layers

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.errors import ModelLoadError, NotSupportedError, check_choice
+from penstock.errors import ModelLoadError, NotSupportedError, check_choice, listed
 from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
@@ -24,7 +24,6 @@ from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
 from penstock.spec.cuts import cut_all
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.unsupported import listed
 from penstock.weights.memory import check_memory, rotary_bytes
 from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, hint, listed
 from penstock.spec.param_table import Layout, Parameter, ParamTable
-from penstock.spec.unsupported import hint, listed
 from penstock.weights.safetensors import TensorEntry
 
 # Form of a whole checkpoint -> a function that returns the layout of each parameter.

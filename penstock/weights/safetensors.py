@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelLoadError, one_line, shown
 from penstock.kernels.tensors import NAMES, UINT8, Array, empty
-from penstock.spec.config_file import OTHER_KINDS, read_json
+from penstock.spec.config_file import OTHER_KINDS
+from penstock.spec.config_reader import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
