@@ -15,8 +15,7 @@ from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.weights import convert as converting
-from penstock.weights.convert import convert_model
-from penstock.weights.destination import UNFINISHED, Destination
+from penstock.weights.convert import UNFINISHED, Destination, convert_model
 from penstock.weights.safetensors import PACKED
 from tests.hf_models import make_llama
 from tests.kernels import packed

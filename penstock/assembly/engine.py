@@ -32,8 +32,8 @@ from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
-from penstock.layers.context import CausalLM, ForwardContext
 from penstock.layers.lm_head import HeadLayout
+from penstock.layers.module import CausalLM, ForwardContext
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import Ledger, MemoryPlan
 from penstock.planner.memory import (
@@ -49,9 +49,9 @@ from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.tokenizer.grammars import Grammars
 from penstock.weights import packed
-from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance
+from penstock.weights.safetensors import verify_checksums
 from penstock.weights.sizes import model_sizes
 
 UNLIMITED = 2**62  # bytes
@@ -334,7 +334,7 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_eng
     if isinstance(weights, Path):
         numerics, reasons = packed.fit(numerics, weights)
         if numerics.verify_files and numerics.load_format == "auto":
-            reasons["verify_files"] = f"on: {verify(weights)}"
+            reasons["verify_files"] = f"on: {verify_checksums(weights)}"
     config = replace(config, numerics=numerics).resolve(model, num_engines)
     check_split(config, model, weights)
     return replace(config, reasons=config.reasons | reasons | _check_sharding(config, model))

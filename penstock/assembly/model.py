@@ -8,8 +8,8 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.cores import pinned_cores
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
-from penstock.layers.context import CausalLM
 from penstock.layers.lm_head import HeadLayout
+from penstock.layers.module import CausalLM
 from penstock.layers.split import Split
 from penstock.layers.stage import Stage
 from penstock.planner.memory import (

@@ -13,7 +13,7 @@ from penstock.config import EngineConfig
 from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError, check_choice, check_int, check_str
 from penstock.plugins.user_files import import_files
-from penstock.weights.matching import FORMS
+from penstock.weights.sources import FORMS
 
 PACKED = "packed"
 DEFAULT_SHARD_SIZE = 5 * 10**9
@@ -72,8 +72,7 @@ def _check_options(args: argparse.Namespace) -> None:
 def _write(args: argparse.Namespace, config: EngineConfig) -> int:
     """Write the checkpoint in the chosen form and return the number of bytes of its weights."""
     from penstock.planner.memory import free_memory_bytes
-    from penstock.weights.convert import convert_model
-    from penstock.weights.rewrite import rewrite_model
+    from penstock.weights.convert import convert_model, rewrite_model
 
     handle_signals(terminate=True)
     target = Path(os.path.expanduser(args.dst))

@@ -188,7 +188,7 @@ def register_model(
         config: for a new architecture, the function that reads its config.json, or the name of an architecture whose
             function can be used.
         version: name of this implementation if there are several; the engine option `model_impl` chooses among them.
-        convention: "penstock", forward(input_ids [T], ctx) and compute_logits as in layers/context.py; or
+        convention: "penstock", forward(input_ids [T], ctx) and compute_logits as in layers/module.py; or
             "jetstream", forward(tokens [B, S], input_pos [B, S], caches, mask) as in conventions/jetstream.py.
 
     Raises:

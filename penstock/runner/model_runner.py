@@ -32,7 +32,7 @@ from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCac
 from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.kernels.tensors import Array, Bools, Tensor, as_array, dtype_of, is_torch
-from penstock.layers.context import CausalLM, ForwardContext
+from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.stage import Stage
 from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.checksums import logits_checksums
