@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.config import EngineConfig
 from penstock.kernels.backends import load_ops
-from penstock.kernels.cpu.cores import pinned_cores
+from penstock.kernels.cpu.host import pinned_cores
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.layers.lm_head import HeadLayout

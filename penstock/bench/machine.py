@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.bench.samples import READ, Rates, Sample, Work, settled, spread, summary
-from penstock.kernels.cpu.abi import ABI
+from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import empty
 

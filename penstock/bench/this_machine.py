@@ -21,7 +21,7 @@ from penstock.bench.simulator.calibrate import measure_costs
 from penstock.bench.simulator.costs import LinearCosts
 from penstock.config import EngineConfig, available_threads
 from penstock.errors import EngineError
-from penstock.kernels.cpu.abi import ABI
+from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.scheme import Scheme

@@ -19,7 +19,7 @@ from penstock.conventions.rolling import (
 )
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.parts import Scoring, attend_part, finish
+from penstock.kernels.reference.attention import Scoring, attend_part, finish
 from tests.hf_models import make_mistral
 from tests.paged import PagedModel
 
