@@ -16,15 +16,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, cast
 
-from penstock.client import frames
-from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState
+from penstock.client.engine_connection import Launcher
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.interface.messages import ModelInfo
+from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 
 REPEATS = 5
@@ -86,10 +85,10 @@ class TimedClient(ProcessClient):
             self.times["engine ready"] = time.perf_counter()
         super().engine_ready(index, num_rows, info)
 
-    def received(self, index: int, frame: frames.Outputs | frames.Rejected) -> None:
+    def received(self, index: int, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
         if self.times:
             self.times.setdefault("next token", time.perf_counter())
-        super().received(index, frame)
+        super().received(index, outputs, stats)
 
 
 async def time_deaths(*, standby: bool = False, data_parallel_size: int = 1) -> dict[str, list[float]]:

@@ -18,7 +18,7 @@ from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from penstock.client.kv_blocks import KVBlocks
+    from penstock.client.kv_transfer import KVBlocks
 
 # A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
 Prompt = str | list[int] | Mapping[str, Any]

@@ -5,12 +5,12 @@ from contextlib import aclosing
 from typing import Any
 
 from penstock.client.admission import AdmissionLimits
-from penstock.client.child import Launcher
 from penstock.client.engine_client import Prompt
+from penstock.client.engine_connection import Launcher
+from penstock.client.fleet import MAX_REPLICAS
 from penstock.client.isolation import IsolatedTokenizer
 from penstock.client.process import ProcessClient, when_dropped
 from penstock.client.records import RecordOptions
-from penstock.client.replicas import MAX_REPLICAS
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.entrypoints.beam_search import search_output, search_params
@@ -38,7 +38,7 @@ class AsyncLLM(ProcessClient):
         standby: keep a second process of each engine loaded, which takes over at once. Mapped weights (of a converted
             or packed model) are shared; other weights are in memory twice.
         data_parallel_size: number of engines, each with the whole model in a process of its own, among which requests
-            are divided (client/replicas.py). threads, memory and kv_cache_memory_bytes are per engine; if left out, the
+            are divided (client/fleet.py). threads, memory and kv_cache_memory_bytes are per engine; if left out, the
             engines share the machine.
         launcher: starts engines elsewhere (ray_app/engines.py); data_parallel_size is then not used.
         options: for EngineConfig.from_options; for AdmissionLimits (client/admission.py), which limits the queue and
@@ -90,7 +90,7 @@ class AsyncLLM(ProcessClient):
             try:
                 found.load()  # while the engine starts
             except BaseException:
-                self._replicas.end()
+                self._fleet.end()
                 found.close()
                 raise
 

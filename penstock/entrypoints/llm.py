@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.child import Launcher
 from penstock.client.engine_client import Prompt
+from penstock.client.engine_connection import Launcher
+from penstock.client.fleet import MAX_REPLICAS
 from penstock.client.held_signals import HeldSignals
 from penstock.client.in_process import InProcessClient
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.client.replicas import MAX_REPLICAS
 from penstock.client.steps import StepClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig

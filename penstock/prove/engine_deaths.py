@@ -2,8 +2,8 @@
 
 Sixteen mixed streams run at once in an AsyncLLM, again and again, while its engine is ended at random moments and in
 random ways. Every answer must be that of the same stream in a client whose engine was not disturbed: no token is lost,
-repeated or changed. A client survives four deaths a minute (client/supervisor.py), so each client gets four deaths, and
-then a new client takes its place.
+repeated or changed. A client survives four deaths a minute (client/engine_handle.py), so each client gets four deaths,
+and then a new client takes its place.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from penstock.client.engine_client import EngineState
-from penstock.client.supervisor import MAX_DEATHS
+from penstock.client.engine_handle import MAX_DEATHS
 from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import EngineError, ModelLoadError
 from penstock.prove.processes import no_core_dumps, no_log, send_signal

@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from penstock.assembly import build_engine
-from penstock.client import supervisor
-from penstock.client.child import EngineChild
+from penstock.client import engine_handle
+from penstock.client.engine_connection import EngineChild
 from penstock.config import EngineConfig
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.scheduler import Scheduler
@@ -152,12 +152,12 @@ class Faults:
 @contextmanager
 def _many_restarts() -> Iterator[None]:
     """Lift the limit on deaths of the engine process, because here they are intended."""
-    limit = supervisor.MAX_DEATHS
-    supervisor.MAX_DEATHS = 10**9
+    limit = engine_handle.MAX_DEATHS
+    engine_handle.MAX_DEATHS = 10**9
     try:
         yield
     finally:
-        supervisor.MAX_DEATHS = limit
+        engine_handle.MAX_DEATHS = limit
 
 
 def make_queries(random: Random) -> list[Query]:

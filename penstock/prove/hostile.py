@@ -26,6 +26,7 @@ from penstock.prove.mutations import Mutator
 from penstock.prove.proof import Trials
 from penstock.prove.scripted import ScriptedServer
 from penstock.prove.servers import serve
+from penstock.server.embeddings import EmbeddingRequest, RankingRequest, ScoreRequest
 from penstock.server.openai_requests import (
     BlocksRequest,
     ChatRequest,
@@ -36,8 +37,7 @@ from penstock.server.openai_requests import (
     Strict,
     TokenizeRequest,
 )
-from penstock.server.pooling_bodies import EmbeddingRequest, RankingRequest, ScoreRequest
-from penstock.server.responses_input import ResponseRequest
+from penstock.server.responses import ResponseRequest
 from penstock.server.unsupported import UNSUPPORTED
 
 KINDS: dict[str, type[Strict]] = {

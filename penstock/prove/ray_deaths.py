@@ -120,9 +120,8 @@ async def measure_prefix_hits(llm: AsyncLLM, trials: Trials) -> None:
     info, random = llm.model_info, trials.random
     if info.max_model_len < SHARED_TOKENS + 2 * OWN_TOKENS:
         return
-    dispatcher = llm._replicas.dispatcher
     for name, router in (("router", Router[int](info.block_size)), ("round_robin", RoundRobin(info.block_size))):
-        dispatcher.router = router
+        llm._fleet.router = router
         shared = [random.randrange(info.vocab_size) for _ in range(SHARED_TOKENS)]
         before = llm.status().stats.num_cached_tokens_total
         turns = asyncio.Semaphore(AT_ONCE)

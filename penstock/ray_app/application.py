@@ -15,7 +15,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from starlette.types import Receive, Scope, Send
 
 from penstock.client.engine_client import EngineState
-from penstock.client.replicas import MAX_REPLICAS
+from penstock.client.fleet import MAX_REPLICAS
 from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import InvalidRequestError, check_float, check_int, take_options
 from penstock.parallel.ray_cluster import join_cluster

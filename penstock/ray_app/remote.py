@@ -11,8 +11,8 @@ from msgspec import structs
 from ray.serve.handle import DeploymentHandle
 
 from penstock.client import frames
-from penstock.client.child import EngineConnection, Launcher
 from penstock.client.engine_client import EngineClient
+from penstock.client.engine_connection import EngineConnection, Launcher
 from penstock.interface.messages import EngineStats
 from penstock.parallel.door import tune
 from penstock.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT

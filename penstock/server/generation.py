@@ -23,8 +23,8 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOu
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
 from penstock.server.context import RequestLog, ServerContext
+from penstock.server.kept_calls import EncodedPrompt
 from penstock.server.openai_responses import CompletionTokensDetails, PromptTokensDetails, Seed, Usage
-from penstock.server.records import EncodedPrompt
 from penstock.server.timelines import CallTimeline
 
 Indexed = tuple[int, RequestOutput]  # a prompt's index, and an output of it

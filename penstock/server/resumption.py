@@ -21,13 +21,12 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError
-from penstock.server.authentication import sent_key
 from penstock.server.context import RequestLog, ServerContext, context_of, log_of
 from penstock.server.generation import DONE, SOON_S, EventStream, Generation, sse_data
-from penstock.server.kept_calls import MAX_LANES, Frame, KeptCall, Source, position_of
+from penstock.server.kept_calls import MAX_LANES, Begun, EncodedPrompt, Failure, Frame, KeptCall, Source, position_of
+from penstock.server.middleware import sent_key
 from penstock.server.openai_requests import Strict
 from penstock.server.openai_responses import Answer
-from penstock.server.records import Begun, EncodedPrompt, Failure
 
 LOGGER = logging.getLogger("penstock.journal")
 _encode = msgspec.json.Encoder().encode

@@ -399,6 +399,50 @@ def test_lse_and_band() -> None:
         torch.testing.assert_close(lse.double(), expected_lse, atol=1e-4, rtol=1e-6)
 
 
+@pytest.mark.covers("A29")
+@pytest.mark.parametrize(
+    ("batch", "head_dim", "refused"),
+    [(65536, 4, "key"), (65537, 4, "query"), (1, 512, "key"), (1, 513, "query")],  # the key is wrong in all of them
+)
+def test_the_largest_batch_and_head(batch: int, head_dim: int, refused: str) -> None:
+    """Guards against a limit that is one off, or not there: the greatest query goes on to the check of its key."""
+    q, other = torch.zeros(1, 1, 1, head_dim).expand(batch, -1, -1, -1), torch.zeros(1, 1, 1, 3)
+    with pytest.raises(InvalidRequestError) as caught:
+        attend(q, other, other, num_heads=1, num_key_value_heads=1)
+    assert caught.value.param == refused
+    assert ("at most 65536 sequences and head dim 512" in str(caught.value)) == (refused == "query")
+
+
+@pytest.mark.covers("A19")
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "unit"),
+    [
+        (torch.float16, 16, None), (torch.float16, 512, None), (torch.int8, 32, None), (torch.int8, 480, None),
+        (torch.float16, 8, 16), (torch.float16, 24, 16), (torch.float16, 528, 16), (torch.float16, 0, 16),
+        (torch.int8, 16, 32), (torch.int8, 48, 32), (torch.int8, 496, 32), (torch.int8, 544, 32),
+    ],
+)  # fmt: skip
+def test_block_sizes(dtype: torch.dtype, block_size: int, unit: int | None) -> None:
+    """Guards against a block that the operator's document forbids: multiples of 16 up to 512, of 32 for int8."""
+    tokens = torch.ones(1, NKV, block_size, D, dtype=dtype)
+    scales = Antiquant("tensor", torch.ones(1)) if dtype == torch.int8 else None
+    options = {"actual_seq_lengths": [1], "key_antiquant": scales, "value_antiquant": scales}
+
+    def computed() -> Tensor:
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        out = attend(
+            draw(1, N, 1, D, dtype=torch.float16), tokens, tokens, block_table=table, block_size=block_size, **options
+        )
+        return out if isinstance(out, Tensor) else out[0]
+
+    if unit is None:
+        assert torch.equal(computed(), torch.ones(1, N, 1, D).half())
+        return
+    with pytest.raises(InvalidRequestError, match=f"block_size: a multiple of {unit} up to 512") as caught:
+        computed()
+    assert caught.value.param == "block_size"
+
+
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 

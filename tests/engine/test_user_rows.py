@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client import frames
-from penstock.client.engine_process import EngineServer
+from penstock.client.engine_process import EngineServer, Outbox
 from penstock.client.in_process import InProcessClient
-from penstock.client.outbox import Outbox
 from penstock.engine.engine import Engine
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import Executor

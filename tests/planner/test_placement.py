@@ -147,6 +147,23 @@ def test_the_blocks_of_the_unified_buffer() -> None:
         check_buffers(160895)
 
 
+ENDS = {  # of each block, counted by hand from the sizes of the document
+    "inputQue1": 32768, "inputQue2": 49152, "outputQue1": 65536, "outputQue2": 73728, "tmpBuff1": 106496,
+    "tmpBuff2": 139264, "tmpBuff3": 141312, "antiqScaleBuff": 143360, "antiqOffsetBuff": 145408, "qAmaxBuff": 147712,
+    "softmaxResAmaxBuff": 150016, "qRowSumBuff": 152320, "softmaxResRowSumBuff": 154624, "softmaxMaxBuff": 156672,
+    "softmaxExpBuff": 158720, "softmaxSumBuff": 160768, "bmm1PageAttentionDataBuff": 160832,
+    "bmm2PageAttentionDataBuff": 160896,
+}  # fmt: skip
+
+
+@pytest.mark.covers("A26")
+def test_each_block_ends_where_the_document_ends_it() -> None:
+    """Guards against two blocks with each other's size: the sum is right, and tiles are cut for the wrong block."""
+    for name, end in ENDS.items():
+        with pytest.raises(InvalidRequestError, match=rf" {name} ends at {end}, 1 bytes beyond"):
+            check_buffers(end - 1)
+
+
 @pytest.mark.covers("A7", "A20", "A26")
 @given(group=st.integers(1, 300), head_dim=st.integers(1, 512), block=st.integers(1, 2**17))
 def test_tiles_stay_within_their_block(group: int, head_dim: int, block: int) -> None:

@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import AsyncLLM, InvalidRequestError, SamplingParams
-from penstock.client.kv_blocks import KVBlocks
-from penstock.client.remote_prefill import RemotePrefill
+from penstock.client.kv_transfer import KVBlocks, RemotePrefill
 from penstock.interface.kv_transfer import KVTransferOptions, Progress
 from penstock.interface.messages import BlockDirectory, EngineRequest
 from tests.server.harness import QUIET, RunningServer, get, send, wait_until

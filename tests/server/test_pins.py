@@ -11,8 +11,8 @@ from penstock.client.tokenizers import choose_tokenizer
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.prove.scripted import ScriptedClient
+from penstock.server.kept_calls import Begun, EncodedPrompt, decode_record, encode_record
 from penstock.server.options import ServerOptions
-from penstock.server.records import Begun, EncodedPrompt, decode, encode
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, app_client
 
@@ -84,7 +84,7 @@ def test_the_journal_keeps_the_salt() -> None:
         id="a", kind="completions", owner="", created=0, body=b"{}", model="demo", fingerprint="", grace_s=None,
         params=SamplingParams(seed=1), prompts=[prompt], keep_s=0.0,
     )  # fmt: skip
-    assert decode(encode(begun)).prompts == [prompt]
+    assert decode_record(encode_record(begun)).prompts == [prompt]
 
 
 def test_a_pin_is_made_found_listed_and_deleted() -> None:

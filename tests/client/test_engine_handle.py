@@ -1,4 +1,4 @@
-"""EngineSupervisor with scripted engine processes: restarts, epochs and what a broken process says."""
+"""EngineHandle with scripted engine processes: restarts, epochs and what a broken process says."""
 
 import asyncio
 import errno
@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from penstock.client import frames, liveness, supervisor, watched
-from penstock.client.child import EngineConnection
+from penstock.client import engine_handle, frames
 from penstock.client.engine_client import EngineState
+from penstock.client.engine_connection import EngineConnection
 from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats
 from penstock.parallel.effort import Effort
@@ -55,12 +55,12 @@ class ScriptedChild:
 
 
 class Watched:
-    """A supervisor whose nth process follows `script(n)`, run until it gives up; and its listener. If the script raises
+    """A handle whose nth process follows `script(n)`, used as a fleet does until it gives up. If the script raises
     OSError, the process cannot be started."""
 
     def __init__(self, monkeypatch, script, explained=lambda losses: False):
         epochs = itertools.count()
-        self.children, self.frames, self.infos, self.failures = [], [], [], []
+        self.children, self.frames, self.infos = [], [], []
         self.losses = 0
         self.explained = explained
 
@@ -68,40 +68,32 @@ class Watched:
             self.children.append(ScriptedChild(script(next(epochs)), first))
             return self.children[-1]
 
-        monkeypatch.setattr(watched, "EngineChild", start)
-        monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
-        self.supervisor = supervisor.EngineSupervisor(frames.Start(-1, {}), self)
-        asyncio.run(asyncio.wait_for(self.supervisor.run(), 10))
+        monkeypatch.setattr(engine_handle, "EngineChild", start)
+        monkeypatch.setattr(engine_handle, "BACK_OFF_S", 0.0)
+        self.handle = engine_handle.EngineHandle(frames.Start(-1, {}), self.received)
+        asyncio.run(asyncio.wait_for(self.run(), 10))
 
-    def engine_ready(self, info):
-        self.infos.append(info)
-
-    def engine_lost(self):
-        self.losses += 1
-        return self.explained(self.losses)
-
-    def engine_failed(self, error):
-        self.failures.append(error)
+    async def run(self):
+        while await self.handle.wait_for_death(lambda: True):
+            self.losses += 1
+            await self.handle.replace(explained=self.explained(self.losses))
 
     def received(self, frame):
-        self.frames.append(frame)
-
-    def leaving(self):
-        raise AssertionError("no child process says so")
-
-    def recovered(self):
-        return True
+        if isinstance(frame, frames.Ready):
+            self.infos.append(frame.info)
+        else:
+            self.frames.append(frame)
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up(monkeypatch, caplog):
     """Guards against an engine that is started for ever, and against requests that wait for it."""
     watched = Watched(monkeypatch, lambda epoch: [ready(epoch)])
-    assert watched.supervisor.state is EngineState.FAILED
-    assert str(watched.supervisor.failure) == "the engine process died 5 times in 60 s"
-    assert watched.supervisor.restarts == 4
+    assert watched.handle.state is EngineState.FAILED
+    assert str(watched.handle.failure) == "the engine process died 5 times in 60 s"
+    assert watched.handle.restarts == 4
     assert [child.sent[0].epoch for child in watched.children] == [0, 1, 2, 3, 4]
     assert (watched.losses, watched.infos) == (5, [INFO] * 5)
-    assert [type(error) for error in watched.failures] == [EngineDeadError]
+    assert type(watched.handle.failure) is EngineDeadError
     assert "restarting the engine process (restart 4 of 4)" in caplog.messages
 
 
@@ -118,11 +110,11 @@ def outputs(epoch):
 
 
 def test_an_invalid_frame_ends_its_engine_only(monkeypatch, caplog):
-    """Guards against a supervisor that ends with an exception, so that no engine comes any more."""
+    """Guards against a handle that ends with an exception, so that no engine comes any more."""
     script = lambda epoch: [ready(0), EngineError("a frame of 9 TB")] if epoch == 0 else []  # noqa: E731
     watched = Watched(monkeypatch, script)
     assert "invalid frame from the engine process; terminating it: a frame of 9 TB" in caplog.messages
-    assert watched.supervisor.restarts == 3
+    assert watched.handle.restarts == 3
 
 
 def test_what_could_be_built_before_is_tried_again(monkeypatch):
@@ -131,18 +123,18 @@ def test_what_could_be_built_before_is_tried_again(monkeypatch):
     def script(epoch):
         return [frames.Failed(epoch, "no memory", None, None, False)] if epoch in (1, 2, 4, 5, 6) else [ready(epoch)]
 
-    monkeypatch.setattr(supervisor, "MAX_DEATHS", 100)
+    monkeypatch.setattr(engine_handle, "MAX_DEATHS", 100)
     watched = Watched(monkeypatch, script)
-    assert (watched.supervisor.restarts, len(watched.infos)) == (6, 2)
-    assert isinstance(watched.supervisor.failure, ModelLoadError)
+    assert (watched.handle.restarts, len(watched.infos)) == (6, 2)
+    assert isinstance(watched.handle.failure, ModelLoadError)
 
 
 @pytest.mark.parametrize(("user_error", "kind"), [(True, InvalidRequestError), (False, ModelLoadError)])
 def test_what_cannot_be_built_is_not_tried_again(monkeypatch, user_error, kind):
     failed = frames.Failed(0, "max_model_len: too long", "max_model_len", None, user_error)
     watched = Watched(monkeypatch, lambda epoch: [failed])
-    assert (type(watched.supervisor.failure), len(watched.children)) == (kind, 1)
-    assert watched.supervisor.settled.is_set()
+    assert (type(watched.handle.failure), len(watched.children)) == (kind, 1)
+    assert watched.frames == [failed]  # so that its owner need not wait for the end of the process
 
 
 def no_process(*_):
@@ -155,7 +147,7 @@ def test_a_process_that_the_system_refuses_for_a_moment_is_started_later(monkeyp
     script = lambda epoch: no_process() if epoch in (1, 2, 4) else [ready(epoch)]  # noqa: E731
     watched = Watched(monkeypatch, script)
     assert [child.sent[0].epoch for child in watched.children] == [0, 3, 5, 6, 7]
-    assert (watched.supervisor.restarts, len(watched.infos)) == (4, 5)
+    assert (watched.handle.restarts, len(watched.infos)) == (4, 5)
     refused = "the engine process cannot be started: Resource temporarily unavailable; trying again"
     assert caplog.messages.count(refused) == 3
 
@@ -163,17 +155,17 @@ def test_a_process_that_the_system_refuses_for_a_moment_is_started_later(monkeyp
 def test_a_system_that_starts_no_process_any_more_ends_the_service(monkeypatch):
     """Guards against requests that wait for ever for an engine that cannot come."""
     watched = Watched(monkeypatch, lambda epoch: no_process() if epoch else [ready(epoch)])
-    assert str(watched.supervisor.failure) == (
+    assert str(watched.handle.failure) == (
         "the engine process cannot be started: Resource temporarily unavailable (tried 10 times)"
     )
-    assert [type(error) for error in watched.failures] == [EngineDeadError]
+    assert type(watched.handle.failure) is EngineDeadError
 
 
 def test_deaths_that_a_request_is_to_blame_for_do_not_end_the_service(monkeypatch):
     """Guards against a handful of harmful requests that stop a server for everybody."""
     watched = Watched(monkeypatch, lambda epoch: [ready(epoch)], explained=lambda losses: losses <= 20)
     assert watched.losses == 25
-    assert str(watched.supervisor.failure) == "the engine process died 5 times in 60 s"
+    assert str(watched.handle.failure) == "the engine process died 5 times in 60 s"
 
 
 def test_counters_do_not_fall_when_an_engine_is_replaced(monkeypatch):
@@ -184,12 +176,16 @@ def test_counters_do_not_fall_when_an_engine_is_replaced(monkeypatch):
         stats = EngineStats(num_running=3, kv_blocks_total=7, num_steps_total=10, num_generated_tokens_total=epoch)
         return [ready(epoch), frames.Outputs(epoch, [], stats), frames.Heartbeat(epoch, stats)]
 
-    monkeypatch.setattr(Watched, "received", lambda self, frame: seen.append(self.supervisor.liveness.stats))
+    def received(self, frame):
+        if isinstance(frame, frames.Outputs):
+            seen.append(self.handle.liveness.stats)
+
+    monkeypatch.setattr(Watched, "received", received)
     watched = Watched(monkeypatch, script)
     assert [stats.num_steps_total for stats in seen] == [10, 20, 30, 40, 50]
     assert [stats.num_generated_tokens_total for stats in seen] == [0, 1, 3, 6, 10]
     assert {(stats.num_running, stats.kv_blocks_total) for stats in seen} == {(3, 7)}  # gauges are the engine's own
-    assert watched.supervisor.liveness.stats == EngineStats(num_steps_total=50, num_generated_tokens_total=10)
+    assert watched.handle.liveness.stats == EngineStats(num_steps_total=50, num_generated_tokens_total=10)
 
 
 class Clock:
@@ -205,66 +201,66 @@ class Clock:
 @pytest.mark.parametrize(
     ("frames_seen", "patience"),
     [
-        ([], liveness.START_SILENCE_S),  # it starts
-        ([frames.Ready(0, INFO, EngineStats())], liveness.SILENCE_S),
-        ([frames.Ready(0, INFO, EngineStats(num_waiting=1))], liveness.SILENCE_S),
+        ([], engine_handle.START_SILENCE_S),  # it starts
+        ([frames.Ready(0, INFO, EngineStats())], engine_handle.SILENCE_S),
+        ([frames.Ready(0, INFO, EngineStats(num_waiting=1))], engine_handle.SILENCE_S),
     ],
 )
 def test_how_long_an_engine_may_be_silent(monkeypatch, frames_seen, patience):
     """Guards against an engine that hangs and is never replaced, and one that is killed in a long first step."""
     clock = Clock()
-    monkeypatch.setattr(liveness, "time", clock)
-    engine = liveness.Liveness()
-    clock.now += liveness.REMOTE_START_SILENCE_S - 0.1  # nothing was heard yet: importing may take long
-    assert not engine.stuck
+    monkeypatch.setattr(engine_handle, "time", clock)
+    engine = engine_handle.Liveness()
+    clock.now += engine_handle.REMOTE_START_SILENCE_S - 0.1  # nothing was heard yet: importing may take long
+    assert engine.symptom is None
     clock.now += 0.2
-    assert engine.stuck
+    assert engine.symptom is not None
     for frame in [frames.Heartbeat(0, EngineStats()), *frames_seen]:
         engine.note(frame)
     clock.now += patience - 0.1
-    assert not engine.stuck
+    assert engine.symptom is None
     engine.excuse()
     clock.now += patience - 0.1
-    assert not engine.stuck
+    assert engine.symptom is None
     clock.now += 0.2
-    assert engine.stuck
+    assert engine.symptom is not None
     assert not engine.making_progress
     engine.engine_ended()
-    assert not engine.stuck
+    assert engine.symptom is None
 
 
 def test_a_start_may_take_minutes_while_it_gets_on(monkeypatch):
     """Guards against an engine that is stopped before its first frame and replaced a minute later, and against a start
     on a slow disk or a busy machine that is taken for a stopped one."""
     clock = Clock()
-    monkeypatch.setattr(liveness, "time", clock)
-    engine = liveness.Liveness()
+    monkeypatch.setattr(engine_handle, "time", clock)
+    engine = engine_handle.Liveness()
     engine.watch_start(None)  # elsewhere, so nobody knows
     efforts = [Effort(0.0, 0), Effort(0.1, 0), Effort(0.1, 1), Effort(0.1, 1, is_waiting=True), Effort(0.1, 1)]
     for effort in efforts:
-        clock.now += liveness.SILENCE_S - 0.1
+        clock.now += engine_handle.SILENCE_S - 0.1
         engine.watch_start(effort)
-        assert not engine.stuck
+        assert engine.symptom is None
     clock.now += 0.2
     engine.watch_start(efforts[-1])
-    assert engine.stuck
+    assert engine.symptom is not None
 
 
 def test_a_step_may_take_minutes_while_it_computes(monkeypatch):
     """Guards against an engine that is killed in a long prompt because the steps before it were short, and against one
     that computes for ever."""
     clock = Clock()
-    monkeypatch.setattr(liveness, "time", clock)
-    engine = liveness.Liveness()
+    monkeypatch.setattr(engine_handle, "time", clock)
+    engine = engine_handle.Liveness()
     engine.note(frames.Ready(0, INFO, EngineStats(num_running=1)))
     for _ in range(100):
         clock.now += 0.1
         engine.note(frames.Outputs(0, [], EngineStats(num_running=1)))
-    for working_s in range(1, int(liveness.MAX_STEP_S)):
+    for working_s in range(1, int(engine_handle.MAX_STEP_S)):
         clock.now += 1.0
         engine.note(frames.Heartbeat(0, EngineStats(num_running=1), working_s=float(working_s)))
         assert engine.making_progress
-    engine.note(frames.Heartbeat(0, EngineStats(num_running=1), working_s=liveness.MAX_STEP_S))
-    assert engine.stuck
+    engine.note(frames.Heartbeat(0, EngineStats(num_running=1), working_s=engine_handle.MAX_STEP_S))
+    assert engine.symptom is not None
     engine.note(frames.Outputs(0, [], EngineStats(num_running=1)))
     assert engine.making_progress

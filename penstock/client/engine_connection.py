@@ -1,7 +1,7 @@
-"""EngineChild: one engine process and the connection to it. It knows frames, but neither requests nor restarts.
+"""The client's end of the connection to one engine process. It knows frames, but neither requests nor restarts.
 
-EngineConnection is the part that concerns the connection alone; an engine on another machine has it too
-(ray_app/remote.py).
+EngineConnection concerns the connection alone, and engines on other machines have it too (ray_app/remote.py).
+EngineChild also starts the process, as a child of this one. Launcher says which of the two a client uses.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class EngineConnection(ABC):
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """Return the process id; None if there is no process, or it has ended."""
+        """The process id; None if there is no process, or it has ended."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int | None:
