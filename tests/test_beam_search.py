@@ -29,7 +29,7 @@ from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
-from penstock.prove.scripted import ScriptedServer
+from penstock_lab.prove.scripted import ScriptedServer
 from tests.hf_models import MAKERS, random_ids
 from tests.kernels.packed import levels
 

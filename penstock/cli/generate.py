@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError, check_int
 from penstock.interface.prompts import STDIN, check_text, read_prompts, read_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.plugins import entry_points
 
 if TYPE_CHECKING:
     from penstock.entrypoints.llm import LLM
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     with load_llm(args) as llm:
         handle_signals()
         params = llm.get_default_sampling_params(**sampling_options(args))
-        with _profiling(llm, args.profile):
+        with entry_points.load("profilers", "operations", "profile")(llm) if args.profile else nullcontext():
             started = time.perf_counter()
             outputs = list((_print_json if args.json else _print_text)(llm, prompts, params, args))
             seconds = time.perf_counter() - started
@@ -102,22 +103,6 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     for prompt in args.prompt:
         check_text(prompt)
     return prompts
-
-
-@contextmanager
-def _profiling(llm: "LLM", wanted: bool) -> Iterator[None]:
-    """If `wanted`, measure each operation of the native kernels and print a table to standard error."""
-    if not wanted:
-        yield
-        return
-    from penstock.bench.profile import Profile
-    from penstock.bench.profiled import profiling
-    from penstock.bench.report import print_profile
-
-    profile = Profile()
-    with profiling(llm.built, llm.client, profile):
-        yield
-    print_profile(profile.figures(), stderr=True)
 
 
 def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[tuple[int, "RequestOutput"]]:

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.client import frames
-from penstock.parallel.effort import Effort
-from penstock.parallel.spawn import spawn
+from penstock.ranks.children import Effort, spawn
 
 EXIT_WAIT_S = 5.0  # for the process to end on its own once the connection is closed
 STDERR = 2  # output of the engine process joins our messages on stderr; stdout belongs to the user

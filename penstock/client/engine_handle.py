@@ -28,7 +28,7 @@ from penstock.client.engine_client import EngineState, StandbyStatus
 from penstock.client.engine_connection import EngineChild, EngineConnection
 from penstock.errors import EngineDeadError, EngineError, PenstockError
 from penstock.interface.messages import EngineStats, ModelInfo
-from penstock.parallel.effort import Effort
+from penstock.ranks.children import Effort
 
 LOGGER = logging.getLogger("penstock")
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
@@ -188,7 +188,7 @@ class EngineHandle:
         else:
             LOGGER.warning("the standby engine takes over (restart %d of %d)", deaths, MAX_DEATHS - 1)
             self._process = standby
-        assert self._process.epoch > dead.epoch, "frames of the dead process could not be told from the new one's"
+        assert self._process.epoch > dead.epoch, "frames of the dead process would look like the new one's"
         self.restarts += 1
         self._process.liveness.follow(dead.liveness)
         if self._process.ready is not None:

@@ -3,7 +3,7 @@ parallel/child_main.py, with one end of a socket pair.
 
     reader thread: frames -> inbox; when the connection ends, the process exits at once, whatever it is doing,
                    so that no engine outlives its client
-    main thread:   take the frames in the inbox, compute a step, send its outputs; heartbeats while the engine is idle
+    main thread:   handle the frames in the inbox, compute a step, send its outputs; heartbeats while the engine is idle
     heartbeats:    every half second while a build or a step computes or reads files (Outbox). So silence means that a
                    process is stopped or in a deadlock, however long its steps take: a long prompt takes minutes
     forms:         compiles the forms that answers must have, so that streams go on meanwhile
@@ -26,9 +26,9 @@ from penstock.client import frames
 from penstock.engine.engine import Engine
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineRequest, EngineStats
-from penstock.parallel.child_main import EXIT_CLIENT_GONE
-from penstock.parallel.effort import Effort
 from penstock.plugins import time_limit
+from penstock.ranks.child_main import EXIT_CLIENT_GONE
+from penstock.ranks.children import Effort
 from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.ring import Ring
 

@@ -45,7 +45,7 @@ class KVTransfer:
     """Carries out a role. It belongs to one event loop."""
 
     def __init__(self, options: KVTransferOptions) -> None:
-        self._gives_blocks = options.kv_role == "prefill"
+        self._shares_blocks = options.kv_role == "prefill"
         self._remote = RemotePrefill(options) if options.kv_role == "decode" else None
         self._info: ModelInfo | None = None
         self._blocks: KVBlocks | None = None
@@ -56,9 +56,9 @@ class KVTransfer:
             self._info, self._blocks = info, None
 
     @property
-    def given_blocks(self) -> "KVBlocks | None":
+    def shared_blocks(self) -> "KVBlocks | None":
         """The blocks that other servers may fetch; None if the role is not prefill, or no engine was ready."""
-        return self._own_blocks() if self._gives_blocks else None
+        return self._own_blocks() if self._shares_blocks else None
 
     @property
     def status(self) -> RemotePrefillStatus | None:

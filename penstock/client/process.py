@@ -209,7 +209,7 @@ class ProcessClient:
 
     @property
     def kv_blocks(self) -> "KVBlocks | None":
-        return None if self._transfer is None else self._transfer.given_blocks
+        return None if self._transfer is None else self._transfer.shared_blocks
 
     async def check_form(self, form: StructuredOutputsParams) -> None:
         check = getattr(self._tokenizer, "check_form", None)

@@ -19,7 +19,7 @@ from penstock.client import frames
 from penstock.client.text_process import LOAD_CPU_S, Call, Reply, unpack_reply
 from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.structured_outputs import FIELD
-from penstock.parallel.spawn import spawn
+from penstock.ranks.children import spawn
 
 LOGGER = logging.getLogger("penstock")
 CALL_CPU_S, CPU_S_PER_CHAR = 1.0, 1e-5  # processor time; a million letters take 0.5 to 1.7 s

@@ -8,10 +8,13 @@ import pytest
 
 from penstock.client import engine_handle, frames
 from penstock.client.engine_client import EngineState
-from penstock.client.engine_connection import EngineConnection
+from penstock.client.engine_connection import EngineConnection, Launcher
+from penstock.client.fleet import Fleet
+from penstock.client.open_requests import OpenRequests
+from penstock.client.records import RecordOptions
 from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats
-from penstock.parallel.effort import Effort
+from penstock.ranks.children import Effort
 from tests.fakes_engine import model_info
 
 INFO = model_info(64, 100)
@@ -186,6 +189,53 @@ def test_counters_do_not_fall_when_an_engine_is_replaced(monkeypatch):
     assert [stats.num_generated_tokens_total for stats in seen] == [0, 1, 3, 6, 10]
     assert {(stats.num_running, stats.kv_blocks_total) for stats in seen} == {(3, 7)}  # gauges are the engine's own
     assert watched.handle.liveness.stats == EngineStats(num_steps_total=50, num_generated_tokens_total=10)
+
+
+class Owner:
+    """The owner of a fleet with one engine, whose nth process follows `script(n)`."""
+
+    def __init__(self, script):
+        self.errors, self.number = [], itertools.count()
+        self.requests = OpenRequests(None)
+        launcher = Launcher(lambda first: ScriptedChild(script(next(self.number)), first))
+        record = RecordOptions(flight_recorder=0)
+        self.fleet = Fleet(frames.Start(-1, {}), self.requests, self, lambda *_: 1.0, record, launcher=launcher)
+
+    async def run(self):
+        self.fleet.attach()
+        await asyncio.wait_for(self.fleet.settled.wait(), 10)
+        await asyncio.wait_for(asyncio.wait(self.fleet._watches), 10)
+
+    def engine_ready(self, index, num_rows, info):
+        pass
+
+    def engine_lost(self, index, num_rows, to_blame):
+        pass
+
+    def engine_failed(self, error):
+        self.errors.append(error)
+
+    def received(self, index, outputs, stats):
+        raise RuntimeError("a bug in the client")
+
+
+def test_a_fleet_says_why_nothing_can_be_built_and_readers_of_streams_no_files():
+    """Guards against a request that waits for an engine that cannot come, and a path that every client may read."""
+    failed = frames.Failed(0, "/secret/model: no such file", None, None, False)
+    owner = Owner(lambda epoch: [failed])
+    asyncio.run(owner.run())
+    assert str(owner.fleet.failure) == "/secret/model: no such file"
+    assert [type(owner.fleet.failure), owner.fleet.state] == [ModelLoadError, EngineState.FAILED]
+    assert [str(error) for error in owner.errors] == ["no engine can be started again; the server's log says why"]
+
+
+def test_a_bug_in_the_client_ends_the_fleet_and_not_only_its_task(caplog):
+    """Guards against requests that wait for ever for an engine that nobody watches any more."""
+    owner = Owner(lambda epoch: [ready(epoch), outputs(epoch)])
+    asyncio.run(owner.run())
+    assert str(owner.fleet.failure) == "the supervision of the engine failed: RuntimeError('a bug in the client')"
+    assert owner.errors == [owner.fleet.failure]
+    assert "the supervision of the engine process failed" in caplog.messages
 
 
 class Clock:

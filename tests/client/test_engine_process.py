@@ -13,9 +13,8 @@ from penstock.client import engine_process, frames
 from penstock.client.engine_process import Outbox
 from penstock.interface.messages import EngineRequest, EngineStats
 from penstock.interface.sampling_params import SamplingParams
-from penstock.parallel.child_main import EXIT_CLIENT_GONE
-from penstock.parallel.effort import Effort
-from penstock.parallel.spawn import children, spawn
+from penstock.ranks.child_main import EXIT_CLIENT_GONE
+from penstock.ranks.children import Effort, children, spawn
 
 
 def test_heartbeats_come_only_while_work_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A fleet of scripted engines: whatever dies whenever, every choice goes on where it was, in one engine at a time."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -346,6 +347,41 @@ def test_what_an_engine_leaves_behind_waits_for_a_trial_and_no_longer():
     assert len(last.engine.requests) == 2
     client.finish()
     client.check_nothing_is_kept()
+
+
+def test_outputs_from_an_engine_that_a_choice_has_left_are_dropped():
+    """Guards against tokens that count twice, or an end that is not the choice's own: a paused request may go on in
+    another engine while the last outputs of the first one are still on the way."""
+    client = Client()
+    request = client.open([1])
+    (name,) = client.requests.running_of(request)
+    (first,) = client.places()[name]
+    client.step(first)
+    late = client.handles[first].engine.step()
+    client.fleet.abort([name])
+    client.handles[first].die()
+    client.fleet.submit(request)
+    client.handles[first].ready()
+    assert client.places()[name] == [1 - first]
+    client.handles[first].deliver(frames.Outputs(0, late, EngineStats()))
+    assert client.received_of(request) == [expected_outputs([1], 1)]
+    client.finish()
+    assert client.received_of(request) == [expected_outputs([1], NUM_TOKENS)]
+    client.check_nothing_is_kept()
+
+
+def test_frames_for_a_client_that_was_dropped_change_nothing():
+    """Guards against an engine that is supervised, or its requests moved, for a client that exists no more."""
+    client = Client(1)
+    fleet, handle = client.fleet, client.first
+    client.open([1])
+    outputs = handle.engine.step()
+    del client
+    gc.collect()
+    handle.deliver(frames.Outputs(0, outputs, EngineStats()))
+    assert fleet._replicas[0].last_outputs_at == 0.0
+    fleet.stop()
+    assert str(handle.failure) == "the engine was shut down"
 
 
 ACTIONS = st.lists(

@@ -17,9 +17,9 @@ import pytest
 from penstock import LLM, AsyncLLM, InvalidRequestError, ModelLoadError, SamplingParams
 from penstock.client import text_worker
 from penstock.client.isolation import IsolatedTokenizer
-from penstock.demo import MODEL_DIR
 from penstock.errors import EngineDeadError, RequestFailedError
 from penstock.tokenizer.hf import load_tokenizer
+from penstock.weights.hub import MODEL_DIR
 from tests.server.harness import send
 
 BACKTRACKS = "a" * 40 + "b"

@@ -7,7 +7,7 @@ import torch
 
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
-from penstock.weights.convert import rewrite_model
+from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import Checkpoint
 from tests.families.case import Case, all_cases, for_cases
 from tests.families.conftest import MakeModel

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.assembly import BuiltEngine, build_engine
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.messages import EngineRequest
@@ -25,7 +26,6 @@ from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.weights import LinearSpec
 from penstock.models.config_json import load_model_config
 from penstock.runner.programs import RecordedModel
-from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model
 from tests.answers import Answer, answer, ask, ask_alone
 from tests.families import falcon

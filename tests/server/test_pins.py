@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
-from penstock.prove.scripted import ScriptedClient
 from penstock.server.kept_calls import Begun, EncodedPrompt, decode_record, encode_record
 from penstock.server.options import ServerOptions
+from penstock_lab.prove.scripted import ScriptedClient
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, app_client
 

@@ -18,7 +18,7 @@ from penstock.models.registry import find_model
 from penstock.spec.param_table import ParamTable
 from penstock.weights import convert, rows
 from penstock.weights import convert as rewrite
-from penstock.weights.convert import Destination, rewrite_model
+from penstock.weights.rewrite import Destination, rewrite_model
 from penstock.weights.safetensors import INDEX, SINGLE, Checkpoint, TensorEntry, num_bytes
 from penstock.weights.sources import CheckpointSource
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, random_ids
@@ -235,7 +235,7 @@ def test_little_of_the_model_is_held_at_once(tmp_path: Path, monkeypatch: pytest
     """Guards against a conversion that needs the memory of the whole model: rows are read when they are written, in
     pieces."""
     _, made = make_llama(tmp_path)
-    monkeypatch.setattr("penstock.weights.convert.PIECE_BYTES", 1000)
+    monkeypatch.setattr("penstock.weights.rewrite.PIECE_BYTES", 1000)
     monkeypatch.setattr(rows, "PIECE_BYTES", 1000)
     held: list[int] = []
     write = rewrite.write_checkpoint
