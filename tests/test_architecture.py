@@ -26,14 +26,13 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"errors", "kernels", "spec"},
     "models": {"errors", "layers", "plugins", "spec"},
     "planner": {"config", "engine", "errors", "interface", "kernels", "spec"},
-    "recorder": {"config", "engine", "errors", "interface"},
     "runner": {"config", "errors", "interface", "kernels", "layers", "plugins", "spec"},
     "weights": {"config", "errors", "kernels", "layers", "models", "planner", "spec"},
     "ranks": {"config", "errors", "interface", "kernels", "layers", "planner", "plugins", "runner", "spec",
               "tokenizer", "weights"},
     "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "planner", "plugins",
                  "ranks", "runner", "spec", "tokenizer", "weights"},
-    "client": {"assembly", "config", "engine", "errors", "interface", "plugins", "ranks", "recorder", "tokenizer",
+    "client": {"assembly", "config", "engine", "errors", "interface", "plugins", "ranks", "tokenizer",
                "weights"},
     "entrypoints": {"assembly", "client", "config", "errors", "interface", "runner", "tokenizer"},
     "__init__": {"config", "entrypoints", "errors", "interface", "models", "plugins"},
@@ -59,7 +58,7 @@ LAB_ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 LAB_USES: set[str] = {
     "__init__", "assembly", "cli", "client", "config", "engine", "entrypoints", "errors", "interface",
-    "kernels", "layers", "models", "planner", "plugins", "ranks", "recorder", "runner", "server", "spec",
+    "kernels", "layers", "models", "planner", "plugins", "ranks", "runner", "server", "spec",
     "tokenizer", "weights"
 }  # fmt: skip
 MOST = {"rooms": 18, "arrows": 100, "Python files": 240, "lines of code": 28_000}

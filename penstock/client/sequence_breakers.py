@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from penstock.errors import InvalidRequestError, check_unicode
-from penstock.interface.logits_params import MAX_BREAKER_IDS
+from penstock.interface.sampling_params import MAX_BREAKER_IDS
 from penstock.tokenizer.tokenizer import Tokenizer, encode_all
 
 MAX_TAIL = 20  # tokens of the rest of a breaker

@@ -16,11 +16,10 @@ from penstock.config import EngineConfig
 from penstock.entrypoints.beam_search import search_output, search_params
 from penstock.entrypoints.pooling import embedding_output, embedding_request, pooling_output, pooling_request
 from penstock.errors import NotSupportedError, check_bool, check_int, take_options
-from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.interface.kv_transfer import KVTransferOptions
-from penstock.interface.outputs import RequestOutput
+from penstock.interface.outputs import BeamSearchOutput, RequestOutput
 from penstock.interface.pooling import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput
-from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 

@@ -1,9 +1,8 @@
 """Convert the answer to a request with use_beam_search into the result of `beam_search`."""
 
 from penstock.errors import RequestFailedError, fail
-from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from penstock.interface.outputs import CompletionOutput, RequestOutput
-from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 

@@ -41,8 +41,7 @@ from penstock.errors import (
     list_of,
     shown,
 )
-from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
-from penstock.interface.outputs import PrefixUse, RequestOutput
+from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
 from penstock.interface.pooling import (
     EmbeddingRequestOutput,
     PoolingParams,
@@ -50,7 +49,7 @@ from penstock.interface.pooling import (
     ScoringRequestOutput,
 )
 from penstock.interface.prompts import check_text
-from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
 from penstock.tokenizer.answers.answer import assistant_message
 from penstock.tokenizer.conversation import render_chat, turn_of

@@ -19,9 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import EngineOverloadedError, PenstockError
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, internal_error
-from penstock.server.context import Metrics, RequestLog, ServerContext
+from penstock.server.context import RequestLog, ServerContext
 from penstock.server.generation import EVENT_STREAM, sse_data
 from penstock.server.keys import Account, KeyRing
+from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
