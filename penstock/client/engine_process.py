@@ -78,6 +78,7 @@ class Outbox:
         if self._thread is None:
             self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
             self._thread.start()
+        assert self._working_since is None, "a step computes alone"
         self._working_since = time.monotonic()
         self._begun.set()
         try:
