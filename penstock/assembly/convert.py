@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail
+from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
@@ -18,7 +19,6 @@ from penstock.kernels.tensors import Array
 from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES
 from penstock.layers.weights import WeightLayer
 from penstock.models.config_json import load_model_config
-from penstock.plugins.user_files import import_files
 from penstock.ranks.build import RankPlace
 from penstock.ranks.layers import row_magnitudes
 from penstock.ranks.sharding import Share, find_degrees, heads_are_together

@@ -15,6 +15,7 @@ from penstock.engine.policies import Clock, Scheduling
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface.messages import ModelInfo
+from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.metadata import KVScales
@@ -31,7 +32,6 @@ from penstock.planner.memory import (
     plan_kv_cache,
     resident_bytes,
 )
-from penstock.plugins.user_files import import_files
 from penstock.ranks.build import RankPlan, check_split, degrees_of, explain_sharding
 from penstock.ranks.launcher import open_launcher
 from penstock.ranks.start import Leader, StartRanks, start_ranks

@@ -14,9 +14,9 @@ from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.terminal import handle_signals, note, show_choices
 from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError, check_int
+from penstock.interface import entry_points
 from penstock.interface.prompts import STDIN, check_text, read_prompts, read_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.plugins import entry_points
 
 if TYPE_CHECKING:
     from penstock.entrypoints.llm import LLM

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from penstock import __version__
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, PenstockError
-from penstock.plugins import entry_points
+from penstock.interface import entry_points
 
 COMMANDS = {
     "generate": "generate text from prompts",

@@ -15,7 +15,7 @@ from penstock.cli.options import (
     parse_size,
 )
 from penstock.errors import InvalidRequestError
-from penstock.plugins import entry_points
+from penstock.interface import entry_points
 
 if TYPE_CHECKING:
     from penstock.server.options import ServerOptions

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, fail
+from penstock.interface import entry_points
 from penstock.models.falcon.config import read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
@@ -20,7 +21,6 @@ from penstock.models.llama.config import read_llama, read_ministral, read_mistra
 from penstock.models.mixtral.config import read_mixtral, read_qwen3_moe
 from penstock.models.olmo2.config import read_olmo2
 from penstock.models.phi3.config import read_phi3
-from penstock.plugins import entry_points
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.param_table import ParamTable
 from penstock.spec.unsupported import DOCUMENTATION, SUPPORTED, nearest, why_unsupported
