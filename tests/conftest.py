@@ -45,8 +45,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def not_allowed(config):
-    """Return the reasons of skips that --may-skip does not match: there, what a machine for all tests lacks
-    is an error."""
+    """Return the reasons of skips that --may-skip does not match: on a machine for all tests they are errors."""
     pattern, reporter = config.getoption("--may-skip"), config.pluginmanager.get_plugin("terminalreporter")
     if pattern is None or reporter is None:
         return []
