@@ -23,7 +23,7 @@ from penstock.errors import (
 )
 from penstock.interface.drafts import SpeculativeConfig
 from penstock.interface.pooling import PoolerConfig
-from penstock.kernels.cpu.cores import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
+from penstock.kernels.cpu.host import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
 
