@@ -21,8 +21,8 @@ from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
-from penstock.layers.context import CausalLM, ForwardContext
 from penstock.layers.lm_head import HeadLayout
+from penstock.layers.module import CausalLM, ForwardContext
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import Ledger, MemoryPlan
 from penstock.planner.memory import (
@@ -40,11 +40,11 @@ from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.tokenizer.grammars import Grammars, open_grammars
 from penstock.weights import packed
-from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance, Weights
 from penstock.weights.kv_scales import read_scales
 from penstock.weights.loader import Place, make_model, make_ops
+from penstock.weights.safetensors import verify_checksums
 from penstock.weights.sizes import model_sizes
 
 UNLIMITED = 2**62  # bytes
@@ -327,7 +327,7 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_eng
     if isinstance(weights, Path):
         numerics, reasons = packed.fit(numerics, weights)
         if numerics.verify_files and numerics.load_format == "auto":
-            reasons["verify_files"] = f"on: {verify(weights)}"
+            reasons["verify_files"] = f"on: {verify_checksums(weights)}"
     config = replace(config, numerics=numerics).resolve(model, num_engines)
     check_split(config, model, weights)
     return replace(config, reasons=config.reasons | reasons | explain_sharding(config, model))

@@ -24,7 +24,7 @@ from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutpu
 from penstock.kernels.attention.plan import steps_with_same_tiles
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import Int32, Int64, as_array
-from penstock.layers.context import ForwardContext
+from penstock.layers.module import ForwardContext
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.packed_step import Layout, PackedStep
 from penstock.runner.programs import RecordedModel

@@ -23,8 +23,7 @@ from penstock.kernels.metadata import AttentionParams, KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
 from penstock.layers.attention import Attention
-from penstock.layers.context import CausalLM
-from penstock.layers.module import named_modules
+from penstock.layers.module import CausalLM, named_modules
 from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig
 

@@ -31,7 +31,7 @@ from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.tensors import Array, Tensor, as_array, dtype_of, is_torch
-from penstock.layers.context import CausalLM, ForwardContext
+from penstock.layers.module import CausalLM, ForwardContext
 from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.packed_step import PackedStep, PromptPiece
