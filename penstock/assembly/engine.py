@@ -15,13 +15,14 @@ from penstock.engine.mock import MockExecutor
 from penstock.engine.policies import Clock, Scheduling
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface.messages import ModelInfo
+from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
-from penstock.layers.context import CausalLM, ForwardContext
 from penstock.layers.lm_head import HeadLayout
+from penstock.layers.module import CausalLM, ForwardContext
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import Ledger, MemoryPlan
 from penstock.planner.memory import (
@@ -31,7 +32,6 @@ from penstock.planner.memory import (
     plan_kv_cache,
     resident_bytes,
 )
-from penstock.plugins.user_files import import_files
 from penstock.ranks.build import RankPlan, check_split, degrees_of, explain_sharding
 from penstock.ranks.launcher import open_launcher
 from penstock.ranks.start import Leader, StartRanks, start_ranks
@@ -40,11 +40,11 @@ from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.tokenizer.grammars import Grammars, open_grammars
 from penstock.weights import packed
-from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance, Weights
 from penstock.weights.kv_scales import read_scales
 from penstock.weights.loader import Place, make_model, make_ops
+from penstock.weights.safetensors import verify_checksums
 from penstock.weights.sizes import model_sizes
 
 UNLIMITED = 2**62  # bytes
@@ -327,7 +327,7 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_eng
     if isinstance(weights, Path):
         numerics, reasons = packed.fit(numerics, weights)
         if numerics.verify_files and numerics.load_format == "auto":
-            reasons["verify_files"] = f"on: {verify(weights)}"
+            reasons["verify_files"] = f"on: {verify_checksums(weights)}"
     config = replace(config, numerics=numerics).resolve(model, num_engines)
     check_split(config, model, weights)
     return replace(config, reasons=config.reasons | reasons | explain_sharding(config, model))

@@ -19,6 +19,7 @@ from penstock.engine.timeline import StepLog
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
+from penstock.interface.plugins import check_registered
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     BlockStore,
@@ -29,7 +30,6 @@ from penstock.interface.step import (
     SchedulerOutput,
     num_rejected_drafts,
 )
-from penstock.plugins.logits_processors import check_registered
 
 MAX_FAILED_STEPS = 3  # in a row that blame a request, or cannot be planned: the engine is then broken
 

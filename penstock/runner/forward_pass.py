@@ -23,8 +23,7 @@ from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads,
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array, is_torch
 from penstock.layers.attention import Attention
-from penstock.layers.context import CausalLM, ForwardContext
-from penstock.layers.module import named_modules, replaced
+from penstock.layers.module import CausalLM, ForwardContext, named_modules, replaced
 from penstock.runner.model_runner import allocate_kv_caches, layer_groups
 from penstock.spec.model_config import ModelConfig
 

@@ -23,7 +23,7 @@ from penstock.server.keys import Account, KeyRing
 from penstock.server.metrics import Metrics
 from penstock.server.openai_requests import Body, label_text, parse, to_request
 from penstock.server.options import ServerOptions
-from penstock.server.timelines import CallTimeline, TimelineTable
+from penstock.server.timelines import RequestLog, TimelineTable
 from penstock.tokenizer.tokenizer import Tokenizer
 
 SourceOf = Callable[..., Source]
@@ -72,13 +72,13 @@ class ServerContext:
         except (InvalidRequestError, ModelLoadError):
             raise unavailable("the engine could not be started") from None
 
-    def arrive(self, log: "RequestLog") -> None:
+    def arrive(self, log: RequestLog) -> None:
         """Count a request whose body has arrived. Raise EngineOverloadedError or EngineDeadError if it is refused."""
         self.client.check_admission(log.flow, num_arriving=self.num_arriving)
         self.num_arriving += 1
         log.is_arriving = True
 
-    def arrived(self, log: "RequestLog") -> None:
+    def arrived(self, log: RequestLog) -> None:
         """Stop counting a request: the engine client has it, or it has ended. A second call does nothing."""
         self.num_arriving -= log.is_arriving
         log.is_arriving = False
@@ -100,51 +100,6 @@ class ServerContext:
         except ModelLoadError:
             message = "the model has no tokenizer, so texts cannot be used; send token ids"
             raise InvalidRequestError(message, param="prompt", code="no_tokenizer") from None
-
-
-@dataclass(slots=True)
-class RequestLog:
-    """The data of one HTTP request for its log line and metrics. The middleware creates it, the routes fill it.
-
-    Attributes:
-        request_id: the caller's X-Request-Id or a new one, for the log and the answer's header only.
-        labels: the body's labels (`user`, ...), ready to print.
-        key: the name of the API key, "" if it has no name.
-        priority, timeout_s: the request's priority, and how long it may take.
-        traceparent, tracestate: the W3C headers that identify the caller's span.
-        timeline: of the call, set when its generation begins.
-        is_arriving: whether the request is counted in ServerContext.num_arriving.
-    """
-
-    request_id: str
-    started: float = field(default_factory=time.monotonic)
-    labels: str = ""
-    key: str = ""
-    priority: int = 0
-    timeout_s: float | None = None
-    traceparent: str | None = None
-    tracestate: str | None = None
-    timeline: CallTimeline | None = None
-    is_arriving: bool = False
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_completion_tokens: int = 0
-
-    @property
-    def flow(self) -> str | None:
-        """Return the flow under which the request is scheduled: one per named key. None: the request alone."""
-        return f"key {self.key}" if self.key else None
-
-    def age_s(self) -> float:
-        return time.monotonic() - self.started
-
-    def tokens(self) -> str:
-        """Return the token counts as part of a log line, or "" if the request has no prompt tokens."""
-        if not self.num_prompt_tokens:
-            return ""
-        return (
-            f"prompt={self.num_prompt_tokens} cached={self.num_cached_tokens} completion={self.num_completion_tokens}"
-        )
 
 
 def context_of(request: Request) -> ServerContext:
