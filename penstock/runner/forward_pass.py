@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from penstock.kernels.metadata import AttentionParams, KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
 from penstock.layers.attention import Attention
-from penstock.layers.module import CausalLM, named_modules
+from penstock.layers.module import CausalLM, named_modules, replaced
 from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig
 
@@ -166,15 +166,15 @@ class ForwardPass:
 
 @contextmanager
 def _watching(blocks: list[tuple[Any, Attention]], seen: _Seen, wanted: Wanted) -> Iterator[None]:
-    """Copy the residual stream before each block, and each layer's queries. The model is as before afterwards."""
+    """Copy the residual stream before each block, and each layer's queries."""
     with ExitStack() as stack:
         for layer, (block, attention) in enumerate(blocks):
             if wanted.hidden_states:
-                block.forward = partial(_watched_block, block.forward, seen.states[layer])
-                stack.callback(delattr, block, "forward")  # then the class's own is found again
+                watched = partial(_watched_block, block.forward, seen.states[layer])
+                stack.enter_context(replaced(block, "forward", watched))
             if wanted.attentions:
-                stack.callback(setattr, attention, "ops", attention.ops)
-                attention.ops = cast(Ops, _WatchedOps(attention.ops, seen.queries[layer]))
+                watching = _WatchedOps(attention.ops, seen.queries[layer])
+                stack.enter_context(replaced(attention, "ops", watching))
         yield
 
 
