@@ -50,9 +50,9 @@ class Choice:
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         self._num_sent = 0  # tokens returned in DELTA mode
 
-    def turn(self, state: IntervalKind, at: float) -> None:
+    def enter(self, state: IntervalKind, at: float) -> None:
         """Note in the timeline the state from the time `at` on, whatever an engine has reported."""
-        self.timeline.turn(state, at, len(self.token_ids) - len(self.request.output_token_ids))
+        self.timeline.enter(state, at, len(self.token_ids) - len(self.request.output_token_ids))
 
     def add_tokens(self, output: EngineOutput, start: int = 0) -> None:
         """Take the output's tokens from index `start` on, up to the one that completes a stop string."""

@@ -147,7 +147,7 @@ class OpenRequests:
             if choice.finish_reason is not None:
                 del self._running[output.request_id]
                 told = output.finish_reason is not None and output.intervals  # not if a stop string ended it here
-                choice.turn(IntervalKind.DELIVERY, choice.timeline.end if told else time.monotonic())
+                choice.enter(IntervalKind.DELIVERY, choice.timeline.end if told else time.monotonic())
                 if output.finish_reason is None:
                     abort_ids.append(output.request_id)
         return request.make_output(), abort_ids
@@ -156,7 +156,7 @@ class OpenRequests:
         """Note that no engine has these choices any more, since the time `at`."""
         for request_id in engine_request_ids:
             if request_id in self._running:
-                self._running[request_id][1].turn(state, at)
+                self._running[request_id][1].enter(state, at)
 
     def cancel(self, request: "OpenRequest") -> list[str]:
         """Drop what is still to come for a request. Return its engine requests that were running."""
