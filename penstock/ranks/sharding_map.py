@@ -12,8 +12,8 @@ The name of a module that computes a branch is a hint: it gives the split axis o
 
     layers.*.mlp : 1         each rank computes some of the neurons; with -1 every rank computes all of them
 
-`split_by_map` turns the axes of a map into the form of every weight, which alone determines what each rank computes and what
-the ranks exchange (sharding.py). Three kinds of parameters do not follow the map exactly:
+`split_by_map` turns the axes of a map into the form of every weight, which alone determines what each rank computes and
+what the ranks exchange (sharding.py). Three kinds of parameters do not follow the map exactly:
 
 - A weight whose depth one process sums in one piece cannot be cut along its depth without changing the order of the
   sum. It is cut along its rows instead, which gives every rank a share of the same size.
