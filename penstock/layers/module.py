@@ -7,13 +7,23 @@ may have our modules as attributes, and the other way round.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.kernels.metadata import AttentionMetadata, KVCache
 from penstock.kernels.tensors import Tensor
 
-__all__ = ["CausalLM", "ForwardContext", "Module", "Tensor", "get_submodule", "is_torch_module", "named_modules"]
+__all__ = [
+    "CausalLM",
+    "ForwardContext",
+    "Module",
+    "Tensor",
+    "get_submodule",
+    "is_torch_module",
+    "named_modules",
+    "replaced",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,21 @@ def children(module: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif isinstance(value, list) and value and all(map(is_module, value)):
             yield from ((f"{name}.{index}", item) for index, item in enumerate(value))
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module another attribute inside the block: how a pass is watched without a line of it in the layers."""
+    own = vars(module)  # a method that stands in the class is not in it
+    before, had = own.get(name), name in own
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(module, name, before)
+        else:
+            delattr(module, name)
 
 
 def is_module(value: object) -> bool:
