@@ -11,8 +11,8 @@ from penstock.assembly import build_engine
 from penstock.assembly.memory import Ledger, ModelSizes
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
-from tests.kernels.packed import levels
 from tests.assembly.test_memory import PLENTY, model
+from tests.kernels.packed import levels
 
 MIB = 2**20
 WEIGHTS = {None: 40 * MIB, "int8": 20 * MIB, "int4": 12 * MIB}
