@@ -155,7 +155,7 @@ class RankRunner(ModelRunner):
 
     def append_sampled(self, sampled: Mapping[str, Sequence[int]]) -> None:
         """Append tokens that another rank has sampled, by request id. Tokens of removed requests are dropped."""
-        self.batch.extend({self.batch.row(name): ids for name, ids in sampled.items() if self.batch.knows(name)})
+        self.batch.extend({self.batch.row(name): ids for name, ids in sampled.items() if self.batch.has_request(name)})
 
     def compute_stage(self, scheduler_output: SchedulerOutput) -> Any:
         """Compute a step with a stage that is not the last. Return its x and h; None for a step without tokens."""

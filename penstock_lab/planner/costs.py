@@ -13,7 +13,7 @@ the binding limit.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock.planner.ledger import Products
+from penstock.assembly.memory import Products
 from penstock.ranks.sharding import Degrees
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner.machines import Hardware
