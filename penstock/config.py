@@ -67,7 +67,7 @@ class CacheConfig:
 
     A block_size of max_model_len or more gives every request one block, which is a ring in layers with a window; prefix
     caching is then off. An int8 cache takes half the memory of a bfloat16 cache; kv_cache_scales is a safetensors file
-    (weights/kv_scales.py). If kv_cache_memory_bytes is None, planner.memory computes it, from what `memory` leaves if
+    (weights/kv_scales.py). If kv_cache_memory_bytes is None, assembly.memory computes it, from what `memory` leaves if
     that is given.
     """
 
@@ -517,7 +517,7 @@ class EngineConfig:
         return cls(model=model, imports=imports, **parts)
 
     def resolve(self, model: "ModelConfig", num_engines: int = 1) -> "EngineConfig":
-        """Return the config without "auto" and None (except kv_cache_memory_bytes, see planner.memory), with reasons.
+        """Return the config without "auto" and None (except kv_cache_memory_bytes, see assembly.memory), with reasons.
 
         num_engines: engines that share the machine.
 
