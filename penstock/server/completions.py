@@ -221,7 +221,8 @@ class ChatShape(Shape[ChatRequest]):
                 yield self._chunk(role, prompt_token_ids=prompt_ids)
             deltas = self._answers.deltas(choice)
             self.generation.num_reasoning_tokens = self._answers.num_reasoning_tokens
-            if not deltas and choice.token_ids and self._shows_tokens():
+            shows_tokens = self.body.logprobs or self.body.return_token_ids or self.body.usage_always
+            if not deltas and choice.token_ids and shows_tokens:  # a token that completes no text still gets a chunk
                 deltas = [shapes.Delta(content="")]
             for number, delta in enumerate(deltas):  # only the first delta shows the tokens
                 shaped = self._content(choice, delta=delta) if number == 0 else None
@@ -232,10 +233,6 @@ class ChatShape(Shape[ChatRequest]):
 
     def _ending(self, choice: CompletionOutput) -> dict[str, Any]:
         return {**Shape._ending(self, choice), "finish_reason": self._answers.finish_reason(choice)}
-
-    def _shows_tokens(self) -> bool:
-        """Return whether a token that completes no text still gets a chunk."""
-        return bool(self.body.logprobs or self.body.return_token_ids or self.body.usage_always)
 
     def _content(self, choice: CompletionOutput, **more: Any) -> shapes.ChatChoice:
         logprobs = None
