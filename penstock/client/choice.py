@@ -14,8 +14,7 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, 
 from penstock.interface.sampling_params import RequestOutputKind
 from penstock.interface.step import TokenLogprobs
 from penstock.interface.timeline import IntervalKind, Timeline
-from penstock.tokenizer.detokenizer import IncrementalDetokenizer
-from penstock.tokenizer.stop_strings import StopStrings
+from penstock.tokenizer.detokenizer import IncrementalDetokenizer, StopStrings
 from penstock.tokenizer.tokenizer import Tokenizer
 
 

@@ -41,8 +41,8 @@ from penstock.interface.pooling import (
 from penstock.interface.prompts import check_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
-from penstock.tokenizer.answers.answer import assistant_message
-from penstock.tokenizer.conversation import render_chat, turn_of
+from penstock.tokenizer.answers import assistant_message
+from penstock.tokenizer.chat_template import render_chat, turn_of
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
 
 Message = Mapping[str, Any]

@@ -7,8 +7,8 @@ again.
 from penstock.interface.outputs import CompletionOutput, FinishReason
 from penstock.server.openai_responses import ChatMessage, Delta, FunctionCall, ToolCall
 from penstock.server.tools import Rules
-from penstock.tokenizer.answers.answer import AnswerParser, Message, ReasoningCounter, call_id
-from penstock.tokenizer.answers.reader import Kind, Part
+from penstock.tokenizer.answer_formats import Kind, Part
+from penstock.tokenizer.answers import AnswerParser, Message, ReasoningCounter, call_id
 from penstock.tokenizer.tokenizer import Tokenizer
 
 TOOL_CALLS = "tool_calls"

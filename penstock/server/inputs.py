@@ -32,8 +32,14 @@ from penstock.server.records import EncodedPrompt
 from penstock.server.structured import form_of
 from penstock.server.tool_fields import Tool, check_tools
 from penstock.server.unsupported import MAX_MESSAGES
-from penstock.tokenizer.chat_template import KWARGS, check_template_kwargs
-from penstock.tokenizer.conversation import RenderedChat, effort_variables, render_chat, turn_of
+from penstock.tokenizer.chat_template import (
+    KWARGS,
+    RenderedChat,
+    check_template_kwargs,
+    effort_variables,
+    render_chat,
+    turn_of,
+)
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from typing import Any
 from penstock import validation as check
 from penstock.errors import InvalidRequestError
 from penstock.server.keys import read_key_file
-from penstock.tokenizer.answers.answer import REASONING_PARSERS
-from penstock.tokenizer.answers.formats import TOOL_FORMATS
+from penstock.tokenizer.answer_formats import TOOL_FORMATS
+from penstock.tokenizer.answers import REASONING_PARSERS
 from penstock.tokenizer.chat_template import check_template_kwargs
 
 MIB = 1 << 20

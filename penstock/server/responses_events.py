@@ -20,7 +20,7 @@ from penstock.server.records import Failure
 from penstock.server.responses_input import ResponseRequest, chat_of
 from penstock.server.responses_output import OutputItem
 from penstock.server.tools import rules_of
-from penstock.tokenizer.answers.reader import Kind, Part
+from penstock.tokenizer.answer_formats import Kind, Part
 
 _encode = msgspec.json.Encoder().encode
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "prompt_cache_key", "user",

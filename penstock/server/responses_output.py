@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.tokenizer.answers.reader import Kind
+from penstock.tokenizer.answer_formats import Kind
 
 Event = tuple[str, dict[str, Any]]  # its type, and its fields
 PREFIXES = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}  # of the items' ids, as at OpenAI

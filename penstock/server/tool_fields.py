@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import InvalidRequestError
-from penstock.tokenizer.answers.grammar import Function
+from penstock.tokenizer.answers import Function
 from penstock.validation import fail
 
 MAX_TOOLS = 1024

@@ -16,9 +16,8 @@ from penstock.server.openai_requests import ChatRequest
 from penstock.server.options import ServerOptions
 from penstock.server.records import EncodedPrompt
 from penstock.server.tool_fields import NamedChoice
-from penstock.tokenizer.answers.answer import END_OF_THINKING, THINK, AnswerParser
-from penstock.tokenizer.answers.formats import ToolFormat, tool_format_of
-from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, literal
+from penstock.tokenizer.answer_formats import ToolFormat, tool_format_of
+from penstock.tokenizer.answers import END_OF_THINKING, THINK, AnswerParser, Calls, Function, answer_grammar, literal
 
 PLACE = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
 RULE = re.compile(r"call_(\d+)_arguments: %json")
