@@ -13,9 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.client.async_llm import AsyncLLM
+    from penstock.client.llm import LLM
+    from penstock.client.prompts import read_prompts
     from penstock.config import EngineConfig
-    from penstock.entrypoints.async_llm import AsyncLLM
-    from penstock.entrypoints.llm import LLM
     from penstock.errors import (
         EngineDeadError,
         EngineError,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from penstock.interface.prompts import read_prompts
     from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
     from penstock.interface.structured_outputs import StructuredOutputsParams
     from penstock.models.registry import register_model
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncLLM": "entrypoints.async_llm",
+    "AsyncLLM": "client.async_llm",
     "BeamSearchOutput": "interface.beam_search",
     "BeamSearchParams": "interface.beam_search",
     "BeamSearchSequence": "interface.beam_search",
@@ -59,7 +59,7 @@ _HOMES = {
     "EngineOverloadedError": "errors",
     "FinishReason": "interface.outputs",
     "InvalidRequestError": "errors",
-    "LLM": "entrypoints.llm",
+    "LLM": "client.llm",
     "Logprob": "interface.outputs",
     "ModelLoadError": "errors",
     "NotSupportedError": "errors",
@@ -74,7 +74,7 @@ _HOMES = {
     "StructuredOutputsParams": "interface.structured_outputs",
     "ScoringOutput": "interface.pooling",
     "ScoringRequestOutput": "interface.pooling",
-    "read_prompts": "interface.prompts",
+    "read_prompts": "client.prompts",
     "register_logits_processor": "plugins.logits_processors",
     "register_model": "models.registry",
 }

@@ -11,8 +11,8 @@ from jsonschema import Draft202012Validator
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.isolation import IsolatedTokenizer
 from penstock.client.pending_forms import PendingForms
+from penstock.client.text import IsolatedTokenizer
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest

@@ -15,7 +15,7 @@ from typing import Any
 from penstock import validation as check
 from penstock.assembly import build_engine
 from penstock.bench.machine import Progress
-from penstock.client.in_process import InProcessClient
+from penstock.client.step_client import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import ModelInfo

@@ -15,7 +15,7 @@ from penstock.bench.meter import MeteredExecutor
 from penstock.bench.phases import NO_LIMITS, OTHER_PROCESSES, Run
 from penstock.bench.profile import Profile
 from penstock.bench.split_meter import SplitMeter
-from penstock.client.in_process import InProcessClient
+from penstock.client.step_client import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import ModelInfo

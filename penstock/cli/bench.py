@@ -11,7 +11,7 @@ from typing import Any
 from penstock.cli import bench_serve
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size, read_schema
 from penstock.cli.terminal import note, saying, show_choices
-from penstock.entrypoints.progress import progress
+from penstock.client.prompts import progress
 from penstock.errors import InvalidRequestError
 from penstock.validation import check_int
 

@@ -14,7 +14,7 @@ from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.chat_template import render_chat
 
 if TYPE_CHECKING:
-    from penstock.entrypoints.llm import LLM
+    from penstock.client.llm import LLM
 
 MAX_LINE = 2**24  # characters of a line that is not typed
 DESCRIPTION = "Talk to a model in the terminal."

@@ -135,7 +135,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     started_at = time.monotonic()
-    from penstock.entrypoints.async_llm import AsyncLLM
+    from penstock.client.async_llm import AsyncLLM
     from penstock.server.options import ServerOptions
 
     times = {f"{name}_s": getattr(args, name) for name in ("drain_timeout", "request_timeout") if hasattr(args, name)}
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
     llm = AsyncLLM(**engine_options(args), **client)  # the engine loads while the server's modules are imported
     from penstock.server import serve
 
-    return serve.run(llm, options)
+    return serve.run(llm.client, options)
 
 
 def _serve_on_ray(options: "ServerOptions", replicas: dict[str, Any], client: dict[str, Any]) -> int:

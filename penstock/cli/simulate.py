@@ -9,8 +9,8 @@ from penstock.cli.bench_serve import add_arrivals, add_dataset, read_dataset
 from penstock.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import check_writable, handle_signals, note, saying
+from penstock.client.prompts import progress
 from penstock.config import EngineConfig, option_names
-from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError
 from penstock.planner.machines import THIS, load_hardware
 

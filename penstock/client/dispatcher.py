@@ -123,10 +123,10 @@ class Dispatcher:
 
     def _give(self, request: OpenRequest, ids: Sequence[str], able: Sequence[Replica]) -> None:
         """Let one of these engines compute running choices of a request."""
-        prompt, params = request.prepared.prompt_token_ids, request.prepared.params
+        prompt, params = request.prompt_token_ids, request.params
         target, cached, hashes = able[0], 0, list[bytes]()
         if self._several:
-            hashes = block_hashes(prompt, request.prepared.engine_requests[0].cache_salt, self._block_size)
+            hashes = block_hashes(prompt, request.engine_requests[0].cache_salt, self._block_size)
             queued = {replica.index: replica.queued.total for replica in able}
             target = self._replicas[self.router.choose(hashes, len(prompt), queued)]
             cached = self.router.cached_tokens(target.index, hashes, len(prompt))
@@ -145,7 +145,7 @@ class Dispatcher:
         if home is not None:
             home.replica.queued.remove(request_id)
             if self._several and home.replica.recovery.accepts:
-                source = home.request.prepared.engine_requests[0]
+                source = home.request.engine_requests[0]
                 of_it = (one for one in home.request.choices if one.request.request_id == request_id)
                 tokens = source.prompt_token_ids + next((one.token_ids for one in of_it), [])
                 found = block_hashes(tokens, source.cache_salt, self._block_size, home.hashes)
@@ -167,5 +167,5 @@ class Dispatcher:
 
 def _rows(request: OpenRequest) -> int:
     """Return the rows that a choice takes; the beams of a search are one choice."""
-    params = request.prepared.params
+    params = request.params
     return params.n if params.use_beam_search else 1

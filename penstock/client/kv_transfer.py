@@ -10,7 +10,7 @@ The modules of these roles are imported on first use: their HTTP client takes lo
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.client.input_processor import PreparedRequest
+from penstock.client.open_requests import OpenRequest
 from penstock.interface.kv_transfer import KVTransferOptions, RemotePrefillStatus
 from penstock.interface.messages import ModelInfo
 
@@ -45,7 +45,7 @@ class KVTransfer:
             return None
         return RemotePrefillStatus() if self._remote is None else replace(self._remote.status)
 
-    async def prefill(self, prepared: PreparedRequest) -> None:
+    async def prefill(self, request: OpenRequest) -> None:
         """Get the blocks of a prompt to where the engine finds them, if it will look for them.
 
         What another server cannot do is computed here. Raise InvalidRequestError if the directory of blocks cannot be
@@ -53,14 +53,14 @@ class KVTransfer:
         """
         if self._options.kv_role != "decode":
             return
-        params, blocks = prepared.params, self._own_blocks()
+        params, blocks = request.params, self._own_blocks()
         if blocks is None or params.prompt_logprobs is not None or params.pooling is not None:
             return
         if self._remote is None:
             from penstock.client.remote_prefill import RemotePrefill
 
             self._remote = RemotePrefill(self._options)
-        await self._remote.fetch(prepared.engine_requests[0], blocks)
+        await self._remote.fetch(request.engine_requests[0], blocks)
 
     def _own_blocks(self) -> "KVBlocks | None":
         info = self._info

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import validation as check
+from penstock.client.llm import LLM
 from penstock.compat.colossalai_config import PROCESSORS, InferenceConfig
 from penstock.compat.generation_fields import fields_of, sampling_of
-from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.plugins.logits_processors import register_logits_processor as register_logit_processor

@@ -10,9 +10,9 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 
+from penstock.client.llm import LLM
 from penstock.demo import heldout_cases
 from penstock.demo.heldout_cases import Case
-from penstock.entrypoints.llm import LLM
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from penstock.client.async_llm import AsyncLLM
 from penstock.client.engine_client import EngineState
 from penstock.client.router import Router
-from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.interface.sampling_params import SamplingParams
 from penstock.prove.engine_deaths import Case, Crowd, Pauses, undisturbed
 from penstock.prove.processes import no_core_dumps, no_log, send_signal
@@ -120,7 +120,7 @@ async def measure_prefix_hits(llm: AsyncLLM, trials: Trials) -> None:
     info, random = llm.model_info, trials.random
     if info.max_model_len < SHARED_TOKENS + 2 * OWN_TOKENS:
         return
-    dispatcher = llm._replicas.dispatcher
+    dispatcher = llm.client._replicas.dispatcher
     for name, router in (("router", Router[int](info.block_size)), ("round_robin", RoundRobin(info.block_size))):
         dispatcher.router = router
         shared = [random.randrange(info.vocab_size) for _ in range(SHARED_TOKENS)]

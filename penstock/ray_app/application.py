@@ -15,9 +15,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from starlette.types import Receive, Scope, Send
 
 from penstock import validation as check
+from penstock.client.async_llm import AsyncLLM
 from penstock.client.engine_client import EngineState
 from penstock.client.replicas import MAX_REPLICAS
-from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import InvalidRequestError
 from penstock.parallel.ray_cluster import join_cluster
 from penstock.ray_app.engines import ByQueuedTokens, EngineReplica
@@ -124,7 +124,7 @@ def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> Asyn
         raise InvalidRequestError("standby: not allowed on Ray; start one more replica instead", param="standby")
     pool = EnginePool(handle, options.most, options.num_replicas)
     llm = AsyncLLM(launcher=pool.launcher, flight_recorder=0, **client_options)
-    pool.client = llm
+    pool.client = llm.client
     return llm
 
 
@@ -155,7 +155,7 @@ def serve_here(options: ServerOptions, replicas: dict[str, Any], client: dict[st
     """
     counts = ReplicaOptions(num_replicas=client.pop("data_parallel_size", 1), **replicas)
     with deployed(counts, f"penstock-{options.port or os.getpid()}") as handle:
-        return run(connect(handle, counts, **client), options)
+        return run(connect(handle, counts, **client).client, options)
 
 
 # --- for a Serve config file ------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Server:
     """
 
     def __init__(self, replicas: ReplicaOptions, server: dict[str, Any], client: dict[str, Any], handle: Any) -> None:
-        self._client = connect(handle, replicas, **client)
+        self._client = connect(handle, replicas, **client).client
         self._options = ServerOptions(host="0.0.0.0", **server)
         self._app = create_app(self._client, self._options)
         self._is_attached = False

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.client.prompts import PromptRequest
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -24,7 +25,6 @@ from penstock.server.inputs import chat_params, chat_prompts, completion_params,
 from penstock.server.kept_calls import KeptCall, Source
 from penstock.server.keys import priority_of
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
-from penstock.server.records import EncodedPrompt
 from penstock.server.resumption import ChunkSource, continued, keep, stream_of
 from penstock.server.structured import check_form
 from penstock.server.tools import rules_of, with_rules
@@ -45,7 +45,7 @@ async def _answer(
     kind: str,
     body_type: type[Body],
     params_of: Callable[[Body, ModelInfo], SamplingParams],
-    prompts_of: Callable[[ServerContext, Body, ModelInfo], Awaitable[list[EncodedPrompt]]],
+    prompts_of: Callable[[ServerContext, Body, ModelInfo], Awaitable[list[PromptRequest]]],
 ) -> Response:
     """Validate the request, run it, and send the answer whole or as a stream."""
     context, log = context_of(request), log_of(request)

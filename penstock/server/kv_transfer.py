@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock import validation as check
-from penstock.client.input_processor import check_salt
+from penstock.client.prompts import PromptRequest, check_salt
 from penstock.errors import PenstockError
 from penstock.interface.kv_transfer import MAX_BATCH, Progress
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -94,9 +94,9 @@ async def _lines(
 
 async def _compute(context: ServerContext, log: RequestLog, body: PrefillRequest) -> str | None:
     """Compute the prompt; the engine saves its blocks. Return the error message if that failed, else None."""
-    prompt = {"prompt_token_ids": body.prompt_token_ids, "cache_salt": body.cache_salt}
+    prompt = PromptRequest(body.prompt_token_ids, cache_salt=body.cache_salt, params=PARAMS, flow=log.flow)
     try:
-        async with aclosing(context.client.generate(prompt, PARAMS, flow=log.flow)) as outputs:
+        async with aclosing(context.client.generate(prompt)) as outputs:
             async for output in outputs:
                 log.num_cached_tokens = output.num_cached_tokens or 0
     except PenstockError as error:

@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.client.prompts import PromptRequest
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import PrefixUse
@@ -14,7 +15,6 @@ from penstock.server.context import ServerContext, check_administrator, context_
 from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, check_one_prompt, completion_prompts, salted
 from penstock.server.openai_requests import ChatRequest, CompletionRequest, PinRequest
-from penstock.server.records import EncodedPrompt
 
 
 async def create_pin(request: Request) -> Response:
@@ -28,11 +28,11 @@ async def create_pin(request: Request) -> Response:
     if body.cache_salt is None:  # the pin is public, even where requests are salted by key
         prompt = replace(prompt, cache_salt=None)
     log.num_prompt_tokens = len(prompt.token_ids)
-    use = await until_disconnect(request.receive, context.client.pin_prefix(prompt.as_given(), body.name))
+    use = await until_disconnect(request.receive, context.client.pin_prefix(prompt, body.name))
     return json_response(pin_object(use))
 
 
-async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> EncodedPrompt:
+async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> PromptRequest:
     """Return the prefix: a text, token ids, or the beginning of a conversation rendered by the chat template."""
     check_one_prompt(body)
     if body.messages is not None:

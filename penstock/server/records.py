@@ -2,35 +2,13 @@
 work, and any of them may be lost, because the same request gives the same tokens.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from penstock.client.prompts import PromptRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server.api_errors import ApiError
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A prompt as the engine takes it.
-
-    Attributes:
-        text: present only where the answer may repeat it.
-        seed: the seed to use; None leaves it to the parameters.
-        output_token_ids: tokens from an earlier computation, one list per choice.
-        cache_salt: includes the name of the key where requests are salted by key.
-    """
-
-    token_ids: list[int]
-    text: str | None = None
-    seed: int | None = None
-    output_token_ids: list[list[int]] | None = None
-    cache_salt: str | None = None
-
-    def as_given(self) -> dict[str, Any]:
-        """Return the prompt in the form that an engine client takes."""
-        return {"prompt_token_ids": self.token_ids, "cache_salt": self.cache_salt}
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -58,7 +36,7 @@ class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     model: str
     fingerprint: str
     params: SamplingParams
-    prompts: list[EncodedPrompt]
+    prompts: list[PromptRequest]
     grace_s: float | None
     keep_s: float
     key: str = ""

@@ -17,6 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.client.prompts import PromptRequest
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -27,7 +28,7 @@ from penstock.server.generation import DONE, SOON_S, EventStream, Generation, ss
 from penstock.server.kept_calls import MAX_LANES, Frame, KeptCall, Source, position_of
 from penstock.server.openai_requests import Strict
 from penstock.server.openai_responses import Answer
-from penstock.server.records import Begun, EncodedPrompt, Failure
+from penstock.server.records import Begun, Failure
 
 LOGGER = logging.getLogger("penstock.journal")
 _encode = msgspec.json.Encoder().encode
@@ -72,7 +73,7 @@ def owner_of(request: Request) -> str:
 
 
 async def keep(
-    request: Request, call_id: str, kind: str, body: Strict, params: SamplingParams, prompts: Sequence[EncodedPrompt],
+    request: Request, call_id: str, kind: str, body: Strict, params: SamplingParams, prompts: Sequence[PromptRequest],
     *, grace_s: float | None, keep_s: float,
 ) -> KeptCall:  # fmt: skip
     """Accept a call to keep, settle its seeds and start computing it. See Begun for the arguments."""
@@ -103,7 +104,7 @@ async def keep(
     return call
 
 
-def _settled(context: ServerContext, prompt: EncodedPrompt, params: SamplingParams) -> EncodedPrompt:
+def _settled(context: ServerContext, prompt: PromptRequest, params: SamplingParams) -> PromptRequest:
     return replace(prompt, seed=context.client.assign_seed() if params.seed is None else params.seed)
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from penstock.client.prompts import PromptRequest
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import WHITESPACE, StructuredOutputsParams
 from penstock.server.context import ServerContext
 from penstock.server.openai_requests import ChatRequest
 from penstock.server.options import ServerOptions
-from penstock.server.records import EncodedPrompt
 from penstock.server.tool_fields import NamedChoice
 from penstock.tokenizer.answer_formats import ToolFormat, tool_format_of
 from penstock.tokenizer.answers import END_OF_THINKING, THINK, AnswerParser, Calls, Function, answer_grammar, literal
@@ -52,7 +52,7 @@ class Rules:
         return (*thoughts, *(() if self.tool_format is None else self.tool_format.marks))
 
 
-def rules_of(context: ServerContext, body: ChatRequest, prompt: EncodedPrompt) -> Rules:
+def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -> Rules:
     """Return the rules for a request's answers. They depend only on data that a journal keeps."""
     tokenizer, options = context.tokenizer(), context.options
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text

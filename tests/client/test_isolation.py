@@ -16,7 +16,7 @@ import pytest
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, ModelLoadError, SamplingParams
 from penstock.client import text_worker
-from penstock.client.isolation import IsolatedTokenizer
+from penstock.client.text import IsolatedTokenizer
 from penstock.demo import MODEL_DIR
 from penstock.errors import EngineDeadError, RequestFailedError
 from penstock.tokenizer.hf import load_tokenizer

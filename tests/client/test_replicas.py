@@ -11,6 +11,7 @@ from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState
 from penstock.client.liveness import Liveness
 from penstock.client.open_requests import OpenRequests
+from penstock.client.prompts import PromptRequest
 from penstock.client.records import RecordOptions
 from penstock.client.replicas import Replicas
 from penstock.errors import EngineDeadError
@@ -78,7 +79,7 @@ class Fleet:
     """Replicas of scripted engines, and the listener that owns the requests."""
 
     def __init__(self, num_engines=2, *, starts=True, standby=False, num_initial=None):
-        self.requests = OpenRequests(None)
+        self.requests = OpenRequests()
         self.blamed, self.errors, self.rows = [], [], 0
         start, none = frames.Start(-1, {}, num_engines=num_engines), RecordOptions(flight_recorder=0)
         outputs_left = lambda at_most, ignore_eos: float(at_most)  # noqa: E731
@@ -103,7 +104,7 @@ class Fleet:
     def engine_lost(self, index, num_rows, to_blame):
         self.rows = num_rows
         if to_blame is not None:
-            self.blamed.append(to_blame.prepared.prompt_token_ids)
+            self.blamed.append(to_blame.prompt_token_ids)
             self.replicas.dispatcher.abort(self.requests.cancel(to_blame))
 
     def engine_failed(self, error):
@@ -115,10 +116,11 @@ class Fleet:
         return [choice.token_ids for choice in request.choices]
 
     def open(self, prompt, *, n=1, harmful_at=None):
-        prepared = INPUTS.process(prompt, SamplingParams(seed=1, max_tokens=NUM_TOKENS, n=n), None)
+        params = SamplingParams(seed=1, max_tokens=NUM_TOKENS, n=n)
+        request = INPUTS.process(PromptRequest(prompt, params=params))
         if harmful_at is not None:
-            HARMFUL.update({one.request_id: harmful_at for one in prepared.engine_requests})
-        request = self.requests.open(prepared)
+            HARMFUL.update({one.request_id: harmful_at for one in request.engine_requests})
+        self.requests.open(request)
         self.replicas.dispatcher.submit(request)
         return request
 
@@ -134,9 +136,8 @@ class Fleet:
             supervisor.listener.received(frames.Outputs(0, outputs, EngineStats()))
 
     def received(self, index, frame):
-        for request, outputs in self.requests.by_request(frame.outputs).items():
-            _, abort_ids = self.requests.take(request, outputs)
-            self.replicas.dispatcher.abort(abort_ids)
+        for _, _, to_abort in self.requests.add(frame.outputs):
+            self.replicas.dispatcher.abort(to_abort)
 
     def places(self):
         """Return in which engines each choice is."""
@@ -386,7 +387,7 @@ def test_whatever_happens(num_engines, actions):
     fleet.finish()
     fleet.check_nothing_is_kept()
     for number, (request, is_harmful) in enumerate(opened):
-        expected = expected_outputs(request.prepared.prompt_token_ids, NUM_TOKENS)
+        expected = expected_outputs(request.prompt_token_ids, NUM_TOKENS)
         for tokens in fleet.received_of(request):
             if is_harmful or number in closed:
                 assert tokens == expected[: len(tokens)]

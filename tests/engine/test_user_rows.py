@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.client import frames
 from penstock.client.engine_process import EngineServer
-from penstock.client.in_process import InProcessClient
 from penstock.client.outbox import Outbox
+from penstock.client.step_client import InProcessClient
 from penstock.engine.engine import Engine
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import Executor

@@ -39,11 +39,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
     """A prefill server and a decode server, with directories of their own, as on two machines."""
     directory = tmp_path_factory.mktemp("blocks")
     options: dict[str, Any] = {"max_num_seqs": 4, "threads": 1}
-    giver = RunningServer(AsyncLLM(kv_role="prefill", kv_offload_dir=str(directory / "a"), **options), QUIET)
+    giver = RunningServer(AsyncLLM(kv_role="prefill", kv_offload_dir=str(directory / "a"), **options).client, QUIET)
     giver.start()
     urls = ("http://127.0.0.1:9", giver.url)  # nothing listens on the first one
     taker = RunningServer(
-        AsyncLLM(kv_role="decode", kv_prefill_urls=urls, kv_offload_dir=str(directory / "b"), **options), QUIET
+        AsyncLLM(kv_role="decode", kv_prefill_urls=urls, kv_offload_dir=str(directory / "b"), **options).client, QUIET
     )
     taker.start()
     for server in (giver, taker):

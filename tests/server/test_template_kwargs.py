@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.client.isolation import IsolatedTokenizer
+from penstock.client.text import IsolatedTokenizer
 from penstock.demo import MODEL_DIR
 from penstock.errors import InvalidRequestError
 from penstock.server.options import ServerOptions

@@ -8,7 +8,8 @@ import numpy as np
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, RequestFailedError
-from penstock.interface.outputs import RequestOutput
+from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from penstock.interface.outputs import CompletionOutput, RequestOutput
 from penstock.interface.pooling import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -20,6 +21,7 @@ from penstock.interface.pooling import (
     cosine,
 )
 from penstock.interface.sampling_params import SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer
 
 TASKS = {"embed": None, "token_embed": "ALL"}  # vLLM's pooling_task -> pooling_type
 
@@ -91,3 +93,28 @@ def _pooled(output: RequestOutput) -> bytes:
     if output.pooled is None:
         raise RequestFailedError(output.error or "the engine ended a request without its vectors")
     return output.pooled
+
+
+def search_params(params: BeamSearchParams) -> SamplingParams:
+    """Return the parameters of a search. Raise InvalidRequestError for any other type."""
+    if not isinstance(params, BeamSearchParams):
+        raise check.fail("params", params, "a BeamSearchParams")
+    return params.sampling_params()
+
+
+def search_output(output: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
+    """Return the sequences of a finished request. Raise RequestFailedError if its computation failed."""
+    if output.error is not None:
+        raise RequestFailedError(output.error)
+    return BeamSearchOutput([_sequence(output.prompt_token_ids, choice, tokenizer) for choice in output.outputs])
+
+
+def _sequence(prompt: list[int], choice: CompletionOutput, tokenizer: Tokenizer | None) -> BeamSearchSequence:
+    tokens = [*prompt, *choice.token_ids]
+    return BeamSearchSequence(
+        tokens,
+        choice.logprobs or [],
+        choice.cumulative_logprob or 0.0,
+        None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=False),
+        choice.finish_reason,
+    )
