@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
-SOURCES := penstock tests tools examples benchmarks
+SOURCES := penstock penstock_lab tests tools examples benchmarks
 
 # The tests start Python some hundred times: what is not kept compiled is compiled anew by each of them.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,12 +44,12 @@ docs: $(VENV)/.installed-docs
 	@echo "the documentation is in site/index.html"
 
 bench: $(VENV)/.installed-test
-	@$(BIN)/python -m penstock.bench.startup
+	@$(BIN)/python -m penstock_lab.bench.startup
 	@$(BIN)/penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
-	@$(BIN)/python -m penstock.bench.contention
-	@$(BIN)/python -m penstock.bench.overload
+	@$(BIN)/python -m penstock_lab.bench.contention
+	@$(BIN)/python -m penstock_lab.bench.overload
 	@$(BIN)/penstock bench ops --json ops.json
-	@$(BIN)/python -m penstock.bench.perf_log ops.json docs/perf_log.md
+	@$(BIN)/python -m penstock_lab.bench.perf_log ops.json docs/perf_log.md
 
 # make compare [PEERS=llama.cpp,vllm] [SHAPE=1b|3b|DIR] [WORKLOADS=W1,W3=8x64+32] [OUT=DIR] [TIME_LIMIT=MINUTES] [ROUNDS=N]
 compare: $(VENV)/.installed

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from penstock.bench.machine import MachineLimits
-from penstock.bench.samples import READ
 from penstock.kernels.cpu.ops import CpuOps
+from penstock_lab.bench.machine import MachineLimits
+from penstock_lab.bench.samples import READ
 
 PROBES = 7  # probes for each median, because single probes differ by half
 WARMING = 3  # earlier probes that are dropped, because a core that slept takes some milliseconds to wake

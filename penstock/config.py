@@ -9,19 +9,28 @@ every automatic choice. This file imports no torch and reads no file.
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import (
+    InvalidRequestError,
+    NotSupportedError,
+    check_int,
+    check_options,
+    check_str,
+    fail,
+    option,
+    shown,
+    string_tuple,
+)
 from penstock.interface.drafts import SpeculativeConfig
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.cores import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
-from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
-from penstock.spec.shares import DEGREES, LEAVES, Degrees, divisible_heads
-from penstock.validation import check_int, check_options, check_str, fail, option, shown, string_tuple
+from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
 
 if TYPE_CHECKING:
     from penstock.spec.model_config import ModelConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
+DEGREES = (1, 2, 4, 8)  # numbers of parts into which ranks split a model: the divisors of the leaves of a sum
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority", "length_classes", "fair", "deadline")
 KERNELS = ("auto", "reference", "cpu", "triton")
@@ -167,9 +176,9 @@ class SchedulerConfig:
 class ParallelConfig:
     """How the model is split over processes (ranks); none of it changes a bit of an answer.
 
-    A degree is a number of parts (spec/shares.py). Attention and feed-forward are split into tensor_parallel_size parts
-    unless they have a degree of their own, or a sharding_config (spec/sharding_map.py) says what is split. The tokens
-    that pad_vocab_multiple adds are never sampled.
+    A degree is a number of parts (ranks/sharding.py). Attention and feed-forward are split into tensor_parallel_size
+    parts unless they have a degree of their own, or a sharding_config (ranks/sharding_map.py) says what is split. The
+    tokens that pad_vocab_multiple adds are never sampled.
     """
 
     tensor_parallel_size: int = option(1, DEGREES, "processes that share each layer")
@@ -224,34 +233,6 @@ class ParallelConfig:
         """Whether the processes run on the machines of a Ray cluster."""
         return self.distributed_executor_backend == "ray"
 
-    def degrees(self, model: "ModelConfig", *, together: bool = False) -> Degrees:
-        """Return into how many parts the ranks split a model. together: as in divisible_heads.
-
-        Raises:
-            InvalidRequestError: the model cannot be split like this; the message says what is possible.
-        """
-        size, tensor = self.num_ranks, self.tensor_parallel_size
-        possible, attention = divisible_heads(model, together=together), self.attention_parallel_size
-        if attention is None:
-            attention = max(item for item in possible if item <= tensor)
-        elif attention not in possible:
-            why = "norms over all of its heads" if together else f"{model.num_key_value_heads} key/value heads"
-            nearest = max(item for item in possible if item <= attention)
-            raise fail("attention_parallel_size", attention, f"at most {nearest}: the model has {why}")
-        mlp, experts = self.mlp_parallel_size or tensor, self.expert_parallel_size
-        if experts > 1 and not model.num_experts:
-            raise fail("expert_parallel_size", experts, "1: this model has no experts")
-        if experts > max(1, model.num_experts):
-            nearest = max(item for item in DEGREES if item <= model.num_experts)
-            raise fail("expert_parallel_size", experts, f"at most {nearest}: the model has {model.num_experts} experts")
-        for name, degree, length in (
-            ("mlp_parallel_size", mlp, model.intermediate_size),
-            ("tensor_parallel_size", tensor, model.vocab_size),
-        ):
-            if degree > 1 and length < LEAVES:
-                raise fail(name, degree, f"1: the dimension that it splits has only {length} elements")
-        return Degrees(size, attention, mlp, tensor, experts, min(mlp, size // experts) if model.num_experts else 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
@@ -289,7 +270,7 @@ class PoolingConfig:
 class NumericsConfig:
     """Everything that can change a bit of the answer.
 
-    dtype "auto" takes the checkpoint's type, or bfloat16 for float16. quantization is described in quant/scheme.py;
+    dtype "auto" takes the checkpoint's type, or bfloat16 for float16. quantization is described in kernels/scheme.py;
     quantization_group_size alone is allowed only for packed weights, which know their quantization.
     """
 
@@ -472,7 +453,6 @@ class EngineConfig:
             InvalidRequestError: an option does not fit the others, the model or the machine.
         """
         check_int("lm_head_pieces", self.parallel.lm_head_pieces, 1, min(MAX_HEAD_PIECES, model.vocab_size))
-        self.parallel.degrees(model)
         stages = self.parallel.pipeline_parallel_size
         if stages > model.num_hidden_layers:
             raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, one layer per process")

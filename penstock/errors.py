@@ -1,4 +1,4 @@
-"""Every exception that Penstock raises on purpose.
+"""Every exception that Penstock raises on purpose, and the checks of single values that raise one of them.
 
     PenstockError
      +-- InvalidRequestError (also a ValueError)   a value that the caller gave is wrong; `param` names it
@@ -11,7 +11,21 @@
           +-- RequestFailedError                   the computation of this request failed; others continue
 
 User errors raise these, never `assert`. Nothing here knows about HTTP: `server` maps the classes to statuses.
+
+Each check raises InvalidRequestError with the field's name, the value and what is allowed. Names and ranges are stated
+where the fields are defined: in the frozen dataclasses that a user can fill in.
 """
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import field, fields
+from typing import Any, TypeVar
+
+Options = TypeVar("Options")
+
+LOG_LEVELS = ("info", "warning", "error")
+MAX_SHOWN = 80  # characters of a wrong value that an error shows
+MAX_NESTING = 128  # objects and lists of a JSON value that is read recursively
 
 
 class PenstockError(Exception):
@@ -78,3 +92,173 @@ class EngineOverloadedError(EngineError):
 
 class RequestFailedError(EngineError):
     """The computation of this request failed; the engine and the other requests continue."""
+
+
+class _Short(reprlib.Repr):
+    """repr() of the first few items only, so that an error message about megabytes does not take megabytes."""
+
+    maxlevel = 3
+    maxdict = maxlist = maxtuple = maxset = 5
+    maxstring = maxother = MAX_SHOWN
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 256:  # repr() of a huge integer is slow, or refused by Python
+            return f"an integer of {value.bit_length()} bits"
+        return repr(value)
+
+
+def shown(value: Any) -> str:
+    """Return the value as an error message shows it: short, and in constant time."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{len(value)} bytes"
+    text = _Short().repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def one_line(error: object, limit: int = 300) -> str:
+    """Return the text of another library's error in one line of at most `limit` characters."""
+    return " ".join(str(error).split())[:limit]
+
+
+def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
+    """Return the error for a value that is out of range or of the wrong type."""
+    return InvalidRequestError(f"{name}: {shown(value)} is not allowed; it must be {allowed}", param=name)
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise fail(name, value, "true or false")
+
+
+def check_str(name: str, value: Any, *, max_length: int = 4096, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, str) or not value or len(value) > max_length:
+        raise fail(name, value, f"a string of 1 to {max_length} characters")
+
+
+def check_unicode(text: str, *, param: str = "prompt") -> None:
+    """Raise InvalidRequestError for a text with a lone surrogate, which cannot be encoded as UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param}: contains a lone surrogate (\\u{ord(text[error.start]):x}) at character {error.start}",
+            param=param,
+        ) from error
+
+
+def check_int(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> None:
+    """Check for an integer in low..high, both allowed. A bool is not an integer here."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise fail(name, value, f"an integer from {low} to {high}" + (", or null" if optional else ""))
+
+
+def check_ids(name: str, ids: Sequence[Any], limit: int) -> None:
+    """Check for token ids from 0 to limit - 1. Most lists are long and valid, so the whole list is checked first."""
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < limit)):
+        return
+    for token_id in ids:
+        check_int(name, token_id, 0, limit - 1)
+
+
+def check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
+    """Check for a finite number in low..high, both allowed; with `low_open` it must be greater than low."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (low_open and value == low):  # NaN compares false with everything
+        raise fail(name, value, f"a number {'above' if low_open else 'from'} {low:g} to {high:g}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    is_bool = isinstance(value, bool) and not any(isinstance(item, bool) for item in allowed)  # True == 1
+    if is_bool or isinstance(value, float | list | dict) or value not in allowed:
+        optional = ", or left out" if None in allowed else ""
+        raise fail(name, value, f"one of {', '.join(str(item) for item in allowed if item is not None)}{optional}")
+
+
+def list_of(name: str, value: Any, *, max_items: int) -> list[Any]:
+    """Return a list or tuple of at most max_items as a list, and None as an empty one; the items are not checked."""
+    if value is not None and (not isinstance(value, list | tuple) or len(value) > max_items):
+        raise fail(name, value, f"a list of at most {max_items} items")
+    return list(value or ())
+
+
+def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> tuple[str, ...]:
+    """Return one string, a list of strings or None as a tuple."""
+    items = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or len(items) > max_items:
+        raise fail(name, value, f"a string or a list of at most {max_items} strings")
+    for item in items:
+        check_str(name, item, max_length=max_length)
+    return tuple(str(item) for item in items)
+
+
+def int_tuple(name: str, value: Any, *, low: int, high: int, max_items: int) -> tuple[int, ...]:
+    """Return a list of integers or None as a tuple."""
+    items = list_of(name, value, max_items=max_items)
+    for item in items:
+        check_int(name, item, low, high)
+    return tuple(items)
+
+
+def is_deeper(value: Any, limit: int = MAX_NESTING) -> bool:
+    """Return whether objects and lists are nested more than `limit` deep, level by level, without recursion."""
+    level: list[Any] = [value]
+    for _ in range(limit + 1):
+        level = [item for node in level if isinstance(node, dict | list) for item in _items(node)]
+        if not level:
+            return False
+    return True
+
+
+def _items(node: dict[str, Any] | list[Any]) -> Sequence[Any]:
+    return list(node.values()) if isinstance(node, dict) else node
+
+
+def check_nesting(name: str, value: Any) -> None:
+    """Check that a JSON value can be read recursively."""
+    if is_deeper(value):
+        raise InvalidRequestError(f"{name}: nested more than {MAX_NESTING} deep, which is the limit", param=name)
+
+
+def option(default: Any, allowed: Any, help: str) -> Any:
+    """Return a dataclass field that is an engine option.
+
+    Args:
+        default: None means "chosen later", and is then an allowed value.
+        allowed: a range of integers, a tuple of choices, or the type bool, str or dict.
+        help: the help text of the command line; "(default: ...)" is appended unless the default is None.
+    """
+    return field(default=default, metadata={"allowed": allowed, "help": help})
+
+
+def take_options(kind: type[Options], options: dict[str, Any]) -> Options:
+    """Remove the fields of a dataclass from options, and return the dataclass made of them."""
+    names = [item.name for item in fields(kind) if item.name in options]  # type: ignore[arg-type]  # a dataclass
+    return kind(**{name: options.pop(name) for name in names})
+
+
+def check_options(config: Any) -> None:
+    """Check every field of a dataclass of options against the values it allows."""
+    for item in fields(config):
+        name, value, allowed = item.name, getattr(config, item.name), item.metadata["allowed"]
+        if value is None and item.default is None:
+            continue
+        if isinstance(allowed, tuple):
+            check_choice(name, value, allowed)
+        elif isinstance(allowed, range) and allowed.step > 1:
+            if type(value) is not int or value not in allowed:
+                raise fail(name, value, f"a multiple of {allowed.step} up to {allowed[-1]}")
+        elif isinstance(allowed, range):
+            check_int(name, value, allowed.start, allowed.stop - 1, optional=item.default is None)
+        elif allowed is bool:
+            check_bool(name, value)
+        elif allowed is dict:
+            if not isinstance(value, dict):
+                raise fail(name, value, "an object")
+        elif allowed is float:
+            check_float(name, value, 0.0, 1e6, low_open=True)
+        else:
+            check_str(name, value)

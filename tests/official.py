@@ -2,7 +2,7 @@
 
 import openai
 
-from penstock.prove.servers import QUICK
+from penstock_lab.prove.servers import QUICK
 
 
 def official_client(url: str, key: str = "x") -> openai.OpenAI:

@@ -18,12 +18,12 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.cli.main import build_parser, main
-from penstock.demo import MODEL_DIR
 from penstock.plugins.user_files import import_files
-from tests.compat.test_instances import hf_greedy
-from tests.compat.user_file import registry_as_before
+from penstock.weights.hub import MODEL_DIR
 from tests.hf_models import hf_logprobs, random_ids, randomise
 from tests.kernels.packed import levels
+from tests.lab.compat.test_instances import hf_greedy
+from tests.lab.compat.user_file import registry_as_before
 from tests.paged import PagedModel
 
 PAGE = Path(__file__).parent.parent / "docs" / "adding_a_model.md"

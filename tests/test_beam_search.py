@@ -30,7 +30,7 @@ from penstock.client.prompts import PromptRequest
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
-from penstock.prove.scripted import ScriptedServer
+from penstock_lab.prove.scripted import ScriptedServer
 from tests.hf_models import MAKERS, random_ids
 from tests.kernels.packed import levels
 

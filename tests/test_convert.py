@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.weights import convert as converting
-from penstock.weights.convert import convert_model
 from penstock.weights.destination import UNFINISHED, Destination
 from penstock.weights.safetensors import PACKED
 from tests.hf_models import make_llama

@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 
-from penstock.prove.servers import QUICK
+from penstock_lab.prove.servers import QUICK
 from tests.official import official_client
 from tests.server.harness import get, stream
 from tests.test_values import BAD_SAMPLING

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from penstock.assembly import build_engine
 from penstock.config import EngineConfig, option_names
 from penstock.layers import rotary
-from penstock.prove.answers import Answer, Query, ask_alone
 from penstock.weights.table_template import table_text
+from penstock_lab.prove.answers import Answer, Query, ask_alone
 from tests.hf_models import make_llama, random_ids
 from tests.kernels.packed import levels
 
@@ -42,7 +42,7 @@ CANNOT_CHANGE: dict[str, Any] = {
 }  # fmt: skip
 PROVED_ELSEWHERE = (  # tests/parallel
     "tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
-    "distributed_executor_backend",  # tests/ray_app
+    "distributed_executor_backend",  # tests/lab/ray_app
 )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from penstock.cli.terminal import saying
 from penstock.interface import prompts
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
-from penstock.server.log import log_to_stderr
 from penstock.server.options import ServerOptions
+from penstock.server.serve import log_to_stderr
 
 GOLDEN = Path(__file__).parent / "golden"
 PROMPTS = ["One day", "Once upon a time there was", "Tom"]

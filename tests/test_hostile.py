@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.prove.attacks.attack import FLAGS, KEY, Behaviour, Calls, Target
-from penstock.prove.attacks.table import THEMES
-from penstock.prove.canary import Oracle
-from penstock.prove.proof import Subject
-from penstock.prove.servers import Server, serve
+from penstock_lab.prove.attacks.attack import FLAGS, KEY, Behaviour, Calls, Target
+from penstock_lab.prove.attacks.table import THEMES
+from penstock_lab.prove.canary import Oracle
+from penstock_lab.prove.proof import Subject
+from penstock_lab.prove.servers import Server, serve
 
 MAX_CALLS = 40  # of an attack: only the 300 different schemas are more
 

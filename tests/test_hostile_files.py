@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.demo import MODEL_DIR
 from penstock.errors import ModelLoadError
 from penstock.kernels.cpu.library import best_level
 from penstock.models.config_json import load_model_config
-from penstock.prove.hostile_files import HostileFiles, Reader
-from penstock.prove.proof import Outcome, Subject, Trials
+from penstock.ranks.sharding_map import ShardingMap
 from penstock.spec.param_table import ParamTable
-from penstock.spec.sharding_map import ShardingMap
 from penstock.tokenizer.hf import load_tokenizer
+from penstock.weights.hub import MODEL_DIR
+from penstock_lab.prove.hostile_files import HostileFiles, Reader
+from penstock_lab.prove.proof import Outcome, Subject, Trials
 from tests.hf_models import make_llama
 from tests.server.harness import send
 

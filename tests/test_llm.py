@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock import LLM, AsyncLLM, EngineDeadError, InvalidRequestError, RequestOutputKind, SamplingParams
-from penstock.demo import MODEL_DIR
+from penstock.weights.hub import MODEL_DIR
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import app_client
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, InvalidRequestError, NotSupportedError, SamplingParams
-from penstock.bench.meter import MeteredExecutor
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.engine.scripted import ScriptedExecutor, next_token
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.weights.convert import convert_model
+from penstock_lab.bench.meter import MeteredExecutor
 from tests.hf_models import make_mistral
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, logprobs=2)

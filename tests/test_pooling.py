@@ -26,10 +26,10 @@ from penstock.models.registry import _without_head, find_architecture, find_mode
 from penstock.spec.pooler import read_pooler
 from penstock.weights.matching import match
 from penstock.weights.safetensors import TensorEntry
-from tests.compat.test_instances import one_an_architecture
 from tests.families.case import Case
 from tests.hf_models import make_qwen3, random_ids
 from tests.kernels.packed import levels
+from tests.lab.compat.test_instances import one_an_architecture
 
 pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pytest.mark.covers("F25")]
 KINDS = ("LAST", "MEAN", "CLS", "ALL")

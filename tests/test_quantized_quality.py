@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.demo import MODEL_DIR
-from penstock.demo.corpus import read_heldout
 from penstock.kernels.cpu.library import best_level
+from penstock.weights.hub import MODEL_DIR
+from penstock_lab.training.corpus import read_heldout
 
 pytestmark = pytest.mark.skipif(best_level() is None, reason="no native library")
 STATED = json.loads((MODEL_DIR / "training.json").read_text(encoding="utf-8"))["heldout_loss"]["all"]

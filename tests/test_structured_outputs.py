@@ -1,9 +1,12 @@
 """Answers have the form that was asked for, with the same bits in every company, and whatever befalls their engine."""
 
 import json
+import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from jsonschema import Draft202012Validator
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.pending_forms import PendingForms
+from penstock.client import frames
+from penstock.client.engine_process import EngineServer, Outbox
 from penstock.client.text import IsolatedTokenizer
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
@@ -326,24 +330,34 @@ class Compiler:
 
 def test_requests_wait_while_their_forms_are_compiled() -> None:
     """Guards against streams that stand still meanwhile, and a request that is computed although it was aborted."""
-    from queue import SimpleQueue
+    compiler, inbox, added = Compiler(), queue.SimpleQueue[Any](), list[str]()
+    ours, theirs = socket.socketpair()
+    engine: Any = SimpleNamespace(add_request=lambda request: added.append(request.request_id), abort=lambda _: None)
+    server = EngineServer(engine, Outbox(theirs, 3), inbox, forms=compiler)  # type: ignore[arg-type]
 
-    compiler, inbox = Compiler(), SimpleQueue[bytes]()
-    pending = PendingForms(compiler)
-    asked = {body: EngineRequest(body.decode(), [1], SamplingParams(structured_outputs=form(regex=regex)))
-             for body, regex in ((b"fine", "a"), (b"wrong", "wrong"), (b"aborted", "b"))}  # fmt: skip
-    assert all(pending.holds(request, body, inbox.put) for body, request in asked.items())
-    pending.drop("aborted")
-    compiler.go.set()
-    outcome: dict[str, Any] = {}
-    for _ in asked:
-        body = inbox.get(timeout=100)
-        try:
-            outcome[body.decode()] = pending.holds(asked[body], body, inbox.put)
-        except InvalidRequestError as error:
-            outcome[body.decode()] = error.param
-    assert outcome == {"fine": False, "wrong": "structured_outputs", "aborted": True}
-    assert not pending.holds(asked[b"fine"], b"fine, again", inbox.put)
+    def handle(frame: frames.ToEngine) -> None:
+        server._handle(frames.pack(frame)[frames.HEADER_BYTES :])
+
+    def ask(name: str, regex: str | None) -> None:
+        asked = None if regex is None else form(regex=regex)
+        handle(frames.AddRequest(EngineRequest(name, [1], SamplingParams(structured_outputs=asked, seed=1))))
+
+    with ours, theirs:
+        for name, regex in (("fine", "a"), ("wrong", "wrong"), ("aborted", "b"), ("reused", "c"), ("plain", None)):
+            ask(name, regex)
+        handle(frames.Abort(["aborted", "reused"]))
+        ask("reused", "d")  # by another request: it is added once
+        assert added == ["plain"]
+        compiler.go.set()
+        for _ in range(5):
+            server._handle(inbox.get(timeout=100))
+        rejected = frames.unpack_from_engine(frames.receive(ours) or b"")
+        assert isinstance(rejected, frames.Rejected)
+        assert (rejected.request_id, rejected.param) == ("wrong", "structured_outputs")
+        assert added == ["plain", "fine", "reused"]
+        ask("again", "a")  # its form is known
+    assert added[-1] == "again"
+    assert inbox.empty()
 
 
 def test_a_form_is_blamed_for_its_work_and_not_for_a_busy_machine() -> None:

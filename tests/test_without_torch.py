@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from penstock import AsyncLLM, SamplingParams, register_model
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.kernels.tensors import is_torch
 from penstock.models.config_json import load_model_config
 from penstock.models.llama.model import LlamaForCausalLM
 from penstock.models.registry import ARCHITECTURES
-from penstock.weights.convert import convert_model
 from penstock.weights.loader import dtype_for
-from tests.compat.user_file import registry_as_before
 from tests.hf_models import make_llama
 from tests.kernels.packed import levels
+from tests.lab.compat.user_file import registry_as_before
 from tools import structure
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")

@@ -2,13 +2,16 @@
 
 A room is a folder or a single module directly below penstock/. An arrow is an import between two rooms, anywhere in a
 file. Without circles, the arrows order the rooms into floors: a room is one floor above the highest room that it
-imports. `make structure` prints the figures; tests/test_architecture.py enforces limits on them.
+imports. A line of code is one that is not blank and not part of a comment or docstring. `make structure` prints the
+figures; tests/test_architecture.py enforces limits on them. `--package penstock_lab` measures the laboratory.
 """
 
 import argparse
 import ast
+import io
 import json
 import re
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,17 +19,27 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "penstock"
+LAB = ROOT / "penstock_lab"
 NATIVE = PACKAGE / "kernels" / "cpu" / "native"
-LONG_FILE = 300  # lines
-LONG_FUNCTION = 50
+LONG_FILE = 700  # lines
+LONG_FUNCTION = 70
 WIDE_SIGNATURE = 8  # parameters without self and cls
+
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 
 Arrows = dict[tuple[str, str], set[str]]
 
 
-def room_of(path: Path) -> str:
-    """Return the room of a file: the folder below penstock/, or the module's own name."""
-    relative = path.relative_to(PACKAGE)
+def room_of(path: Path, package: Path = PACKAGE) -> str:
+    """Return the room of a file: the folder below the package, or the module's own name."""
+    relative = path.relative_to(package)
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
@@ -43,17 +56,17 @@ def imported_names(path: Path) -> set[str]:
     return names
 
 
-def find_arrows() -> Arrows:
-    """Return {(room, imported room): files of the first room that import the second}."""
-    files = sorted(PACKAGE.rglob("*.py"))
-    rooms = {room_of(path) for path in files}
+def find_arrows(package: Path = PACKAGE) -> Arrows:
+    """Return {(room, imported room): files of the first room that import the second}, both of one package."""
+    files = sorted(package.rglob("*.py"))
+    rooms = {room_of(path, package) for path in files}
     found: Arrows = defaultdict(set)
     for path in files:
-        room = room_of(path)
+        room = room_of(path, package)
         for name in imported_names(path):
-            package, _, rest = name.partition(".")
+            owner, _, rest = name.partition(".")
             target = rest.split(".")[0]
-            if package == "penstock" and target != room:
+            if owner == package.name and target != room:
                 found[room, target if target in rooms else "__init__"].add(str(path.relative_to(ROOT)))
     return {pair: files for pair, files in found.items() if pair[0] != pair[1]}
 
@@ -85,9 +98,37 @@ def find_floors(arrows: Iterable[tuple[str, str]]) -> dict[str, int]:
     return floors
 
 
-def python_functions() -> Iterator[tuple[str, int, int]]:
+def rooms_used_by(folder: Path) -> set[str]:
+    """Return the rooms of penstock/ that the files below a folder import."""
+    rooms = {room_of(path) for path in PACKAGE.rglob("*.py")}
+    names = {name for path in folder.rglob("*.py") for name in imported_names(path)}
+    used = {name.split(".")[1] for name in names if name.startswith("penstock.")}
+    return {room if room in rooms else "__init__" for room in used}
+
+
+def lines_of_code(path: Path) -> int:
+    """Return the number of lines that are not blank and not part of a comment or docstring."""
+    source = path.read_text(encoding="utf-8")
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                docstrings |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
+def python_functions(package: Path) -> Iterator[tuple[str, int, int]]:
     """Yield (place, lines, parameters) of each Python function."""
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -121,36 +162,40 @@ def largest(figures: Iterable[tuple[str, int]], above: int) -> dict[str, int]:
     return {place: number for place, number in sorted(figures, key=lambda item: -item[1]) if number > above}
 
 
-def measure() -> dict[str, Any]:
+def measure(package: Path = PACKAGE) -> dict[str, Any]:
     """Return every figure as plain values."""
-    arrows, functions = find_arrows(), list(python_functions())
+    arrows, functions = find_arrows(package), list(python_functions(package))
     circles = find_circles(arrows)
-    python, native = count_lines(sorted(PACKAGE.rglob("*.py"))), count_lines(native_files())
+    files = sorted(package.rglob("*.py"))
+    native = native_files() if package == PACKAGE else []
     rooms = Counter[str]()
-    for place, lines in (python | native).items():
-        rooms[room_of(ROOT / place)] += lines
+    for path in files:
+        rooms[room_of(path, package)] += lines_of_code(path)
     lengths = [(place, lines) for place, lines, _ in functions]
     in_circles = [pair for pair in arrows if any(set(pair) <= set(circle) for circle in circles)]
+    long_native = native_functions() if native else ()
     return {
         "rooms": len(rooms),
         "arrows": len(arrows),
         "arrows up": len(in_circles),
         "circles": circles,
-        "lines of Python": sum(python.values()),
-        "lines of C++": sum(native.values()),
+        "Python files": len(files),
+        "lines of code": sum(rooms.values()),
+        "lines of Python": sum(count_lines(files).values()),
+        "lines of C++": sum(count_lines(native).values()),
         "longest Python function": max(lines for _, lines in lengths),
         "most parameters": max(parameters for *_, parameters in functions),
-        f"functions over {LONG_FUNCTION} lines": largest([*lengths, *native_functions()], LONG_FUNCTION),
+        f"functions over {LONG_FUNCTION} lines": largest([*lengths, *long_native], LONG_FUNCTION),
         f"signatures over {WIDE_SIGNATURE} parameters": largest(
             [(place, parameters) for place, _, parameters in functions], WIDE_SIGNATURE
         ),
-        f"files over {LONG_FILE} lines": largest((python | native).items(), LONG_FILE),
+        f"files over {LONG_FILE} lines": largest(count_lines([*files, *native]).items(), LONG_FILE),
         "floors": {} if circles else by_floor(arrows, rooms),
     }
 
 
 def by_floor(arrows: Arrows, lines: Counter[str]) -> dict[str, list[str]]:
-    """Return {floor: its rooms with their numbers of lines}, from the top floor down."""
+    """Return {floor: its rooms with their lines of code}, from the top floor down."""
     floors = find_floors(arrows)
     return {
         str(floor): [f"{room} {lines[room]}" for room in sorted(floors) if floors[room] == floor]
@@ -162,9 +207,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--arrows", action="store_true", help="print every arrow with the files that draw it")
-    options, figures = parser.parse_args(), measure()
+    parser.add_argument("--package", default=PACKAGE.name, choices=(PACKAGE.name, LAB.name), help="what is measured")
+    options = parser.parse_args()
+    package = ROOT / options.package
+    figures = measure(package)
     if options.arrows:
-        figures["arrows"] = {f"{a} -> {b}": sorted(files) for (a, b), files in sorted(find_arrows().items())}
+        figures["arrows"] = {f"{a} -> {b}": sorted(files) for (a, b), files in sorted(find_arrows(package).items())}
     if options.json:
         print(json.dumps(figures, indent=2))
         return

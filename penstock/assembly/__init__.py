@@ -1,8 +1,9 @@
 """Composition root: makes an engine with its executor from an EngineConfig. The only room that imports every part.
 
 engine   directory -> ModelConfig -> resolved EngineConfig -> backend -> model -> cache plan -> runner -> engine
-model    the backend and the weights            drafts   what guesses tokens ahead, if enabled
+drafts   what guesses tokens ahead, if enabled    offload  blocks beyond the cache
 info     the description for clients, with the fingerprint
+convert  directory -> directory of packed weights, for one process or for several ranks
 """
 
 import os

@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.assembly.model import Weights, make_model, make_ops
 from penstock.config import BLOCK_SIZE_UNIT, CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
 from penstock.engine.ngram import NgramProposer
 from penstock.engine.speculation import Speculation
@@ -16,11 +15,14 @@ from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import Ledger
 from penstock.planner.memory import (
     cached_token_bytes,
+    free_memory_bytes,
 )
 from penstock.runner.draft_model import DraftModelProposer
 from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
+from penstock.weights.instance import Weights
+from penstock.weights.loader import Place, make_model, make_ops
 from penstock.weights.sizes import model_sizes
 
 MAX_DRAFTED = 16  # requests that a draft model follows; steps with more rows are busy enough without drafts
@@ -120,7 +122,7 @@ def make_speculation(config: EngineConfig, draft: Draft) -> Speculation | None:
         return Speculation(lookup, wanted.num_speculative_tokens)
     own, scheduler = draft.config, draft.config.scheduler
     ops = make_ops(own, draft.model_config)
-    model = make_model(own, draft.model_config, draft.weights, ops)
+    model = make_model(own, draft.model_config, draft.weights, ops, Place(free_memory_bytes))
     runner = ModelRunner(model, ops, draft.groups, own, draft.model_config)
     proposer = DraftModelProposer(runner, scheduler.max_num_seqs, scheduler.max_num_batched_tokens or 1)
     return Speculation(proposer, wanted.num_speculative_tokens)

@@ -6,27 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from penstock import validation as check
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
-from penstock.assembly.model import Weights, make_grammars, make_model, make_ops, read_scales
 from penstock.assembly.offload import check_offload, make_store
-from penstock.assembly.rank_plan import RankPlan
-from penstock.assembly.ranks import (
-    Leader,
-    StartRanks,
-    check_split,
-    find_degrees,
-    open_launcher,
-    read_sharding,
-    start_ranks,
-)
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
 from penstock.engine.policy import Clock
 from penstock.engine.scripted import ScriptedExecutor
-from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
@@ -45,15 +33,19 @@ from penstock.planner.memory import (
     resident_bytes,
 )
 from penstock.plugins.user_files import import_files
+from penstock.ranks.build import RankPlan, check_split, degrees_of, explain_sharding
+from penstock.ranks.launcher import open_launcher
+from penstock.ranks.start import Leader, StartRanks, start_ranks
 from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
-from penstock.tokenizer.grammars import Grammars
-from penstock.validation import fail
+from penstock.tokenizer.grammars import Grammars, open_grammars
 from penstock.weights import packed
 from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
-from penstock.weights.instance import ModelInstance
+from penstock.weights.instance import ModelInstance, Weights
+from penstock.weights.kv_scales import read_scales
+from penstock.weights.loader import Place, make_model, make_ops
 from penstock.weights.sizes import model_sizes
 
 UNLIMITED = 2**62  # bytes
@@ -165,8 +157,8 @@ def _build(
         _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
     )
     plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
-    forms = make_grammars(model_config, weights)
-    plan_of_ranks = RankPlan(config, model_config, weights, tuple(plan.groups), find_degrees(config, model_config))
+    forms = open_grammars(weights, model_config.vocab_size, model_config.eos_token_ids)
+    plan_of_ranks = RankPlan(config, model_config, weights, tuple(plan.groups), degrees_of(config, model_config))
     model, executor, cache_bytes = _open(plan_of_ranks, ops, kv_scales, forms, start)
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {cache_bytes} bytes, but {plan.num_bytes} were planned")
@@ -193,7 +185,7 @@ def _open(
         option = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
         model: CausalLM = _NoModel(option, "no process has the whole model; use 1 to look into it")
         return model, leader.executor, leader.cache_bytes
-    model = make_model(config, model_config, plan.weights, ops)
+    model = make_model(config, model_config, plan.weights, ops, Place(free_memory_bytes))
     runner = ModelRunner(model, ops, groups, config, model_config, kv_scales, forms)
     return model, LocalExecutor(runner), runner.cache_bytes
 
@@ -304,7 +296,7 @@ def _plan_memory(
     """
     if is_torch(ops.dtype):
         if config.cache.memory is not None:
-            raise check.fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
+            raise fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
         return config, None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
     sizes = cache(lambda scheme: model_sizes(model_config, ops, scheme, layout))
@@ -339,16 +331,4 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_eng
             reasons["verify_files"] = f"on: {verify(weights)}"
     config = replace(config, numerics=numerics).resolve(model, num_engines)
     check_split(config, model, weights)
-    return replace(config, reasons=config.reasons | reasons | _check_sharding(config, model))
-
-
-def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
-    """Check that a sharding file fits the model. Return its effect, for EngineConfig.reasons."""
-    sharding, size = read_sharding(config, model), config.parallel.num_ranks
-    if sharding is None:
-        return {}
-    axes, _ = sharding
-    split = sum(axis is not None for axis in axes.values())
-    effect = "on one device nothing is split" if size == 1 else f"over {size} processes"
-    reason = f"{config.parallel.sharding_config}: it fits, and splits {split} of {len(axes)} parameters; {effect}"
-    return {"sharding_config": reason}
+    return replace(config, reasons=config.reasons | reasons | explain_sharding(config, model))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.assembly.model import Weights
 from penstock.config import EngineConfig
 from penstock.interface.messages import ModelInfo
 from penstock.interface.pooling import PoolerConfig
@@ -24,6 +23,7 @@ from penstock.planner.memory import (
 from penstock.plugins.user_files import files_fingerprint
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.pooler import read_pooler
+from penstock.weights.instance import Weights
 from penstock.weights.kv_scales import kv_scales_fingerprint
 from penstock.weights.safetensors import fingerprint
 

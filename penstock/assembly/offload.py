@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, fail
 from penstock.interface.messages import BlockDirectory
 from penstock.interface.step import CacheGroup
 from penstock.kernels.cpu.library import chosen_level
 from penstock.runner.block_files import BlockFiles
 from penstock.runner.block_store import TieredBlockStore
-from penstock.validation import fail
 
 
 def check_offload(config: EngineConfig) -> None:

@@ -11,9 +11,8 @@ from penstock.cli.options import UNSET, WEIGHT_OPTIONS, add_engine_options, engi
 from penstock.cli.terminal import handle_signals, note
 from penstock.client.prompts import progress
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_choice, check_int, check_str
 from penstock.plugins.user_files import import_files
-from penstock.validation import check_choice, check_int, check_str
 from penstock.weights.matching import FORMS
 
 PACKED = "packed"
@@ -72,8 +71,8 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _write(args: argparse.Namespace, config: EngineConfig) -> int:
     """Write the checkpoint in the chosen form and return the number of bytes of its weights."""
+    from penstock.assembly.convert import convert_model
     from penstock.planner.memory import free_memory_bytes
-    from penstock.weights.convert import convert_model
     from penstock.weights.rewrite import rewrite_model
 
     handle_signals(terminate=True)

@@ -5,17 +5,17 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock import validation as check
 from penstock.cli.options import add_generation_options, load_llm, parse_size, sampling_options
 from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.terminal import handle_signals, note, show_choices
 from penstock.client.prompts import STDIN, check_text, progress, read_prompts, read_text
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_int
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.plugins import entry_points
 
 if TYPE_CHECKING:
     from penstock.client.llm import LLM
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     with load_llm(args) as llm:
         handle_signals()
         params = llm.get_default_sampling_params(**sampling_options(args))
-        with _profiling(llm, args.profile):
+        with entry_points.load("profilers", "operations", "profile")(llm) if args.profile else nullcontext():
             started = time.perf_counter()
             outputs = list((_print_json if args.json else _print_text)(llm, prompts, params, args))
             seconds = time.perf_counter() - started
@@ -85,7 +85,7 @@ def _check_display(args: argparse.Namespace) -> None:
         message = "output_at_end: --json prints at the end already"
         raise InvalidRequestError(message, param="output_at_end")
     if args.print_interval is not None:
-        check.check_int("print_interval", args.print_interval, 1, 10**6)
+        check_int("print_interval", args.print_interval, 1, 10**6)
         if getattr(args, "n", 1) > 1 and not growing:
             message = "print_interval: several choices are printed when complete; use --concurrent or --reprint"
             raise InvalidRequestError(message, param="print_interval")
@@ -102,22 +102,6 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     for prompt in args.prompt:
         check_text(prompt)
     return prompts
-
-
-@contextmanager
-def _profiling(llm: "LLM", wanted: bool) -> Iterator[None]:
-    """If `wanted`, measure each operation of the native kernels and print a table to standard error."""
-    if not wanted:
-        yield
-        return
-    from penstock.bench.profile import Profile
-    from penstock.bench.profiled import profiling
-    from penstock.bench.report import print_profile
-
-    profile = Profile()
-    with profiling(llm.built, llm.client, profile):
-        yield
-    print_profile(profile.figures(), stderr=True)
 
 
 def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[tuple[int, "RequestOutput"]]:

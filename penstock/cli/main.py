@@ -16,19 +16,14 @@ from typing import Any, NoReturn
 
 from penstock import __version__
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, PenstockError
+from penstock.plugins import entry_points
 
 COMMANDS = {
     "generate": "generate text from prompts",
     "chat": "talk to a model in the terminal",
     "serve": "serve a model over the OpenAI API",
     "run-batch": "answer a file of OpenAI's batch requests",
-    "bench": "measure throughput and latency",
     "convert": "write a checkpoint in another form: packed, merged, separate",
-    "check": "compare a model with Transformers, layer by layer",
-    "prove": "prove on this machine what is promised: same bits, no stream dropped",
-    "plan": "predict a model's memory and speed before it is loaded",
-    "simulate": "run the real scheduler on a virtual clock: latencies and replicas for a load",
-    "replay": "compute a record of an engine's last minutes again, and compare the bits",
     "table": "print a model's parameter table, or a template for a new one",
 }
 POSITIONAL = {"model": "model", "prompt": "prompt", "src": "SRC", "dst": "DST", "bundle": "BUNDLE"}  # as errors name it
@@ -73,6 +68,15 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def added_commands() -> dict[str, tuple[str, str]]:
+    """Return the commands that other installed packages add: {name: (package of its module, help)}."""
+    found: dict[str, tuple[str, str]] = {}
+    for name in entry_points.names("commands"):
+        package = entry_points.load("commands", name, name)
+        found |= {command: (package.__name__, help_text) for command, help_text in package.COMMANDS.items()}
+    return found
+
+
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     """Return the parser. Only the command named in argv is imported and gets its own flags."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -81,10 +85,11 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and the level of the native kernels")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    for name, help_text in COMMANDS.items():
+    known = {name: ("penstock.cli", help_text) for name, help_text in COMMANDS.items()}
+    for name, (package, help_text) in (known if chosen in COMMANDS else known | added_commands()).items():
         command = commands.add_parser(name, help=help_text, formatter_class=raw)
         if name == chosen:
-            module = importlib.import_module(f"penstock.cli.{name.replace('-', '_')}")
+            module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
             command.description, command.epilog = module.DESCRIPTION, module.EXAMPLES
             command.set_defaults(run=module.run)
             module.configure(command)

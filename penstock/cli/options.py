@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.terminal import LOGGER, saying
 from penstock.config import PARTS, EngineConfig, option_names
+from penstock.errors import LOG_LEVELS, shown
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
-from penstock.validation import LOG_LEVELS, shown
 from penstock.weights.hub import find_local
 
 if TYPE_CHECKING:

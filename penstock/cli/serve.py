@@ -15,6 +15,7 @@ from penstock.cli.options import (
     parse_size,
 )
 from penstock.errors import InvalidRequestError
+from penstock.plugins import entry_points
 
 if TYPE_CHECKING:
     from penstock.server.options import ServerOptions
@@ -177,10 +178,4 @@ def _serve_on_ray(options: "ServerOptions", replicas: dict[str, Any], client: di
     Raises:
         InvalidRequestError: Ray is not installed, or there is no cluster.
     """
-    try:
-        from penstock.ray_app.application import serve_here
-    except ImportError as error:
-        if error.name is None or error.name.split(".")[0] != "ray":
-            raise
-        raise InvalidRequestError("on_ray: Ray is not installed: pip install 'penstock[ray]'", param="on_ray") from None
-    return serve_here(options, replicas, client)
+    return int(entry_points.load("servers", "ray", "on_ray")(options, replicas, client))

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from penstock.cli.options import add_imports
+from penstock.errors import check_str
 from penstock.plugins.user_files import import_files
-from penstock.validation import check_str
 
 DESCRIPTION = """Print every parameter of a model as a parameter table: name, shape, sharded axis, type.
 

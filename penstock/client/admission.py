@@ -21,9 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock import validation as check
 from penstock.client.open_requests import Choice, OpenRequest, OpenRequests, Wait
-from penstock.errors import EngineOverloadedError
+from penstock.errors import EngineOverloadedError, check_float, check_int
 from penstock.interface.messages import EngineOutput, EngineStats
 
 REFRESH_S = 0.05  # how old a forecast may be; it includes requests let in since
@@ -51,10 +50,10 @@ class AdmissionLimits:
     max_queue_wait: float | None = None
 
     def __post_init__(self) -> None:
-        check.check_int("max_queued_requests", self.max_queued_requests, 1, 2**20)
-        check.check_int("max_queued_tokens", self.max_queued_tokens, 1, 2**40)
+        check_int("max_queued_requests", self.max_queued_requests, 1, 2**20)
+        check_int("max_queued_tokens", self.max_queued_tokens, 1, 2**40)
         if self.max_queue_wait is not None:
-            check.check_float("max_queue_wait", self.max_queue_wait, 0.0, 1e6, low_open=True)
+            check_float("max_queue_wait", self.max_queue_wait, 0.0, 1e6, low_open=True)
 
 
 class Admission:

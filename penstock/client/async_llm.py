@@ -5,14 +5,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from penstock import validation as check
 from penstock.client.admission import AdmissionLimits
-from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineStatus
+from penstock.client.engine_connection import Launcher
+from penstock.client.fleet import MAX_REPLICAS
 from penstock.client.process import ProcessClient
 from penstock.client.prompts import Prompt, PromptRequest
 from penstock.client.records import RecordOptions, SavedRecord
-from penstock.client.replicas import MAX_REPLICAS
 from penstock.client.results import (
     embedding_output,
     embedding_request,
@@ -23,7 +22,7 @@ from penstock.client.results import (
 )
 from penstock.client.text import IsolatedTokenizer, choose_tokenizer
 from penstock.config import EngineConfig
-from penstock.errors import NotSupportedError
+from penstock.errors import NotSupportedError, check_bool, check_int, take_options
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import ModelInfo
@@ -47,7 +46,7 @@ class AsyncLLM:
         standby: keep a second process of each engine loaded, which takes over at once. Mapped weights (of a converted
             or packed model) are shared; other weights are in memory twice.
         data_parallel_size: number of engines, each with the whole model in a process of its own, among which requests
-            are divided (client/replicas.py). threads, memory and kv_cache_memory_bytes are per engine; if left out, the
+            are divided (client/fleet.py). threads, memory and kv_cache_memory_bytes are per engine; if left out, the
             engines share the machine.
         launcher: starts engines elsewhere (ray_app/engines.py); data_parallel_size is then not used.
         options: for EngineConfig.from_options; for AdmissionLimits (client/admission.py), which limits the queue and
@@ -76,10 +75,10 @@ class AsyncLLM:
                 "to LLM, or save it (save_pretrained) and pass the directory",
                 param="model",
             )
-        check.check_bool("standby", standby)
-        check.check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)  # before anything is started
-        limits, record = check.take_options(AdmissionLimits, options), check.take_options(RecordOptions, options)
-        transfer = check.take_options(KVTransferOptions, options)
+        check_bool("standby", standby)
+        check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)  # before anything is started
+        limits, record = take_options(AdmissionLimits, options), take_options(RecordOptions, options)
+        transfer = take_options(KVTransferOptions, options)
         config = EngineConfig.from_options(model=model, **options)
         transfer.check_directory(config.cache.kv_offload_dir)
         found = self._tokenizer = choose_tokenizer(tokenizer, model, isolated=True)

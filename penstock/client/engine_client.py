@@ -18,7 +18,7 @@ from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from penstock.client.kv_blocks import KVBlocks
+    from penstock.client.kv_transfer import KVBlocks
 
 
 class EngineState(StrEnum):

@@ -1,29 +1,34 @@
-"""The engine process: build an engine, then serve it. client/child.py starts it through parallel/child_main.py, with
-one end of a socket pair.
+"""The engine process: build an engine, then serve it. client/engine_connection.py starts it through
+parallel/child_main.py, with one end of a socket pair.
 
     reader thread: frames -> inbox; when the connection ends, the process exits at once, whatever it is doing,
                    so that no engine outlives its client
-    main thread:   take the frames in the inbox, compute a step, send its outputs
-    heartbeats:    client/outbox.py; while the engine is idle, the main thread sends them itself
+    main thread:   handle the frames in the inbox, compute a step, send its outputs; heartbeats while the engine is idle
+    heartbeats:    every half second while a build or a step computes or reads files (Outbox). So silence means that a
+                   process is stopped or in a deadlock, however long its steps take: a long prompt takes minutes
+    forms:         compiles the forms that answers must have, so that streams go on meanwhile
 """
 
+import contextlib
 import os
 import queue
 import socket
 import sys
 import threading
+import time
 import traceback
-from dataclasses import replace
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.client import frames
-from penstock.client.outbox import HEARTBEAT_S, ClientGoneError, Outbox
-from penstock.client.pending_forms import PendingForms
 from penstock.engine.engine import Engine
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
-from penstock.interface.messages import EngineStats
-from penstock.parallel.child_main import EXIT_CLIENT_GONE
+from penstock.interface.messages import EngineRequest, EngineStats
 from penstock.plugins import time_limit
+from penstock.ranks.child_main import EXIT_CLIENT_GONE
+from penstock.ranks.children import Effort
 from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.ring import Ring
 
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.assembly import BuiltEngine
     from penstock.tokenizer.grammars import Grammars
 
+HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
 STDERR = 2
 EXIT_CANNOT_START = 2
@@ -39,20 +45,90 @@ EXIT_NO_MEMORY = 4
 EXIT_RANK_LOST = 5
 
 
+class ClientGoneError(Exception):
+    """The client's end of the socket is closed."""
+
+
+class Outbox:
+    """Sends frames over a socket, and heartbeats from a thread while `working`. Thread-safe."""
+
+    def __init__(self, sock: socket.socket, epoch: int) -> None:
+        self.epoch = epoch
+        self._sock = sock
+        self._lock = threading.Lock()  # frames must not mix
+        self._stats = EngineStats()  # of the newest frame that has stats
+        self._working_since: float | None = None
+        self._begun = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def send(self, frame: frames.FromEngine) -> None:
+        """Send a frame. Raise ClientGoneError if the client is gone."""
+        if isinstance(frame, frames.Ready | frames.Outputs | frames.Heartbeat):
+            self._stats = frame.stats
+        packed = frames.pack(frame)
+        try:
+            with self._lock:
+                self._sock.sendall(packed)
+        except ConnectionError as error:
+            raise ClientGoneError from error
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Send heartbeats while the block runs, as long as this process computes or reads."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
+            self._thread.start()
+        self._working_since = time.monotonic()
+        self._begun.set()
+        try:
+            yield
+        finally:
+            self._working_since = None
+            self._begun.clear()
+
+    def _beat(self) -> None:
+        seen = Effort.so_far()
+        while True:
+            self._begun.wait()
+            time.sleep(HEARTBEAT_S)
+            since, now = self._working_since, Effort.so_far()
+            if since is None or not now.exceeds(seen):
+                continue
+            seen = now
+            # If the client is gone, the reader thread ends this process.
+            with contextlib.suppress(ClientGoneError, OSError):
+                self.send(frames.Heartbeat(self.epoch, self._stats, working_s=time.monotonic() - since))
+
+
+@dataclass(eq=False, slots=True)
+class _Compiling:
+    """A request that waits for its form. It comes back through the inbox once `compiled` is done."""
+
+    request: EngineRequest
+    compiled: "Future[None]"
+
+
 class EngineServer:
-    """Serves one engine to one client."""
+    """Serves one engine to one client.
+
+    Args:
+        inbox: bodies of frames, and requests whose forms have been compiled.
+        forms: compiles the forms of answers, in a thread; None: the engine does it.
+    """
 
     def __init__(
         self,
         engine: Engine,
         outbox: Outbox,
-        inbox: "queue.SimpleQueue[bytes]",
+        inbox: "queue.SimpleQueue[bytes | _Compiling]",
         recorder: Recorder | None = None,
         forms: "Grammars | None" = None,
     ) -> None:
         self.engine = engine
-        self.pending = PendingForms(forms)
         self.recorder = recorder
+        self._forms = forms
+        self._form_thread: ThreadPoolExecutor | None = None
+        self._compiling: dict[str, _Compiling] = {}  # by request id
         self.outbox = outbox
         self.inbox = inbox
         self._num_idle = 0  # heartbeats since the last step
@@ -90,28 +166,31 @@ class EngineServer:
         except queue.Empty:
             return
 
-    def _handle(self, body: bytes) -> None:
+    def _handle(self, item: "bytes | _Compiling") -> None:
         """Handle a frame. An invalid one is dropped and counted, because it must not affect other requests."""
+        if isinstance(item, _Compiling):
+            self._form_compiled(item)
+            return
         try:
-            frame = frames.unpack_to_engine(body)
+            frame = frames.unpack_to_engine(item)
             if isinstance(frame, frames.Start):
                 raise frames.InvalidFrameError("a second Start frame")
         except frames.InvalidFrameError as error:
-            self._drop(body, error)
+            self._drop(item, error)
             return
         match frame:
             case frames.AddRequest(request):
-                try:
-                    if self.pending.holds(request, body, self.inbox.put):
-                        return
-                    self.engine.add_request(request)
-                    if self.recorder is not None:
-                        self.recorder.arrived(request)
-                except InvalidRequestError as error:
-                    self._reject(request.request_id, error)
+                form = request.params.structured_outputs
+                if form is None or self._forms is None or self._forms.knows(form):
+                    self._add(request)
+                else:
+                    self._form_thread = self._form_thread or ThreadPoolExecutor(1, "forms")
+                    waiting = _Compiling(request, self._form_thread.submit(self._forms.check, form))
+                    self._compiling[request.request_id] = waiting
+                    waiting.compiled.add_done_callback(lambda _: self.inbox.put(waiting))
             case frames.Abort(request_ids):
                 for request_id in request_ids:
-                    self.pending.drop(request_id)
+                    self._compiling.pop(request_id, None)
                     self.engine.abort(request_id)
                     if self.recorder is not None:
                         self.recorder.aborted(request_id)
@@ -122,6 +201,28 @@ class EngineServer:
                     self._reject(request_id, error)
             case frames.Unpin(name):
                 self.engine.unpin(name)
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self.engine.add_request(request)
+        except InvalidRequestError as error:
+            self._reject(request.request_id, error)
+        else:
+            if self.recorder is not None:
+                self.recorder.arrived(request)
+
+    def _form_compiled(self, waiting: _Compiling) -> None:
+        """Add a request whose form is compiled, unless it was aborted meanwhile; its id may have another owner now."""
+        request = waiting.request
+        if self._compiling.get(request.request_id) is not waiting:
+            return
+        del self._compiling[request.request_id]
+        try:
+            waiting.compiled.result()
+        except InvalidRequestError as error:
+            self._reject(request.request_id, error)
+        else:
+            self._add(request)
 
     def _reject(self, request_id: str, error: InvalidRequestError) -> None:
         self.outbox.send(frames.Rejected(self.outbox.epoch, request_id, error.message, error.param, error.code))
@@ -139,7 +240,7 @@ class EngineServer:
             )
 
 
-def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
+def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes | _Compiling]") -> None:
     """Put frames into the inbox (reader thread); exit the process with the client, even in the middle of a step."""
     code = EXIT_CLIENT_GONE
     try:
@@ -152,9 +253,10 @@ def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
         os._exit(code)
 
 
-def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServer | None:
+def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes | _Compiling]") -> EngineServer | None:
     """Build the engine that the first frame asks for; if it cannot be built, send the reason and return None."""
-    first = frames.unpack_to_engine(inbox.get())
+    body = inbox.get()
+    first = frames.unpack_to_engine(body) if isinstance(body, bytes) else None
     if not isinstance(first, frames.Start):
         raise PenstockError("the first frame is not Start")
     outbox = Outbox(sock, first.epoch)
@@ -188,7 +290,7 @@ def main(argv: list[str]) -> int:
     """Serve on the inherited socket whose file descriptor is argv[0]. Return only if the engine cannot be built."""
     time_limit.install()
     sock = socket.socket(fileno=int(argv[0]))
-    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[bytes | _Compiling] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()
     server: EngineServer | None = None
     try:

@@ -13,16 +13,14 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from penstock import validation as check
 from penstock.client.open_requests import OpenRequest
 from penstock.client.prompts import PromptRequest, check_num_tokens, check_salt, check_text
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_float, check_ids, check_int, check_str, check_unicode, fail
 from penstock.interface.logits_params import MAX_BREAKER_IDS
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_all
-from penstock.validation import check_unicode
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_PRIORITY = 1000
@@ -59,11 +57,11 @@ class InputProcessor:
         """
         request_id = request.request_id
         if request_id is not None:
-            check.check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
-            check.check_unicode(request_id, param="request_id")
+            check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
+            check_unicode(request_id, param="request_id")
         params = SamplingParams(**self._info.default_sampling) if request.params is None else request.params
         if not isinstance(params, SamplingParams):  # a dict is a common mistake
-            raise check.fail("sampling_params", params, "a SamplingParams")
+            raise fail("sampling_params", params, "a SamplingParams")
         params.check_vocabulary(self._info.vocab_size)
         deadline = self._check_order(request.priority, request.timeout)
         if params.stop and self._tokenizer is None:
@@ -97,22 +95,22 @@ class InputProcessor:
             check_text(text or "")
             check_prompt_length(text or "", self._info.max_model_len)
         if text is not None:
-            check.check_unicode(text, param="prompt")
+            check_unicode(text, param="prompt")
         if not ids and self._tokenizer is not None:
             ids = self._tokenizer.encode(text or "")
             if not ids:
-                raise check.fail("prompt", ids, "a text, or a list of at least one token id")
+                raise fail("prompt", ids, "a text, or a list of at least one token id")
         if pooling is not None:
             ids = pooling.truncated(ids, self._info.max_model_len)
         check_num_tokens(request.param, len(ids), self._info.max_model_len, is_pooled=pooling is not None)
-        check.check_ids(request.param, ids, self._info.vocab_size)
+        check_ids(request.param, ids, self._info.vocab_size)
         return list(ids)
 
     def _check_order(self, priority: Any, timeout: Any) -> float | None:
         """Return the deadline. Raise InvalidRequestError for an option that the engine's policy does not use."""
-        check.check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if timeout is not None:
-            check.check_float("timeout", timeout, 0.0, MAX_TIMEOUT_S, low_open=True)
+            check_float("timeout", timeout, 0.0, MAX_TIMEOUT_S, low_open=True)
         policy = self._info.scheduling_policy
         for name, value, needed in (("priority", priority or None, "priority"), ("timeout", timeout, "deadline")):
             if value is not None and policy != needed:
@@ -140,7 +138,7 @@ class InputProcessor:
         room = max(1, self._info.max_model_len - num_prompt_tokens)  # 0 only with pooling, which needs no room
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         if params.min_tokens > max_tokens:
-            raise check.fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
+            raise fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
         seed = assigned_seed(self._seed, arrival) if params.seed is None else params.seed
         words = params.bad_words_token_ids + self._ids_of_bad_words(tuple(params.bad_words or ()))
         breakers = params.dry_sequence_breaker_ids + self._ids_of_breakers(params)
@@ -165,9 +163,9 @@ class InputProcessor:
     def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            check.check_unicode(word, param="bad_words")
+            check_unicode(word, param="bad_words")
             if self._tokenizer is None or not word.strip():
-                raise check.fail("bad_words", word, "a word (and the engine must have a tokenizer)")
+                raise fail("bad_words", word, "a word (and the engine must have a tokenizer)")
             for text in (word.lstrip(), " " + word.lstrip()):
                 found[tuple(self._tokenizer.encode(text, add_special_tokens=False))] = None
         return tuple(ids for ids in found if ids)
@@ -209,7 +207,7 @@ def _check_known(output_token_ids: Sequence[list[int]], params: SamplingParams) 
     if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
         allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"
         raise InvalidRequestError(f"output_token_ids: must be {allowed}", param="output_token_ids")
-    if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
+    if params.logprobs is not None or params.prompt_logprobs is not None or params.has_sampler_state:
         message = (
             "output_token_ids: not allowed with log-probabilities or mirostat; compute the request from its beginning"
         )

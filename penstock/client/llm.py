@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from penstock import validation as check
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.child import Launcher
+from penstock.client.engine_connection import Launcher
+from penstock.client.fleet import MAX_REPLICAS
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
 from penstock.client.prompts import Prompt, PromptRequest, check_text, progress
-from penstock.client.replicas import MAX_REPLICAS
 from penstock.client.results import (
     embedding_output,
     embedding_request,
@@ -27,7 +26,19 @@ from penstock.client.results import (
 from penstock.client.step_client import ChildClient, HeldSignals, InProcessClient, StepClient
 from penstock.client.text import choose_tokenizer
 from penstock.config import EngineConfig
-from penstock.errors import EngineDeadError, InvalidRequestError, NotSupportedError, RequestFailedError
+from penstock.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    NotSupportedError,
+    RequestFailedError,
+    check_bool,
+    check_ids,
+    check_int,
+    check_unicode,
+    fail,
+    list_of,
+    shown,
+)
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.pooling import (
@@ -90,9 +101,9 @@ class LLM:
         **options: Any,
     ) -> None:
         if model is None:
-            raise check.fail("model", model, "a directory, a hub name, demo, or a model object of Transformers")
-        check.check_bool("engine_in_process", engine_in_process)
-        check.check_bool("standby", standby)
+            raise fail("model", model, "a directory, a hub name, demo, or a model object of Transformers")
+        check_bool("engine_in_process", engine_in_process)
+        check_bool("standby", standby)
         name = model if isinstance(model, str) else type(model).__name__
         self.config = EngineConfig.from_options(model=name, **options)
         found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
@@ -102,11 +113,11 @@ class LLM:
         self._built: BuiltEngine | None = None
         if engine_in_process:
             if standby:
-                raise check.fail("standby", standby, "False: an engine in this process cannot be replaced")
-            check.check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)
+                raise fail("standby", standby, "False: an engine in this process cannot be replaced")
+            check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)
             if data_parallel_size > 1:
                 allowed = "1: several engines need processes of their own (engine_in_process=False)"
-                raise check.fail("data_parallel_size", data_parallel_size, allowed)
+                raise fail("data_parallel_size", data_parallel_size, allowed)
             built = self._built = build_engine(self.config, None if isinstance(model, str) else model)
             self.config = built.config
             seed = built.config.numerics.seed
@@ -264,7 +275,7 @@ class LLM:
         """
         first, second = _listed(text_1), _listed(text_2)
         if len(first) not in (1, len(second)):
-            raise check.fail("text_1", len(first), f"one text, or as many as text_2 has: {len(second)}")
+            raise fail("text_1", len(first), f"one text, or as many as text_2 has: {len(second)}")
         params = replace(PoolingParams() if pooling_params is None else pooling_params, normalize=True)
         found = self.embed([*first, *second], params, use_tqdm=use_tqdm)
         known, others = found[: len(first)], found[len(first) :]
@@ -409,8 +420,8 @@ class LLM:
         """
         flags = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         for name, value in (flags | {"skip_lm_head": skip_lm_head}).items():
-            check.check_bool(name, value)
-        check.check_int("max_bytes", max_bytes, 1, 2**50)
+            check_bool(name, value)
+        check_int("max_bytes", max_bytes, 1, 2**50)
         wanted = Wanted(not skip_lm_head, output_hidden_states, output_attentions)
         forward_pass = self.built.forward_pass
         with self._lock:
@@ -425,11 +436,11 @@ class LLM:
         if isinstance(prompt, str) and self.client.tokenizer is not None:
             check_text(prompt)
             check_prompt_length(prompt, info.max_model_len)
-            check.check_unicode(prompt, param="prompt")
+            check_unicode(prompt, param="prompt")
             prompt = self.client.tokenizer.encode(prompt)
         if not isinstance(prompt, list | tuple) or not 1 <= len(prompt) <= info.max_model_len:
-            raise check.fail("prompt", prompt, f"a text, or a list of 1 to {info.max_model_len} token ids")
-        check.check_ids("prompt", prompt, info.vocab_size)
+            raise fail("prompt", prompt, f"a text, or a list of 1 to {info.max_model_len} token ids")
+        check_ids("prompt", prompt, info.vocab_size)
         return list(prompt)
 
     def _chat_prompt(self, messages: Any, **options: Any) -> Prompt:
@@ -447,7 +458,7 @@ class LLM:
         given = self.get_default_sampling_params() if given is None else given
         listed = [given] * count if isinstance(given, SamplingParams) else given
         if not isinstance(listed, list | tuple) or not all(isinstance(item, SamplingParams) for item in listed):
-            raise check.fail("sampling_params", given, "a SamplingParams, or a list of them")
+            raise fail("sampling_params", given, "a SamplingParams, or a list of them")
         if len(listed) != count:
             message = f"sampling_params: {len(listed)} for {count} prompts; give one, or one per prompt"
             raise InvalidRequestError(message, param="sampling_params")
@@ -472,7 +483,7 @@ class LLM:
 def _priorities(given: Any, count: int) -> list[Any]:
     if given is None:
         return [0] * count
-    listed = check.list_of("priority", given, max_items=count)
+    listed = list_of("priority", given, max_items=count)
     if len(listed) != count:
         message = f"priority: {len(listed)} for {count} prompts; give one per prompt"
         raise InvalidRequestError(message, param="priority")
@@ -484,7 +495,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple):
-        raise check.fail("prompts", prompts, "a prompt or a list of prompts")
+        raise fail("prompts", prompts, "a prompt or a list of prompts")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
@@ -496,6 +507,6 @@ def _conversation(messages: Any) -> list[Message]:
         raise InvalidRequestError("messages: give a list of at least one message", param="messages")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            text = f"messages: {check.shown(message)} is not a message; it must have a role and a content"
+            text = f"messages: {shown(message)} is not a message; it must have a role and a content"
             raise InvalidRequestError(text, param="messages")
     return [turn_of(message) for message in messages]

@@ -91,7 +91,7 @@ class OpenRequests:
     def resumed(self, engine_request_id: str) -> EngineRequest:
         """Return the engine request of a running choice, with the tokens received so far as output_token_ids."""
         choice = self._running[engine_request_id]
-        return replace(choice.request, output_token_ids=list(choice.token_ids), mirostat_mu=choice.mirostat_mu)
+        return replace(choice.request, output_token_ids=list(choice.token_ids), sampler_state=choice.sampler_state)
 
     def owner(self, engine_request_id: str) -> "OpenRequest | None":
         """Return the request that a running choice belongs to."""
@@ -334,7 +334,7 @@ class Choice:
         owner: the request that it belongs to.
         request: what the engine was given.
         token_ids: outputs received so far; `request` with these as output_token_ids resumes the choice on any engine.
-        mirostat_mu: mirostat's state after them; the engine sends both together.
+        sampler_state: the sampler's after them; the engine sends both together.
         timeline: where its time went, as far as engines have reported.
         finish_reason: None while it runs.
         changed: whether there is something that make_output has not returned yet.
@@ -346,7 +346,7 @@ class Choice:
         self.owner = owner
         self.request = request
         self.token_ids: list[int] = []
-        self.mirostat_mu = request.mirostat_mu
+        self.sampler_state = request.sampler_state
         self.timeline = Timeline(time.monotonic() if request.arrived_at is None else request.arrived_at)
         self.finish_reason: FinishReason | None = None
         self.changed = False
@@ -391,7 +391,7 @@ class Choice:
         params, ids = self.owner.params, output.new_token_ids
         last_is_stop = output.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
         for position in range(start, len(ids)):
-            self.mirostat_mu = self.mirostat_mu if output.mirostat_mu is None else output.mirostat_mu
+            self.sampler_state = self.sampler_state if output.sampler_state is None else output.sampler_state
             logprobs = None if output.logprobs is None else output.logprobs[position]
             self.append(ids[position], logprobs, is_hidden=last_is_stop and position == len(ids) - 1)
             if self.finish_reason is not None:

@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, fail
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import PrefixUse
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -79,7 +78,7 @@ class Prefixes:
         if name is None:
             name = next(free for index in itertools.count() if (free := f"pin-{index}") not in self._pins)
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise check.fail("name", name, "1 to 64 letters, digits and _ . @ -")
+            raise fail("name", name, "1 to 64 letters, digits and _ . @ -")
         ids = token_ids[: len(token_ids) // block_size * block_size]
         if not ids:
             message = f"prompt: {len(token_ids)} tokens do not fill a block of {block_size}, so there is none to pin"

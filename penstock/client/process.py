@@ -1,7 +1,7 @@
 """ProcessClient: requests to one or several engines in child processes. It imports no torch.
 
-Replicas keeps the children running and gives them the requests of OpenRequests (client/replicas.py), so no stream ends
-with the process that computes it. A request that cannot be handled ends alone. From the socket, an output comes by
+Fleet keeps the children running and gives them the requests of OpenRequests (client/fleet.py), so no stream ends with
+the process that computes it. A request that cannot be handled ends alone. From the socket, an output comes by
 `received`, OpenRequests.add and Choice.add into the mailbox of its request, where its reader waits.
 """
 
@@ -12,22 +12,20 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock import validation as check
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
-from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState, EngineStatus
+from penstock.client.engine_connection import Launcher
+from penstock.client.fleet import MAX_REPLICAS, Fleet
 from penstock.client.input_processor import InputProcessor
-from penstock.client.kv_transfer import KVTransfer
 from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, request_of
 from penstock.client.prompts import PromptRequest
 from penstock.client.records import RecordOptions, SavedRecord
 from penstock.client.recovery import DEATHS_BEFORE_TRIAL
-from penstock.client.replicas import MAX_REPLICAS, Replicas
 from penstock.client.text import IsolatedTokenizer
 from penstock.errors import (
     EngineDeadError,
@@ -36,23 +34,24 @@ from penstock.errors import (
     ModelLoadError,
     PenstockError,
     RequestFailedError,
+    check_int,
 )
 from penstock.interface.kv_transfer import KVTransferOptions
-from penstock.interface.messages import ModelInfo
+from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.interface.timeline import IntervalKind
 from penstock.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from penstock.client.kv_blocks import KVBlocks
+    from penstock.client.kv_transfer import KVBlocks, KVTransfer
 
 LOGGER = logging.getLogger("penstock")
 MAX_UNREAD = 16384  # tokens and log-probabilities of a stream that may wait for its reader
 
 
 class ProcessClient:
-    """Implements EngineClient and ReplicasListener. The constructor starts a child; all other methods need an event
+    """Implements EngineClient and EngineListener. The constructor starts a child; all other methods need an event
     loop.
 
     Args:
@@ -81,7 +80,7 @@ class ProcessClient:
         transfer: KVTransferOptions | None = None,
     ) -> None:
         launcher = launcher or Launcher()
-        check.check_int("data_parallel_size", launcher.num_engines, 1, MAX_REPLICAS)
+        check_int("data_parallel_size", launcher.num_engines, 1, MAX_REPLICAS)
         self._follows_forms = follows_forms
         self._tokenizer = tokenizer
         self._seed: int = options.get("seed", 0)
@@ -91,11 +90,11 @@ class ProcessClient:
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
         start = frames.Start(-1, options, num_engines=launcher.num_engines)
         outputs_left, record = self._admission.outputs_left, record or RecordOptions()
-        self._replicas = Replicas(start, self._requests, self, outputs_left, record, standby=standby, launcher=launcher)
-        when_dropped(self, _dropped, self._replicas)
+        self._fleet = Fleet(start, self._requests, self, outputs_left, record, standby=standby, launcher=launcher)
+        when_dropped(self, _dropped, self._fleet)
         if isinstance(tokenizer, IsolatedTokenizer):
             when_dropped(self, tokenizer.close)
-        self._transfer = KVTransfer(transfer or KVTransferOptions())
+        self._transfer = None if transfer is None or transfer.kv_role is None else _transfer_of(transfer)
         self._fingerprint: str | None = None  # of the model that self._inputs was made for
         self._draining = False
         self._checking = asyncio.Semaphore(1)
@@ -103,9 +102,9 @@ class ProcessClient:
 
     @property
     def model_info(self) -> ModelInfo:
-        if self._replicas.model_info is None:
-            raise self._replicas.failure or EngineDeadError("the engine is not ready yet")
-        return self._replicas.model_info
+        if self._fleet.model_info is None:
+            raise self._fleet.failure or EngineDeadError("the engine is not ready yet")
+        return self._fleet.model_info
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -114,19 +113,19 @@ class ProcessClient:
         return self._tokenizer
 
     def status(self) -> EngineStatus:
-        state = self._replicas.state
+        state = self._fleet.state
         return replace(
-            self._replicas.status(),
+            self._fleet.status(),
             state=EngineState.DRAINING if self._draining and state is EngineState.READY else state,
             journal_requests=self._requests.num_running,
             journal_tokens=self._requests.num_tokens,
             num_aborted_total=self._num_aborted,
-            remote_prefill=self._transfer.status,
+            remote_prefill=None if self._transfer is None else self._transfer.status,
         )
 
     async def attach(self) -> None:
         """Watch the engines from this event loop. Raise EngineError if shut down, or used in another loop."""
-        self._replicas.attach()
+        self._fleet.attach()
 
     async def start(self) -> ModelInfo:
         """Wait until every engine is ready. This is optional: `generate` does it too.
@@ -136,9 +135,9 @@ class ProcessClient:
             EngineError: the engine died too often, was shut down, or belongs to another event loop.
         """
         await self.attach()
-        await self._replicas.settled.wait()
-        if self._replicas.failure is not None:
-            raise self._replicas.failure
+        await self._fleet.settled.wait()
+        if self._fleet.failure is not None:
+            raise self._fleet.failure
         return self.model_info
 
     def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
@@ -181,7 +180,8 @@ class ProcessClient:
             opened = await asyncio.to_thread(process, request)
         else:
             opened = process(request)
-        await self._transfer.prefill(opened)
+        if self._transfer is not None:
+            await self._transfer.prefill(opened)
         return self._admit(opened)
 
     def new_request_id(self) -> str:
@@ -190,7 +190,7 @@ class ProcessClient:
 
     @property
     def kv_blocks(self) -> "KVBlocks | None":
-        return self._transfer.given_blocks
+        return None if self._transfer is None else self._transfer.shared_blocks
 
     async def check_form(self, form: StructuredOutputsParams) -> None:
         check = getattr(self._tokenizer, "check_form", None)
@@ -205,7 +205,7 @@ class ProcessClient:
         self._check_serving()  # the engine may have failed while the prompt was tokenised
         request.wait = self._admission.admit(request)
         self._requests.open(request)
-        self._replicas.dispatcher.submit(request)
+        self._fleet.submit(request)
         return request
 
     async def pin_prefix(self, prompt: PromptRequest, name: str | None = None) -> PrefixUse:
@@ -216,7 +216,7 @@ class ProcessClient:
         if pin.is_computed:
             return replace(pin.use)
         try:
-            self._replicas.pin(pin)
+            self._fleet.pin(pin)
             request = self._admit(request_of(pin))
             try:
                 await self.next_output(request)
@@ -228,14 +228,14 @@ class ProcessClient:
         if self._requests.prefixes.get(pin.name) is not pin:
             raise InvalidRequestError(f"name: {pin.name!r} was unpinned while it was computed", param="name")
         pin.is_computed = True
-        self._replicas.compute_everywhere(pin)
+        self._fleet.compute_everywhere(pin)
         return replace(pin.use)
 
     def unpin_prefix(self, name: str) -> bool:
         pin = self._requests.prefixes.get(name)
         if pin is not None:
             self._requests.prefixes.unpin(name)
-            self._replicas.unpin(pin)
+            self._fleet.unpin(pin)
         return pin is not None
 
     def pinned_prefixes(self) -> list[PrefixUse]:
@@ -254,25 +254,25 @@ class ProcessClient:
     def close(self, request: OpenRequest) -> None:
         """End an open request, which may still run, and free its id."""
         self._num_aborted += not request.mailbox.ended
-        self._replicas.dispatcher.abort(self._requests.close(request))
+        self._fleet.abort(self._requests.close(request))
 
     def _check_serving(self) -> None:
-        if self._replicas.failure is not None:
-            raise self._replicas.failure
+        if self._fleet.failure is not None:
+            raise self._fleet.failure
         if self._draining:
             raise EngineDeadError("the engine takes no requests: it is draining")
 
     async def _first(self, request: OpenRequest, wait: Wait) -> RequestOutput:
         """Return a request's first output. Refuse the request if it waits too long, unless an engine died meanwhile."""
-        restarts, began = self._replicas.restarts, time.monotonic()
+        restarts, began = self._fleet.restarts, time.monotonic()
         try:
             async with asyncio.timeout(wait.limit_s):
                 output = await request.mailbox.get()
-            if restarts == self._replicas.restarts:
+            if restarts == self._fleet.restarts:
                 self._admission.note_wait(wait, time.monotonic() - began)
             return output
         except TimeoutError:
-            if restarts == self._replicas.restarts and self._replicas.state is EngineState.READY:
+            if restarts == self._fleet.restarts and self._fleet.state is EngineState.READY:
                 self._admission.note_wait(wait, wait.limit_s)
                 message = f"no token came within the {wait.limit_s:g} s that a request may wait; try again later"
                 raise EngineOverloadedError(message) from None
@@ -294,28 +294,30 @@ class ProcessClient:
 
     async def shutdown(self) -> None:
         """End the engines and the text processes. A second call only waits for the engines' processes."""
-        self._replicas.stop()
-        await self._transfer.close()
-        await self._replicas.wait()
+        self._fleet.stop()
+        if self._transfer is not None:
+            await self._transfer.close()
+        await self._fleet.wait()
         if isinstance(self._tokenizer, IsolatedTokenizer):
             self._tokenizer.close()
 
     def end(self) -> None:
         """End everything at once, and wait until it has ended; for use without an event loop."""
-        self._replicas.end()
+        self._fleet.end()
         if isinstance(self._tokenizer, IsolatedTokenizer):
             self._tokenizer.close()
 
     async def record(self, engine: int = 0) -> SavedRecord:
-        check.check_int("engine", engine, 0, len(self._replicas) - 1)
-        return await asyncio.wrap_future(self._replicas.records(engine).save())
+        check_int("engine", engine, 0, len(self._fleet) - 1)
+        return await asyncio.wrap_future(self._fleet.records(engine).save())
 
-    # --- what the replicas call ------------------------------------------------------------------------------------
+    # --- what the fleet calls ---------------------------------------------------------------------------------------
 
     def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
         if self._fingerprint != info.system_fingerprint:
             self._fingerprint, self._inputs = info.system_fingerprint, None
-        self._transfer.use(info)
+        if self._transfer is not None:
+            self._transfer.use(info)
         by_priority = info.scheduling_policy == "priority"
         self._admission.engine_ready(num_rows, has_priorities=by_priority, engine=index)
 
@@ -332,26 +334,23 @@ class ProcessClient:
         for request in self._requests:
             self._end(request, error)
 
-    def received(self, index: int, frame: frames.Outputs | frames.Rejected) -> None:
-        if isinstance(frame, frames.Rejected):
-            self._reject(frame)
-            return
-        self._admission.note(frame.outputs, frame.stats, index)
-        failed = next((output for output in frame.outputs if output.error is not None), None)
+    def received(self, index: int, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
+        self._admission.note(outputs, stats, index)
+        failed = next((output for output in outputs if output.error is not None), None)
         if failed is not None:
-            self._replicas.records(index).request_failed(failed.request_id)
-        for request, output, to_abort in self._requests.add(frame.outputs, token_by_token=True):
-            self._replicas.dispatcher.abort(to_abort)
+            self._fleet.records(index).request_failed(failed.request_id)
+        for request, output, to_abort in self._requests.add(outputs, token_by_token=True):
+            self._fleet.abort(to_abort)
             if output is not None:
                 request.mailbox.put(output)
                 self._pause_if_unread(request)
 
-    def _reject(self, frame: frames.Rejected) -> None:
-        request = self._requests.owner(frame.request_id)
+    def rejected(self, request_id: str, error: InvalidRequestError) -> None:
+        request = self._requests.owner(request_id)
         if request is not None:
-            self._end(request, frame.as_error())
-        elif (pin := self._requests.prefixes.computed_by(frame.request_id)) is not None:
-            LOGGER.error("the prefix %s is no longer pinned: %s", pin.name, frame.message)
+            self._end(request, error)
+        elif (pin := self._requests.prefixes.computed_by(request_id)) is not None:
+            LOGGER.error("the prefix %s is no longer pinned: %s", pin.name, error.message)
             self.unpin_prefix(pin.name)
 
     def _pause_if_unread(self, request: OpenRequest) -> None:
@@ -365,24 +364,30 @@ class ProcessClient:
         request.paused = True
         ids = self._requests.running_of(request)
         self._requests.interrupted(ids, IntervalKind.PAUSED, time.monotonic())
-        self._replicas.dispatcher.abort(ids)
+        self._fleet.abort(ids)
 
     def _resume_if_read(self, request: OpenRequest) -> None:
         """Resume a paused request once its reader has read everything."""
         if request.paused and request.mailbox.num_unread == 0:
             request.paused = False
-            self._replicas.dispatcher.submit(request)
+            self._fleet.submit(request)
 
     def _end(self, request: OpenRequest, error: PenstockError) -> None:
         """End a request with this error, unless it has ended."""
         if not request.mailbox.ended:
             request.mailbox.put(error)
-            self._replicas.dispatcher.abort(self._requests.cancel(request))
+            self._fleet.abort(self._requests.cancel(request))
 
 
-def _dropped(replicas: Replicas) -> None:
-    if replicas.failure is None:
-        replicas.abandon()
+def _transfer_of(options: KVTransferOptions) -> "KVTransfer":
+    from penstock.client.kv_transfer import KVTransfer  # its HTTP client takes longer to load than a server to start
+
+    return KVTransfer(options)
+
+
+def _dropped(fleet: Fleet) -> None:
+    if fleet.failure is None:
+        fleet.abandon()
         warn_of_dropped()
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_str, check_unicode, fail
 from penstock.interface.sampling_params import SamplingParams
-from penstock.validation import check_str, check_unicode, fail
 
 # A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
 Prompt = str | list[int] | Mapping[str, Any]

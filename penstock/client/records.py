@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock.errors import EngineOverloadedError, InvalidRequestError
+from penstock.errors import EngineOverloadedError, InvalidRequestError, check_bool, check_int, check_str
 from penstock.recorder.bundle import make_bundle, pack, without_text
 from penstock.recorder.ring import Ring
-from penstock.validation import check_bool, check_int, check_str
 
 LOGGER = logging.getLogger("penstock")
 DEFAULT_BYTES = 32 * 2**20

@@ -8,7 +8,7 @@ engine at two deaths, and received nothing in between, is therefore tried alone:
 choice has its next token. If the engine dies again, that choice fails, and the others go on.
 
 Several engines have one Recovery each and share the record of deaths: a choice that ends one engine, moves to another
-and ends that too has two deaths (client/replicas.py).
+and ends that too has two deaths (client/fleet.py).
 
 Pinned prefixes are given to a new engine first, because whether a request fits beside them is decided when it arrives.
 They are computed last, because no request should wait for a prefix that it does not use.
@@ -39,35 +39,35 @@ class Recovery:
 
     Args:
         send: sends to the current engine; frames for a dead engine are dropped.
-        deaths: by engine request id, shared by the engines of a client; None: not shared.
+        deaths: by engine request id, shared by the engines of a client.
+
+    Attributes:
+        leaving: whether the current engine is to be shut down when it has nothing to compute.
     """
 
     def __init__(
-        self,
-        requests: OpenRequests,
-        send: Callable[[frames.ToEngine], None],
-        deaths: dict[str, Deaths] | None = None,
+        self, requests: OpenRequests, send: Callable[[frames.ToEngine], None], deaths: dict[str, Deaths]
     ) -> None:
+        self.leaving = False
         self._requests = requests
         self._send = send
         self._ready = False
-        self.leaving = False  # the current engine is to be shut down when it has nothing to compute
-        self._mine: dict[str, None] = {}  # choices for this engine or its successor, oldest first
+        self._assigned: dict[str, None] = {}  # choices for this engine or its successor, oldest first
         self._sent: set[str] = set()  # engine request ids in the current engine
-        self._deaths: dict[str, Deaths] = {} if deaths is None else deaths
+        self._deaths = deaths
         self._pins_to_compute: list[Pin] = []  # by the current engine, after all trials
         self._computing: dict[str, Pin] = {}  # pins that the current engine computes again
         self._trials: deque[str] = deque()  # choices to try alone; the first one is in the engine
 
     @property
     def accepts(self) -> bool:
-        """Return whether new choices reach the engine at once: it is ready, stays, and tries none alone."""
+        """Whether new choices reach the engine at once: it is ready, stays, and tries none alone."""
         return self._ready and not self.leaving and not self._trials
 
     def submit(self, request_ids: Iterable[str]) -> None:
         """Send new choices to the engine; while it starts, or tries a choice alone, they wait."""
         request_ids = list(request_ids)
-        self._mine.update(dict.fromkeys(request_ids))
+        self._assigned.update(dict.fromkeys(request_ids))
         if self.accepts:
             self._send_missing(request_ids)
 
@@ -75,7 +75,7 @@ class Recovery:
         """Tell the engine that these choices are not wanted any more, or not from this engine."""
         request_ids = list(request_ids)
         for request_id in request_ids:
-            self._mine.pop(request_id, None)
+            self._assigned.pop(request_id, None)
         self._withdraw(request_ids)
 
     def _withdraw(self, request_ids: Iterable[str]) -> None:
@@ -88,7 +88,7 @@ class Recovery:
     def waiting(self) -> list[str]:
         """Return the choices that another engine may take over: those that this engine does not have, and that are not
         to be tried alone."""
-        return [key for key in self._mine if key not in self._sent and not self._to_try(key)]
+        return [key for key in self._assigned if key not in self._sent and not self._to_try(key)]
 
     def _to_try(self, request_id: str) -> bool:
         noted = self._deaths.get(request_id)
@@ -119,20 +119,22 @@ class Recovery:
 
     @property
     def recovered(self) -> bool:
-        """Return whether every choice that a death interrupted after its first token has received another token."""
+        """Whether every choice that a death interrupted after its first token has received another token."""
         running = self._requests.running()
         begun = {key: deaths.num_tokens for key, deaths in self._deaths.items() if deaths.num_tokens and key in running}
         return self._ready and all(self._requests.num_tokens_of(key) > count for key, count in begun.items())
 
     def engine_ready(self) -> None:
         """Give a new engine all running choices, or the first choice that has to be tried alone."""
+        assert not self._ready, "an engine is new only after the death of the one before"
+        assert not self._sent, "what was sent to a dead engine is lost"
         self._ready = True
         for pin in self._requests.prefixes:
             self._declare(pin)
         self._pins_to_compute = [
             pin for pin in self._requests.prefixes if pin.is_computed and pin.num_deaths < DEATHS_BEFORE_TRIAL
         ]
-        self._trials = deque(key for key in self._deaths if key in self._mine and self._to_try(key))
+        self._trials = deque(key for key in self._deaths if key in self._assigned and self._to_try(key))
         self._continue()
 
     def engine_lost(self, last_heard: float = 0.0) -> str | None:
@@ -143,7 +145,7 @@ class Recovery:
         running = self._requests.running()
         for request_id in [key for key in self._deaths if key not in running]:
             del self._deaths[request_id]
-        for request_id in [key for key in self._mine if key in self._sent and key in running]:
+        for request_id in [key for key in self._assigned if key in self._sent and key in running]:
             noted, num_tokens = self._deaths.get(request_id), self._requests.num_tokens_of(request_id)
             again = noted is not None and noted.num_tokens == num_tokens
             self._deaths[request_id] = Deaths(num_tokens, noted.count + 1 if noted is not None and again else 1)
@@ -163,7 +165,7 @@ class Recovery:
         ended = set(request_ids).difference(self._requests.running())
         self._sent.difference_update(ended)
         for request_id in ended:
-            self._mine.pop(request_id, None)
+            self._assigned.pop(request_id, None)
         for request_id in self._computing.keys() & set(request_ids):
             self._computing.pop(request_id).num_deaths = 0
 
@@ -178,7 +180,7 @@ class Recovery:
         running = self._requests.running()
         while self._trials and self._trials[0] not in running:
             self._deaths.pop(self._trials.popleft(), None)
-        self._send_missing([self._trials[0]] if self._trials else [key for key in self._mine if key in running])
+        self._send_missing([self._trials[0]] if self._trials else [key for key in self._assigned if key in running])
         if not self._trials:
             self._compute_pins()
 
@@ -189,7 +191,10 @@ class Recovery:
         self._pins_to_compute.clear()
 
     def _send_missing(self, request_ids: Iterable[str]) -> None:
+        assert self._ready, "a frame for a dead engine would be dropped"
         for request_id in request_ids:
             if request_id not in self._sent:
+                assert request_id in self._assigned, "another engine computes this choice"
+                assert not self._trials or (request_id == self._trials[0] and not self._sent), "it is tried alone"
                 self._sent.add(request_id)
                 self._send(frames.AddRequest(self._requests.resumed(request_id)))

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError, RequestFailedError
+from penstock.errors import InvalidRequestError, RequestFailedError, check_choice, fail
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from penstock.interface.outputs import CompletionOutput, RequestOutput
 from penstock.interface.pooling import (
@@ -34,12 +33,12 @@ def pooling_request(params: Any, pooling_task: str | None = None) -> SamplingPar
     """
     params = PoolingParams() if params is None else params
     if not isinstance(params, PoolingParams):
-        raise check.fail("pooling_params", params, "a PoolingParams, or a list of them")
+        raise fail("pooling_params", params, "a PoolingParams, or a list of them")
     if pooling_task is not None:
-        check.check_choice("pooling_task", pooling_task, [*TASKS])
+        check_choice("pooling_task", pooling_task, [*TASKS])
         kind = TASKS[pooling_task]
         if kind is not None and params.pooling_type not in (None, kind):
-            raise check.fail("pooling_task", pooling_task, f"embed with pooling_type = {params.pooling_type}")
+            raise fail("pooling_task", pooling_task, f"embed with pooling_type = {params.pooling_type}")
         params = params if kind is None else replace(params, pooling_type=kind)
     return SamplingParams.for_pooling(params)
 
@@ -52,7 +51,7 @@ def embedding_request(params: Any) -> SamplingParams:
     """
     request = pooling_request(params)
     if request.pooling is not None and request.pooling.pooling_type == "ALL":
-        raise check.fail("pooling_type", "ALL", "LAST, MEAN or CLS: an embedding is one vector; encode gives all")
+        raise fail("pooling_type", "ALL", "LAST, MEAN or CLS: an embedding is one vector; encode gives all")
     return request
 
 
@@ -98,7 +97,7 @@ def _pooled(output: RequestOutput) -> bytes:
 def search_params(params: BeamSearchParams) -> SamplingParams:
     """Return the parameters of a search. Raise InvalidRequestError for any other type."""
     if not isinstance(params, BeamSearchParams):
-        raise check.fail("params", params, "a BeamSearchParams")
+        raise fail("params", params, "a BeamSearchParams")
     return params.sampling_params()
 
 

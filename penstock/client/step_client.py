@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from penstock import validation as check
 from penstock.client.engine_client import EngineStatus
 from penstock.client.input_processor import InputProcessor
 from penstock.client.open_requests import OpenRequest, OpenRequests, request_of
@@ -34,7 +33,14 @@ from penstock.client.prefixes import Pin
 from penstock.client.process import ProcessClient, warn_of_dropped, when_dropped
 from penstock.client.prompts import Prompt, PromptRequest
 from penstock.engine.engine import Engine
-from penstock.errors import EngineDeadError, InvalidRequestError, NotSupportedError, PenstockError, RequestFailedError
+from penstock.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    NotSupportedError,
+    PenstockError,
+    RequestFailedError,
+    check_int,
+)
 from penstock.interface.messages import EngineOutput, ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -116,7 +122,7 @@ class StepClient(ABC):
             EngineDeadError: the engine was shut down, or died too often. All requests have ended.
             EngineOverloadedError, InvalidRequestError: the engine has refused a request, which has ended.
         """
-        check.check_int("num_steps", num_steps, 1, MAX_STEPS)
+        check_int("num_steps", num_steps, 1, MAX_STEPS)
         self._check_usable()
         for _ in range(num_steps):
             if self._failures or not self._advance():

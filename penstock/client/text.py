@@ -29,13 +29,19 @@ import msgspec
 
 from penstock.client import frames
 from penstock.client.text_process import LOAD_CPU_S, Call, Reply, unpack_reply
-from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError, RequestFailedError
+from penstock.errors import (
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    ModelLoadError,
+    RequestFailedError,
+    check_unicode,
+)
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
-from penstock.parallel.spawn import spawn
+from penstock.ranks.children import spawn
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.hf import adopt_tokenizer, load_tokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
-from penstock.validation import check_unicode
 from penstock.weights.hub import resolve_model
 
 LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short texts do not wait for them

@@ -6,7 +6,6 @@ and a request that fails alone ends with the error. If the bookkeeping breaks of
 all requests are computed anew.
 """
 
-from penstock import validation as check
 from penstock.engine.beams import Beam, Searches, check_search
 from penstock.engine.in_flight import Step
 from penstock.engine.kv_cache_manager import KVCacheManager
@@ -15,7 +14,7 @@ from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
 from penstock.engine.timeline import StepLog
-from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError
+from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
@@ -108,7 +107,7 @@ class Engine:
             InvalidRequestError: it cannot be pinned (KVCacheManager.pin), has ids outside the vocabulary, or leaves too
                 little of the cache for a request that is open.
         """
-        check.check_ids("prompt", prompt_token_ids, self.vocab_size)
+        check_ids("prompt", prompt_token_ids, self.vocab_size)
         source = EngineRequest(name, prompt_token_ids, SamplingParams(max_tokens=1), cache_salt=cache_salt)
         prefix = Request(source, 0, self.max_model_len)
         known = [(item, len(item.block_hashes), item.pending_salt) for item in self._requests.values()]
@@ -146,15 +145,15 @@ class Engine:
             raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
         if source.params.seed is None and not source.params.greedy:
             raise InvalidRequestError("seed: a sampled request needs one; the client resolves it", param="seed")
-        mu = source.mirostat_mu
-        if source.params.mirostat and source.output_token_ids and not source.params.greedy and mu is None:
-            message = "mirostat_mu: outputs of a request with mirostat come with its state, or are computed again"
-            raise InvalidRequestError(message, param="mirostat_mu")
-        if mu is not None:
-            check.check_float("mirostat_mu", mu, -1e9, 1e9)
+        draws_depend = source.params.has_sampler_state and not source.params.greedy
+        if draws_depend and source.output_token_ids and not source.sampler_state:
+            message = "sampler_state: outputs of a request with mirostat come with it, or are computed again"
+            raise InvalidRequestError(message, param="sampler_state")
+        for number in source.sampler_state or ():
+            check_float("sampler_state", number, -1e9, 1e9)
         if source.params.use_beam_search:
             check_search(source, self.vocab_size)
-        check.check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
+        check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
 
     def abort(self, request_id: str) -> bool:
         """End a request without another output. Return False if it is not open (it may just have finished)."""
@@ -318,8 +317,8 @@ class Engine:
         reason, stop_token = self._append(request, result.new_token_ids)
         if result.pooled is not None:
             reason = FinishReason.STOP
-        if result.mirostat_mu is not None:
-            request.mirostat_mu = result.mirostat_mu
+        if result.sampler_state is not None:
+            request.sampler_state = result.sampler_state
         request.num_computed_tokens = min(computed, len(request.token_ids))  # it may have ended within its drafts
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
@@ -344,7 +343,7 @@ class Engine:
         if item.draft_token_ids:
             output.num_accepted_tokens = len(item.draft_token_ids) - num_rejected
             output.num_rejected_tokens = num_rejected
-        output.mirostat_mu, output.pooled = result.mirostat_mu, result.pooled
+        output.sampler_state, output.pooled = result.sampler_state, result.pooled
         return output
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[FinishReason | None, int | None]:

@@ -14,9 +14,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock import validation as check
 from penstock.engine.policy import Clock, FirstCome, Place, Policy, Urgency
 from penstock.engine.request import Request
+from penstock.errors import check_choice
 
 PRIORITY_AGING_S = 10.0  # seconds of waiting that outweigh one level of priority
 CLASS_AGING_S = 2.0  # seconds of waiting that outweigh a class of length, or the rule that decoding goes on
@@ -163,7 +163,7 @@ class Scheduling:
 
     def make_policy(self, max_model_len: int) -> Policy:
         """Return a new policy. Raise InvalidRequestError if its name is unknown."""
-        check.check_choice("scheduling_policy", self.policy, tuple(POLICIES))
+        check_choice("scheduling_policy", self.policy, tuple(POLICIES))
         policy = POLICIES[self.policy](self.clock, max_model_len)
         if isinstance(policy, LengthClasses) and self.prefill_ratio is not None:
             policy.prefill_ratio = self.prefill_ratio

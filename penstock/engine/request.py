@@ -28,7 +28,7 @@ class Request:
         block_hashes: content hashes of the leading full blocks of token_ids, as far as computed.
         pending_salt: what the cache_salt adds to the hash of a block; b"" once it was added, or without a salt.
         num_cached_tokens: prompt tokens found in the cache at first admission; None before.
-        mirostat_mu: mirostat's state after the last token; None before the first, or without mirostat.
+        sampler_state: the sampler's after the last token; None before the first, or if draws do not depend on others.
         num_prompt_logprobs: how many have been delivered, so that a recomputed prompt delivers none twice.
     """
 
@@ -53,7 +53,7 @@ class Request:
         self.pending_salt = salt_bytes(source.cache_salt)
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 0
-        self.mirostat_mu = source.mirostat_mu
+        self.sampler_state = source.sampler_state
 
     @property
     def has_run(self) -> bool:

@@ -419,7 +419,7 @@ class Scheduler:
             params=request.params,
             choice=request.choice,
             block_tables=tables,
-            mirostat_mu=request.mirostat_mu,
+            sampler_state=request.sampler_state,
         )
 
     def _scheduled_request(self, request: Request, plan: _Plan) -> ScheduledRequest:

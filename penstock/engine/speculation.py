@@ -103,7 +103,7 @@ class Speculation:
         limits = {
             name: limit
             for name, request in running.items()
-            if not request.params.mirostat  # its state follows from all earlier draws, drafts included
+            if not request.params.has_sampler_state  # which follows from all earlier draws, drafts included
             and not request.params.use_beam_search  # its tokens are chosen after the step
             and (limit := min(self._most, request.max_output_tokens - request.num_output_tokens - 1)) > 0
         }

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock import validation as check
+from penstock.errors import check_int
 from penstock.interface.outputs import FinishReason, LogprobsAt
 from penstock.interface.sampling_params import (
     MAX_BEAM_WIDTH,
@@ -41,8 +41,8 @@ class BeamSearchParams:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
-        check.check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        check.check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         self.sampling_params()  # checks the other fields
 
     def sampling_params(self) -> SamplingParams:

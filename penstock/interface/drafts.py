@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_choice, check_int, check_str, fail, shown
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
 OPTION = "speculative_config"
@@ -75,24 +74,24 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method is None and self.model is not None:
             object.__setattr__(self, "method", DRAFT_MODEL)
-        check.check_choice(_name("method"), self.method, (NGRAM, DRAFT_MODEL))
-        check.check_int(_name("num_speculative_tokens"), self.num_speculative_tokens, 1, MAX_DRAFTS)
+        check_choice(_name("method"), self.method, (NGRAM, DRAFT_MODEL))
+        check_int(_name("num_speculative_tokens"), self.num_speculative_tokens, 1, MAX_DRAFTS)
         if self.method == DRAFT_MODEL:
-            check.check_str(_name("model"), self.model)
+            check_str(_name("model"), self.model)
             for name in ("prompt_lookup_max", "prompt_lookup_min"):
                 if getattr(self, name) is not None:
-                    raise check.fail(_name(name), getattr(self, name), "left out: only method = ngram uses it")
+                    raise fail(_name(name), getattr(self, name), "left out: only method = ngram uses it")
             return
         if self.model is not None:
-            raise check.fail(_name("model"), self.model, "left out: method = ngram has no model")
+            raise fail(_name("model"), self.model, "left out: method = ngram has no model")
         self._settle_lengths()
 
     def _settle_lengths(self) -> None:
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
         longest = max(DEFAULT_LOOKUP_MAX, shortest or 1) if longest is None else longest
-        check.check_int(_name("prompt_lookup_max"), longest, 1, MAX_NGRAM)
+        check_int(_name("prompt_lookup_max"), longest, 1, MAX_NGRAM)
         shortest = 1 if shortest is None else shortest
-        check.check_int(_name("prompt_lookup_min"), shortest, 1, longest)
+        check_int(_name("prompt_lookup_min"), shortest, 1, longest)
         object.__setattr__(self, "prompt_lookup_max", longest)
         object.__setattr__(self, "prompt_lookup_min", shortest)
 
@@ -104,11 +103,11 @@ class SpeculativeConfig:
             InvalidRequestError: it has unknown keys or wrong values.
         """
         if not isinstance(value, dict):
-            raise check.fail(OPTION, value, 'an object like {"method": "ngram"}')
+            raise fail(OPTION, value, 'an object like {"method": "ngram"}')
         names = [item.name for item in fields(cls)]
         unknown = next((str(key) for key in value if key not in names), None)
         if unknown is not None:
-            message = f"{_name(check.shown(unknown))}: unknown key; known are {', '.join(names)}"
+            message = f"{_name(shown(unknown))}: unknown key; known are {', '.join(names)}"
             raise InvalidRequestError(message, param=OPTION)
         try:
             return cls(**value)

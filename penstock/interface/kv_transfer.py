@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, check_choice, check_str, fail, string_tuple
 
 ROLES = ("prefill", "decode")
 MAX_URLS = 64
@@ -28,17 +27,17 @@ class KVTransferOptions:
     def __post_init__(self) -> None:
         """Raise InvalidRequestError if an option is wrong."""
         if self.kv_role is not None:
-            check.check_choice("kv_role", self.kv_role, ROLES)
-        urls = check.string_tuple("kv_prefill_urls", self.kv_prefill_urls, max_items=MAX_URLS, max_length=1024)
+            check_choice("kv_role", self.kv_role, ROLES)
+        urls = string_tuple("kv_prefill_urls", self.kv_prefill_urls, max_items=MAX_URLS, max_length=1024)
         object.__setattr__(self, "kv_prefill_urls", tuple(url.rstrip("/") for url in urls))
-        check.check_str("kv_prefill_api_key", self.kv_prefill_api_key, optional=True)
+        check_str("kv_prefill_api_key", self.kv_prefill_api_key, optional=True)
         if (self.kv_role == "decode") != bool(self.kv_prefill_urls):
             message = "kv_prefill_urls: kv_role = decode needs at least one, and no other role takes any"
             raise InvalidRequestError(message, param="kv_prefill_urls")
         for url in self.kv_prefill_urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise check.fail("kv_prefill_urls", url, "the URL of a server, like http://10.0.0.5:8000")
+                raise fail("kv_prefill_urls", url, "the URL of a server, like http://10.0.0.5:8000")
 
     def check_directory(self, kv_offload_dir: str | None) -> None:
         """Raise InvalidRequestError if a role is set and the engine has no directory for its blocks."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock import validation as check
+from penstock.errors import check_float, check_int, fail, int_tuple, list_of, string_tuple
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_COUNT = 2**31 - 1
@@ -88,23 +88,28 @@ class LogitsParams:
         forced = self.forced_eos_token_id
         given = (forced,) if isinstance(forced, int) and not isinstance(forced, bool) else forced
         self._set("forced_eos_token_id", _ids("forced_eos_token_id", given, MAX_LISTED_IDS))
-        check.check_int("forced_bos_token_id", self.forced_bos_token_id, 0, MAX_TOKEN_ID, optional=True)
+        check_int("forced_bos_token_id", self.forced_bos_token_id, 0, MAX_TOKEN_ID, optional=True)
         for name, most in (("bad_words_ids", MAX_LISTED_IDS), ("dry_sequence_breaker_ids", MAX_BREAKER_IDS)):
-            words = check.list_of(name, getattr(self, name), max_items=most)
+            words = list_of(name, getattr(self, name), max_items=most)
             self._set(name, tuple(_sequence(name, word) for word in words))
         self._set("sequence_bias", _sequence_bias(self.sequence_bias))
         limits = {"max_items": MAX_BREAKERS, "max_length": MAX_BREAKER_LENGTH}
-        breakers = check.string_tuple("dry_sequence_breakers", self.dry_sequence_breakers, **limits)
+        breakers = string_tuple("dry_sequence_breakers", self.dry_sequence_breakers, **limits)
         self._set("dry_sequence_breakers", breakers)
         decay = self.exponential_decay_length_penalty
         self._set("exponential_decay_length_penalty", None if decay is None else _decay(decay))
         for name, low, high in INTEGERS:
-            check.check_int(name, getattr(self, name), low, high)
+            check_int(name, getattr(self, name), low, high)
         for name, least, most_, above in NUMBERS:
             value = getattr(self, name)
             if value is not None or name != "top_h":
-                check.check_float(name, value, least, most_, low_open=above)
+                check_float(name, value, least, most_, low_open=above)
                 self._set(name, float(value))
+
+    @property
+    def has_sampler_state(self) -> bool:
+        """Whether a draw depends on the draws before it, so that tokens alone do not suffice to continue."""
+        return self.mirostat > 0
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -147,36 +152,36 @@ NUMBERS = (  # field, lowest and highest value, whether it must be above the low
 
 
 def _ids(name: str, value: Any, max_items: int) -> tuple[int, ...]:
-    return check.int_tuple(name, value, low=0, high=MAX_TOKEN_ID, max_items=max_items)
+    return int_tuple(name, value, low=0, high=MAX_TOKEN_ID, max_items=max_items)
 
 
 def _sequence(name: str, value: Any) -> tuple[int, ...]:
     ids = _ids(name, value, MAX_SEQUENCE)
     if not ids:
-        raise check.fail(name, value, "a list of sequences of at least one token id")
+        raise fail(name, value, "a list of sequences of at least one token id")
     return ids
 
 
 def _sequence_bias(value: Any) -> Bias:
     """Return the ids and the number of every sequence. For a sequence given twice, the last number counts."""
     name = "sequence_bias"
-    items = list(value.items()) if isinstance(value, Mapping) else check.list_of(name, value, max_items=MAX_LISTED_IDS)
+    items = list(value.items()) if isinstance(value, Mapping) else list_of(name, value, max_items=MAX_LISTED_IDS)
     found: dict[tuple[int, ...], float] = {}
     for item in items:
         if not isinstance(item, list | tuple) or len(item) != 2 or not isinstance(item[0], list | tuple) or not item[0]:
-            raise check.fail(name, item, "a list of pairs of a list of token ids and a number")
-        check.check_float(name, item[1], -1e4, 1e4)
+            raise fail(name, item, "a list of pairs of a list of token ids and a number")
+        check_float(name, item[1], -1e4, 1e4)
         found[_ids(name, item[0], MAX_SEQUENCE)] = float(item[1])
     if len(found) > MAX_LISTED_IDS:
-        raise check.fail(name, len(found), f"at most {MAX_LISTED_IDS} sequences")
+        raise fail(name, len(found), f"at most {MAX_LISTED_IDS} sequences")
     return tuple(found.items())
 
 
 def _decay(value: Any) -> tuple[int, float]:
     name = "exponential_decay_length_penalty"
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise check.fail(name, value, "a pair: number of tokens, and a factor")
+        raise fail(name, value, "a pair: number of tokens, and a factor")
     start = int(value[0]) if isinstance(value[0], float) and value[0].is_integer() else value[0]
-    check.check_int(name, start, 0, MAX_COUNT)
-    check.check_float(name, value[1], 0.01, 100.0)
+    check_int(name, start, 0, MAX_COUNT)
+    check_float(name, value[1], 0.01, 100.0)
     return start, float(value[1])

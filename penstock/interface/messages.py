@@ -9,7 +9,7 @@ from typing import Any
 from penstock.interface.outputs import FinishReason
 from penstock.interface.pooling import PoolerConfig
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import TokenLogprobs
+from penstock.interface.step import SamplerState, TokenLogprobs
 from penstock.interface.timeline import Interval
 
 
@@ -25,7 +25,7 @@ class EngineRequest:
         choice: index among the choices of the prompt.
         output_token_ids: tokens generated before, for instance by an engine that died. They count as outputs: in
             penalties, lengths, noise positions and usage, the request continues as if never interrupted.
-        mirostat_mu: mirostat's state after output_token_ids, as EngineOutput had it; None without mirostat or outputs.
+        sampler_state: as EngineOutput had it after output_token_ids; None without outputs, or if it was None there.
         flow: requests of one flow share its turns, and the engine is fair to all flows. "": no flow; order of arrival.
         cache_salt: the request finds cached prefixes of requests with the same salt only; None counts as a salt.
         priority: lower comes first, with the policy "priority".
@@ -40,7 +40,7 @@ class EngineRequest:
     choice: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     flow: str = ""
-    mirostat_mu: float | None = None
+    sampler_state: SamplerState | None = None
     cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
@@ -75,8 +75,8 @@ class EngineOutput:
         stop_reason: the stop token that ended it, if it was one of stop_token_ids.
         num_cached_tokens: prompt tokens found in the cache when the request was first admitted.
         error: the reason of a finish with "error".
-        mirostat_mu: mirostat's state after the last of new_token_ids. Resumption needs it, because the tokens alone do
-            not determine it. None without mirostat.
+        sampler_state: what the draw after the last of new_token_ids needs. Resumption needs it, because the tokens
+            alone do not determine it. None without params.has_sampler_state.
         num_accepted_tokens, num_rejected_tokens: drafts that this step computed for the request.
         hypotheses: the answers of a beam search, best first, in its only output, which has no new_token_ids.
         pooled: the result of a request with params.pooling (RequestStepOutput.pooled), in its only output.
@@ -93,7 +93,7 @@ class EngineOutput:
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
-    mirostat_mu: float | None = None
+    sampler_state: SamplerState | None = None
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
     hypotheses: list[Hypothesis] | None = None

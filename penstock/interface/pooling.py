@@ -11,8 +11,7 @@ from math import fsum
 from operator import mul
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import InvalidRequestError, NotSupportedError, check_bool, check_choice, check_int, fail, int_tuple
 
 # LAST, CLS: hidden state of the last or the first token; MEAN: average over all tokens; ALL: every token, [T, hidden].
 POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
@@ -46,14 +45,14 @@ class PoolingParams:
 
     def __post_init__(self) -> None:
         if self.pooling_type is not None:
-            check.check_choice("pooling_type", self.pooling_type, POOLING_TYPES)
+            check_choice("pooling_type", self.pooling_type, POOLING_TYPES)
         if self.normalize is not None:
-            check.check_bool("normalize", self.normalize)
-        check.check_int("dimensions", self.dimensions, 1, MAX_DIMENSIONS, optional=True)
-        check.check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, optional=True)
+            check_bool("normalize", self.normalize)
+        check_int("dimensions", self.dimensions, 1, MAX_DIMENSIONS, optional=True)
+        check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, optional=True)
         if self.truncate_prompt_tokens == 0:
-            raise check.fail("truncate_prompt_tokens", 0, "-1, or at least 1")
-        check.check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
+            raise fail("truncate_prompt_tokens", 0, "-1, or at least 1")
+        check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -97,12 +96,12 @@ class PoolerConfig:
             return self
         for name in given:
             if name not in POOLER_OPTIONS:
-                raise check.fail("pooler_config", name, f"a mapping of some of {', '.join(POOLER_OPTIONS)}")
+                raise fail("pooler_config", name, f"a mapping of some of {', '.join(POOLER_OPTIONS)}")
         for name in ("normalize", "is_matryoshka"):
-            check.check_bool(f"pooler_config.{name}", given.get(name, False))
-        check.check_choice("pooler_config.pooling_type", given.get("pooling_type", "LAST"), POOLING_TYPES[:3])
+            check_bool(f"pooler_config.{name}", given.get(name, False))
+        check_choice("pooler_config.pooling_type", given.get("pooling_type", "LAST"), POOLING_TYPES[:3])
         ids = given.get("matryoshka_dimensions", ())
-        dimensions = check.int_tuple("pooler_config", ids, low=1, high=MAX_DIMENSIONS, max_items=1024)
+        dimensions = int_tuple("pooler_config", ids, low=1, high=MAX_DIMENSIONS, max_items=1024)
         unsupported = None if "pooling_type" in given else self.unsupported
         return replace(self, **{**given, "matryoshka_dimensions": dimensions, "unsupported": unsupported})
 
@@ -137,9 +136,9 @@ class PoolerConfig:
                 param="dimensions",
             )
         if self.matryoshka_dimensions and dimensions not in self.matryoshka_dimensions:
-            raise check.fail("dimensions", dimensions, f"one of {', '.join(map(str, self.matryoshka_dimensions))}")
+            raise fail("dimensions", dimensions, f"one of {', '.join(map(str, self.matryoshka_dimensions))}")
         if self.hidden_size:
-            check.check_int("dimensions", dimensions, 1, self.hidden_size)
+            check_int("dimensions", dimensions, 1, self.hidden_size)
 
 
 def cosine(first: Iterable[float], second: Iterable[float]) -> float:

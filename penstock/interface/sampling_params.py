@@ -10,8 +10,20 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import (
+    InvalidRequestError,
+    NotSupportedError,
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    check_str,
+    check_unicode,
+    fail,
+    int_tuple,
+    list_of,
+    string_tuple,
+)
 from penstock.interface.logits_params import MAX_TOKEN_ID, LogitsParams
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
@@ -137,8 +149,8 @@ class SamplingParams(LogitsParams):
         self._check_bias()
         self.check_logits_params()
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            check.check_bool(name, getattr(self, name))
-        check.check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
+            check_bool(name, getattr(self, name))
+        check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
         self._check_form()
         self._check_beam_search()
         self._check_pooling()
@@ -148,41 +160,41 @@ class SamplingParams(LogitsParams):
     def _normalise(self) -> None:
         """Turn lists into tuples and output_kind into an enum, so that equal parameters are equal values."""
         limits = {"max_items": MAX_STOP_STRINGS, "max_length": MAX_STRING_LENGTH}
-        self._set("stop", check.string_tuple("stop", self.stop, **limits))
+        self._set("stop", string_tuple("stop", self.stop, **limits))
         for text in self.stop or ():
-            check.check_unicode(text, param="stop")
-        self._set("bad_words", check.string_tuple("bad_words", self.bad_words, **limits))
-        ids = check.int_tuple("stop_token_ids", self.stop_token_ids, low=0, high=MAX_TOKEN_ID, max_items=MAX_ID_LISTS)
+            check_unicode(text, param="stop")
+        self._set("bad_words", string_tuple("bad_words", self.bad_words, **limits))
+        ids = int_tuple("stop_token_ids", self.stop_token_ids, low=0, high=MAX_TOKEN_ID, max_items=MAX_ID_LISTS)
         self._set("stop_token_ids", ids)
-        words = check.list_of("bad_words_token_ids", self.bad_words_token_ids, max_items=MAX_ID_LISTS)
+        words = list_of("bad_words_token_ids", self.bad_words_token_ids, max_items=MAX_ID_LISTS)
         range_ = {"low": 0, "high": MAX_TOKEN_ID, "max_items": MAX_WORD_IDS}
-        word_ids = tuple(check.int_tuple("bad_words_token_ids", word, **range_) for word in words)
+        word_ids = tuple(int_tuple("bad_words_token_ids", word, **range_) for word in words)
         if () in word_ids:
-            raise check.fail("bad_words_token_ids", [], "a list of sequences of at least one token id")
+            raise fail("bad_words_token_ids", [], "a list of sequences of at least one token id")
         self._set("bad_words_token_ids", word_ids)
         self._set("logits_processors", _processors(self.logits_processors))
-        check.check_choice("output_kind", self.output_kind, list(RequestOutputKind))
+        check_choice("output_kind", self.output_kind, list(RequestOutputKind))
         self._set("output_kind", RequestOutputKind(self.output_kind))
 
     def _check_numbers(self) -> None:
-        check.check_int("n", self.n, 1, MAX_CHOICES)
-        check.check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check.check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check.check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        check.check_float("temperature", self.temperature, 0.0, 100.0)
+        check_int("n", self.n, 1, MAX_CHOICES)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_float("temperature", self.temperature, 0.0, 100.0)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
-            raise check.fail("temperature", self.temperature, f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to 100")
-        check.check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        check.check_int("top_k", self.top_k, -1, 2**31 - 1)
-        check.check_float("min_p", self.min_p, 0.0, 1.0)
-        check.check_float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        check.check_int("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
-        check.check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        check.check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
-        check.check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS, optional=True)
-        check.check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+            raise fail("temperature", self.temperature, f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to 100")
+        check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_int("top_k", self.top_k, -1, 2**31 - 1)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        check_int("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
+        check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS, optional=True)
+        check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise check.fail("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
+            raise fail("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
         for name in FLOATS:
             self._set(name, float(getattr(self, name)))  # a numpy number becomes a plain one
 
@@ -193,25 +205,25 @@ class SamplingParams(LogitsParams):
         if self.structured_outputs is None:
             return
         if not isinstance(self.structured_outputs, StructuredOutputsParams):
-            raise check.fail("structured_outputs", self.structured_outputs, "a StructuredOutputsParams")
+            raise fail("structured_outputs", self.structured_outputs, "a StructuredOutputsParams")
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             if getattr(self, name) not in (None, ()):
                 message = f"{name}: not allowed with structured_outputs, which decides which tokens may come where"
                 raise InvalidRequestError(message, param=name)
 
     def _check_beam_search(self) -> None:
-        check.check_bool("use_beam_search", self.use_beam_search)
+        check_bool("use_beam_search", self.use_beam_search)
         is_never = isinstance(self.early_stopping, str) and self.early_stopping == "never"
         if not (is_never or isinstance(self.early_stopping, bool)):
-            raise check.fail("early_stopping", self.early_stopping, 'true, false or "never"')
+            raise fail("early_stopping", self.early_stopping, 'true, false or "never"')
         if not self.use_beam_search:
             for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != neutral:
                     raise InvalidRequestError(f"{name}: only allowed with use_beam_search: true", param=name)
             return
-        check.check_int("n", self.n, 1, MAX_BEAM_WIDTH)
+        check_int("n", self.n, 1, MAX_BEAM_WIDTH)
         if self.temperature not in (0.0, 1.0):
-            raise check.fail("temperature", self.temperature, "0 or 1 with use_beam_search: nothing is sampled")
+            raise fail("temperature", self.temperature, "0 or 1 with use_beam_search: nothing is sampled")
         self._set("temperature", 0.0)
         for field in fields(self):
             value = getattr(self, field.name)
@@ -224,13 +236,13 @@ class SamplingParams(LogitsParams):
         if self.pooling is None:
             return
         if not isinstance(self.pooling, PoolingParams):
-            raise check.fail("pooling", self.pooling, "a PoolingParams")
+            raise fail("pooling", self.pooling, "a PoolingParams")
         for field in fields(self):
             if field.name not in WITH_POOLING and (value := getattr(self, field.name)) != (
                 expected := POOLING_FIELDS.get(field.name, field.default)
             ):
                 allowed = f"{expected!r} with pooling, which generates nothing (SamplingParams.for_pooling)"
-                raise check.fail(field.name, value, allowed)
+                raise fail(field.name, value, allowed)
 
     def num_candidates(self, num_end_tokens: int) -> int:
         """Return how many continuations of each beam a search needs, so that n go on even if end tokens end others."""
@@ -241,12 +253,10 @@ class SamplingParams(LogitsParams):
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_BIASED_TOKENS:
-            raise check.fail(
-                "logit_bias", self.logit_bias, f"a map of at most {MAX_BIASED_TOKENS} token ids to numbers"
-            )
+            raise fail("logit_bias", self.logit_bias, f"a map of at most {MAX_BIASED_TOKENS} token ids to numbers")
         for token_id, bias in self.logit_bias.items():
-            check.check_int("logit_bias", token_id, 0, MAX_TOKEN_ID)
-            check.check_float("logit_bias", bias, -100.0, 100.0)
+            check_int("logit_bias", token_id, 0, MAX_TOKEN_ID)
+            check_float("logit_bias", bias, -100.0, 100.0)
         self._set("logit_bias", {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()})
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -254,7 +264,7 @@ class SamplingParams(LogitsParams):
         given = {"stop_token_ids": self.stop_token_ids or (), "logit_bias": self.logit_bias or {}, **self.listed_ids()}
         for name, token_ids in given.items():
             for token_id in token_ids:
-                check.check_int(name, token_id, 0, vocab_size - 1)
+                check_int(name, token_id, 0, vocab_size - 1)
 
     def settled(self, **fields: Any) -> "SamplingParams":
         """Return a copy with fields that the client has settled (seed, max_tokens, ...), without checking it again."""
@@ -275,13 +285,13 @@ def _processors(value: Any) -> dict[str, Any] | None:
         named = dict.fromkeys(value)
     if (value is not None and named is None) or (named is not None and len(named) > MAX_PROCESSORS):
         allowed = f"at most {MAX_PROCESSORS} names, or a mapping of names to arguments"
-        raise check.fail("logits_processors", value, allowed)
+        raise fail("logits_processors", value, allowed)
     for name, argument in (named or {}).items():
-        check.check_str("logits_processors", name, max_length=MAX_STRING_LENGTH)
-        check.check_unicode(name, param="logits_processors")
+        check_str("logits_processors", name, max_length=MAX_STRING_LENGTH)
+        check_unicode(name, param="logits_processors")
         if not _is_plain(argument, MAX_ARGUMENT_DEPTH):
             allowed = "numbers, texts, true, false, null, and lists and mappings of these"
-            raise check.fail("logits_processors", argument, f"made of {allowed}: it goes to another process")
+            raise fail("logits_processors", argument, f"made of {allowed}: it goes to another process")
     return copy.deepcopy(dict(named)) if named else None
 
 
@@ -290,7 +300,7 @@ def _is_plain(value: Any, depth: int) -> bool:
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
     if isinstance(value, str):
-        check.check_unicode(value, param="logits_processors")
+        check_unicode(value, param="logits_processors")
     if value is None or isinstance(value, str | float):
         return True
     if depth and isinstance(value, list | tuple):

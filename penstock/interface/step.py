@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from penstock.interface.sampling_params import SamplingParams
 
+SamplerState = tuple[float, ...]  # carried from draw to draw; only the sampler knows its meaning
+
 NO_BLOCK = -1  # entry of a block table where nothing is allocated
 
 
@@ -41,7 +43,8 @@ class NewRequest:
         params: with the seed settled.
         choice: index among the `n` choices of one prompt; part of the noise counter.
         block_tables: one list of block ids per cache group; NO_BLOCK where nothing is allocated.
-        mirostat_mu: mirostat's state after the outputs so far; None before the first one, or without mirostat.
+        sampler_state: as the result of the last output had it; None before the first output, or if draws do not
+            depend on each other.
     """
 
     request_id: str
@@ -50,7 +53,7 @@ class NewRequest:
     params: SamplingParams
     choice: int
     block_tables: list[list[int]]
-    mirostat_mu: float | None = None
+    sampler_state: SamplerState | None = None
 
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time
@@ -171,7 +174,7 @@ class RequestStepOutput:
         error: why this request alone could not be computed; it has no new ids then.
         checksum: checksum of the logits that were sampled from, after every draft, if the step asked for it and
             something was sampled.
-        mirostat_mu: mirostat's state after the last new id; None without mirostat.
+        sampler_state: what the draw after the last new id needs; None if draws do not depend on those before.
         pooled: the result for params.pooling, in the step that computes the end of the prompt: little-endian float32
             numbers, [hidden] or [T, hidden]. There are no new ids then.
     """
@@ -181,7 +184,7 @@ class RequestStepOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     checksum: int | None = None
-    mirostat_mu: float | None = None
+    sampler_state: SamplerState | None = None
     pooled: bytes | None = None
 
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import MAX_NESTING, InvalidRequestError, fail, is_deeper, one_line, shown
 
 FIELD = "structured_outputs"
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between JSON tokens; limited, because a model may repeat whitespace for ever
@@ -85,11 +84,11 @@ class StructuredOutputsParams:
             return value
         names = cls.__dataclass_fields__
         if not isinstance(value, Mapping):
-            raise check.fail(FIELD, value, 'an object like {"json": {"type": "object"}}')
+            raise fail(FIELD, value, 'an object like {"json": {"type": "object"}}')
         value = {key: item for key, item in value.items() if key not in NEUTRAL or item is not NEUTRAL[key]}
         unknown = next((str(key) for key in value if key not in names), None)
         if unknown is not None:
-            message = f"{FIELD}.{check.shown(unknown)}: unknown key; known are {', '.join(names)}"
+            message = f"{FIELD}.{shown(unknown)}: unknown key; known are {', '.join(names)}"
             raise InvalidRequestError(message, param=FIELD)
         return cls(**{key: item for key, item in value.items() if item is not None})
 
@@ -104,7 +103,7 @@ class StructuredOutputsParams:
 
 
 def _fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
-    error = check.fail(f"{FIELD}.{name}", value, allowed)
+    error = fail(f"{FIELD}.{name}", value, allowed)
     return InvalidRequestError(error.message, param=FIELD)
 
 
@@ -141,15 +140,15 @@ def _schema_text(value: Any) -> str | None:
         try:
             value = json.loads(value, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise _fail("json", value, f"the JSON text of a schema ({check.one_line(error)})") from None
+            raise _fail("json", value, f"the JSON text of a schema ({one_line(error)})") from None
     if not isinstance(value, dict | bool):
         raise _fail("json", value, "a JSON schema: an object")
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise _fail("json", value, f"made of plain JSON values ({check.one_line(error)})") from None
-    if len(text) <= MAX_FORM_CHARS and check.is_deeper(value):
-        message = f"{FIELD}.json: the schema is nested more than {check.MAX_NESTING} deep, which is the limit"
+        raise _fail("json", value, f"made of plain JSON values ({one_line(error)})") from None
+    if len(text) <= MAX_FORM_CHARS and is_deeper(value):
+        message = f"{FIELD}.json: the schema is nested more than {MAX_NESTING} deep, which is the limit"
         raise InvalidRequestError(message, param=FIELD)
     return text
 

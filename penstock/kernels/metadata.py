@@ -155,7 +155,7 @@ class CacheSpec:
         dtype: float32, bfloat16 or int8.
         slices: int8 only: how many int8 rows represent a query row, or a row of probabilities: 2 (closer than a
             bfloat16 query) or 3 (close to float32).
-        scales: int8 only: scales per channel; None: per token (quant/kv.py).
+        scales: int8 only: scales per channel; None: per token (reference/quantized_kv.py).
     """
 
     num_blocks: int

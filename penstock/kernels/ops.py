@@ -21,8 +21,8 @@ own inputs only. The `reference` backend is plain torch: it guarantees a toleran
 result is a new tensor. No other argument is written to, unless the method's docstring says so. Layers pass `out=`:
 LayerFactory gives each layer its slot in an arena (kernels/arena.py), so model files handle no buffers.
 
-Quantised weights. `scheme` (quant/scheme.py) says how a weight is stored and what it is multiplied with. quant/int8.py
-and quant/int4.py specify the stored values, and native/products/products.h specifies the arithmetic.
+Quantised weights. `scheme` (kernels/scheme.py) says how a weight is stored and what it is multiplied with.
+reference/quantized_weights.py specifies the stored values, and native/products/products.h the arithmetic.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +31,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache, RotaryParams
 from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array, Dtype, Tensor
-from penstock.quant.scheme import Scheme
 
 NUMERICS_VERSION = 3  # incremented whenever a new constant or order of sums changes a bit of any answer
 REDUCTION_LEAVES = 8  # number of fixed pieces of K in products that tensor parallelism splits along K

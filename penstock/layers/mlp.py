@@ -66,9 +66,7 @@ class MoE(Module):
         ids, weights = self.ops.route(self.gate(y), self.top_k, renormalize=self.renormalize, out=chosen)
         gate_up, down = self._experts()
         out = self.out(tokens)
-        if self._mixture is not None:
-            return self._mixture(y, ids, weights, (gate_up, down), self.activation, out)
-        return self.ops.experts(y, gate_up, down, ids, weights, self.activation, out=out)
+        return self._mixture(y, gate_up, down, ids, weights, self.activation, out=out)
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
         """Return the packed weights of all experts, gated and down. They are collected in the first pass, when all are

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, fail
 from penstock.models.falcon.config import read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
@@ -20,12 +20,12 @@ from penstock.models.llama.config import read_llama, read_ministral, read_mistra
 from penstock.models.mixtral.config import read_mixtral, read_qwen3_moe
 from penstock.models.olmo2.config import read_olmo2
 from penstock.models.phi3.config import read_phi3
+from penstock.plugins import entry_points
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.param_table import ParamTable
 from penstock.spec.unsupported import DOCUMENTATION, SUPPORTED, nearest, why_unsupported
-from penstock.validation import check_choice, fail
 
-CONVENTIONS = ("penstock", "jetstream")
+OWN_CONVENTION = "penstock"
 DEFAULT_VERSION = "default"
 MAX_NAME = 80  # maximum number of characters of a name that an error message repeats
 
@@ -38,9 +38,9 @@ class ModelVersion:
     """One implementation of an architecture.
 
     Attributes:
-        source: the class, or for a built-in class its dotted name below penstock.models.
+        source: the class, or its dotted name, by which it is imported on first use.
         table_file: the YAML file of its parameters.
-        convention: how the class is called, one of CONVENTIONS.
+        convention: how the class is called: OWN_CONVENTION, or an entry point of penstock.calling_conventions.
     """
 
     source: type | str
@@ -50,15 +50,21 @@ class ModelVersion:
     @property
     def needs_torch(self) -> bool:
         """Whether the class computes with torch's tensors: it is a user's own, or has another convention."""
-        return isinstance(self.source, type) or self.convention != CONVENTIONS[0]
+        return isinstance(self.source, type) or self.convention != OWN_CONVENTION
 
     @property
     def model_class(self) -> type:
-        """The class. A built-in class is imported on first use."""
+        """The class, imported on first use."""
         if isinstance(self.source, type):
             return self.source
-        module, name = f"penstock.models.{self.source}".rsplit(".", 1)
+        module, name = self.source.rsplit(".", 1)
         return cast(type, getattr(importlib.import_module(module), name))
+
+    def find_convention(self) -> Any | None:
+        """Return the module that builds and adapts classes of another convention; None for the engine's own."""
+        if self.convention == OWN_CONVENTION:
+            return None
+        return entry_points.load("calling_conventions", self.convention, "convention")
 
     def read_table(self) -> ParamTable:
         """Read the parameter table, without torch."""
@@ -82,18 +88,18 @@ class Architecture:
     has_lm_head: bool = True
 
 
-def _built_in(
-    model_type: str, read_config: ReadConfig, source: str, table: str = "", *, plain: str | None = None
-) -> Architecture:
-    """Describe a built-in architecture. Unless `table` names another, its table is the one beside its class."""
-    here = Path(__file__).parent
-    versions = {DEFAULT_VERSION: ModelVersion(source, here / (table or f"{source.split('.')[0]}/table.yaml"))}
-    if plain is not None:
-        versions["plain"] = ModelVersion(plain, here / "llama/plain.yaml", "jetstream")
-    return Architecture(model_type, read_config, versions)
+def _built_in(model_type: str, read_config: ReadConfig, source: str, table: str = "") -> Architecture:
+    """Describe a built-in architecture, `source` being the name of its class below penstock.models.
+
+    Unless `table` names another, its table is the one beside its class.
+    """
+    table_file = Path(__file__).parent / (table or f"{source.split('.')[0]}/table.yaml")
+    return Architecture(
+        model_type, read_config, {DEFAULT_VERSION: ModelVersion(f"penstock.models.{source}", table_file)}
+    )
 
 
-LLAMA, PLAIN_LLAMA = "llama.model.LlamaForCausalLM", "llama.plain.PlainLlama"
+LLAMA = "llama.model.LlamaForCausalLM"
 GEMMA2, MIXTRAL = "gemma2.model.Gemma2ForCausalLM", "mixtral.model.MixtralForCausalLM"
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -102,9 +108,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),
     "Gemma3ForCausalLM": _built_in("gemma3_text", read_gemma3, GEMMA2),
     "GemmaForCausalLM": _built_in("gemma", read_gemma, "gemma.model.GemmaForCausalLM"),
-    "LlamaForCausalLM": _built_in("llama", read_llama, LLAMA, plain=PLAIN_LLAMA),
+    "LlamaForCausalLM": _built_in("llama", read_llama, LLAMA),
     "MinistralForCausalLM": _built_in("ministral", read_ministral, LLAMA),
-    "MistralForCausalLM": _built_in("mistral", read_mistral, LLAMA, plain=PLAIN_LLAMA),
+    "MistralForCausalLM": _built_in("mistral", read_mistral, LLAMA),
     "MixtralForCausalLM": _built_in("mixtral", read_mixtral, MIXTRAL),
     "Olmo2ForCausalLM": _built_in("olmo2", read_olmo2, "olmo2.model.Olmo2ForCausalLM"),
     "Phi3ForCausalLM": _built_in("phi3", read_phi3, LLAMA, "phi3/table.yaml"),
@@ -170,8 +176,17 @@ def find_model(architecture: str, version: str = "auto") -> ModelVersion:
     versions = find_architecture(architecture).versions
     wanted = DEFAULT_VERSION if version == "auto" else version
     if wanted not in versions:
+        versions = versions | _added_versions(architecture)
+    if wanted not in versions:
         check_choice("model_impl", wanted, ["auto", *versions] if DEFAULT_VERSION in versions else list(versions))
     return versions[wanted]
+
+
+def _added_versions(architecture: str) -> dict[str, ModelVersion]:
+    """Return the versions of an architecture that other installed packages have."""
+    names = entry_points.names("model_versions")
+    added = {name: entry_points.load("model_versions", name, "model_impl") for name in names}
+    return {name: versions[architecture] for name, versions in added.items() if architecture in versions}
 
 
 def register_model(
@@ -189,13 +204,14 @@ def register_model(
             function can be used.
         version: name of this implementation if there are several; the engine option `model_impl` chooses among them.
         convention: "penstock", forward(input_ids [T], ctx) and compute_logits as in layers/context.py; or
-            "jetstream", forward(tokens [B, S], input_pos [B, S], caches, mask) as in conventions/jetstream.py.
+            "jetstream", forward(tokens [B, S], input_pos [B, S], caches, mask); penstock_lab/conventions/jetstream.py
+            explains both.
 
     Raises:
         InvalidRequestError: another class is registered for one of these architectures in that version, or an argument
             is not allowed.
     """
-    check_choice("convention", convention, CONVENTIONS)
+    check_choice("convention", convention, [OWN_CONVENTION, *entry_points.names("calling_conventions")])
     if version == "auto" or not version.isidentifier():
         raise fail("version", version, "an identifier other than auto")
 
@@ -208,7 +224,7 @@ def register_model(
                 found[name] = Architecture(None, read_config, {})
                 continue
             found[name] = ARCHITECTURES[name]
-            known = found[name].versions.get(version, entry)
+            known = (found[name].versions | _added_versions(name)).get(version, entry)
             if not _same_class(known.source, model_class):
                 raise InvalidRequestError(
                     f"{name} is already registered by {known.model_class.__qualname__}; choose another version"

@@ -25,9 +25,8 @@ from penstock.errors import InvalidRequestError
 from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.attention.layout import ELEMENT_BYTES, AttentionShape
 from penstock.kernels.attention.plan import Planner
-from penstock.planner.costs import Products
+from penstock.kernels.scheme import Scheme
 from penstock.planner.memory import CachePlan, mib, plan_kv_cache, smallest_cache_bytes
-from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 
 RUNTIME_GROWTH = 3 * 2**20  # recorded programs, threads' stacks, Python's own objects; measured
@@ -37,6 +36,22 @@ ROTARY_BYTES = 4  # per element of a table
 LOGIT_BYTES = 10  # a logit, its log-probability, and the memory for comparing and ranking them; measured
 ROUND_LENGTH = 64  # a max_model_len that is chosen to fit is a multiple of this
 SMALL = 2**19  # smaller entries are not shown
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The bytes of the weights that products read, and their operations per row, by type."""
+
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    operations: Mapping[str, int] = field(default_factory=dict)
+
+    def plus(self, other: "Products") -> "Products":
+        """Return the sum of both."""
+        return Products(_added(self.num_bytes, other.num_bytes), _added(self.operations, other.operations))
+
+
+def _added(ours: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    return {kind: ours.get(kind, 0) + others.get(kind, 0) for kind in {**ours, **others}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock import validation as check
 from penstock.config import EngineConfig
 from penstock.engine.kv_cache_manager import peak_blocks, table_length
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, fail
 from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import GRANULE, cache_token_bytes
 from penstock.kernels.cpu.control_groups import memory_left, read_text
@@ -68,7 +67,7 @@ def plan_kv_cache(
     minimum = sum(need.minimum * need.block_bytes for need in needs)
     given = config.cache.kv_cache_memory_bytes
     if given is not None and given > free_bytes:
-        raise check.fail("kv_cache_memory_bytes", given, f"at most the free memory, {free_bytes} bytes")
+        raise fail("kv_cache_memory_bytes", given, f"at most the free memory, {free_bytes} bytes")
     limit = given if given is not None else int(free_bytes * (share or 1.0))
     if limit < minimum:
         raise InvalidRequestError(

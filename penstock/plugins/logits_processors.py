@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.errors import InvalidRequestError
-from penstock.validation import check_str
+from penstock.errors import InvalidRequestError, check_str
 
 LogitsProcessor = TypeVar("LogitsProcessor", bound=Callable[..., Any])
 MAX_NAME_LENGTH = 64

@@ -83,7 +83,7 @@ class _Reader:
             item.params,
             item.choice,
             tables,
-            item.mirostat_mu,
+            item.sampler_state,
         )
 
     def plan(self, record: Planned) -> SchedulerOutput:

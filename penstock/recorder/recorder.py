@@ -14,6 +14,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     NewRequest,
     RequestStepOutput,
+    SamplerState,
     SchedulerOutput,
     StepOutput,
     TokenLogprobs,
@@ -55,7 +56,7 @@ class _Known:
     tables: list[list[int]]
     released: list[int]
     num_computed_tokens: int = 0
-    mirostat_mu: float | None = None
+    sampler_state: SamplerState | None = None
 
     def introduced(self) -> Introduced:
         return Introduced(
@@ -67,7 +68,7 @@ class _Known:
             self.choice,
             self.tables,
             self.num_computed_tokens,
-            self.mirostat_mu,
+            self.sampler_state,
         )
 
 
@@ -147,7 +148,7 @@ class Recorder:
             new.choice,
             tables,
             released,
-            mirostat_mu=new.mirostat_mu,
+            sampler_state=new.sampler_state,
         )
 
     def computed(self, plan: SchedulerOutput, output: StepOutput, duration_s: float) -> None:
@@ -159,7 +160,7 @@ class Recorder:
             num_rejected = num_rejected_drafts(item, result)
             row.num_computed_tokens = item.num_computed_tokens + item.num_new_tokens - num_rejected
             row.token_ids += result.new_token_ids
-            row.mirostat_mu = row.mirostat_mu if result.mirostat_mu is None else result.mirostat_mu
+            row.sampler_state = row.sampler_state if result.sampler_state is None else result.sampler_state
             if result.error is not None:
                 errors[index] = result.error[:MAX_ERROR]
         record = Computed(

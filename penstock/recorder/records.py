@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import CacheGroup
+from penstock.interface.step import CacheGroup, SamplerState
 
-FORMAT = 2  # incremented with every change to a record
+FORMAT = 3  # incremented with every change to a record
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class Introduced(msgspec.Struct, frozen=True, array_like=True):
     choice: int
     block_tables: list[list[int]]
     num_computed_tokens: int = 0
-    mirostat_mu: float | None = None
+    sampler_state: SamplerState | None = None
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.kernels.tensors import Array, Bools, Tensor, as_array, dtype_of, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
-from penstock.layers.stage import Stage
 from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.checksums import logits_checksums
 from penstock.runner.custom_processors import apply_custom_processors
@@ -71,12 +70,12 @@ class ModelRunner:
         model_config: ModelConfig,
         kv_scales: Sequence[KVScales] | None = None,
         forms: Forms | None = None,
-        stage: Stage | None = None,
+        own_layers: range | None = None,
     ) -> None:
         """Allocate the caches of a loaded model.
 
         Args:
-            stage: the part of the model that it computes; None: all of it.
+            own_layers: the decoder layers that the model computes here; None: all.
             kv_scales: per-channel scales of an int8 cache, one per layer.
             forms: compiles forms of answers; without it, requests with a form fail.
 
@@ -90,14 +89,15 @@ class ModelRunner:
         if max_model_len is None or threads is None:
             raise EngineError("the runner needs a resolved config")
         self.computing = _prepare_torch(ops, 1 if config.numerics.kernels == "cpu" else threads)
-        is_recorded = isinstance(ops, RecordingOps) and _is_alike_every_time(config, model_config)
-        self.model = RecordedModel(model, cast(RecordingOps, ops)) if is_recorded else model
         self.ops = ops
+        self.model = model
+        if self.may_record(config, model_config):
+            self.model = RecordedModel(model, cast(RecordingOps, ops))
         self.vocab_size = model_config.vocab_size
         self._heads = Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim)
         self.groups = tuple(groups)
         self._layer_group = layer_groups(groups, model_config.num_hidden_layers)
-        self._own_layers = range(model_config.num_hidden_layers) if stage is None else stage.layers
+        self._own_layers = own_layers or range(model_config.num_hidden_layers)
         self._kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales, self._own_layers)
         self.cache_bytes = sum(self._kv_caches[layer].num_bytes for layer in self._own_layers)
         owned = {index: set(group.layers) & set(self._own_layers) for index, group in enumerate(groups)}
@@ -110,6 +110,11 @@ class ModelRunner:
         self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
         self._structured = StructuredRows(forms, self.batch, ops)
         self.store: TieredBlockStore | None = None  # for blocks beyond the cache
+
+    def may_record(self, config: EngineConfig, model_config: ModelConfig) -> bool:
+        """Return whether passes are recorded as programs: the backend can, and all passes over the same number of
+        tokens make the same calls on the same memory."""
+        return isinstance(self.ops, RecordingOps)
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         """Compute a step. A step without tokens only removes requests.
@@ -127,20 +132,6 @@ class ModelRunner:
             return StepOutput(scheduler_output.step_id, {})
         with self.computing():
             return self._compute(scheduler_output)
-
-    def compute_stage(self, scheduler_output: SchedulerOutput) -> Any:
-        """Compute a step with a stage that is not the last. Return what it hands on; None for a step without tokens."""
-        self.batch.update(scheduler_output)
-        self._copy_blocks(scheduler_output.block_copies)
-        if not scheduler_output.scheduled:
-            return None
-        with self.computing():
-            step = self.batch.pack(scheduler_output.scheduled)
-            return self.model(self.ops.tensor(step.input_ids), self.context(step))
-
-    def note_outputs(self, outputs: Mapping[str, Sequence[int]]) -> None:
-        """Append tokens that the last stage has sampled. Tokens of removed requests are dropped."""
-        self.batch.extend({self.batch.row(name): ids for name, ids in outputs.items() if self.batch.knows(name)})
 
     @property
     def block_bytes(self) -> list[int]:
@@ -243,8 +234,8 @@ class ModelRunner:
             failed = np.array([results[b].error is not None for b in sequences], dtype=np.bool_)
         positions = Positions(step.sampled_rows, step.offsets)
         sampled, errors = self._choose(logits, positions, failed)
-        for index, mu in sampled.mirostat_mu.items():  # a request with mirostat has no drafts
-            self.batch.sampling.mirostat_mu[positions.rows[index]] = results[sequences[index]].mirostat_mu = mu
+        for index, state in sampled.sampler_state.items():  # a request that has one has no drafts
+            self.batch.sampling.sampler_state[positions.rows[index]] = results[sequences[index]].sampler_state = state
         chosen_ids = sampled.token_ids
         if errors or step.has_drafts or failed is not None:
             chosen = np.array(_accept(sampled, errors, step, results), dtype=np.int64)
@@ -287,7 +278,7 @@ class ModelRunner:
             found.token_ids[kept] = sampled.token_ids
             for index, entry in zip(kept.tolist(), sampled.logprobs, strict=True):
                 found.logprobs[index] = entry
-            found.mirostat_mu.update((int(kept[index]), mu) for index, mu in sampled.mirostat_mu.items())
+            found.sampler_state.update((int(kept[index]), state) for index, state in sampled.sampler_state.items())
             errors |= {int(kept[index]): error for index, error in wrong.items()}
         return found, errors
 
@@ -411,12 +402,6 @@ def _accept(
 def _failed(result: RequestStepOutput) -> RequestStepOutput:
     """Return the result of a request that failed: its error and checksum only."""
     return RequestStepOutput([], error=result.error, checksum=result.checksum)
-
-
-def _is_alike_every_time(config: EngineConfig, model: ModelConfig) -> bool:
-    """Return whether all passes over the same number of tokens make the same calls on the same memory, as programs do.
-    Where ranks share experts the calls depend on the tokens, and a sharding map may put results in new memory."""
-    return config.parallel.num_ranks == 1 or (not model.num_experts and config.parallel.sharding_config is None)
 
 
 def _prepare_torch(ops: Ops, threads: int) -> Callable[[], AbstractContextManager[object]]:

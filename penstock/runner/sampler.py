@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from penstock.interface.step import TokenLogprobs
+from penstock.interface.step import SamplerState, TokenLogprobs
 from penstock.kernels.ops import Ops
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.kernels.tensors import Array, Float32, Int64, Tensor, as_array
 from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.logit_adjustments import LogitAdjustments
-from penstock.runner.truncations import Draw, next_mu
+from penstock.runner.truncations import Draw, next_state
 
 _Part = tuple[int, Int64, Float32]  # a row of the step, ids [P], their values [P] or NO_VALUES
 NO_VALUES: Float32 = np.zeros(0, dtype=np.float32)
@@ -35,12 +35,12 @@ class Sampled:
     Attributes:
         token_ids: [M] int64, NO_TOKEN where nothing may be chosen.
         logprobs: [M], None for a row that does not ask for any.
-        mirostat_mu: mirostat's next state, by index, for the rows that have one and drew a token.
+        sampler_state: the next state, by index, of the rows that have one and drew a token.
     """
 
     token_ids: Int64
     logprobs: list[TokenLogprobs | None]
-    mirostat_mu: dict[int, float] = field(default_factory=dict)
+    sampler_state: dict[int, SamplerState] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class Sampler:
             found = token_logprobs(raw, chosen, batch.sampling.num_logprobs[rows[asked]].tolist())
             for index, entry in zip(asked.tolist(), found, strict=True):
                 logprobs[index] = entry
-        return Sampled(token_ids, logprobs, _next_mus(batch, rows, shaped, token_ids) if shaped else {})
+        return Sampled(token_ids, logprobs, _next_states(batch, rows, shaped, token_ids) if shaped else {})
 
     def _remembered(self, batch: InputBatch, rows: Int64, vocab_size: int) -> _Known:
         """Return what is known of these rows; collect it anew if they or their requests differ from the last step's."""
@@ -143,20 +143,22 @@ def shaped_rows(logits: Tensor, batch: InputBatch, positions: Positions) -> dict
         if item is not None and item.shapes(history):
             num_outputs = batch.num_outputs(row) + offset
             seed, choice = batch.sampling.noise_key[row].tolist()
-            draw = Draw((seed, choice, num_outputs), batch.sampling.mirostat_mu[row] or 0.0)
+            draw = Draw((seed, choice, num_outputs), batch.sampling.sampler_state[row])
             item = item.after(history[len(history) - offset :])
             found[index] = item.shape(as_array(logits)[index], history, num_outputs, draw)
     return found
 
 
-def _next_mus(batch: InputBatch, rows: Int64, shaped: dict[int, Float32], token_ids: Array) -> dict[int, float]:
-    """Return mirostat's next state, by index, for the shaped rows that have one and drew a token."""
-    found: dict[int, float] = {}
+def _next_states(
+    batch: InputBatch, rows: Int64, shaped: dict[int, Float32], token_ids: Array
+) -> dict[int, SamplerState]:
+    """Return the next state, by index, of the shaped rows that have one and drew a token."""
+    found: dict[int, SamplerState] = {}
     for index, logits in shaped.items():
         row, token_id = int(rows[index]), int(token_ids[index])
-        mu, item = batch.sampling.mirostat_mu[row], batch.sampling.adjustments[row]
-        if mu is not None and item is not None and token_id != NO_TOKEN:
-            found[index] = next_mu(logits, token_id, item.params, mu)
+        state, item = batch.sampling.sampler_state[row], batch.sampling.adjustments[row]
+        if state is not None and item is not None and token_id != NO_TOKEN:
+            found[index] = next_state(logits, token_id, item.params, state)
     return found
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import EngineError
-from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import NewRequest
+from penstock.interface.step import NewRequest, SamplerState
 from penstock.kernels.tensors import Bools, Float32, Int32, Int64
 from penstock.runner.logit_adjustments import LogitAdjustments
+from penstock.runner.truncations import first_state
 
 NOT_ASKED = -1  # in num_logprobs and num_prompt_logprobs
 
@@ -27,7 +27,7 @@ class SamplingRows:
         num_logprobs, num_prompt_logprobs: [max_num_seqs] int64, -1 where not asked for.
         adjustments: masks, bias and penalties; None for most rows.
         searches: [max_num_seqs] bool, whether it is a beam, which continues only with tokens that are not masked.
-        mirostat_mu: the state of mirostat; None where it is off.
+        sampler_state: what the next draw needs of those before; None where it needs nothing.
         custom_processors: the arguments of custom logits processors, by name, for the rows that have any.
         version: incremented by every `set`; parameters do not change otherwise.
 
@@ -45,7 +45,7 @@ class SamplingRows:
         self.searches: Bools = np.zeros(max_num_seqs, dtype=np.bool_)
         self.adjustments: list[LogitAdjustments | None] = [None] * max_num_seqs
         self.custom_processors: dict[int, dict[str, Any]] = {}
-        self.mirostat_mu: list[float | None] = [None] * max_num_seqs
+        self.sampler_state: list[SamplerState | None] = [None] * max_num_seqs
         self.version = 0
         self._max_model_len = max_model_len
         self._eos_token_ids = tuple(eos_token_ids)
@@ -79,15 +79,10 @@ class SamplingRows:
         if LogitAdjustments.needed(params):
             limits = (request.num_prompt_tokens, self._max_model_len)
             self.adjustments[row] = LogitAdjustments(params, token_ids, *limits, self._eos_token_ids)
-        self.mirostat_mu[row] = _first_mu(params) if request.mirostat_mu is None else request.mirostat_mu
+        self.sampler_state[row] = first_state(params) if request.sampler_state is None else request.sampler_state
 
     def append(self, row: int, token_id: int) -> None:
         """Count a new output token of a row."""
         adjustments = self.adjustments[row]
         if adjustments is not None:
             adjustments.append(token_id)
-
-
-def _first_mu(params: SamplingParams) -> float | None:
-    """Return mirostat's mu before the first output; None if mirostat is off."""
-    return 2.0 * params.mirostat_tau if params.mirostat and not params.greedy else None

@@ -233,5 +233,7 @@ def _ends(known: _Row, matcher: Matcher, token_id: int) -> bool:
 
 
 def _may_force(params: SamplingParams) -> bool:
-    drawn = params.logprobs is not None or params.mirostat or params.use_beam_search or params.logits_processors
+    drawn = (
+        params.logprobs is not None or params.has_sampler_state or params.use_beam_search or params.logits_processors
+    )
     return not drawn and not any(is_on(params, name) for name in MASKS_OF_TEXT)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import SamplerState
 from penstock.kernels.sampling import XTC_STREAM, uniform_at
 from penstock.kernels.tensors import Float32, Float64, Int64
 from penstock.runner.masks import is_on
@@ -31,13 +32,18 @@ class Draw:
 
     Attributes:
         noise_key: seed, choice and output position.
-        mu: mirostat's limit of surprise, in bits.
+        state: what it needs of the draws before; None for requests that need nothing.
         vocab_size: set by `truncate`.
     """
 
     noise_key: tuple[int, int, int]
-    mu: float = 0.0
+    state: SamplerState | None = None
     vocab_size: int = 0
+
+    @property
+    def mu(self) -> float:
+        """Mirostat's limit of surprise, in bits."""
+        return self.state[0] if self.state else 0.0
 
 
 def log_probabilities(logits: Float32) -> Float64:
@@ -162,10 +168,16 @@ def _mirostat_count(logs: Float64, draw: Draw) -> int:
     return max(1, int(math.exp(min(log_count, log_size))))
 
 
-def next_mu(logits: Float32, token_id: int, params: SamplingParams, mu: float) -> float:
-    """Return mirostat's mu after token_id was drawn from truncated logits [V]."""
+def first_state(params: SamplingParams) -> SamplerState | None:
+    """Return the state before the first output, which is mirostat's mu; None if draws do not depend on each other."""
+    return (2.0 * params.mirostat_tau,) if params.has_sampler_state and not params.greedy else None
+
+
+def next_state(logits: Float32, token_id: int, params: SamplingParams, state: SamplerState) -> SamplerState:
+    """Return the state after token_id was drawn from truncated logits [V]."""
+    (mu,) = state
     surprise = -float(log_probabilities(logits)[token_id]) / math.log(2.0)
-    return mu - params.mirostat_eta * (surprise - params.mirostat_tau)
+    return (mu - params.mirostat_eta * (surprise - params.mirostat_tau),)
 
 
 Truncation = Callable[[Float32, SamplingParams, Draw], Kept]

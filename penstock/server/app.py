@@ -3,8 +3,14 @@
 Knows nothing about sockets or processes.
 """
 
+import asyncio
+import base64
+import hashlib
 import os
+import re
 from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -17,12 +23,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
-from penstock import validation as check
 from penstock.client.engine_client import EngineClient, EngineState, EngineStatus
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import InvalidRequestError, PenstockError, check_ids, fail
 from penstock.interface.messages import EngineStats
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
-from penstock.server.authentication import KeyMiddleware
+from penstock.server.cache_routes import create_blocks, create_pin, create_prefill, delete_pin, list_pins, use_object
 from penstock.server.completions import create_chat_completion, create_completion, source_of
 from penstock.server.context import (
     Metrics,
@@ -35,20 +40,21 @@ from penstock.server.context import (
 )
 from penstock.server.embeddings import create_embeddings, create_ranking, create_scores
 from penstock.server.inputs import decode, tokenize
-from penstock.server.keeping import KeptCalls
+from penstock.server.kept_calls import KeptCalls
 from penstock.server.keys import KeyRing
-from penstock.server.kv_transfer import create_blocks, create_prefill
-from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, SiteMiddleware
+from penstock.server.middleware import (
+    BodyLimitMiddleware,
+    BoundaryMiddleware,
+    KeyMiddleware,
+    OverloadMiddleware,
+    SiteMiddleware,
+)
 from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
-from penstock.server.overload import OverloadMiddleware
-from penstock.server.page import page
-from penstock.server.pins import create_pin, delete_pin, list_pins, use_object
 from penstock.server.responses import cancel_response, create_response, delete_response, retrieve_response
 from penstock.server.responses_events import ResponseSource
 from penstock.server.resumption import continue_chat_completion, continue_completion
-from penstock.server.timelines import MAX_CALLS, TimelineTable
-from penstock.server.tracing import ENDPOINT_VARIABLE, Tracing
+from penstock.server.timelines import ENDPOINT_VARIABLE, MAX_CALLS, TimelineTable, Tracing
 from penstock.server.unsupported import UNSUPPORTED_ROUTES
 from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN
 
@@ -210,7 +216,7 @@ async def record(request: Request) -> Response:
     """Answer with a bundle of an engine's flight recorder, without texts: a client may not read what others sent."""
     engine = request.query_params.get("engine", "0")
     if not engine.isdecimal():
-        raise check.fail("engine", engine[:100], "the index of an engine, from 0")
+        raise fail("engine", engine[:100], "the index of an engine, from 0")
     try:
         saved = await context_of(request).client.record(int(engine[:9]))
     except OSError as error:
@@ -300,7 +306,7 @@ async def create_text(request: Request) -> Response:
     limit = MAX_CHARS_PER_TOKEN * info.max_model_len
     if len(body.tokens) > limit:
         raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many; at most {limit}", param="tokens")
-    check.check_ids("tokens", body.tokens, info.vocab_size)
+    check_ids("tokens", body.tokens, info.vocab_size)
     return json_response({"prompt": await decode(context, body.tokens)})
 
 
@@ -364,3 +370,37 @@ def _kv_offload(stats: EngineStats) -> dict[str, int]:
         "unsaved_blocks_total": stats.num_unsaved_blocks_total,
         "unreadable_blocks_total": stats.num_unreadable_blocks_total,
     }
+
+
+# --- the web page -----------------------------------------------------------------------------------------------------
+
+
+STATIC = Path(__file__).parent / "static"
+PARTS = re.compile(r"<(style|script)>(.*?)</\1>")  # in index.html; holds the names of the files to insert
+POLICY = (
+    "default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+async def page(request: Request) -> Response:
+    """Answer with the web page."""
+    html, policy = await asyncio.to_thread(_page)
+    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return Response(html, media_type="text/html", headers=headers)
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """Return the document and its content security policy."""
+    hashes: dict[str, str] = {}
+
+    def put_in(found: re.Match[str]) -> str:
+        kind, names = found.groups()
+        text = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in names.split())
+        text = f'"use strict";\n{text}' if kind == "script" else text
+        hashes[kind] = f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        return f"<{kind}>{text}</{kind}>"
+
+    html = PARTS.sub(put_in, (STATIC / "index.html").read_text(encoding="utf-8"))
+    return html, POLICY.format(**hashes)

@@ -18,16 +18,14 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
-from penstock.server.chat_answers import ChatAnswers
 from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import EventStream, Generation, until_disconnect
-from penstock.server.inputs import chat_params, chat_prompts, completion_params, completion_prompts, salted
+from penstock.server.inputs import chat_params, chat_prompts, check_form, completion_params, completion_prompts, salted
 from penstock.server.kept_calls import KeptCall, Source
 from penstock.server.keys import priority_of
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.resumption import ChunkSource, continued, keep, stream_of
-from penstock.server.structured import check_form
-from penstock.server.tools import rules_of, with_rules
+from penstock.server.tools import ChatAnswers, rules_of, with_rules
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 

@@ -22,8 +22,7 @@ from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.timeline import IntervalKind
 from penstock.server.api_errors import ApiError, not_found, unavailable
-from penstock.server.keeping import KeptCalls
-from penstock.server.kept_calls import Source
+from penstock.server.kept_calls import KeptCalls, Source
 from penstock.server.keys import Account, KeyRing
 from penstock.server.openai_requests import Body, label_text, parse, to_request
 from penstock.server.options import ServerOptions

@@ -1,7 +1,8 @@
 """POST /v1/embeddings, /score and /rerank: compute vectors of texts, and compare them.
 
 All three compute one embedding per text, each as an ordinary engine request. A call has at most max_num_seqs of them in
-the engine at a time, so that a long list does not keep other calls out.
+the engine at a time, so that a long list does not keep other calls out. Bodies and answers are in the formats of
+OpenAI, vLLM, Jina and Cohere.
 """
 
 import asyncio
@@ -10,27 +11,143 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock import validation as check
 from penstock.client.prompts import PromptRequest, check_num_tokens
-from penstock.errors import InvalidRequestError, RequestFailedError
+from penstock.errors import InvalidRequestError, RequestFailedError, check_ids, check_int, fail
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.pooling import PoolingParams, cosine
 from penstock.interface.sampling_params import SamplingParams
-from penstock.server import pooling_bodies as bodies
 from penstock.server.context import ServerContext, account_of, context_of, log_of, read_body
 from penstock.server.generation import Generation, until_disconnect
 from penstock.server.inputs import encode, salted
 from penstock.server.keys import priority_of
-from penstock.server.openai_requests import check_timeout
+from penstock.server.openai_requests import Strict, check_timeout
 from penstock.tokenizer.tokenizer import check_prompt_length
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+class PoolingRequest(Strict, kw_only=True, frozen=True):
+    """The fields that all three share. `user` and those after it are labels for the log."""
+
+    place: ClassVar[str] = "pooling"
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+
+    def params(self) -> PoolingParams:
+        """Return the body's PoolingParams. Raise InvalidRequestError for a value that is not allowed."""
+        side = "right" if self.truncation_side is None else self.truncation_side
+        return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=side)
+
+
+class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
+    """POST /v1/embeddings. `input` is a text, token ids, or a list of either. `normalize` is vLLM's field.
+
+    If `normalize` is None, the model decides.
+    """
+
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+    def params(self) -> PoolingParams:
+        return replace(super().params(), dimensions=self.dimensions, normalize=self.normalize)
+
+
+class ScoreRequest(PoolingRequest, kw_only=True, frozen=True):
+    """POST /score: compares one text_1 with every text_2, or each text_1 with the text_2 at the same index."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class Document(Strict, kw_only=True, frozen=True):
+    text: str
+
+
+class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
+    """POST /rerank. `return_documents` says whether the answer repeats the texts (default: yes)."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class PoolingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """One vector, as a JSON list of numbers, or with base64 as its float32 bytes in little-endian order."""
+
+    object: str = "embedding"
+    index: int
+    embedding: msgspec.Raw | str
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PoolingUsage
+
+
+class Score(msgspec.Struct, kw_only=True):
+    index: int
+    object: str = "score"
+    score: float
+
+
+class ScoreList(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+
+
+class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
+    index: int
+    document: dict[str, str] | None = None
+    relevance_score: float
+
+
+class Ranking(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RankedDocument]
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
 
 MAX_INPUTS = 2048  # texts per call, as at OpenAI
 KINDS = "a text, a list of texts, a list of token ids or a list of lists of token ids"
@@ -42,22 +159,20 @@ Answer = Callable[[str, str, list[RequestOutput]], msgspec.Struct]  # arguments:
 
 async def create_embeddings(request: Request) -> Response:
     """Handle POST /v1/embeddings."""
-    body = await read_body(request, bodies.EmbeddingRequest)
+    body = await read_body(request, EmbeddingRequest)
     encoding = body.encoding_format or "float"
 
     def answer(id_: str, model: str, outputs: list[RequestOutput]) -> msgspec.Struct:
-        data = [
-            bodies.Embedding(index=index, embedding=_encoded(output, encoding)) for index, output in enumerate(outputs)
-        ]
+        data = [Embedding(index=index, embedding=_encoded(output, encoding)) for index, output in enumerate(outputs)]
         created = int(time.time())
-        return bodies.EmbeddingList(id=id_, created=created, model=model, data=data, usage=_usage(outputs))
+        return EmbeddingList(id=id_, created=created, model=model, data=data, usage=_usage(outputs))
 
     return await _pooled(request, body, {"input": _inputs(body.input)}, body.params(), answer)
 
 
 async def create_scores(request: Request) -> Response:
     """Handle POST /score: return the similarity of pairs of texts."""
-    body = await read_body(request, bodies.ScoreRequest)
+    body = await read_body(request, ScoreRequest)
     first, second = ([item] if isinstance(item, str) else item for item in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         message = f"text_1: has {len(first)} texts and text_2 {len(second)}; give one, or as many as text_2 has"
@@ -66,24 +181,24 @@ async def create_scores(request: Request) -> Response:
     def answer(id_: str, model: str, outputs: list[RequestOutput]) -> msgspec.Struct:
         known, others = outputs[: len(first)], outputs[len(first) :]
         data = [
-            bodies.Score(index=index, score=_similarity(known[index % len(known)], other))
+            Score(index=index, score=_similarity(known[index % len(known)], other))
             for index, other in enumerate(others)
         ]
-        return bodies.ScoreList(id=id_, created=int(time.time()), model=model, data=data, usage=_usage(outputs))
+        return ScoreList(id=id_, created=int(time.time()), model=model, data=data, usage=_usage(outputs))
 
     return await _pooled(request, body, {"text_1": first, "text_2": second}, _comparable(body), answer)
 
 
 async def create_ranking(request: Request) -> Response:
     """Handle POST /rerank: return documents in the order of their similarity to a query."""
-    body = await read_body(request, bodies.RankingRequest)
-    check.check_int("top_n", body.top_n, 0, MAX_INPUTS, optional=True)
+    body = await read_body(request, RankingRequest)
+    check_int("top_n", body.top_n, 0, MAX_INPUTS, optional=True)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
 
     def answer(id_: str, model: str, outputs: list[RequestOutput]) -> msgspec.Struct:
         query, *documents = outputs
         results = [
-            bodies.RankedDocument(
+            RankedDocument(
                 index=index,
                 document={"text": texts[index]} if body.return_documents is not False else None,
                 relevance_score=_similarity(query, document),
@@ -92,18 +207,18 @@ async def create_ranking(request: Request) -> Response:
         ]
         results.sort(key=lambda item: (-item.relevance_score, item.index))
         usage = _usage(outputs)
-        return bodies.Ranking(id=id_, model=model, usage=usage, results=results[: body.top_n or None])
+        return Ranking(id=id_, model=model, usage=usage, results=results[: body.top_n or None])
 
     return await _pooled(request, body, {"query": [body.query], "documents": texts}, _comparable(body), answer)
 
 
-def _comparable(body: bodies.PoolingRequest) -> PoolingParams:
+def _comparable(body: PoolingRequest) -> PoolingParams:
     return replace(body.params(), normalize=True)
 
 
 async def _pooled(
     request: Request,
-    body: bodies.PoolingRequest,
+    body: PoolingRequest,
     fields: dict[str, Sequence[Item]],
     params: PoolingParams,
     answer: Answer,
@@ -153,7 +268,7 @@ def _inputs(given: str | list[Any]) -> Sequence[Item]:
         return [given]
     kinds = set(map(type, given))
     if kinds not in ({str}, {list}):
-        raise check.fail("input", given, KINDS)
+        raise fail("input", given, KINDS)
     return given
 
 
@@ -163,12 +278,12 @@ async def _ids(
     """Return the token ids to compute for an item, truncated if the parameters say so."""
     if isinstance(item, str):
         if not item:
-            raise check.fail(name, item, "a text of at least one character")
+            raise fail(name, item, "a text of at least one character")
         check_prompt_length(item, info.max_model_len, param=name)
         ids = await encode(context, item, add_special_tokens=special, total=total)
     else:
         ids = item
-        check.check_ids(name, ids, info.vocab_size)
+        check_ids(name, ids, info.vocab_size)
     if not ids:
         raise InvalidRequestError(f"{name}: a text has no tokens", param=name)
     ids = params.truncated(ids, info.max_model_len)
@@ -176,9 +291,9 @@ async def _ids(
     return ids
 
 
-def _usage(outputs: Sequence[RequestOutput]) -> bodies.PoolingUsage:
+def _usage(outputs: Sequence[RequestOutput]) -> PoolingUsage:
     count = sum(len(output.prompt_token_ids) for output in outputs)
-    return bodies.PoolingUsage(prompt_tokens=count, total_tokens=count)
+    return PoolingUsage(prompt_tokens=count, total_tokens=count)
 
 
 def _encoded(output: RequestOutput, encoding: str) -> msgspec.Raw | str:

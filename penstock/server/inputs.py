@@ -2,11 +2,15 @@
 
 Lengths are checked before any text is tokenised, and ids before anything is computed for them. A value comes from the
 request, else from the model's defaults, else from OpenAI's defaults. SamplingParams checks the ranges.
+
+The form of an answer is OpenAI's `response_format`, `text.format` of /v1/responses, or vLLM's `structured_outputs` with
+its older spellings `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`.
 """
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -14,11 +18,21 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 from starlette.requests import Request
 
-from penstock import validation as check
 from penstock.client.prompts import PromptRequest, check_num_tokens, check_salt
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import (
+    InvalidRequestError,
+    NotSupportedError,
+    check_bool,
+    check_ids,
+    check_int,
+    check_nesting,
+    check_str,
+    fail,
+    shown,
+)
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams
+from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.server.context import ServerContext, account_of, context_of
 from penstock.server.openai_requests import (
     ChatRequest,
@@ -27,9 +41,9 @@ from penstock.server.openai_requests import (
     Message,
     PinRequest,
     TokenizeRequest,
+    Tool,
+    check_tools,
 )
-from penstock.server.structured import form_of
-from penstock.server.tool_fields import Tool, check_tools
 from penstock.server.unsupported import MAX_MESSAGES
 from penstock.tokenizer.chat_template import (
     KWARGS,
@@ -112,17 +126,15 @@ def _split(prompt: str | list[Any]) -> Sequence[str | list[int]]:
         return [prompt]
     kind = type(prompt[0]) if prompt else None
     if kind not in (str, list) or set(map(type, prompt)) != {kind}:
-        raise check.fail(
-            "prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids"
-        )
+        raise fail("prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids")
     return prompt
 
 
 def _check_ids(ids: list[Any], info: ModelInfo) -> None:
     if not ids:
-        raise check.fail("prompt", ids, "at least one token id")
+        raise fail("prompt", ids, "at least one token id")
     check_num_tokens("prompt", len(ids), info.max_model_len)
-    check.check_ids("prompt", ids, info.vocab_size)
+    check_ids("prompt", ids, info.vocab_size)
 
 
 async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[PromptRequest]:
@@ -164,7 +176,7 @@ async def _encode(
 ) -> list[int]:
     text = prompt.text if isinstance(prompt, RenderedChat) else prompt
     if not text:
-        raise check.fail(param, text, "a text of at least one character")
+        raise fail(param, text, "a text of at least one character")
     check_prompt_length(text, info.max_model_len, param=param)
     ids = await encode(context, prompt, add_special_tokens=add_special_tokens, total=total)
     if not ids:
@@ -198,7 +210,7 @@ async def _render(
         raise InvalidRequestError(message, param="reasoning_effort")
     options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **implied, **given}
     for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
-        check.check_nesting(name, value)
+        check_nesting(name, value)
     text = "".join(turn["content"] for turn in turns) + "".join(str(value) for value in options.values() if value)
     check_prompt_length(text, info.max_model_len, param="messages")
     continues = bool(body.continue_final_message)
@@ -260,12 +272,12 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
         for name, is_wrong in (("max_tokens", not body.echo), ("use_beam_search", body.use_beam_search)):
             if is_wrong:
                 raise InvalidRequestError(f"{name}: max_tokens 0 needs echo, and no beam search", param=name)
-        check.check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
+        check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
         own["max_tokens"] = 1
     if body.echo and body.logprobs is not None:
         if body.use_beam_search:
             raise InvalidRequestError("echo: not allowed with logprobs and use_beam_search", param="echo")
-        check.check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+        check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
         own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return _params(body, info, own)
 
@@ -275,9 +287,9 @@ def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
     own: dict[str, Any] = {"max_tokens": info.default_sampling.get("max_tokens")}
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)
-        check.check_int(name, value, 1, MAX_TOKENS, optional=True)
+        check_int(name, value, 1, MAX_TOKENS, optional=True)
         own["max_tokens"] = own["max_tokens"] if value is None else value
-    check.check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, optional=True)
+    check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, optional=True)
     if body.logprobs:
         own["logprobs"] = body.top_logprobs or 0
     return _params(body, info, own)
@@ -293,3 +305,121 @@ def _params(body: GenerationRequest, info: ModelInfo, own: dict[str, Any]) -> Sa
     params = SamplingParams(**{**defaults, **given, **own})
     params.check_vocabulary(info.vocab_size)
     return params
+
+
+# --- the form of an answer --------------------------------------------------------------------------------------------
+
+
+FORMAT, TEXT = "response_format", "text"
+SCHEMA_KEYS = ("name", "description", "schema", "strict")
+KINDS = ("text", "json_object", "json_schema")
+GUIDED = ("json", "regex", "choice", "grammar")  # forms that vLLM once had as fields of their own
+MAX_NAME, MAX_DESCRIPTION = 64, 4096  # characters
+
+
+def form_of(body: Any) -> StructuredOutputsParams | None:
+    """Return the form that a body asks for; None: any text.
+
+    Raises:
+        InvalidRequestError: the form is malformed, or given in two fields; `param` is the field.
+    """
+    forms = {name: form for name, value in _given(body) if (form := _read(name, value)) is not None}
+    if len(forms) > 1:
+        first, second = list(forms)[:2]
+        raise InvalidRequestError(f"{second}: not allowed with {first}, which gives a form too", param=second)
+    return next(iter(forms.values()), None)
+
+
+def _given(body: Any) -> list[tuple[str, Any]]:
+    """Return the fields about the form that a body has, with their values."""
+    return [(name, value) for name in READERS if (value := getattr(body, name, None)) is not None]
+
+
+def _read(name: str, value: Any) -> StructuredOutputsParams | None:
+    with naming(name):
+        return READERS[name](value)
+
+
+async def check_form(context: ServerContext, body: Any, params: SamplingParams) -> None:
+    """Raise InvalidRequestError, naming the field, for a form that the model cannot follow."""
+    if params.structured_outputs is not None:
+        with naming(_given(body)[-1][0]):  # a field before it only says that the form is free
+            await context.client.check_form(params.structured_outputs)
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Turn errors about the form into errors about the field in which the body gives it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param != FIELD or field == FIELD:
+            raise
+        _, _, reason = error.message.partition(": ")
+        raise InvalidRequestError(f"{field}: {reason}", param=field, code=error.code) from None
+
+
+def _of_text(value: Any) -> StructuredOutputsParams | None:
+    """Return the form from the field `text` of /v1/responses; None for {} and for a format of type text."""
+    if not isinstance(value, Mapping):
+        raise fail(TEXT, value, 'an object like {"format": {"type": "text"}}')
+    if value.get("verbosity") is not None:
+        raise NotSupportedError("text.verbosity: not supported; this is not built yet", param=TEXT)
+    _check_keys(TEXT, value, ("format", "verbosity"))
+    wanted = value.get("format")
+    return None if wanted is None else _of_format(TEXT, wanted, lambda given: given)
+
+
+def _of_format(field: str, value: Any, schema_of: Any) -> StructuredOutputsParams | None:
+    if not isinstance(value, Mapping):
+        raise fail(field, value, 'an object like {"type": "json_object"}')
+    kind = value.get("type")
+    if kind == "structural_tag":
+        raise NotSupportedError(f"{field}: the type structural_tag is not supported; it is not built yet", param=field)
+    if kind not in KINDS:
+        raise fail(field, kind, f"an object whose type is one of {', '.join(KINDS)}")
+    if kind != "json_schema":
+        _check_keys(field, value, ("type",))
+        return None if kind == "text" else StructuredOutputsParams(json_object=True)
+    return _of_schema(field, schema_of(value))
+
+
+def _nested_schema(value: Mapping[str, Any]) -> Any:
+    """Return the schema's description, which chat has in a separate field, and /v1/responses next to the type."""
+    _check_keys(FORMAT, value, ("type", "json_schema"))
+    return value.get("json_schema")
+
+
+def _of_schema(field: str, value: Any) -> StructuredOutputsParams:
+    """Return the form for a named schema. `strict` changes nothing: a schema is always followed or refused."""
+    if not isinstance(value, Mapping) or value.get("schema") is None:
+        raise fail(field, value, 'a format with a name and a schema: {"name": "answer", "schema": {...}}')
+    _check_keys(field, value, ("type", *SCHEMA_KEYS))
+    with naming(field):
+        try:
+            check_str(FIELD, value.get("name"), max_length=MAX_NAME, optional=True)
+            check_str(FIELD, value.get("description"), max_length=MAX_DESCRIPTION, optional=True)
+            if value.get("strict") is not None:
+                check_bool(FIELD, value["strict"])
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{error.message} (of name, description or strict)", param=FIELD) from None
+        return StructuredOutputsParams(json=value["schema"])
+
+
+def _check_keys(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    unknown = next((str(key) for key in value if key not in known), None)
+    if unknown is not None:
+        raise InvalidRequestError(f"{field}.{shown(unknown)}: unknown key; known are {', '.join(known)}", param=field)
+
+
+def _of_guided(kind: str, value: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams.of({kind: value})
+
+
+# The fields in which a body may give the form, and how they are read.
+READERS: dict[str, Callable[[Any], StructuredOutputsParams | None]] = {
+    FORMAT: partial(_of_format, FORMAT, schema_of=_nested_schema),
+    TEXT: _of_text,
+    FIELD: StructuredOutputsParams.of,
+    **{f"guided_{kind}": partial(_of_guided, kind) for kind in GUIDED},
+}

@@ -1,8 +1,12 @@
-"""Layers that every request passes, as plain ASGI: the boundary (id, log line, unexpected errors), the site check and
-the body limits. The key check is in authentication.py. No decision depends on a URL built from the Host header.
+"""Layers that every request passes, as plain ASGI, from the outside in: the boundary (id, log line, unexpected errors),
+the site check, the key check, the refusal of requests while the server is overloaded, and the body limits.
+
+No decision depends on a URL built from the Host header.
 """
 
 import asyncio
+import base64
+import binascii
 import logging
 import re
 import time
@@ -13,11 +17,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.api_errors import ApiError, ClientGoneError, internal_error
-from penstock.server.context import Metrics, RequestLog
+from penstock.errors import EngineOverloadedError, PenstockError
+from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, internal_error
+from penstock.server.context import Metrics, RequestLog, ServerContext
 from penstock.server.generation import EVENT_STREAM, sse_data
+from penstock.server.keys import Account, KeyRing
 from penstock.server.options import ServerOptions
-from penstock.server.overload import GENERATING_PATHS
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
@@ -237,3 +242,112 @@ class _LimitedBody:
         self.taken += more
         self._complete = not message.get("more_body", False)
         return message
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+class KeyMiddleware:
+    """Answers 401 unless the request carries a known key, as a bearer token or, for browsers, as a Basic password.
+
+    Only a path that is exactly one of OPEN_PATHS needs no key; paths are compared as the router compares them. The
+    owner of the key is the request's `state.account`. A POST beyond a limit gets 429; other methods are not
+    limited.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, metrics: Metrics) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            return await self._app(scope, receive, send)
+        sent = Headers(scope=scope).getlist("authorization")
+        account = self._keys.find(sent_key(sent[0]) if len(sent) == 1 else b"")
+        if account is None:
+            return await _wrong_key(scope["path"]).response()(scope, receive, send)
+        log: RequestLog = scope["state"]["log"]
+        scope["state"]["account"], log.key = account, account.name
+        if scope["method"] != "POST":
+            return await self._app(scope, receive, send)
+        try:
+            account.enter()
+        except EngineOverloadedError as exc:
+            self._metrics.key_refusals.labels(account.name).inc()
+            error = from_exception(exc)
+            error.code = "rate_limit_exceeded"
+            return await error.response()(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._leave(account, log)
+
+    def _leave(self, account: Account, log: RequestLog) -> None:
+        account.leave(log.num_prompt_tokens + log.num_completion_tokens)
+        if account.name:
+            self._metrics.key_requests.labels(account.name).inc()
+            self._metrics.key_tokens.labels(account.name, "prompt").inc(log.num_prompt_tokens)
+            self._metrics.key_tokens.labels(account.name, "completion").inc(log.num_completion_tokens)
+
+
+def _wrong_key(path: str) -> ApiError:
+    # Basic makes a browser ask its user for the key, which only the web page needs
+    challenge = 'Basic realm="penstock: the API key as password"' if path == "/" else "Bearer"
+    message = 'The API key is missing or wrong; send it as "Authorization: Bearer KEY".'
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
+
+
+def sent_key(header: str) -> bytes:
+    """Return the key in an Authorization header, or b"" if it has none."""
+    scheme, _, value = header.partition(" ")
+    sent = value.strip().encode("latin-1", "replace")
+    if scheme.lower() == "bearer":
+        return sent
+    if scheme.lower() != "basic":
+        return b""
+    try:
+        return base64.b64decode(sent, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+# --- overload ---------------------------------------------------------------------------------------------------------
+
+
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+
+
+class OverloadMiddleware:
+    """Answers 429 to a request for tokens while every request of its flow would be refused, whatever its body.
+
+    Under overload most requests are refused, and each refusal takes processor time from the requests that are served.
+    Most of that time goes into the body, the parameters and the prompt, none of which is needed to see that the queue
+    is full. The route checks again when the body has arrived. A request that continues a stream is not new, and passes.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST" or scope["path"] not in GENERATING_PATHS:
+            return await self._app(scope, receive, send)
+        context: ServerContext = scope["app"].state.context
+        log: RequestLog = scope["state"]["log"]
+        refusal = None if "last-event-id" in Headers(scope=scope) else _refusal(context, log)
+        if refusal is not None:
+            return await from_exception(refusal).response()(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            context.arrived(log)
+
+
+def _refusal(context: ServerContext, log: RequestLog) -> EngineOverloadedError | None:
+    try:
+        context.client.check_admission(log.flow, num_arriving=context.num_arriving)
+    except EngineOverloadedError as exc:
+        return exc
+    except PenstockError:  # the route gives a better answer about an engine that is dead or draining
+        pass
+    return None

@@ -5,8 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError
+from penstock.errors import (
+    LOG_LEVELS,
+    InvalidRequestError,
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    check_str,
+    fail,
+    string_tuple,
+)
 from penstock.server.keys import read_key_file
 from penstock.tokenizer.answer_formats import TOOL_FORMATS
 from penstock.tokenizer.answers import REASONING_PARSERS
@@ -93,29 +102,29 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        check.check_str("host", self.host)
-        check.check_int("port", self.port, 0, 65535)
+        check_str("host", self.host)
+        check_int("port", self.port, 0, 65535)
         self._check_names()
-        check.check_int("max_body_bytes", self.max_body_bytes, 1, 2**40)
-        check.check_int("max_inflight_body_bytes", self.max_inflight_body_bytes, 0, 2**50)
-        check.check_int("max_choices", self.max_choices, 1, 65536)
-        check.check_int("max_parallel_tokenizations", self.max_parallel_tokenizations, 1, 256)
-        check.check_str("journal", self.journal, optional=True)
-        check.check_str("otlp_traces_endpoint", self.otlp_traces_endpoint, optional=True)
-        check.check_int("max_kept_bytes", self.max_kept_bytes, 0, 2**50)
+        check_int("max_body_bytes", self.max_body_bytes, 1, 2**40)
+        check_int("max_inflight_body_bytes", self.max_inflight_body_bytes, 0, 2**50)
+        check_int("max_choices", self.max_choices, 1, 65536)
+        check_int("max_parallel_tokenizations", self.max_parallel_tokenizations, 1, 256)
+        check_str("journal", self.journal, optional=True)
+        check_str("otlp_traces_endpoint", self.otlp_traces_endpoint, optional=True)
+        check_int("max_kept_bytes", self.max_kept_bytes, 0, 2**50)
         for name in ("resume_grace_s", "response_retention_s"):
-            check.check_float(name, getattr(self, name), 0.0, 1e9, low_open=True)
+            check_float(name, getattr(self, name), 0.0, 1e9, low_open=True)
         for name in ("receive_timeout_s", "keep_alive_s", "stall_timeout_s"):
-            check.check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
+            check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
         if self.request_timeout_s is not None:
-            check.check_float("request_timeout_s", self.request_timeout_s, 0.0, 86400.0, low_open=True)
-        check.check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86400.0)
-        check.check_bool("access_log", self.access_log)
-        check.check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
-        check.check_choice("reasoning_parser", self.reasoning_parser, ("auto", "none", *REASONING_PARSERS))
+            check_float("request_timeout_s", self.request_timeout_s, 0.0, 86400.0, low_open=True)
+        check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86400.0)
+        check_bool("access_log", self.access_log)
+        check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        check_choice("reasoning_parser", self.reasoning_parser, ("auto", "none", *REASONING_PARSERS))
         if self.default_chat_template_kwargs is not None:
             check_template_kwargs(self.default_chat_template_kwargs, DEFAULT_KWARGS)
-        check.check_choice("log_level", self.log_level, check.LOG_LEVELS)
+        check_choice("log_level", self.log_level, LOG_LEVELS)
 
     def hosts(self) -> tuple[str, ...] | None:
         """Return the names that the Host header may have; None for any."""
@@ -133,13 +142,13 @@ class ServerOptions:
         return not self.has_key and self.host not in LOOPBACK_ADDRESSES
 
     def _check_names(self) -> None:
-        check.check_str("api_key_file", self.api_key_file, optional=True)
+        check_str("api_key_file", self.api_key_file, optional=True)
         if self.api_key_file is not None:
             read_key_file(Path(self.api_key_file))
-        check.check_bool("cache_salt_by_key", self.cache_salt_by_key)
+        check_bool("cache_salt_by_key", self.cache_salt_by_key)
         if self.cache_salt_by_key and self.api_key_file is None:
-            raise check.fail("cache_salt_by_key", True, "false: only an api_key_file has keys to tell apart")
-        check.check_str("api_key", self.api_key, optional=True)
+            raise fail("cache_salt_by_key", True, "false: only an api_key_file has keys to tell apart")
+        check_str("api_key", self.api_key, optional=True)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise InvalidRequestError(
                 "api_key: only printable ASCII characters can be sent in a header", param="api_key"
@@ -147,6 +156,6 @@ class ServerOptions:
         for name in ("served_model_names", "allowed_hosts", "allowed_origins"):
             values = getattr(self, name)
             if values is not None:
-                check.string_tuple(name, values, max_items=64, max_length=1024)
+                string_tuple(name, values, max_items=64, max_length=1024)
         if self.served_model_names is not None and not self.served_model_names:
-            raise check.fail("served_model_names", self.served_model_names, "null or at least one name")
+            raise fail("served_model_names", self.served_model_names, "null or at least one name")

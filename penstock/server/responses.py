@@ -1,25 +1,310 @@
-"""The routes of /v1/responses. A response is always a kept call: it is stored unless `store` is false, it runs on
-without a connection if `background` is true, and its stream can be read again from any sequence_number.
+"""The routes of /v1/responses, the body of a response, and its conversion to a chat and SamplingParams.
+
+A response is always a kept call: it is stored unless `store` is false, it runs on without a connection if `background`
+is true, and its stream can be read again from any sequence_number.
+
+A model's output is a list of items: reasoning, messages and tool calls. The client sends them back as input of the next
+response, together with the results of the calls. A chat template takes messages, and one message holds all items of a
+turn.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, NotSupportedError, check_int, check_str, fail, shown
+from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import MAX_TOKENS, RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError
 from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import until_disconnect
-from penstock.server.inputs import chat_prompts, salted
+from penstock.server.inputs import COPIED, chat_prompts, check_form, form_of, salted
 from penstock.server.kept_calls import KeptCall
 from penstock.server.keys import priority_of
-from penstock.server.responses_input import ResponseRequest, chat_of, continuing, naming_the_response, response_params
+from penstock.server.logits_fields import LogitsFields
+from penstock.server.openai_requests import (
+    ChatRequest,
+    FunctionTool,
+    ResponseToolChoice,
+    Strict,
+    check_timeout,
+    to_request,
+)
 from penstock.server.resumption import keep, owner_of, resume, stream_of
-from penstock.server.structured import check_form
 from penstock.server.tools import rules_of, with_rules
+from penstock.server.unsupported import MAX_MESSAGES
+
+# --- a conversation as items ------------------------------------------------------------------------------------------
+
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+PART_FIELDS = {"type", "text", "annotations", "logprobs", "parsed"}  # the last three occur in answers sent back
+ITEM_FIELDS = {
+    "message": {"role", "content", "phase"},
+    "function_call": {"call_id", "name", "arguments", "parsed_arguments"},
+    "function_call_output": {"call_id", "output"},
+    "reasoning": {"content", "summary"},
+}
+Item = dict[str, Any]
+Message = dict[str, Any]
+
+
+def items_of(value: str | list[Any]) -> list[Any]:
+    """Return the input of a response as items."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not 1 <= len(value) <= MAX_MESSAGES:
+        raise InvalidRequestError(f"input: {len(value)} items; 1 to {MAX_MESSAGES} are allowed", param="input")
+    return value
+
+
+def messages_of(items: list[Any]) -> list[Message]:
+    """Return items as messages of a chat.
+
+    Raises:
+        InvalidRequestError: an item is malformed, or is the result of a call that does not precede it.
+    """
+    conversation = _Conversation()
+    for item in items:
+        conversation.add(item)
+    return conversation.messages
+
+
+class _Conversation:
+    """Builds messages item by item. Reasoning begins an assistant turn; the text and calls after it join that turn."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._call_ids: set[str] = set()
+
+    def add(self, item: Any) -> None:
+        kind = _kind_of(item)
+        if kind == "message":
+            role, text = item.get("role"), _text(item.get("content"))
+            thinking = self._thinking_turn() if role == "assistant" else None
+            if thinking is None:
+                self.messages.append({"role": role, "content": text})
+            else:
+                thinking["content"] = text
+        elif kind == "reasoning":
+            turn = self._thinking_turn() or self._new_turn()
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item)
+        elif kind == "function_call":
+            turn = self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else self._new_turn()
+            call = _call(item)
+            self._call_ids.add(call["id"])
+            turn.setdefault("tool_calls", []).append(call)
+        else:
+            self.messages.append(_result(item, self._call_ids))
+
+    def _new_turn(self) -> Message:
+        self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]
+
+    def _thinking_turn(self) -> Message | None:
+        """Return the last message if it holds only reasoning."""
+        last = self.messages[-1] if self.messages else {}
+        return last if "reasoning_content" in last and not last["content"] and "tool_calls" not in last else None
+
+
+def _kind_of(item: Any) -> str:
+    """Return the type of an item. Raise InvalidRequestError for an unsupported type or an unknown field."""
+    if not isinstance(item, dict):
+        raise fail("input", item, "a text, or a list of messages, calls and their results")
+    kind = item.get("type") or "message"
+    if not isinstance(kind, str) or kind not in ITEM_FIELDS:
+        message = f"input: items of type {ascii(kind)[:60]} are not supported; {', '.join(ITEM_FIELDS)} are"
+        raise NotSupportedError(message, param="input")
+    for name, value in item.items():
+        if value is not None and name not in ITEM_FIELDS[kind] | {"type", "id", "status"}:
+            shown = ascii(name)[1:-1][:60]
+            raise InvalidRequestError(f"input.{shown}: unknown field", param=f"input.{shown}", code="unknown_field")
+    return kind
+
+
+def _call(item: Item) -> dict[str, Any]:
+    """Return a tool call in the form that chat messages use."""
+    for name in ("call_id", "name"):
+        check_str(f"input.{name}", item.get(name))
+    if not isinstance(item.get("arguments"), str):
+        raise fail("input.arguments", item.get("arguments"), "JSON as text")
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _result(item: Item, calls: set[str]) -> Message:
+    """Return the result of a tool call as a message."""
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str) or call_id not in calls:
+        raise fail("input.call_id", call_id, "the call_id of a function_call before it")
+    return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"))}
+
+
+def _thoughts(item: Item) -> str:
+    """Return the text of a reasoning item, or its summary, which may be all that another server sent."""
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        raise fail("input", parts, 'parts of a reasoning item, like {"type": "reasoning_text", "text": "..."}')
+    return "".join(part["text"] for part in parts)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content or len(content) > MAX_MESSAGES:
+        raise fail("input", content, "an item whose content is a text, or a list of text parts")
+    return "\n".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in TEXT_PARTS:
+        raise NotSupportedError(f"input: parts of type {ascii(kind)[:60]} are not supported", param="input")
+    if kind is None or part.keys() - PART_FIELDS or not isinstance(part.get("text"), str):
+        raise fail("input", part, 'a part of the content like {"type": "input_text", "text": "..."}')
+    text: str = part["text"]
+    return text
+
+
+# --- the body ---------------------------------------------------------------------------------------------------------
+
+
+ENCRYPTED = "reasoning.encrypted_content"  # the value of `include` that changes nothing, if the model does not think
+NAMES = {"messages": "input", "response_format": "text", "tools": "tools"}  # field of a chat -> field of a response
+
+
+class StreamOptions(Strict, kw_only=True, frozen=True):
+    include_obfuscation: bool | None = None
+
+
+class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
+    """POST /v1/responses: OpenAI's fields, vLLM's sampling fields, and finally the labels for the log."""
+
+    place: ClassVar[str] = "responses"
+
+    input: str | list[Any]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    background: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: str | list[str] | None = None
+    logits_processors: list[str] | dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequestError for parameters that contradict each other or are not built."""
+        if self.background and self.store is False:
+            raise InvalidRequestError(
+                "background: a response in the background is stored; leave out store", param="store"
+            )
+        check_timeout(self.timeout)
+        for wanted in self.include or ():
+            if wanted != ENCRYPTED:
+                message = f"include: {shown(wanted)} is not supported; this is not built yet"
+                raise NotSupportedError(message, param="include")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            message = "stream_options.include_obfuscation: true is not supported; this is not built yet"
+            raise NotSupportedError(message, param="stream_options.include_obfuscation")
+
+
+def chat_of(body: ResponseRequest) -> ChatRequest:
+    """Return a response's body as a chat request: its conversation, its tools and the form of its answer.
+
+    Raises:
+        InvalidRequestError: something is malformed; the error uses the names of a response's fields.
+    """
+    messages = messages_of(items_of(body.input))
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    choice = body.tool_choice
+    with naming_the_response():
+        chat = msgspec.structs.replace(
+            to_request({"messages": messages, "structured_outputs": body.structured_outputs}, ChatRequest),
+            tools=None if body.tools is None else [tool.as_tool() for tool in body.tools],
+            tool_choice=choice if choice is None or isinstance(choice, str) else choice.as_choice(),
+            parallel_tool_calls=body.parallel_tool_calls,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        chat.check_tools()
+    return chat
+
+
+@contextmanager
+def naming_the_response() -> Iterator[None]:
+    """Turn errors about a chat's fields into errors about a response's."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        field = (error.param or "").partition(".")[0].partition("[")[0]
+        if field not in NAMES:
+            raise
+        message = error.message.replace(field, NAMES[field], 1).replace("].function.", "].", 1)
+        raise type(error)(message, param=NAMES[field], code=error.code) from None
+
+
+def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
+    """Return the SamplingParams of a response; by default it may fill the rest of the context."""
+    check_int("max_output_tokens", body.max_output_tokens, 1, MAX_TOKENS, optional=True)
+    max_tokens = info.default_sampling.get("max_tokens") if body.max_output_tokens is None else body.max_output_tokens
+    given = {name: value for name in COPIED if (value := getattr(body, name, None)) is not None}
+    kind = RequestOutputKind.DELTA
+    own = {"max_tokens": max_tokens, "structured_outputs": form_of(body), "output_kind": kind}
+    params = SamplingParams(**{**info.default_sampling, **given, **own})
+    params.check_vocabulary(info.vocab_size)
+    return params
+
+
+def continuing(body: ResponseRequest, previous: ResponseRequest, output: list[Any]) -> ResponseRequest:
+    """Return the body with the conversation of an earlier response before its own input.
+
+    The earlier response's instructions are left out.
+    """
+    return msgspec.structs.replace(body, input=[*items_of(previous.input), *output, *items_of(body.input)])
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
 
 KIND = "responses"
 TRUE, FALSE = ("true", "True", "1"), ("false", "False", "0")

@@ -22,13 +22,12 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError
-from penstock.server.authentication import sent_key
 from penstock.server.context import RequestLog, ServerContext, context_of, log_of
 from penstock.server.generation import DONE, SOON_S, EventStream, Generation, sse_data
-from penstock.server.kept_calls import MAX_LANES, Frame, KeptCall, Source, position_of
+from penstock.server.kept_calls import MAX_LANES, Begun, Failure, Frame, KeptCall, Source, position_of
+from penstock.server.middleware import sent_key
 from penstock.server.openai_requests import Strict
 from penstock.server.openai_responses import Answer
-from penstock.server.records import Begun, Failure
 
 LOGGER = logging.getLogger("penstock.journal")
 _encode = msgspec.json.Encoder().encode
@@ -121,10 +120,10 @@ def _generation(context: ServerContext, call: KeptCall, log: RequestLog) -> Gene
 def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
     """Return the known tokens of each choice but the last, which is computed again to see whether it ends the choice.
 
-    Log-probabilities and the state of mirostat are not stored, so a call that uses them is computed from its beginning.
+    Log-probabilities and the sampler's state are not stored, so a call that uses them is computed from its beginning.
     """
     params = call.begun.params
-    if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
+    if params.logprobs is not None or params.prompt_logprobs is not None or params.has_sampler_state:
         return None
     known = [call.tokens.get((prompt, choice), [])[:-1] for choice in range(params.n)]
     return known if any(known) else None

@@ -4,18 +4,25 @@
     1   could not listen
     70  the engine failed and cannot be restarted
 
-In every case, the caller's engine client has been shut down on return.
+In every case, the caller's engine client has been shut down on return. Below `Serving` is what a process that serves
+needs of its surroundings: accepting connections, systemd's readiness protocol, and a log that never blocks.
 """
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
+import os
+import queue
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import uvicorn
@@ -23,10 +30,7 @@ import uvicorn
 from penstock import __version__
 from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError, PenstockError
-from penstock.server import systemd
-from penstock.server.acceptor import Acceptor
 from penstock.server.app import create_app
-from penstock.server.log import log_to_stderr, print_last
 from penstock.server.options import DEFAULT_KWARGS, ServerOptions
 from penstock.server.protocol import GuardedProtocol
 from penstock.server.resumption import resume
@@ -196,21 +200,21 @@ class Serving:
 
     def reload(self) -> None:
         """Read the key file again. A file with an error changes nothing, and the log says why."""
-        systemd.notify_reloading()
+        notify_reloading()
         try:
             number = self._app.state.context.keys.reload()
         except InvalidRequestError as exc:
             LOGGER.error("the API keys stay as they were: %s", exc)
         else:
             LOGGER.info("%s: %d API keys read", self._options.api_key_file, number)
-        systemd.notify("READY=1")
+        notify("READY=1")
 
     async def _watch_engine(self) -> None:
         """Announce that the engine is ready for the first time; stop the server when the engine has failed.
 
         Also tell systemd's watchdog that this event loop is alive. A stuck engine is left to the supervisor.
         """
-        announced, watchdog_s, told_at = False, systemd.watchdog_interval_s(), -math.inf
+        announced, watchdog_s, told_at = False, watchdog_interval_s(), -math.inf
         while not self._stop.is_set():  # after a signal, the end of the engine is not a failure
             state = self._client.status().state
             if state is EngineState.FAILED:
@@ -229,7 +233,7 @@ class Serving:
                 announced = True
             if watchdog_s is not None and time.monotonic() - told_at >= watchdog_s:
                 told_at = time.monotonic()
-                systemd.notify("WATCHDOG=1")
+                notify("WATCHDOG=1")
             await asyncio.sleep(WATCH_INTERVAL_S if not announced else 10 * WATCH_INTERVAL_S)
 
     def _check_variables(self) -> None:
@@ -253,7 +257,7 @@ class Serving:
         name = self._app.state.context.model_names()[0]
         seconds = time.monotonic() - self._started_at
         print(f"penstock {__version__} serving {name} at {self._url()}  (ready in {seconds:.1f} s)", flush=True)
-        systemd.notify(f"READY=1\nSTATUS=serving {name} at {self._url()}")
+        notify(f"READY=1\nSTATUS=serving {name} at {self._url()}")
 
     def _url(self) -> str:
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
@@ -266,7 +270,7 @@ class Serving:
         limit = f"up to {self._options.drain_timeout_s:g} s"
         LOGGER.info("stopping: waiting %s for %d open requests; a second signal ends them at once", limit, num_open)
         self._app.state.context.draining = True
-        systemd.notify("STOPPING=1\nSTATUS=waiting for open requests")
+        notify("STOPPING=1\nSTATUS=waiting for open requests")
         await self._app.state.context.kept.suspend()
         drain = asyncio.create_task(self._drain())
         hurry = asyncio.create_task(self._hurry.wait())
@@ -285,3 +289,193 @@ class Serving:
         while context.num_arriving and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         await self._client.drain(max(0.0, deadline - time.monotonic()))
+
+
+# --- accepting connections --------------------------------------------------------------------------------------------
+
+
+MAX_AT_ONCE = 16  # connections per turn of the event loop; streams continue in between
+LINGER_S, MAX_LINGER_S = 0.2, 2.0  # time to accept more: after the last connection, and in all
+RETRY_S = 0.2  # pause when the system has no file handle or memory left for another connection
+NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Acceptor:
+    """Gives each new connection of a listening, non-blocking socket to a new protocol, between `start` and `close`.
+
+    It accepts up to MAX_AT_ONCE connections per turn of the event loop. libuv, and so uvloop, accepts one. With many
+    open streams a turn takes some milliseconds, so at a few hundred new connections per second the rest would wait in
+    the kernel, where nothing refuses them: a client that should get a 429 at once would be answered only after the
+    clients before it have been served.
+    """
+
+    def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._sock = sock
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._accepted_at = -math.inf
+
+    def start(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._sock, self._accept)
+
+    async def linger(self) -> None:
+        """Return when no connection has come for LINGER_S, and after MAX_LINGER_S at the latest.
+
+        Closing the socket resets the connections that wait in the kernel, whose clients may have sent a request long
+        ago. If they are accepted, they get an answer that says the server is stopping.
+        """
+        began = now = self._loop.time()
+        while now < (until := min(max(began, self._accepted_at) + LINGER_S, began + MAX_LINGER_S)):
+            await asyncio.sleep(until - now)
+            now = self._loop.time()
+
+    def close(self) -> None:
+        """Stop accepting; the open connections continue."""
+        self._loop.remove_reader(self._sock)
+        if self._retry is not None:
+            self._retry.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(MAX_AT_ONCE):
+            try:
+                connection, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as exc:
+                if exc.errno in NO_RESOURCES:
+                    self._pause(exc)
+                    return
+                continue  # this connection has already ended
+            connection.setblocking(False)
+            self._accepted_at = self._loop.time()
+            task = self._loop.create_task(self._connect(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:  # the connection has ended meanwhile
+            connection.close()
+
+    def _pause(self, exc: OSError) -> None:
+        """Leave new connections to the kernel for RETRY_S, instead of failing again and again."""
+        LOGGER.error("cannot accept a connection: %s; trying again in %g s", exc.strerror, RETRY_S)
+        self._loop.remove_reader(self._sock)
+        self._retry = self._loop.call_later(RETRY_S, self.start)
+
+
+# --- systemd ----------------------------------------------------------------------------------------------------------
+# Its readiness protocol: datagrams to the socket named in the environment; nothing happens without systemd.
+# https://www.freedesktop.org/software/systemd/man/latest/sd_notify.html
+
+
+def notify(state: str) -> None:
+    """Send a state like "READY=1" to the socket in $NOTIFY_SOCKET, if it is set. Errors of the socket are ignored."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.connect("\0" + address[1:] if address[0] == "@" else address)
+        sock.send(state.encode())
+
+
+def notify_reloading() -> None:
+    """Report that a reload has begun; READY=1 ends it."""
+    notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+
+def watchdog_interval_s() -> float | None:
+    """Return the interval at which to send WATCHDOG=1, half of $WATCHDOG_USEC; None if there is no watchdog."""
+    usec = os.environ.get("WATCHDOG_USEC", "")
+    for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    return int(usec) / 2e6 if usec.isdigit() and int(usec) and for_us else None
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+STDERR = 2
+MAX_LINES = 8192  # that wait to be written; those that come after them are dropped and counted
+PATIENCE_S = 1.0  # how long the end of the process waits for a reader
+
+
+class BackgroundLog(logging.Handler):
+    """Writes log records to a file descriptor from a thread. Logging never blocks.
+
+    A pipe that nobody reads, or a stopped terminal, must not hold up the event loop and with it every stream. It does
+    not write through sys.stderr, whose lock a blocked thread would hold: Python could then not exit.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._descriptor = descriptor
+        self._waiting: queue.Queue[bytes | threading.Event] = queue.Queue(MAX_LINES)
+        self._num_dropped = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        if not self._tell_of_dropped() or not self._put(f"{line}\n".encode(errors="backslashreplace")):
+            self._num_dropped += 1
+
+    def flush(self) -> None:
+        """Wait until everything so far has been written, or nobody has read it for a while."""
+        written = threading.Event()
+        self.acquire()
+        try:
+            is_queued = self._tell_of_dropped() and self._put(written)
+        finally:
+            self.release()
+        if is_queued:
+            written.wait(PATIENCE_S)
+
+    def _tell_of_dropped(self) -> bool:
+        """Write how many lines are missing here, if any are. Return False if there is no room for that either."""
+        note = f"log lines dropped here, because standard error was not read: {self._num_dropped}\n"
+        if self._num_dropped and self._put(note.encode()):
+            self._num_dropped = 0
+        return not self._num_dropped
+
+    def _put(self, item: bytes | threading.Event) -> bool:
+        with suppress(queue.Full):
+            self._waiting.put_nowait(item)
+            return True
+        return False
+
+    def _write(self) -> None:
+        while True:
+            item = self._waiting.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            with suppress(OSError):  # the reader has gone, or the disk is full: there is no other place to say so
+                while item:
+                    item = item[os.write(self._descriptor, item) :]
+
+
+def log_to_stderr(level: str) -> None:
+    """Send log lines to standard error, unless the process has configured logging already.
+
+    level: of Penstock's own lines; of other libraries only warnings and errors are logged.
+    """
+    root = logging.getLogger()
+    if not LOGGER.handlers and not root.handlers:
+        root.addHandler(BackgroundLog(STDERR))
+        LOGGER.setLevel(level.upper())
+
+
+def print_last(text: str) -> None:
+    """Print a line to standard error after all log lines, unless nobody reads there: the process has to end."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    if select.select([], [STDERR], [], PATIENCE_S)[1]:
+        print(text, file=sys.stderr, flush=True)

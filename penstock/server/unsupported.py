@@ -7,8 +7,7 @@ declare only supported fields.
 from itertools import islice
 from typing import Any, NamedTuple
 
-from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.validation import shown
+from penstock.errors import InvalidRequestError, NotSupportedError, shown
 
 MAX_MESSAGES = 4096  # in a conversation; also the number of parts of a message that are searched
 INSIDE = {

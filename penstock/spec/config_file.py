@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, one_line, shown
 from penstock.spec import params_json
 from penstock.spec.refined_web import modern_falcon
 from penstock.spec.unsupported import SUPPORTED
-from penstock.validation import one_line, shown
 
 CONFIG = "config.json"
 MAX_BYTES = 2**27  # size limit of a file; the largest files, indexes of many shards, have a few million bytes

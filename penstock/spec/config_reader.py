@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from types import EllipsisType
 from typing import Any
 
-from penstock.errors import ModelLoadError
-from penstock.validation import shown
+from penstock.errors import ModelLoadError, shown
 
 MAX_SIZE = 2**31 - 1  # larger than any size in a config.json
 

@@ -11,10 +11,9 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, one_line, shown
 from penstock.interface.pooling import MAX_DIMENSIONS, PoolerConfig
 from penstock.spec.config_file import CONFIG, read_json
-from penstock.validation import one_line, shown
 
 MODULES = "modules.json"
 MAX_BYTES = 2**20

@@ -7,9 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.errors import ModelLoadError, NotSupportedError, shown
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader, same
-from penstock.validation import shown
 
 SUPPORTED_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 UNSUPPORTED_TYPES = ("axial", "mrope", "proportional")

@@ -45,9 +45,8 @@ from typing import Any
 
 import yaml
 
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, one_line, shown
 from penstock.spec.model_config import ModelConfig
-from penstock.validation import one_line, shown
 
 SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "vocab": lambda config: config.vocab_size,

@@ -23,10 +23,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock import validation as check
-from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail, shown
 from penstock.tokenizer.tokenizer import Tokenizer, encode_all
-from penstock.validation import fail
 
 Message = Mapping[str, Any]
 
@@ -369,7 +367,7 @@ def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
     if not calls:
         return {name: value for name, value in turn.items() if name != "tool_calls"}
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
-        raise check.fail("messages", calls, "a list of tool calls, each an object with the function that it calls")
+        raise fail("messages", calls, "a list of tool calls, each an object with the function that it calls")
     return {**turn, "tool_calls": [_call_of(call) for call in calls]}
 
 
@@ -423,7 +421,7 @@ def check_variables(template: ChatTemplate | None, variables: Mapping[str, Any],
     check_template_kwargs(variables, param)
     for name in variables:
         if template is None or not _is_read(template.text, name):
-            message = f"{param}: the model's chat template reads no variable named {check.shown(name)}"
+            message = f"{param}: the model's chat template reads no variable named {shown(name)}"
             raise InvalidRequestError(message, param=param, code="no_variable")
 
 

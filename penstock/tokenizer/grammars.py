@@ -11,14 +11,14 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, one_line
 from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
-from penstock.validation import one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -251,3 +251,19 @@ def _num_shared(one: list[int], other: list[int]) -> int:
     """Return how many leading tokens two answers share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def open_grammars(weights: object, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+    """Return what compiles forms for a model, with the tokenizer in its directory.
+
+    weights: the directory; anything else, such as a model object, has no tokenizer.
+    """
+
+    def load() -> Any:
+        if not isinstance(weights, Path) or not (weights / "tokenizer.json").is_file():
+            return None
+        from penstock.tokenizer.hf import load_tokenizer  # here, because most engines never need its libraries
+
+        return load_tokenizer(weights)
+
+    return Grammars(load, vocab_size, eos_token_ids)

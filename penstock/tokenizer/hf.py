@@ -21,12 +21,11 @@ from typing import Any, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, check_unicode, one_line, shown
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate, render_chat, turn_of
 from penstock.tokenizer.grammars import Grammars
 from penstock.tokenizer.tokenizer import Tokenizer
-from penstock.validation import check_unicode, one_line, shown
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

@@ -3,14 +3,15 @@
 import os
 from pathlib import Path
 
-from penstock.errors import ModelLoadError
-from penstock.validation import shown
+from penstock.errors import ModelLoadError, shown
 
 # What is fetched from the hub: no pickles, no code, and no folders, which hold the weights in other formats.
 LIGHT_FILES = ["*.json", "*.jinja"]
 WEIGHTS = ["model*.safetensors", "penstock.safetensors"]  # Transformers' and packed ones
 OTHER_WEIGHTS = ["*.safetensors"]  # only without WEIGHTS: Mistral's repositories hold all weights in both formats
 FOLDERS = ["*/*"]
+MODEL_DIR: Path = Path(__file__).parent.parent / "demo" / "model"  # the bundled model, in Hugging Face's format
+DRAFT_DIR: Path = MODEL_DIR.parent / "draft"  # a smaller draft model for it, without a tokenizer
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
@@ -37,8 +38,6 @@ def find_local(name: str) -> Path | None:
         ModelLoadError: the name is none of these.
     """
     if name in ("demo", "demo-draft"):
-        from penstock.demo import DRAFT_DIR, MODEL_DIR
-
         return MODEL_DIR if name == "demo" else DRAFT_DIR
     path = Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown user
     if path.is_dir():

@@ -59,6 +59,9 @@ class InstanceWeights(Checkpoint):
         return digest.hexdigest()[:32]
 
 
+Weights = Path | InstanceWeights  # of an engine's model: its directory, or a model object's
+
+
 def _entry(place: str, name: str, tensor: Tensor) -> TensorEntry:
     if tensor.device.type == "meta":
         raise ModelLoadError(f"{place}: {name} is on the meta device and has no values")

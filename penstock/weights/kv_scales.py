@@ -4,7 +4,7 @@
     layers.{i}.key_offset, layers.{i}.value_offset    optional, default 0; |offset * scale| at most 2^60
 
 Each tensor is one number, [Hkv] or [Hkv, D], of any float type. A stored integer B represents (B + offset) * scale
-(quant/kv.py).
+(reference/quantized_kv.py).
 """
 
 import hashlib
@@ -13,15 +13,24 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError, ModelLoadError, fail, shown
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.tensors import FLOAT32, Array, rounded
-from penstock.validation import fail, shown
+from penstock.spec.model_config import ModelConfig
 from penstock.weights.safetensors import FLOATS, FileRows, TensorEntry, read_entries
 
 SCALES = ("key_scale", "value_scale")
 OFFSETS = ("key_offset", "value_offset")
 LEAST, GREATEST = 2.0**-60, 2.0**60  # so that no score or sum overflows float32
+
+
+def read_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
+    """Read the scales that a config names, one entry per layer; None if it names no file."""
+    file = config.cache.kv_cache_scales
+    if file is None:
+        return None
+    return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
 
 
 def read_kv_scales(file: Path, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[KVScales, ...]:

@@ -5,53 +5,104 @@ form. So memory holds the packed model and only a few rows in the checkpoint's t
 (weights/packed.py). A model that does not fit into memory is refused before anything is allocated.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.config import EngineConfig
+from penstock.errors import ModelLoadError, NotSupportedError, check_choice
+from penstock.kernels.backends import load_ops
+from penstock.kernels.cpu.cores import pinned_cores
 from penstock.kernels.ops import Ops, RowSource
+from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
 from penstock.layers.context import CausalLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout, LMHead
 from penstock.layers.module import is_torch_module, named_modules
-from penstock.layers.split import Split
-from penstock.layers.stage import Stage
 from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
-from penstock.quant.scheme import Scheme, scheme_of
-from penstock.spec.cuts import cut_all
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
 from penstock.spec.unsupported import listed
-from penstock.validation import check_choice
+from penstock.weights.instance import Weights
 from penstock.weights.memory import check_memory, rotary_bytes
 from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import Checkpoint
-from penstock.weights.sources import CutSource, ParameterSource, open_source, read_parameters
+from penstock.weights.sources import ParameterSource, open_source, read_parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a model is loaded.
+    """Where a model is loaded, and which part of it: here the whole. Subclasses load a part, or make other layers.
 
     Attributes:
         free_memory: returns the bytes that the weights may take; None checks nothing.
-        split: which part of every layer a rank holds, and how ranks exchange results (load_model fills in the cuts);
-            None: the whole of every layer.
-        stage: which layers are loaded; None: all.
-        make: makes the layer factory.
     """
 
     free_memory: Callable[[], int] | None = None
-    split: Split | None = None
-    stage: Stage | None = None
-    make: Callable[..., LayerFactory] = LayerFactory.single_device
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of this part's tensors in a file of packed weights."""
+        return ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this part has all layers."""
+        return True
+
+    def factory(
+        self,
+        ops: Ops,
+        parameters: Mapping[str, Parameter],
+        *,
+        scheme: Scheme | None,
+        max_positions: int | None,
+        head: HeadLayout,
+    ) -> LayerFactory:
+        """Return what makes the layers. parameters: those of the whole model."""
+        return LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_positions, head=head)
+
+    def source(self, source: ParameterSource) -> ParameterSource:
+        """Return the source of this part's parameters, from that of the whole model's."""
+        return source
+
+    def trim(self, model: Any, make: LayerFactory) -> None:
+        """Remove what is not in this part from a model without weights, in place."""
 
 
 ANYWHERE = Place()
+
+
+def make_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
+    """Return the backend that a resolved config specifies."""
+    numerics = config.numerics
+    threads = numerics.threads or 1
+    cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
+    dtype = dtype_for(model_config, numerics.kernels, numerics.dtype)
+    return load_ops(numerics.kernels, dtype, threads=threads, cores=cores)
+
+
+def make_model(config: EngineConfig, model_config: ModelConfig, weights: Weights, ops: Ops, place: Place) -> CausalLM:
+    """Load a model, or the part of it that a place holds, as a resolved config specifies.
+
+    Raises:
+        ModelLoadError: its weights cannot be served.
+    """
+    return load_model(
+        weights,
+        model_config,
+        ops,
+        config.numerics.load_format,
+        scheme=config.numerics.scheme,
+        max_model_len=config.scheduler.max_model_len,
+        head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
+        place=place,
+    )
 
 
 def load_model(
@@ -84,20 +135,13 @@ def load_model(
     if packed is not None and not head.is_plain:
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
     parameters = read_parameters(model_config)
-    split, stage = place.split, place.stage
-    if split is not None:
-        split = replace(split, cuts=cut_all(parameters, split.share, model_config))
-        parameters = {name: cut.own for name, cut in split.cuts.items()}
     free_memory = place.free_memory if str(ops.device) == "cpu" else None  # not known here for other devices
     if free_memory is not None:
         check_memory({"rotary tables of all positions": rotary_bytes(model_config, max_model_len)}, free_memory())
-    make = place.make(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head, split=split)
+    make = place.factory(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
     source = None if packed is not None else open_source(directory, model_config, load_format)
-    if split is not None and source is not None:
-        source = CutSource(source, split.cuts)
     model = empty_model(model_config, make)
-    if stage is not None:
-        stage.cut(model, make)
+    place.trim(model, make)
     if free_memory is not None and packed is None:  # a map needs no memory
         check_memory({"weights": weight_bytes(model, make)}, free_memory())
     _load_values(model, make, packed, source, place)
@@ -109,22 +153,18 @@ def _load_values(
 ) -> None:
     """Give every layer its values, from packed weights or from a source."""
     if packed is not None:
-        share, is_stage = None if place.split is None else place.split.share, place.stage is not None
         layers = dict(weight_layers(model))
-        restore_packed(packed, make.ops, make.scheme, layers, share=share, is_stage=is_stage)
+        restore_packed(packed, make.ops, make.scheme, layers, part=place.prefix, is_whole=place.is_whole)
     elif source is not None:
-        _fill(model, make, source)
+        _fill(model, make, place.source(source))
     for embedding, tied in tied_embeddings(model, make).values():
         embedding.share(tied.packed.pieces[0])
 
 
 def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
     """Return the model as a CausalLM, behind an adapter if its class follows another convention."""
-    if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
-        from penstock.conventions import jetstream
-
-        model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, make.ops, make))
-    return cast(CausalLM, model)
+    convention = find_model(model_config.architecture, model_config.model_impl).find_convention()
+    return cast(CausalLM, model if convention is None else convention.adapt(model, model_config, make))
 
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
@@ -146,12 +186,9 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
             quantised belongs to a torch module.
     """
     entry = find_model(model_config.architecture, model_config.model_impl)
-    if entry.convention == "jetstream":
-        from penstock.conventions import jetstream
-
-        model = jetstream.build(entry.model_class, model_config, make)
-    else:
-        model = entry.model_class(model_config, make)
+    convention = entry.find_convention()
+    build = entry.model_class if convention is None else partial(convention.build, entry.model_class)
+    model = build(model_config, make)
     plain = plain_parameters(model)
     declared_names = {f"{prefix}.{name}" for prefix, layer in weight_layers(model) for name in layer.shapes}
     differing = set(make.parameters) ^ (declared_names | {name for name, _, _, _ in plain})

@@ -15,7 +15,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,10 +25,9 @@ from penstock.config import NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import ALIGNMENT, BFLOAT16, FLOAT32, INT16, UINT8, Array, Tensor, array_type, as_array
 from penstock.layers.weights import WeightLayer
-from penstock.quant.scheme import Scheme
-from penstock.spec.shares import Degrees, Share
 from penstock.weights.checksums import with_checksums
 from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, pack_header, read_entries, read_metadata
 
@@ -48,7 +47,7 @@ class PackedInfo:
 
     dtype: str  # type of the activations and of weights that are not quantised
     scheme: Scheme | None  # scheme of the quantised weights; None: all weights have the dtype
-    split: str = ""  # how ranks split the model, as `split_name` spells it
+    split: str = ""  # the name of how ranks split the model; empty for one process
 
     def __str__(self) -> str:
         split = f", for ranks ({self.split})" if self.split else ""
@@ -66,27 +65,16 @@ class PackedInfo:
         return {"format": FORMAT, "version": FORMAT_VERSION, "dtype": self.dtype} | known
 
 
-def split_name(degrees: Degrees) -> str:
-    """Return a name for how ranks split a model; equal splits have equal names. Empty for one process."""
-    if degrees.size == 1:
-        return ""
-    sizes = {item.name: getattr(degrees, item.name) for item in fields(degrees)}
-    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
-
-
-def rank_prefix(share: Share | None) -> str:
-    """Return the prefix of a rank's tensor names; empty for one process."""
-    return "" if share is None or share.degrees.size == 1 else f"rank.{share.rank}."
-
-
-def check_split(directory: Path, degrees: Degrees) -> None:
+def check_split(directory: Path, wanted: str) -> None:
     """Check that the packed weights of a directory, if it has any, are split as these ranks need.
+
+    wanted: the name of the split (PackedInfo.split).
 
     Raises:
         InvalidRequestError: they are split differently.
     """
     file = find_packed(directory)
-    if file is not None and (held := read_info(file).split) != (wanted := split_name(degrees)):
+    if file is not None and (held := read_info(file).split) != wanted:
         name = "tensor_parallel_size"
         held, wanted = (f"ranks ({item})" if item else "one process" for item in (held, wanted))
         message = f"{name}: the directory's weights are packed for {held}, not for {wanted}; convert the checkpoint "
@@ -198,13 +186,13 @@ def restore_packed(
     scheme: Scheme | None,
     layers: Mapping[str, WeightLayer],
     *,
-    share: Share | None = None,
-    is_stage: bool = False,
+    part: str = "",
+    is_whole: bool = True,
 ) -> None:
     """Map a file of packed weights and give every layer of a model, by its full name, its tensors in that memory.
 
-    share: the rank whose tensors are wanted; those of other ranks are not read.
-    is_stage: the file also holds the layers of other stages, which are not read.
+    part: the prefix of the names of the wanted tensors; those of other ranks are not read.
+    is_whole: False if the file also holds other layers of this part, which are not read.
 
     Raises:
         ModelLoadError: the file is damaged, or holds another model.
@@ -212,22 +200,21 @@ def restore_packed(
     """
     check_fit(read_info(file), ops.name, str(array_type(ops.dtype)), scheme)
     by_layer: dict[str, dict[str, TensorEntry]] = {}
-    rank = rank_prefix(share)
     for name, entry in read_entries(file).items():
-        if name.startswith(rank) and not name.startswith(FILLER):
-            prefix, _, part = name.removeprefix(rank).rpartition(".")
-            by_layer.setdefault(prefix, {})[part] = entry
+        if name.startswith(part) and not name.startswith(FILLER):
+            prefix, _, tensor = name.removeprefix(part).rpartition(".")
+            by_layer.setdefault(prefix, {})[tensor] = entry
     try:
         with file.open("rb") as stream:  # private and writable, because torch requires that; nothing writes to it
             memory = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file}: cannot be mapped: {error}") from None
-    differing = set(layers) - set(by_layer) if is_stage else set(layers) ^ set(by_layer)
+    differing = set(layers) - set(by_layer) if not is_whole else set(layers) ^ set(by_layer)
     if differing:
         raise ModelLoadError(f"{file}: does not match config.json in {min(differing)}")
     for prefix, layer in layers.items():
         try:
-            layer.restore({part: _mapped(memory, entry) for part, entry in by_layer[prefix].items()})
+            layer.restore({name: _mapped(memory, entry) for name, entry in by_layer[prefix].items()})
         except ValueError as error:
             raise ModelLoadError(f"{file}: {prefix} does not match config.json: {error}") from None
 

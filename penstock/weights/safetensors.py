@@ -17,10 +17,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, one_line, shown
 from penstock.kernels.tensors import NAMES, UINT8, Array, empty
 from penstock.spec.config_file import OTHER_KINDS, read_json
-from penstock.validation import one_line, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

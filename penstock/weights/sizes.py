@@ -5,35 +5,28 @@ part of it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import Array
-from penstock.layers.factory import LayerFactory
-from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
+from penstock.kernels.scheme import Scheme
+from penstock.layers.lm_head import HeadLayout, LMHead
 from penstock.layers.mlp import MoE
 from penstock.layers.module import named_modules
-from penstock.layers.split import Split
 from penstock.layers.weights import Embedding, Linear, WeightLayer
-from penstock.planner.costs import Products
-from penstock.planner.ledger import ModelSizes
-from penstock.quant.scheme import Scheme
-from penstock.spec.cuts import cut_all
+from penstock.planner.ledger import ModelSizes, Products
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import Parameter
-from penstock.spec.shares import Share
-from penstock.weights.loader import empty_model, kept_layers, plain_bytes
+from penstock.weights.loader import ANYWHERE, Place, empty_model, kept_layers, plain_bytes
 from penstock.weights.sources import read_parameters
 
 
 def model_sizes(
-    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, split: Split | None = None
+    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, place: Place = ANYWHERE
 ) -> ModelSizes:
     """Return the sizes of a model. It must have no torch modules, because making them would allocate their memory.
 
-    split: the part that a rank holds (see `part_of`); None: the whole model.
+    place: the part that is counted.
     """
-    make = _factory(model_config, ops, scheme, head, split)
+    make = place.factory(ops, read_parameters(model_config), scheme=scheme, max_positions=1, head=head)
     model = empty_model(model_config, make)
     modules = [module for _, module in named_modules(model)]
     heads = [module for module in modules if isinstance(module, LMHead)]
@@ -73,29 +66,6 @@ def _kinds(layers: Iterable[WeightLayer], plain: str, total: int) -> dict[str, i
             kinds[plain if isinstance(layer, Embedding) else "float32"] += int(layer.num_bytes)
     kinds[plain] += total - kinds.total()  # parameters of torch modules
     return {kind: size for kind, size in kinds.items() if size}
-
-
-def part_of(share: Share, parameters: Mapping[str, Parameter], model_config: ModelConfig) -> Split:
-    """Return a rank's part of a model, which is only counted, never computed."""
-    return Split(share, _NoRanks(), cut_all(parameters, share, model_config))
-
-
-def _factory(
-    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, split: Split | None
-) -> LayerFactory:
-    """Return the factory for the layers of a model, or of a rank's part of it."""
-    if split is None:
-        parameters = read_parameters(model_config)
-    else:
-        parameters, head = {name: cut.own for name, cut in split.cuts.items()}, PLAIN_HEAD
-    return LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=1, head=head, split=split)
-
-
-class _NoRanks:
-    """Stands for the other ranks of a model that is only counted."""
-
-    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
-        raise AssertionError("a model that is only counted does not compute")
 
 
 def _expert_products(modules: Iterable[object]) -> Iterator[Linear]:

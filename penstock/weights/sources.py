@@ -13,11 +13,10 @@ from penstock.errors import ModelLoadError
 from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import FLOAT32, Array, empty
 from penstock.models.registry import find_model
-from penstock.spec.cuts import Cut
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, ParamTable
 from penstock.weights.matching import match
-from penstock.weights.rows import CutRows, JoinedRows, parameter_rows, read_rows
+from penstock.weights.rows import parameter_rows, read_rows
 from penstock.weights.safetensors import Checkpoint
 
 COMPARED_ROWS = 1024  # rows read at once from each of two tensors that must be equal
@@ -95,22 +94,6 @@ def _equal(one: RowSource, other: RowSource) -> bool:
     """Compare all rows of two sources of the same shape."""
     pieces = ((start, min(start + COMPARED_ROWS, one.shape[0])) for start in range(0, one.shape[0], COMPARED_ROWS))
     return all(np.array_equal(read_rows(one, *piece), read_rows(other, *piece)) for piece in pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class CutSource:
-    """One rank's parts of the parameters."""
-
-    source: ParameterSource
-    cuts: Mapping[str, Cut]
-
-    def rows(self, parameter: Parameter) -> RowSource:
-        cut = self.cuts[parameter.name]
-        rows = self.source.rows(cut.whole)
-        if not cut.ranges:
-            return rows
-        parts = [CutRows(rows, begin, end, cut.axis) for begin, end in cut.ranges]
-        return parts[0] if len(parts) == 1 else JoinedRows(parts, cut.axis)
 
 
 class DummySource:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
-from penstock.parallel.spawn import children
+from penstock.ranks.children import children
 
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
 

@@ -9,13 +9,12 @@ import time
 
 import pytest
 
-from penstock.client import frames, outbox
-from penstock.client.outbox import Outbox
+from penstock.client import engine_process, frames
+from penstock.client.engine_process import Outbox
 from penstock.interface.messages import EngineRequest, EngineStats
 from penstock.interface.sampling_params import SamplingParams
-from penstock.parallel.child_main import EXIT_CLIENT_GONE
-from penstock.parallel.effort import Effort
-from penstock.parallel.spawn import children, spawn
+from penstock.ranks.child_main import EXIT_CLIENT_GONE
+from penstock.ranks.children import Effort, children, spawn
 
 
 def test_heartbeats_come_only_while_work_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +30,7 @@ def test_heartbeats_come_only_while_work_gets_on(monkeypatch: pytest.MonkeyPatch
             seen = efforts[-1]
         return Effort(*seen)
 
-    monkeypatch.setattr(outbox, "HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(engine_process, "HEARTBEAT_S", 0.001)
     monkeypatch.setattr(Effort, "so_far", effort)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -109,5 +108,5 @@ def test_a_client_that_is_gone_is_an_error_of_its_own() -> None:
     """Guards against a ConnectionError of the user's code that ends an engine silently, as if its client had gone."""
     ours, theirs = socket.socketpair()
     ours.close()
-    with theirs, pytest.raises(outbox.ClientGoneError):
+    with theirs, pytest.raises(engine_process.ClientGoneError):
         Outbox(theirs, 3).send(frames.Outputs(3, [], EngineStats()))

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from penstock.client import frames
-from penstock.client.engine_process import EngineServer
-from penstock.client.outbox import Outbox
+from penstock.client.engine_process import EngineServer, Outbox
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from tests.fakes_engine import make_engine

@@ -422,10 +422,10 @@ class TestJournal:
         session = Session()
         (name,) = session.add()
         for start, ids, mu in ((0, [5, 6], 1.0), (1, [6, 7], 2.0), (3, [8], 3.0), (2, [7], 2.0)):  # the last again
-            session.step(out(name, start, ids, mirostat_mu=mu))
+            session.step(out(name, start, ids, sampler_state=(mu,)))
         (resumed,) = session.resumable()
         assert resumed.output_token_ids == [5, 6, 7, 8]
-        assert resumed.mirostat_mu == 3.0, "the state after the last token"
+        assert resumed.sampler_state == (3.0,), "the state after the last token"
         assert (resumed.request_id, session.requests.num_running, session.requests.num_tokens) == (name, 1, 4)
         session.step(out(name, 4, [9], finish_reason=STOP))
         assert (session.requests.num_running, session.requests.num_tokens) == (0, 0)

@@ -78,7 +78,7 @@ class Told:
     def __init__(self) -> None:
         self.frames: list[frames.ToEngine] = []
         self.requests = OpenRequests()
-        self.recovery = Recovery(self.requests, self.frames.append)
+        self.recovery = Recovery(self.requests, self.frames.append, {})
         self.recovery.engine_ready()
         self.pin = self.requests.prefixes.pin("system", IDS, "a", 16)
         self.recovery.pin(self.pin)

@@ -23,7 +23,7 @@ from penstock import (
     RequestFailedError,
     SamplingParams,
 )
-from penstock.client import child, liveness, supervisor
+from penstock.client import engine_connection, engine_handle
 from penstock.client.engine_client import EngineState
 from penstock.client.open_requests import OpenRequest
 from penstock.kernels.cpu.library import load_library
@@ -211,7 +211,7 @@ def test_numpy_numbers_are_numbers(loop, llm):
 
 def test_edges_of_starting_and_ending(monkeypatch):
     """Each of these once waited for ever, or until the process was killed, which would be too late here."""
-    monkeypatch.setattr(child, "EXIT_WAIT_S", 200.0)
+    monkeypatch.setattr(engine_connection, "EXIT_WAIT_S", 200.0)
 
     async def attached_and_left():
         llm = AsyncLLM(model="demo")
@@ -345,8 +345,8 @@ def test_no_stream_notices_that_engines_die(monkeypatch):
     """Whatever ends an engine (a signal, a step without memory), or only stops it: every stream goes on with the next
     token, none lost or changed; and a vector that it was computing comes from the next one, with the same bits."""
     mean = PoolingParams(pooling_type="MEAN")
-    monkeypatch.setattr(supervisor, "MAX_DEATHS", 100)
-    monkeypatch.setattr(liveness, "SILENCE_S", 1.0)
+    monkeypatch.setattr(engine_handle, "MAX_DEATHS", 100)
+    monkeypatch.setattr(engine_handle, "SILENCE_S", 1.0)
 
     async def scenario():
         async with AsyncLLM(model="demo", max_num_seqs=12) as llm:
@@ -387,7 +387,7 @@ def test_streams_do_not_go_on_with_other_bits(loop, llm):
     """Guards against a stream whose second half comes from a model that was replaced on disk."""
 
     async def scenario():
-        llm.client._replicas.model_info = replace(llm.model_info, system_fingerprint="penstock-2-of-other-weights")
+        llm.client._fleet.model_info = replace(llm.model_info, system_fingerprint="penstock-2-of-other-weights")
         stream = asyncio.create_task(final(llm, params=LONG))
         await until(lambda: llm.status().journal_tokens > 0)
         os.kill(llm.status().pid, signal.SIGKILL)
@@ -442,7 +442,7 @@ def test_a_request_that_kills_engines_fails_alone(tmp_path):
 
 def test_health_follows_the_engine_not_the_wish(loop, llm, monkeypatch):
     """A stopped engine is not healthy, idle as it is, and a new request does not change that; the next engine is."""
-    monkeypatch.setattr(liveness, "SILENCE_S", 1.0)
+    monkeypatch.setattr(engine_handle, "SILENCE_S", 1.0)
 
     async def scenario():
         whole, before = await final(llm), llm.status().restarts
@@ -498,7 +498,7 @@ STUCK = "import threading\nthreading.Event().wait()\n"
 
 def test_an_engine_that_stands_still_while_it_starts_is_given_up(tmp_path, monkeypatch):
     """Guards against heartbeats that a deadlock in the loading of a model would not stop: a server waited for ever."""
-    monkeypatch.setattr(liveness, "START_SILENCE_S", 1.5)
+    monkeypatch.setattr(engine_handle, "START_SILENCE_S", 1.5)
     plugin = tmp_path / "stuck.py"
     plugin.write_text(STUCK)
 
@@ -515,7 +515,7 @@ def test_an_engine_that_stands_still_while_it_starts_is_given_up(tmp_path, monke
 
 def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch):
     """Guards against a process that nobody watches until it has been heard from once."""
-    monkeypatch.setattr(liveness, "SILENCE_S", 0.5)
+    monkeypatch.setattr(engine_handle, "SILENCE_S", 0.5)
 
     async def scenario():
         llm = AsyncLLM(model="demo")
@@ -523,7 +523,7 @@ def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch
         try:
             await llm.attach()
             await until(lambda: llm.status().restarts > 0)
-            monkeypatch.setattr(liveness, "SILENCE_S", 60.0)
+            monkeypatch.setattr(engine_handle, "SILENCE_S", 60.0)
             await llm.start()
         finally:
             await llm.shutdown()

@@ -56,7 +56,7 @@ class World:
 
     def __init__(self) -> None:
         self.requests = OpenRequests()
-        self.recovery = Recovery(self.requests, self._send)
+        self.recovery = Recovery(self.requests, self._send, {})
         self.harmful: dict[str, int] = {}
         self.engine: Engine | None = None
         self.blamed: list[str] = []
@@ -177,7 +177,7 @@ def test_nothing_is_kept():
         world.start()
         world.kill()
         world.finish()
-    world.kill()
+        world.kill()
     assert not world.recovery._sent
     assert not world.recovery._deaths
     assert not world.recovery._trials

@@ -8,9 +8,10 @@ import signal
 import pytest
 
 from penstock import AsyncLLM, SamplingParams
-from penstock.client import frames, supervisor, watched
-from penstock.client.child import EngineConnection
+from penstock.client import engine_handle, frames
 from penstock.client.engine_client import EngineState
+from penstock.client.engine_connection import EngineConnection
+from penstock.errors import EngineDeadError
 from penstock.interface.messages import EngineStats
 from penstock.kernels.cpu.library import load_library
 from tests.client.test_process import alive, final, until
@@ -61,7 +62,7 @@ class Child:
 
 
 class World:
-    """A supervisor with a standby, the processes that it has started, and what its listener is told."""
+    """A handle with a standby, the processes that it has started, and what its owner is told."""
 
     def __init__(self, monkeypatch):
         self.children, self.told = [], []
@@ -71,42 +72,35 @@ class World:
             self.children.append(Child(first))
             return self.children[-1]
 
-        monkeypatch.setattr(watched, "EngineChild", start)
-        monkeypatch.setattr(supervisor, "STANDBY_CHECK_S", 0.001)
-        monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
-        self.supervisor = supervisor.EngineSupervisor(frames.Start(-1, OPTIONS), self, standby=True)
+        monkeypatch.setattr(engine_handle, "EngineChild", start)
+        monkeypatch.setattr(engine_handle, "STANDBY_CHECK_S", 0.001)
+        monkeypatch.setattr(engine_handle, "BACK_OFF_S", 0.0)
+        self.handle = engine_handle.EngineHandle(frames.Start(-1, OPTIONS), self.received, standby=True)
 
     async def __aenter__(self):
-        self.task = asyncio.create_task(self.supervisor.run())
+        self.task = asyncio.create_task(self.run())
         return self
 
+    async def run(self):
+        while await self.handle.wait_for_death(lambda: self.may_start_standby):
+            self.told.append("lost")
+            await self.handle.replace(explained=False)
+
     async def __aexit__(self, *exc_info):
-        self.supervisor.stop()
+        self.handle.give_up(EngineDeadError("the test is over"))
         await asyncio.wait_for(self.task, 10)
+        await asyncio.wait_for(self.handle.wait(), 10)
 
     async def pair(self):
         """Return the engine and its standby, both ready."""
         self.children[0].say_ready()
         await until(lambda: len(self.children) == 2)
         self.children[1].say_ready()
-        await until(lambda: self.supervisor.standby_status().state is EngineState.READY)
+        await until(lambda: self.handle.standby_status().state is EngineState.READY)
         return self.children
 
-    def engine_ready(self, info):
-        self.told.append("ready")
-
-    def engine_lost(self):
-        self.told.append("lost")
-        return False
-
-    def engine_failed(self, error):
-        self.told.append("failed")
-
     def received(self, frame):
-        self.told.append(frame.epoch)
-
-    def recovered(self):
-        return self.may_start_standby
+        self.told.append("ready" if isinstance(frame, frames.Ready) else frame.epoch)
 
 
 def outputs(child):
@@ -127,13 +121,13 @@ def test_the_standby_takes_over_and_is_replaced(monkeypatch):
             await until(lambda: 0 in world.told)
             world.may_start_standby = False
             first.die()
-            await until(lambda: world.supervisor.restarts == 1)
+            await until(lambda: world.handle.restarts == 1)
             assert world.told == ["ready", 0, "lost", "ready"]
-            assert world.supervisor.state is EngineState.READY
-            assert world.supervisor.child is second
+            assert world.handle.state is EngineState.READY
+            assert world.handle.connection is second
             second.say(outputs(second))
             await until(lambda: 1 in world.told)
-            assert world.supervisor.liveness.stats.num_generated_tokens_total == 10
+            assert world.handle.liveness.stats.num_generated_tokens_total == 10
             assert len(world.children) == 2  # the recovery goes on
             world.may_start_standby = True
             await until(lambda: len(world.children) == 3)
@@ -150,8 +144,8 @@ def test_a_standby_that_still_starts_takes_over_too(monkeypatch):
             await until(lambda: len(world.children) == 2)
             world.may_start_standby = False
             world.children[0].die()
-            await until(lambda: world.supervisor.restarts == 1)
-            assert world.supervisor.state is EngineState.RECOVERING
+            await until(lambda: world.handle.restarts == 1)
+            assert world.handle.state is EngineState.RECOVERING
             world.children[1].say_ready()
             await until(lambda: world.told == ["ready", "lost", "ready"])
             assert len(world.children) == 2
@@ -164,12 +158,12 @@ def test_a_standby_that_dies_again_and_again_is_given_up_and_nothing_else(monkey
         async with World(monkeypatch) as world:
             world.children[0].say_ready()
             for number in itertools.count(1):
-                await until(lambda: len(world.children) > number or world.supervisor.standby_status().state == "failed")  # noqa: B023
+                await until(lambda: len(world.children) > number or world.handle.standby_status().state == "failed")  # noqa: B023
                 if len(world.children) == number:
                     break
                 world.children[number].die()
-            assert len(world.children) == 1 + supervisor.MAX_DEATHS
-            assert (world.told, world.supervisor.state) == (["ready"], EngineState.READY)
+            assert len(world.children) == 1 + engine_handle.MAX_DEATHS
+            assert (world.told, world.handle.state) == (["ready"], EngineState.READY)
 
     asyncio.run(scenario())
     assert "there is no longer a standby engine: it died 5 times in 60 s" in caplog.messages
@@ -184,7 +178,7 @@ def test_a_standby_that_cannot_be_built_does_not_end_the_service(monkeypatch, ca
             await until(lambda: len(world.children) == 2)
             world.children[1].say(frames.Failed(1, "no memory for a second one", None, None, False))
             world.children[1].die()
-            await until(lambda: world.supervisor.standby_status().state is EngineState.FAILED)
+            await until(lambda: world.handle.standby_status().state is EngineState.FAILED)
             assert world.told == ["ready"]
             world.children[0].die()
             await until(lambda: len(world.children) == 3)
@@ -198,7 +192,7 @@ def test_a_standby_that_cannot_be_built_does_not_end_the_service(monkeypatch, ca
 @pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
 def test_real_engines(monkeypatch):
     """The next token comes from the process that stood by, which has no memory for a cache until then."""
-    monkeypatch.setattr(supervisor, "STANDBY_CHECK_S", 0.01)
+    monkeypatch.setattr(engine_handle, "STANDBY_CHECK_S", 0.01)
 
     async def scenario():
         options = {"kv_cache_memory_bytes": 2**30, "max_num_seqs": 12}

@@ -9,12 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.pipeline import GROUPS, MICRO_BATCHES, NUM_ROWS, STAGES, StageSpan, bubble, compute_batch, formula
 from penstock.engine.draft_policy import DraftPolicy
 from penstock.engine.engine import Engine
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.engine.speculation import Speculation
 from penstock.interface.step import SchedulerOutput, StepOutput
+from penstock_lab.bench.pipeline import (
+    GROUPS,
+    MICRO_BATCHES,
+    NUM_ROWS,
+    STAGES,
+    StageSpan,
+    bubble,
+    compute_batch,
+    formula,
+)
 from tests.engine.timed import Clock
 from tests.fakes_drafts import Oracle
 from tests.fakes_engine import expected_outputs, make_engine, request, run, token_ids

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client import frames
-from penstock.client.engine_process import EngineServer
-from penstock.client.outbox import Outbox
+from penstock.client.engine_process import EngineServer, Outbox
 from penstock.client.step_client import InProcessClient
 from penstock.engine.engine import Engine
 from penstock.interface.sampling_params import SamplingParams

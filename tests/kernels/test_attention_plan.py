@@ -234,13 +234,64 @@ def test_a_great_group_is_cut(group: int) -> None:
         assert [end - begin for begin, end in blocks] == [min(48, total - done) for done in range(0, total, 48)]
 
 
+PLAIN = {
+    "phase": "decode", "query": "bfloat16", "cache": "bfloat16", "output": "bfloat16", "scales": "none", "slices": "0",
+    "template": "stream", "split": "no", "memory": "paged", "window": "none", "prefix": "own", "level": "any",
+}  # fmt: skip
+INT8 = AttentionShape(32, 8, 128, "int8", 2, token_scales=False, dtype="float32", level="avx2")
+
+
+@pytest.mark.covers("A24")
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({}, {}),
+        ({"shape": replace(LLAMA, dtype="float32")}, {"query": "float32", "output": "float32"}),
+        ({"shape": replace(LLAMA, kv_cache_dtype="float32")}, {"cache": "float32"}),
+        (
+            {"shape": INT8},
+            {
+                "query": "float32",
+                "output": "float32",
+                "cache": "int8",
+                "scales": "channel",
+                "slices": "2",
+                "level": "avx2",
+            },
+        ),
+        (
+            {"shape": replace(LLAMA, kv_cache_dtype="int8", slices=3)},
+            {"cache": "int8", "scales": "token", "slices": "3"},
+        ),
+        ({"lengths": [(3, 1)] * 4}, {"memory": "rows"}),
+        ({"lengths": [(3, 1)] * 4, "window": 2}, {"memory": "rows", "window": "window"}),
+        ({"window": 2 * SPAN}, {"window": "window"}),
+        ({"window": 2 * SPAN, "sinks": 4}, {"window": "sinks"}),
+        ({"shared": [2 * SPAN] * 3}, {"prefix": "shared", "split": "spans"}),
+    ],
+    ids=str,
+)
+def test_a_key_says_what_was_planned(changes: dict[str, Any], differs: dict[str, str]) -> None:
+    """Guards against a digit that is another than the plan: results of the cache's type, or one block per sequence that
+    is called paged."""
+    step = Step(**{"lengths": [(4 * SPAN, 1)] * 4, "cores": 1} | changes)
+    assert decode_key(step.plan().key) == PLAIN | differs
+    if changes == {"window": 2 * SPAN}:  # a ring is one block, again and again
+        step.block_table[:] = step.block_table[:, :1]
+        assert decode_key(step.plan().key) == PLAIN | differs | {"memory": "ring"}
+
+
 @pytest.mark.covers("A9")
 @pytest.mark.parametrize(
     ("sequences", "cores", "split"),
-    [(8, 2, False), (7, 2, True), (32, 2, False), (1, 2, True), (1, 1, False), (8, 64, True)],
-)
+    [
+        (8, 2, False), (7, 2, True), (32, 2, False), (1, 2, True), (1, 1, False), (8, 64, True),
+        (15, 2, True), (17, 2, False), (9, 2, True),  # a core has 1/15, 1/17, 1/9 more than the mean: 1/16 is allowed
+    ],
+)  # fmt: skip
 def test_spans_are_split_where_whole_sequences_leave_cores_idle(sequences: int, cores: int, split: bool) -> None:
-    """Guards against: cores that wait for one long sequence, and partial results that nobody needed."""
+    """Guards against: cores that wait for one long sequence, or for as little as the slack allows to none, and partial
+    results that nobody needed."""
     plan = check(Step([(4 * SPAN - 1, 1)] * sequences, ONE_HEAD, cores=cores))
     assert (plan.partial_rows > 0) == split
     assert (decode_key(plan.key)["split"] == "spans") == split

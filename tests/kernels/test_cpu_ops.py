@@ -23,7 +23,7 @@ from penstock.kernels.ops import Ops, Packing, TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ACTIVATIONS
 from penstock.kernels.sampling import SamplingTensors
-from penstock.quant.scheme import SLICES, Scheme
+from penstock.kernels.scheme import SLICES, Scheme
 from tests.kernels.packed import levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")

@@ -16,7 +16,7 @@ from penstock.kernels.cpu.packed import CpuLinear
 from penstock.kernels.cpu.products import REMEMBERED_EXPERTS
 from penstock.kernels.ops import Ops, PackedLinear, Packing
 from penstock.kernels.reference import ReferenceOps
-from penstock.quant.scheme import SLICES, Scheme
+from penstock.kernels.scheme import SLICES, Scheme
 from tests.kernels.packed import levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.cpu.library import NOT_QUANTISABLE
-from penstock.quant.int4 import leaf_groups, quantize_int4
-from penstock.quant.int8 import quantize_int8
+from penstock.kernels.reference.quantized_weights import leaf_groups, quantize_int4, quantize_int8
 from tests.kernels import packed
 from tests.kernels.packed import Native, Packed
 

@@ -13,7 +13,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, RotaryParams
 from penstock.kernels.ops import Packing
 from penstock.kernels.reference import ReferenceOps
-from penstock.quant.scheme import Scheme
+from penstock.kernels.scheme import Scheme
 
 T, H, HKV, D, HIDDEN = 5, 4, 2, 6, 24
 HEADS = Heads(H, HKV, D)
@@ -268,7 +268,7 @@ def test_finite_rows() -> None:
 
 
 def test_rows_near_zero_are_zero_in_int8_products() -> None:
-    """Guards against NaN where the specification of slices (quant/kv.py) says zero: 127 / 1e-39 is infinite."""
+    """Guards against NaN where the specification of slices (quantized_kv.py) says zero: 127 / 1e-39 is infinite."""
     ops = ReferenceOps(torch.float32)
     packed = ops.pack_linear(torch.eye(16), None, Packing(scheme=Scheme.parse("int8", None)))
     rows = torch.tensor([1e-39, 0.0, 1.0])[:, None].expand(3, 16).contiguous()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.assembly import BuiltEngine, build_engine
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.messages import EngineRequest
@@ -20,12 +21,11 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops, Packing
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
+from penstock.kernels.scheme import Scheme
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.weights import LinearSpec
 from penstock.models.config_json import load_model_config
-from penstock.quant.scheme import Scheme
 from penstock.runner.programs import RecordedModel
-from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model
 from tests.answers import Answer, answer, ask, ask_alone
 from tests.families import falcon

@@ -14,8 +14,8 @@ from penstock.models import registry
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import ARCHITECTURES, find_architecture, find_model
 from penstock.plugins.user_files import files_fingerprint, import_files
-from tests.compat.user_file import imported, registry_as_before
 from tests.hf_models import hf_logprobs, make_llama, random_ids
+from tests.lab.compat.user_file import imported, registry_as_before
 from tests.paged import PagedModel
 
 OWN = '''

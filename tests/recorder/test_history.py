@@ -12,14 +12,14 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.prove.recompute import ReplayReport, compute, num_scratch
-from penstock.prove.replay import check_bundle
 from penstock.recorder.audit import Audit
 from penstock.recorder.bundle import MAGIC, Bundle, make_bundle, pack, unpack, without_text
 from penstock.recorder.history import Start, Step, history
 from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.records import Begun, Computed, EngineDescription, Introduced, Planned, unpack_ids
 from penstock.recorder.ring import Ring
+from penstock_lab.prove.recompute import ReplayReport, compute, num_scratch
+from penstock_lab.prove.replay import check_bundle
 from tests.fakes_engine import VOCAB, ScriptedExecutor, make_engine, request
 
 SHAPES = st.fixed_dictionaries(

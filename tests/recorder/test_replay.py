@@ -15,14 +15,14 @@ from penstock.cli.main import main
 from penstock.client import records as keeper
 from penstock.client.records import RecordKeeper, RecordOptions
 from penstock.kernels.cpu.library import best_level
-from penstock.prove import records as proof_module
-from penstock.prove.proof import Outcome, Subject, Trials
-from penstock.prove.records import Replays
-from penstock.prove.replay import compare_fingerprints
 from penstock.recorder import bundle as bundle_module
 from penstock.recorder.bundle import Bundle, pack, unpack
 from penstock.recorder.records import Begun, Computed
 from penstock.recorder.ring import Segment
+from penstock_lab.prove import records as proof_module
+from penstock_lab.prove.proof import Outcome, Subject, Trials
+from penstock_lab.prove.records import Replays
+from penstock_lab.prove.replay import compare_fingerprints
 
 native = pytest.mark.skipif(best_level() is None, reason="the reference kernels promise no bits")
 
@@ -168,7 +168,7 @@ def test_records_replay_to_the_same_bits(options):
 @native
 def test_the_proof_fails_where_a_replay_sees_nothing(monkeypatch):
     """Guards against a proof that cannot fail."""
-    monkeypatch.setattr("penstock.prove.recompute.differences", lambda *args: [])
+    monkeypatch.setattr("penstock_lab.prove.recompute.differences", lambda *args: [])
     outcome = prove(1)
     assert outcome.num_wrong == outcome.tried == 1
     assert "was not named" in outcome.wrong[0]
@@ -183,7 +183,7 @@ def test_the_proof_fails_where_the_bits_change(monkeypatch):
 
 
 def _on_other_tokens(bundle, executor, report, num_blocks):
-    from penstock.prove.recompute import compute
+    from penstock_lab.prove.recompute import compute
 
     class Confused:
         def submit(self, plan):

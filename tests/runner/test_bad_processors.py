@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
-from penstock.client import liveness
+from penstock.client import engine_handle
 from penstock.plugins import time_limit
 from penstock.plugins.logits_processors import PROCESSORS
 from penstock.plugins.user_files import import_files
@@ -189,7 +189,7 @@ def test_one_that_does_not_end_fails_alone(
 ) -> None:
     """Guards against a loop in a user's function that takes all streams with it: Python code is interrupted, and an
     engine that cannot be is replaced, until the one request to blame has been tried alone."""
-    monkeypatch.setattr(liveness, "SILENCE_S", 3.0)
+    monkeypatch.setattr(engine_handle, "SILENCE_S", 3.0)
     expected = [llm.generate([prompt], params())[0].outputs[0].token_ids for prompt in PROMPTS[1:]]
 
     async def ask() -> tuple[str, list[list[int]]]:

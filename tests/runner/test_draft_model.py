@@ -16,7 +16,7 @@ from penstock.engine.draft_policy import EveryDraft
 from penstock.interface.drafts import DraftQuery
 from penstock.interface.messages import EngineRequest
 from penstock.models.config_json import load_model_config
-from penstock.prove.answers import Query, ask_alone
+from penstock_lab.prove.answers import Query, ask_alone
 from tests.hf_models import make_llama, make_mistral, random_ids
 from tests.kernels.packed import levels
 

@@ -11,9 +11,9 @@ from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.speculation import Speculation
 from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
-from penstock.prove import axes, tiny_models
-from penstock.prove.answers import Answer, Key, Member, Query, ask_alone
-from penstock.prove.askers import Offline
+from penstock_lab.prove import axes, tiny_models
+from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone
+from penstock_lab.prove.askers import Offline
 from tests.fakes_drafts import Oracle
 from tests.kernels.packed import levels
 

@@ -11,7 +11,7 @@ from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineRequest
-from penstock.prove.answers import Answer, Query, ask_alone
+from penstock_lab.prove.answers import Answer, Query, ask_alone
 from tests.families.case import Case, all_cases
 from tests.kernels.packed import levels
 

@@ -13,6 +13,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import SamplerState
 from tests.hf_models import make_llama, random_ids
 from tests.kernels.packed import levels
 
@@ -63,13 +64,13 @@ def ask(engine: Engine, *requests: EngineRequest, preempt: bool = False) -> dict
     return found
 
 
-def told(outputs: list[EngineOutput]) -> list[tuple[int, float | None]]:
-    """Each token, with mirostat's state after it."""
-    return [(token, output.mirostat_mu) for output in outputs for token in output.new_token_ids]
+def told(outputs: list[EngineOutput]) -> list[tuple[int, SamplerState | None]]:
+    """Each token, with the sampler's state after it."""
+    return [(token, output.sampler_state) for output in outputs for token in output.new_token_ids]
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> list[list[tuple[int, float | None]]]:
+def alone(engine: Engine) -> list[list[tuple[int, SamplerState | None]]]:
     return [told(ask(engine, request(index))[str(index)]) for index in range(len(KINDS))]
 
 
@@ -81,8 +82,8 @@ def test_in_a_crowd_that_is_preempted(engine: Engine, alone: list[Any]) -> None:
     assert engine.stats().num_preemptions_total > before + 5
     assert [told(found[str(index)]) for index in range(len(KINDS))] == alone
     assert len({str(answer) for answer in alone}) == len(KINDS)
-    assert all(mu is not None for _, mu in alone[0] + alone[1])
-    assert all(mu is None for answer in alone[2:] for _, mu in answer)
+    assert all(state is not None for _, state in alone[0] + alone[1])
+    assert all(state is None for answer in alone[2:] for _, state in answer)
     assert alone[5][-1][0] == 9
 
 
@@ -91,7 +92,7 @@ def test_resumed_after_any_token(engine: Engine, alone: list[Any]) -> None:
     """Guards against a resumed request whose state begins afresh: the rest is what would have come."""
     for cut in (1, 6, NUM_TOKENS - 1):
         resumed = [
-            replace(request(i), output_token_ids=[token for token, _ in answer[:cut]], mirostat_mu=answer[cut - 1][1])
+            replace(request(i), output_token_ids=[token for token, _ in answer[:cut]], sampler_state=answer[cut - 1][1])
             for i, answer in enumerate(alone)
         ]
         found = ask(engine, *resumed, preempt=cut == 6)
@@ -100,8 +101,8 @@ def test_resumed_after_any_token(engine: Engine, alone: list[Any]) -> None:
 
 def test_outputs_without_mirostats_state_are_refused(engine: Engine) -> None:
     """Guards against a request that goes on with another state than it had, in silence; and against one of NaN."""
-    for wrong in (None, float("nan"), float("inf"), 1e300):
+    for wrong in (None, (), (float("nan"),), (float("inf"),), (1e300,)):
         with pytest.raises(InvalidRequestError) as caught:
-            engine.add_request(replace(request(0), output_token_ids=[5], mirostat_mu=wrong))
-        assert caught.value.param == "mirostat_mu"
+            engine.add_request(replace(request(0), output_token_ids=[5], sampler_state=wrong))
+        assert caught.value.param == "sampler_state"
     assert not engine.has_work

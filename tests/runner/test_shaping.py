@@ -14,7 +14,7 @@ from transformers.generation import logits_process as theirs
 from penstock.interface.sampling_params import SamplingParams
 from penstock.runner.logit_adjustments import LogitAdjustments
 from penstock.runner.repetitions import Repetitions, _repeats, _repeats_of_all
-from penstock.runner.truncations import TRUNCATIONS, Draw, log_probabilities, next_mu, truncate
+from penstock.runner.truncations import TRUNCATIONS, Draw, log_probabilities, next_state, truncate
 from tests.hf_models import make_llama
 
 VOCAB, EOS = 500, (3, 7)
@@ -177,7 +177,7 @@ def test_mirostat_2_keeps_surprises_up_to_mu() -> None:
     """Guards against surprises in nats, and a cut that leaves nothing."""
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], dtype=np.float32))
     for mu, count in ((-1.0, 1), (0.5, 1), (1.001, 1), (2.001, 2), (3.001, 4)):
-        found = shaped(logits, [1], [], Draw((0, 0, 0), mu), mirostat=2)
+        found = shaped(logits, [1], [], Draw((0, 0, 0), (mu,)), mirostat=2)
         assert np.isfinite(found).sum() == count, mu
         assert np.isfinite(found[0])
 
@@ -191,11 +191,11 @@ def test_mirostat_1_follows_the_paper() -> None:
     excess = exponent - 1.0
     for mu in (2.0, 5.0, 9.0):
         count = int((excess * 2.0**mu / (1 - VOCAB**-excess)) ** (1 / exponent))
-        found = shaped(logits, [1], [], Draw((0, 0, 0), mu), mirostat=1)
+        found = shaped(logits, [1], [], Draw((0, 0, 0), (mu,)), mirostat=1)
         assert np.isfinite(found).sum() == min(max(count, 1), VOCAB)
     flat = np.zeros(VOCAB, dtype=np.float32)
     for mu in (-50.0, 0.0, 1e9):  # no estimate overflows or divides by 0
-        assert np.isfinite(shaped(flat, [1], [], Draw((0, 0, 0), mu), mirostat=1)).any()
+        assert np.isfinite(shaped(flat, [1], [], Draw((0, 0, 0), (mu,)), mirostat=1)).any()
 
 
 def test_mirostat_finds_its_target() -> None:
@@ -204,11 +204,11 @@ def test_mirostat_finds_its_target() -> None:
     mu, surprises = 2.0 * params.mirostat_tau, []
     for _ in range(600):
         logits = (2.0 * random.standard_normal(300)).astype(np.float32)
-        kept = truncate(logits, params, Draw((0, 0, 0), mu))
+        kept = truncate(logits, params, Draw((0, 0, 0), (mu,)))
         logs = log_probabilities(kept)
         token_id = int(random.choice(300, p=np.exp(logs) / np.exp(logs).sum()))
         surprises.append(-logs[token_id] / np.log(2.0))
-        mu = next_mu(kept, token_id, params, mu)
+        (mu,) = next_state(kept, token_id, params, (mu,))
     assert np.mean(surprises[100:]) == pytest.approx(3.0, abs=0.1)
 
 
@@ -229,7 +229,7 @@ def test_every_truncation_leaves_something_of_anything() -> None:
     assert set(extremes) == set(TRUNCATIONS)
     for row, (name, values) in itertools.product(rows, extremes.items()):
         for value in values:
-            found = truncate(row.astype(np.float32), SamplingParams(**{name: value}), Draw((0, 0, 0), -5.0))
+            found = truncate(row.astype(np.float32), SamplingParams(**{name: value}), Draw((0, 0, 0), (-5.0,)))
             assert np.isfinite(found).any(), (name, value)
             assert not np.isnan(found).any(), (name, value)
 

@@ -15,10 +15,10 @@ import httpx
 import uvloop
 from starlette.testclient import TestClient
 
-from penstock.prove.servers import QUICK
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.serve import Serving, open_socket
+from penstock_lab.prove.servers import QUICK
 from tests.server.fakes import FakeEngineClient
 
 QUIET = ServerOptions(port=0, access_log=False)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from penstock.server import acceptor
-from penstock.server.acceptor import MAX_AT_ONCE, Acceptor
-from penstock.server.serve import open_socket
+from penstock.server import serve
+from penstock.server.serve import MAX_AT_ONCE, Acceptor, open_socket
 
 NUM = 3 * MAX_AT_ONCE
 
@@ -64,7 +63,7 @@ def test_a_system_without_file_handles_recovers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards against a server that never accepts again, or that asks the system in a loop."""
-    monkeypatch.setattr(acceptor, "RETRY_S", 0.01)
+    monkeypatch.setattr(serve, "RETRY_S", 0.01)
     run(lambda: FullSystem(fileno=open_socket("127.0.0.1", 0).detach()))
     assert caplog.text.count("cannot accept a connection") == 1
 
@@ -93,6 +92,6 @@ async def lingering(listening: socket.socket) -> list[int]:
 
 def test_a_server_that_stops_takes_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a request that was sent before the end, and whose connection is reset instead of answered."""
-    monkeypatch.setattr(acceptor, "LINGER_S", 0.05)
+    monkeypatch.setattr(serve, "LINGER_S", 0.05)
     with open_socket("127.0.0.1", 0) as listening, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(lingering(listening)) == [3, 3]

@@ -14,8 +14,8 @@ from penstock.config import EngineConfig
 from penstock.kernels.cpu.cores import Machine
 from penstock.kernels.cpu.library import load_library
 from penstock.models.config_json import load_model_config
-from penstock.prove import servers
 from penstock.weights.hub import resolve_model
+from penstock_lab.prove import servers
 from tests.server.harness import QUIET, WAIT_S, RunningServer, call, get, send, wait_until
 
 PROMPT = list(range(3, 60))

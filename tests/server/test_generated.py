@@ -11,10 +11,10 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import not_a_server_error
 
-from penstock.prove.attacks.attack import judge
-from penstock.prove.hostile import FINE, KINDS
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
+from penstock_lab.prove.attacks.attack import judge
+from penstock_lab.prove.hostile import FINE, KINDS
 from tests.server.fakes import FakeEngineClient
 
 

@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import AsyncLLM, InvalidRequestError, SamplingParams
-from penstock.client.kv_blocks import KVBlocks
-from penstock.client.remote_prefill import RemotePrefill
+from penstock.client.kv_transfer import KVBlocks, RemotePrefill
 from penstock.interface.kv_transfer import KVTransferOptions, Progress
 from penstock.interface.messages import BlockDirectory, EngineRequest
 from tests.server.harness import QUIET, RunningServer, get, send, wait_until
@@ -39,18 +38,20 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
     """A prefill server and a decode server, with directories of their own, as on two machines."""
     directory = tmp_path_factory.mktemp("blocks")
     options: dict[str, Any] = {"max_num_seqs": 4, "threads": 1}
-    giver = RunningServer(AsyncLLM(kv_role="prefill", kv_offload_dir=str(directory / "a"), **options).client, QUIET)
-    giver.start()
-    urls = ("http://127.0.0.1:9", giver.url)  # nothing listens on the first one
-    taker = RunningServer(
+    prefill_server = RunningServer(
+        AsyncLLM(kv_role="prefill", kv_offload_dir=str(directory / "a"), **options).client, QUIET
+    )
+    prefill_server.start()
+    urls = ("http://127.0.0.1:9", prefill_server.url)  # nothing listens on the first one
+    decode_server = RunningServer(
         AsyncLLM(kv_role="decode", kv_prefill_urls=urls, kv_offload_dir=str(directory / "b"), **options).client, QUIET
     )
-    taker.start()
-    for server in (giver, taker):
+    decode_server.start()
+    for server in (prefill_server, decode_server):
         wait_until(lambda server=server: get(f"{server.url}/health").status_code == 200)
-    yield giver, taker
-    giver.stop()
-    taker.stop()
+    yield prefill_server, decode_server
+    prefill_server.stop()
+    decode_server.stop()
 
 
 def answer(server: RunningServer, body: dict[str, Any]) -> list[Any]:
@@ -60,24 +61,24 @@ def answer(server: RunningServer, body: dict[str, Any]) -> list[Any]:
 
 def test_a_crowd_gets_the_answers_of_one_engine(servers: tuple[RunningServer, RunningServer]) -> None:
     """Guards against a block that is handed over wrong, and against prompts that are silently computed here."""
-    giver, taker = servers
+    prefill_server, decode_server = servers
     with ThreadPoolExecutor(10) as pool:
-        found = list(pool.map(lambda body: answer(taker, body), BODIES * 2))
-    assert found == [answer(giver, body) for body in BODIES] * 2
-    status = get(f"{taker.url}/status").json()
+        found = list(pool.map(lambda body: answer(decode_server, body), BODIES * 2))
+    assert found == [answer(prefill_server, body) for body in BODIES] * 2
+    status = get(f"{decode_server.url}/status").json()
     remote = status["remote_prefill"]
     assert remote["num_prompts"] >= 3
     assert remote["num_failures"] >= 1  # the server that is not there
     assert remote["num_blocks"] == status["kv_offload"]["loaded_blocks_total"] >= 9 + 9
-    again = send(f"{taker.url}/v1/completions", json=SPARE | {"prompt": PROMPT}).json()
+    again = send(f"{decode_server.url}/v1/completions", json=SPARE | {"prompt": PROMPT}).json()
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 144
 
 
 def test_what_a_prefill_server_refuses(servers: tuple[RunningServer, RunningServer]) -> None:
     """Guards against blocks of other bits, files of other directories, and prompts that end the engine."""
-    giver, taker = servers
-    store = giver.client.kv_blocks.name  # type: ignore[attr-defined]  # an AsyncLLM
-    prefill, blocks = f"{giver.url}/v1/kv/prefill", f"{giver.url}/v1/kv/blocks"
+    prefill_server, decode_server = servers
+    store = prefill_server.client.kv_blocks.name  # type: ignore[attr-defined]  # an AsyncLLM
+    prefill, blocks = f"{prefill_server.url}/v1/kv/prefill", f"{prefill_server.url}/v1/kv/blocks"
     ids = [1, 2, 3]
     assert send(prefill, json={"store": "penstock-other", "prompt_token_ids": ids}).status_code == 409
     for wrong in ([10**30], [-1], ["x"], None, [10**9]):
@@ -90,7 +91,7 @@ def test_what_a_prefill_server_refuses(servers: tuple[RunningServer, RunningServ
     assert msgspec.msgpack.decode(send(blocks, json={"names": names}).content) == [None] * 4
     for wrong in (["x"] * 65, ["x" * 65], [1], "x", None):
         assert send(blocks, json={"names": wrong}).status_code == 400, wrong
-    assert send(f"{taker.url}/v1/kv/prefill", json={"store": store, "prompt_token_ids": ids}).status_code == 404
+    assert send(f"{decode_server.url}/v1/kv/prefill", json={"store": store, "prompt_token_ids": ids}).status_code == 404
 
 
 def test_roles_are_checked_before_anything_starts(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.server.log import MAX_LINES, BackgroundLog
+from penstock.server.serve import MAX_LINES, BackgroundLog
 from tests.server.harness import WAIT_S, get, stream
 
 ROOT = Path(__file__).parents[2]

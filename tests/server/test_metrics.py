@@ -6,7 +6,7 @@ import json
 import pytest
 
 from penstock.interface.messages import EngineOutput
-from penstock.prove.scripted import MAX_NUM_SEQS, ScriptedServer
+from penstock_lab.prove.scripted import MAX_NUM_SEQS, ScriptedServer
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import app_client, get, running, stream, wait_until
 

@@ -17,8 +17,8 @@ import pytest
 from penstock import AsyncLLM, SamplingParams
 from penstock.client import process
 from penstock.errors import EngineOverloadedError
-from penstock.prove.servers import QUICK
 from penstock.server.middleware import MAX_REFUSAL_LINES, _RefusalLines
+from penstock_lab.prove.servers import QUICK
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import QUIET, WAIT_S, RunningServer, app_client, get, send, stream, wait_until
 from tests.server.test_sockets import post

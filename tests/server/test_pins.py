@@ -11,9 +11,9 @@ from penstock.client.prompts import PromptRequest
 from penstock.client.text import choose_tokenizer
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
-from penstock.prove.scripted import ScriptedClient
+from penstock.server.kept_calls import Begun, decode_record, encode_record
 from penstock.server.options import ServerOptions
-from penstock.server.records import Begun, decode, encode
+from penstock_lab.prove.scripted import ScriptedClient
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, app_client
 
@@ -85,7 +85,7 @@ def test_the_journal_keeps_the_salt() -> None:
         id="a", kind="completions", owner="", created=0, body=b"{}", model="demo", fingerprint="", grace_s=None,
         params=SamplingParams(seed=1), prompts=[prompt], keep_s=0.0,
     )  # fmt: skip
-    assert decode(encode(begun)).prompts == [prompt]
+    assert decode_record(encode_record(begun)).prompts == [prompt]
 
 
 def test_a_pin_is_made_found_listed_and_deleted() -> None:

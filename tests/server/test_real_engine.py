@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.prove.servers import QUICK
+from penstock_lab.prove.servers import QUICK
 from tests.official import official_client
 from tests.server.harness import WAIT_S, get, wait_until
 from tests.server.test_sockets import post

@@ -13,8 +13,8 @@ from msgspec import structs
 from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, EngineOverloadedError, RequestFailedError
 from penstock.server import journal
+from penstock.server.kept_calls import Begun, decode_record, encode_record
 from penstock.server.options import ServerOptions
-from penstock.server.records import Begun, decode, encode
 from penstock.server.serve import EXIT_ENGINE_FAILED
 from tests.official import official_client
 from tests.server.fakes import Behaviour, FakeEngineClient
@@ -350,10 +350,10 @@ def test_a_call_that_cannot_be_read_ends_alone(tmp_path: Any) -> None:
     with running(FakeEngineClient(Behaviour(hang_at=6)), options) as server, official_client(server.url) as client:
         damaged, whole = (client.responses.create(**WHOLE, background=True) for _ in range(2))
     bodies = journal.unpack((tmp_path / "j").read_bytes()).bodies
-    begun = [record for record in map(decode, bodies) if isinstance(record, Begun)]
+    begun = [record for record in map(decode_record, bodies) if isinstance(record, Begun)]
     assert [record.id for record in begun] == [damaged.id, whole.id]
     changed = [structs.replace(begun[0], body=b'{"a_later_field": 1}'), begun[1]]
-    (tmp_path / "j").write_bytes(journal.MAGIC + b"".join(journal.pack(encode(record)) for record in changed))
+    (tmp_path / "j").write_bytes(journal.MAGIC + b"".join(journal.pack(encode_record(record)) for record in changed))
     engine = FakeEngineClient()
     with running(engine, options) as server:
         with official_client(server.url) as client:

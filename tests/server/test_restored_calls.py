@@ -8,8 +8,7 @@ import pytest
 
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
-from penstock.server.kept_calls import KeptCall
-from penstock.server.records import Begun, decode, encode
+from penstock.server.kept_calls import Begun, KeptCall, decode_record, encode_record
 from penstock.server.resumption import _restored_log
 
 INFO = ModelInfo("m", 100, 100, (), "float32", "f")
@@ -20,7 +19,7 @@ def begun(**turn: object) -> Begun:
         id="a", kind="chat", owner="", created=int(time.time()) - 10, body=b"{}", model="m", fingerprint="f",
         params=SamplingParams(), prompts=[], grace_s=None, keep_s=0.0, **turn,
     )  # type: ignore[arg-type]  # fmt: skip
-    found = decode(encode(made))
+    found = decode_record(encode_record(made))
     assert isinstance(found, Begun)
     return found
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from penstock.prove.servers import QUICK
 from penstock.server.options import ServerOptions
+from penstock_lab.prove.servers import QUICK
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import WAIT_S, RunningServer, get, running, send, stream, wait_until
 

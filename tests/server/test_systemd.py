@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server import systemd
+from penstock.server import serve
 from tests.server.harness import WAIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def test_an_abstract_socket_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         sock.bind(f"\0penstock-{os.getpid()}")
         sock.settimeout(WAIT_S)
         monkeypatch.setenv("NOTIFY_SOCKET", f"@penstock-{os.getpid()}")
-        systemd.notify_reloading()
+        serve.notify_reloading()
         assert sock.recv(4096).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
 
 
@@ -73,7 +73,7 @@ def test_an_abstract_socket_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_service_manager_nothing_happens(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """Guards against a server that dies because nobody listens."""
     monkeypatch.setenv("NOTIFY_SOCKET", address)
-    systemd.notify("READY=1")
+    serve.notify("READY=1")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_watchdog_interval(monkeypatch: pytest.MonkeyPatch, usec: str, pid: str,
     """Guards against answering another process's watchdog, and against coming too late for one's own."""
     monkeypatch.setenv("WATCHDOG_USEC", usec)
     monkeypatch.setenv("WATCHDOG_PID", pid or str(os.getpid()))
-    assert systemd.watchdog_interval_s() == expected
+    assert serve.watchdog_interval_s() == expected
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

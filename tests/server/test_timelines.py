@@ -12,8 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from penstock.errors import InvalidRequestError
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
-from penstock.server.timelines import MAX_CALLS
-from penstock.server.tracing import Tracing
+from penstock.server.timelines import MAX_CALLS, Tracing
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import app_client
 

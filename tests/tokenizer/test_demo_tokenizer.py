@@ -1,15 +1,13 @@
 """The bundled model's own tokenizer and template, as every first user meets them."""
 
-from pathlib import Path
-
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import penstock.demo
 from penstock.tokenizer.detokenizer import IncrementalDetokenizer
 from penstock.tokenizer.hf import load_tokenizer
+from penstock.weights.hub import MODEL_DIR
 
-FOLDER = Path(penstock.demo.__file__).parent / "model"
+FOLDER = MODEL_DIR
 TEXTS = [
     "Once upon a time there was a small dog.",
     '{"name": "Tim", "age": 7}',

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from penstock.demo import MODEL_DIR
 from penstock.errors import ModelLoadError
-from penstock.weights.hub import resolve_model
+from penstock.weights.hub import MODEL_DIR, resolve_model
 from penstock.weights.safetensors import PACKED
 
 

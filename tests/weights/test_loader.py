@@ -14,11 +14,11 @@ from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import as_torch
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
-from penstock.quant.scheme import Scheme
 from penstock.weights.loader import Place, load_model
 from penstock.weights.safetensors import SINGLE, Checkpoint, FileRows
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, make_qwen3, random_ids

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from penstock.kernels.backends import load_ops
 from penstock.models.config_json import load_model_config
-from penstock.quant.scheme import Scheme
+from penstock.kernels.scheme import Scheme
 from penstock.weights.loader import load_model, weight_layers
 
 def peak():

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from penstock.assembly import build_engine
-from penstock.check.files import check_files
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import as_torch
 from penstock.models.config_json import load_model_config
-from penstock.quant.scheme import Scheme
 from penstock.weights.checksums import verify
-from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model, weight_layers
 from penstock.weights.packed import fit, read_info
 from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries
+from penstock_lab.check.files import check_files
 from tests.hf_models import make_llama, make_qwen2
 from tests.kernels import packed
 

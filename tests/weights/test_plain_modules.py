@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.scheme import Scheme
 from penstock.models.config_json import load_model_config
-from penstock.quant.scheme import Scheme
-from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import SINGLE
-from tests.compat.user_file import imported
 from tests.hf_models import make_llama
 from tests.kernels import packed
+from tests.lab.compat.user_file import imported
 
 MODEL = """
 from torch import nn

@@ -10,8 +10,8 @@ from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.library import PenstockWeight
 from penstock.kernels.cpu.packed import INT8, CpuLinear, Layout
 from penstock.kernels.ops import Packing
+from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT64, Array, ArrayType
-from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
 from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz, same_bits
 
 NOT_QUANTISABLE = ABI.constants["STATUS_NOT_QUANTISABLE"]

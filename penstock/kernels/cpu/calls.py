@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from penstock.errors import EngineError, InvalidRequestError
+from penstock.errors import EngineError, InvalidRequestError, check_choice
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.cores import show_cpus
 from penstock.kernels.cpu.library import (
@@ -40,7 +40,6 @@ from penstock.kernels.tensors import (
     empty,
     is_torch,
 )
-from penstock.validation import check_choice
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")

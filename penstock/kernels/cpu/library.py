@@ -10,9 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import penstock.kernels.cpu
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, shown
 from penstock.kernels.cpu.abi import ABI
-from penstock.validation import shown
 
 ABI_VERSION = ABI.constants["ABI_VERSION"]
 LEVELS = tuple(name.removeprefix("LEVEL_").lower() for name in ABI.enums["Level"])

@@ -19,6 +19,7 @@ from penstock.kernels.cpu.calls import address
 from penstock.kernels.cpu.library import MAX_LEAVES, PenstockWeight
 from penstock.kernels.metadata import own
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
+from penstock.kernels.scheme import GROUP_SIZES
 from penstock.kernels.tensors import (
     ALIGNMENT,
     BFLOAT16,
@@ -36,7 +37,6 @@ from penstock.kernels.tensors import (
     empty,
     rounded,
 )
-from penstock.quant.scheme import GROUP_SIZES
 
 PANEL = ABI.constants["PANEL"]  # columns that are packed together
 K_UNIT = ABI.constants["K_UNIT"]  # leaves are padded to a multiple of this

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.metadata import CacheSpec
-from penstock.quant import kv
+from penstock.kernels.reference import quantized_kv as kv
 
 Quantised = tuple[Tensor, Tensor, Tensor]  # integers, scales, offsets
 
@@ -62,8 +62,10 @@ class ReferenceKVCache:
 
 
 class Int8KVCache(ReferenceKVCache):
-    """Keys and values as int8, with scales and offsets per token or per channel (quant/kv.py). With 0 slices, queries
-    are not rounded."""
+    """Keys and values as int8, with scales and offsets per token or per channel (quantized_kv.py).
+
+    With 0 slices, queries are not rounded.
+    """
 
     def __init__(self, spec: CacheSpec, device: torch.device) -> None:
         super().__init__(spec, device)

@@ -32,11 +32,17 @@ from penstock.kernels.metadata import (
 )
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
 from penstock.kernels.reference import attention, sampling
+from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.cache import Int8KVCache, ReferenceKVCache
+from penstock.kernels.reference.quantized_weights import (
+    dequantize_int4,
+    dequantize_int8,
+    quantize_int4,
+    quantize_int8,
+)
 from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array, Dtype, as_torch, dtype_of
-from penstock.quant import int4, int8, kv
-from penstock.quant.scheme import Scheme
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -297,9 +303,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _through_weight(weight: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) -> Tensor:
     """Quantise a weight [N, K] float32 and scale it back."""
     if scheme.group_size is None:
-        return int8.dequantize_int8(*int8.quantize_int8(weight))
-    values, scales = int4.quantize_int4(weight, scheme.group_size, leaf_ends)
-    return int4.dequantize_int4(values, scales, scheme.group_size, leaf_ends)
+        return dequantize_int8(*quantize_int8(weight))
+    values, scales = quantize_int4(weight, scheme.group_size, leaf_ends)
+    return dequantize_int4(values, scales, scheme.group_size, leaf_ends)
 
 
 def _through_activations(x: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) -> Tensor:

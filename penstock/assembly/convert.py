@@ -1,0 +1,154 @@
+"""Conversion of a checkpoint, or of random weights, to a directory of packed weights that loads as a memory map.
+
+Each layer is packed as the loader packs it, then written and freed before the next one. For several ranks, their parts
+are written one after the other. config.json is written last, so the directory is a model only once all other files
+exist (weights/destination.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.config import EngineConfig, NumericsConfig
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail
+from penstock.kernels.backends import load_ops
+from penstock.kernels.cpu.library import best_level, why_missing
+from penstock.kernels.ops import Ops
+from penstock.kernels.tensors import Array
+from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES
+from penstock.layers.weights import WeightLayer
+from penstock.models.config_json import load_model_config
+from penstock.plugins.user_files import import_files
+from penstock.ranks.build import RankPlace
+from penstock.ranks.layers import row_magnitudes
+from penstock.ranks.sharding import Share, find_degrees, heads_are_together
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
+from penstock.spec.unsupported import listed
+from penstock.weights.destination import Destination
+from penstock.weights.hub import resolve_model
+from penstock.weights.loader import (
+    ANYWHERE,
+    Place,
+    dtype_for,
+    empty_model,
+    fill_layer,
+    plain_parameters,
+    weight_layers,
+)
+from penstock.weights.memory import check_memory
+from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
+from penstock.weights.rows import RoundedRows
+from penstock.weights.safetensors import PACKED
+from penstock.weights.sources import ParameterSource, open_source, read_parameters
+
+Progress = Callable[[int, int], None]  # called with the number of finished layers and the total
+
+
+def convert_model(
+    config: EngineConfig,
+    destination: Path,
+    progress: Progress = lambda done, total: None,
+    *,
+    free_memory: Callable[[], int] | None = None,
+) -> int:
+    """Write the packed form of a config's model, in the config's dtype and scheme. Return the bytes of its weights.
+
+    free_memory: returns the bytes that may be allocated; a model whose largest layer needs more is refused. None checks
+        nothing.
+
+    Raises:
+        InvalidRequestError: there are no native kernels, the source is already packed, or the destination is not empty
+            or has too little space.
+        ModelLoadError: the checkpoint cannot be loaded, or the destination cannot be written.
+    """
+    if best_level() is None:
+        raise InvalidRequestError(f"convert: packed weights are for the native kernels; {why_missing()}")
+    if (config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple) != (1, 1):
+        raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
+    if config.numerics.load_format == "mock":
+        raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to write")
+    import_files(config.imports)
+    source = resolve_model(config.model)
+    model_config = replace(load_model_config(source), model_impl=config.numerics.model_impl)
+    numerics = config.resolve(model_config).numerics
+    if find_packed(source) is not None and numerics.load_format == "auto":
+        raise InvalidRequestError(
+            f"src: {str(source)!r} holds packed weights already; give the checkpoint they were made from", param="src"
+        )
+    values = open_source(source, model_config, numerics.load_format)
+    together = heads_are_together(read_parameters(model_config), model_config)
+    degrees = find_degrees(config.parallel, model_config, together=together)
+    parts = [_Part(model_config, numerics, values, Share(rank, degrees)) for rank in range(degrees.size)]
+    layers = [(part, prefix, layer) for part in parts for prefix, layer in part.layers.items()]
+    sizes = [layer.num_bytes for _, _, layer in layers]
+    if free_memory is not None:
+        check_memory({"weights of the largest layer": max(sizes)}, free_memory())
+    info = PackedInfo(numerics.dtype, numerics.scheme, degrees.name)
+    with Destination(destination) as directory:
+        directory.require(sum(sizes))
+        with directory.file(PACKED) as stream:
+            writer = PackedWriter(stream, info, len(layers))
+            for done, (part, prefix, layer) in enumerate(layers):
+                progress(done, len(layers))
+                part.fill(prefix, layer)
+                writer.write(part.place.prefix + prefix, layer.state())
+                layer.forget()
+            size = writer.finish()
+        directory.copy_companions(source)
+    return size
+
+
+class _Part:
+    """One rank's part of a model, without values; for one process, the whole model.
+
+    Attributes:
+        place: the part.
+        layers: its layers by name.
+    """
+
+    def __init__(self, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource, share: Share) -> None:
+        ops = load_ops("cpu", dtype_for(model, "cpu", numerics.dtype), threads=numerics.threads or 1)
+        self._whole_rows = _WholeRows(source, ops)
+        self.place: Place = ANYWHERE if share.degrees.size == 1 else RankPlace.of(share, self._whole_rows, model)
+        self._source = self.place.source(source)
+        self._make = self.place.factory(
+            ops, read_parameters(model), scheme=numerics.scheme, max_positions=1, head=PLAIN_HEAD
+        )
+        self.layers = _packable_layers(empty_model(model, self._make))
+
+    def fill(self, prefix: str, layer: WeightLayer) -> None:
+        """Load the values of the layer named `prefix`."""
+        if isinstance(self.place, RankPlace) and self.place.split is not None:
+            self._whole_rows.parameter = self.place.split.cuts[f"{prefix}.weight"].whole
+        fill_layer(prefix, layer, self._make, self._source)
+
+
+class _WholeRows:
+    """Stands for the links of a rank whose part is only packed.
+
+    Attributes:
+        parameter: the whole weight of the layer that is being loaded.
+    """
+
+    parameter: Parameter
+    bytes_received = 0
+
+    def __init__(self, source: ParameterSource, ops: Ops) -> None:
+        self._source = source
+        self._ops = ops
+
+    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
+        """Return the largest value of each whole row of the weight, which a group of ranks would find together."""
+        return [row_magnitudes(RoundedRows(self._source.rows(self.parameter), self._ops.dtype))]
+
+
+def _packable_layers(model: object) -> dict[str, WeightLayer]:
+    """Return the layers of a model by name. Raise ModelLoadError if it has torch modules with parameters."""
+    plain = [full for full, _, _, _ in plain_parameters(model)]
+    if plain:
+        raise ModelLoadError(
+            f"convert: {listed(plain)} cannot be packed, because torch's own layers hold them; only layers that "
+            f"the factory makes have a packed form"
+        )
+    return dict(weight_layers(model))

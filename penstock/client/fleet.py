@@ -1,0 +1,507 @@
+"""Fleet: the engines of one client, and which of them computes which choices.
+
+    a new request       goes to the ready engine that can compute it soonest (client/router.py); all of its choices go
+                        to the same engine, which computes their prompt once
+    an engine dies      its choices go on at once in engines with free rows; the rest wait for a row, or for the
+                        engine that takes its place
+    a choice that ended engines twice    stays, to be tried alone by the next engine (client/recovery.py)
+
+The first engine plans the memory of all engines. The others start when it is ready, with a cache of the same size, so
+every request that one engine has accepted fits the others. A new engine whose bits differ from those of the running
+engines is not let in. The fleet knows no text, and is not thread-safe.
+"""
+
+import asyncio
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from msgspec import structs
+
+from penstock.client import frames
+from penstock.client.engine_client import EngineState, EngineStatus
+from penstock.client.engine_connection import Launcher
+from penstock.client.engine_handle import EngineHandle, taking_over, total_stats
+from penstock.client.open_requests import OpenRequest, OpenRequests
+from penstock.client.prefixes import Pin
+from penstock.client.records import RecordKeeper, RecordOptions
+from penstock.client.recovery import Deaths, Recovery
+from penstock.client.router import QueuedTokens, Router, block_hashes
+from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, PenstockError
+from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
+
+LOGGER = logging.getLogger("penstock")
+MAX_REPLICAS = 64
+OutputsLeft = Callable[[int, bool], float]  # (limit, whether choices never end early) -> expected outputs
+
+
+class EngineListener(Protocol):
+    """What the owner of the requests learns about engines."""
+
+    def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
+        """Handle a new engine. num_rows: rows of all engines that are ready."""
+
+    def engine_lost(self, index: int, num_rows: int, to_blame: OpenRequest | None) -> None:
+        """Handle a death. to_blame: the request that the engine was computing alone."""
+
+    def engine_failed(self, error: EngineDeadError) -> None:
+        """End all open requests: there will be no engine any more, or only one with other bits."""
+
+    def received(self, index: int, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
+        """Handle an engine's outputs."""
+
+    def rejected(self, request_id: str, error: InvalidRequestError) -> None:
+        """Handle an engine request, or the pin that it computes, that an engine has not accepted."""
+
+
+@dataclass(eq=False, slots=True)
+class Replica:
+    """One engine of a fleet, with its work and its flight recorder.
+
+    Attributes:
+        index: from 0.
+        name: name of its process in the log.
+        queued: the work that it still has.
+        last_outputs_at: when its last outputs arrived, on the clock of timelines.
+        given_up: whether it will never have an engine again.
+    """
+
+    index: int
+    name: str
+    handle: EngineHandle
+    recovery: Recovery
+    records: RecordKeeper
+    queued: QueuedTokens = field(default_factory=QueuedTokens)
+    last_outputs_at: float = 0.0
+    given_up: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has an engine that computes, even if only a choice that is tried alone."""
+        return self.handle.state is EngineState.READY
+
+    @property
+    def free_rows(self) -> int:
+        info = self.handle.model_info
+        return 0 if info is None or not self.recovery.accepts else info.max_num_seqs - self.queued.rows
+
+    def status(self) -> EngineStatus:
+        """Return a snapshot of this engine alone."""
+        handle = self.handle
+        return EngineStatus(
+            state=handle.state,
+            pid=handle.connection.pid,
+            restarts=handle.restarts,
+            heartbeat_age_s=handle.liveness.age_s,
+            making_progress=self.is_ready and handle.liveness.making_progress,
+            stats=handle.liveness.stats,
+            journal_requests=len(self.queued),
+            queued_tokens=self.queued.total,
+            planned_memory={} if handle.model_info is None else handle.model_info.memory,
+            peak_memory_bytes=handle.connection.peak_memory_bytes(),
+            standby=handle.standby_status(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    """Where a choice is computed, and the content hashes of its prompt; none if there is only one engine."""
+
+    replica: Replica
+    request: OpenRequest
+    hashes: list[bytes]
+
+
+class Fleet:
+    """Keeps the engines running, and gives them the choices of OpenRequests. The constructor starts the first engine;
+    `attach` watches it.
+
+    Args:
+        start: the first frame of an engine.
+        outputs_left: estimates the outputs of a choice.
+        standby: whether each engine has a second process that is kept ready.
+        launcher: starts the engines, and says how many there are.
+
+    Attributes:
+        router: chooses among replicas, by their index.
+        model_info: description of the model; None until an engine was ready.
+        failure: why there will be no engine any more; None as long as there may be one.
+        settled: set once all engines that the launcher requires have been ready, or there is a failure.
+    """
+
+    def __init__(
+        self,
+        start: frames.Start,
+        requests: OpenRequests,
+        listener: EngineListener,
+        outputs_left: OutputsLeft,
+        record: RecordOptions,
+        *,
+        standby: bool = False,
+        launcher: Launcher,
+    ) -> None:
+        self.model_info: ModelInfo | None = None
+        self.failure: PenstockError | None = None
+        self.settled = asyncio.Event()
+        self._use_cache_of(1, 1)
+        self._listener = weakref.ref(listener)  # weak, so that dropping the client ends its engines
+        self._requests = requests
+        self._outputs_left = outputs_left
+        self._launcher = launcher
+        self._start = start
+        self._record = record
+        self._standby = standby
+        self._deaths: dict[str, Deaths] = {}  # of choices, in whatever engine
+        self._assigned: dict[str, _Assignment] = {}  # by engine request id
+        self._watches: list[asyncio.Task[None]] = []
+        self._replicas: list[Replica] = []
+        self._add_replica(start)
+
+    def __len__(self) -> int:
+        """Return the number of engines that there are going to be."""
+        return self._launcher.num_engines
+
+    def _add_replica(self, start: frames.Start) -> Replica:
+        index, records = len(self._replicas), RecordKeeper(self._record)
+        name = "the engine process" if len(self) == 1 else f"engine process {index}"
+        handle = EngineHandle(
+            structs.replace(start, ring=records.descriptor),
+            partial(self._received, index),
+            standby=self._standby,
+            name=name,
+            launch=self._launcher.start,
+        )
+        recovery = Recovery(self._requests, handle.send, self._deaths)
+        self._replicas.append(Replica(index, name, handle, recovery, records))
+        return self._replicas[-1]
+
+    # --- from start to end -----------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Watch the engines from the running event loop.
+
+        Raises:
+            EngineError: they were shut down, or belong to another event loop.
+        """
+        if self._watches and self._watches[0].get_loop() is not asyncio.get_running_loop():
+            raise EngineError("this engine belongs to the event loop that used it first; make a new one for each loop")
+        if not self._watches:
+            if self.failure is not None:
+                raise self.failure
+            self._watch(self._replicas[0])
+
+    def _watch(self, replica: Replica) -> None:
+        self._watches.append(asyncio.get_running_loop().create_task(self._keep_running(replica), name="engine handle"))
+
+    async def _keep_running(self, replica: Replica) -> None:
+        """Serve one process after another until the engine is given up."""
+        handle = replica.handle
+        try:
+            while await handle.wait_for_death(lambda: replica.recovery.recovered):
+                replica.records.engine_died(handle.last_death)
+                await handle.replace(explained=self._engine_lost(replica))
+        except Exception as error:
+            LOGGER.exception("the supervision of %s failed", replica.name)
+            handle.give_up(EngineDeadError(f"the supervision of the engine failed: {error!r}"))
+        finally:
+            handle.hang_up()
+        self._give_up(replica)
+
+    def stop(self) -> None:
+        """End all engines and start no others. A second call does nothing."""
+        self._fail(EngineDeadError("the engine was shut down"), EngineDeadError("the engine was shut down"))
+
+    def end(self) -> None:
+        """End the engines at once, and wait until they have ended; for use without an event loop."""
+        self.stop()
+        for replica in self._replicas:
+            replica.handle.end()
+
+    def abandon(self) -> None:
+        """End the engines of a listener that exists no more; from any thread."""
+        loop = self._watches[0].get_loop() if self._watches else None
+        if loop is not None and loop.is_running():
+            loop.call_soon_threadsafe(self.stop)
+        else:  # a loop that does not run would not close the connections
+            self.end()
+
+    async def wait(self) -> None:
+        """Wait for the processes to end, after `stop`, and for the records in progress."""
+        if self._watches and self._watches[0].get_loop() is asyncio.get_running_loop():
+            await asyncio.wait(self._watches)
+        for replica in self._replicas:
+            await replica.handle.wait()
+            await asyncio.to_thread(replica.records.close)
+
+    def _fail(self, failure: PenstockError, shown: EngineDeadError) -> None:
+        """End all engines: there will be none any more."""
+        listener = self._listener()
+        if self.failure is None:
+            self.failure = failure
+            if listener is not None:
+                listener.engine_failed(shown)
+        for replica in self._replicas:
+            replica.handle.give_up(failure)
+        self.settled.set()
+
+    # --- what is known of the engines ------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        if self.failure is not None:
+            return EngineState.FAILED
+        if not self.settled.is_set():
+            return EngineState.STARTING
+        return EngineState.READY if any(replica.is_ready for replica in self._replicas) else EngineState.RECOVERING
+
+    @property
+    def restarts(self) -> int:
+        return sum(replica.handle.restarts for replica in self._replicas)
+
+    def status(self) -> EngineStatus:
+        """Return the summed status of all engines, and the status of each."""
+        found = tuple(replica.status() for replica in self._replicas)
+        if len(found) == 1:
+            return replace(found[0], state=self.state, replicas=found)
+        ages = [one.heartbeat_age_s for one in found if one.heartbeat_age_s is not None]
+        peaks = [one.peak_memory_bytes for one in found if one.peak_memory_bytes is not None]
+        memory = {name for one in found for name in one.planned_memory}
+        return EngineStatus(
+            state=self.state,
+            pid=next((one.pid for one in found if one.pid is not None), None),
+            restarts=self.restarts,
+            heartbeat_age_s=min(ages, default=None),
+            making_progress=self.failure is None and any(one.making_progress for one in found),
+            stats=total_stats([one.stats for one in found]),
+            queued_tokens=sum(one.queued_tokens for one in found),
+            planned_memory={name: sum(one.planned_memory.get(name, 0) for one in found) for name in sorted(memory)},
+            peak_memory_bytes=sum(peaks) if peaks else None,
+            replicas=found,
+        )
+
+    def records(self, index: int) -> RecordKeeper:
+        """Return the RecordKeeper of an engine. Raise EngineDeadError if the engine has not been started yet."""
+        if index >= len(self._replicas):
+            raise EngineDeadError(f"engine {index} has not been started yet")
+        return self._replicas[index].records
+
+    def _num_rows(self) -> int:
+        infos = [replica.handle.model_info for replica in self._replicas if replica.is_ready]
+        return sum(info.max_num_seqs for info in infos if info is not None)
+
+    # --- pinned prefixes -------------------------------------------------------------------------------------------
+
+    def pin(self, pin: Pin) -> None:
+        """Tell every engine about a new pin, before the request that computes it is submitted."""
+        for replica in self._replicas:
+            replica.recovery.pin(pin)
+
+    def compute_everywhere(self, pin: Pin) -> None:
+        """Let every engine compute a pin that one of them has computed."""
+        if len(self._replicas) > 1:
+            for replica in self._replicas:
+                replica.recovery.compute(pin)
+
+    def unpin(self, pin: Pin) -> None:
+        """Tell every engine that a pin is not wanted any more."""
+        for replica in self._replicas:
+            replica.recovery.unpin(pin)
+
+    # --- what happens to an engine ---------------------------------------------------------------------------------
+
+    def _received(self, index: int, frame: frames.FromEngine) -> None:
+        """Handle a frame of the engine's current process. Outputs are passed on without choices that have moved to
+        another engine meanwhile."""
+        listener, replica = self._listener(), self._replicas[index]
+        if listener is None:  # the client was dropped, and its engines are about to end
+            return
+        match frame:
+            case frames.Outputs():
+                replica.last_outputs_at = time.monotonic()
+                places = (self._assigned.get(output.request_id) for output in frame.outputs)
+                pairs = zip(frame.outputs, places, strict=True)
+                outputs = [output for output, place in pairs if place is None or place.replica is replica]
+                listener.received(index, outputs, frame.stats)
+                self._note_computed(replica, outputs)
+            case frames.Rejected():
+                listener.rejected(frame.request_id, frame.as_error())
+            case frames.Ready():
+                self._engine_ready(replica, frame.info, listener)
+            case frames.Leaving():
+                LOGGER.info("%s takes no new requests", replica.name)
+                replica.recovery.leaving = True
+                self._move_waiting()
+            case frames.Failed():
+                self._give_up(replica)
+
+    def _engine_ready(self, replica: Replica, info: ModelInfo, listener: EngineListener) -> None:
+        """Let a new engine in, unless its bits differ from the running engines'. The first starts the others."""
+        if self.failure is not None:
+            return  # its frame was on the way when all engines were stopped
+        known = self.model_info
+        if known is not None and known.system_fingerprint != info.system_fingerprint:
+            change = f"{known.system_fingerprint} became {info.system_fingerprint}"
+            if any(other.is_ready for other in self._replicas if other is not replica):
+                message = f"it computes differently from the others ({change}): its files or its processor differ"
+                replica.handle.give_up(EngineDeadError(message))
+                self._give_up(replica)
+                return
+            listener.engine_failed(EngineDeadError(f"the new engine computes differently: {change}"))
+            self.model_info = info
+        self.model_info = self.model_info or info  # that of the first engine says why its options were chosen
+        replica.recovery.engine_ready()
+        listener.engine_ready(replica.index, self._num_rows(), info)
+        if known is None:
+            self._use_cache_of(info.block_size, replica.handle.liveness.stats.kv_blocks_total)
+            for _ in range(1, len(self)):
+                start = taking_over(self._start, info.max_model_len, replica.handle.cache_bytes)
+                self._watch(self._add_replica(start))
+        num_ready_once = sum(other.handle.model_info is not None for other in self._replicas)
+        if num_ready_once >= (self._launcher.num_initial or len(self)):
+            self.settled.set()
+        self._move_waiting()
+
+    def _engine_lost(self, replica: Replica) -> bool:
+        """Let other engines go on with the work of an engine that died. Return whether a request is to blame."""
+        to_blame = replica.recovery.engine_lost(replica.last_outputs_at)
+        request = None if to_blame is None else self._requests.owner(to_blame)
+        self.router.forget(replica.index)
+        listener = self._listener()
+        if listener is not None:
+            listener.engine_lost(replica.index, self._num_rows(), request)
+        self._move_waiting()
+        return request is not None
+
+    def _give_up(self, replica: Replica) -> None:
+        """Go on without an engine that has failed, if all have been ready once and at least one is left."""
+        error = replica.handle.failure
+        assert error is not None, "an engine that may come back keeps its requests"
+        if self.failure is not None or replica.given_up:
+            return
+        replica.given_up = True
+        shown = error
+        if not isinstance(shown, EngineDeadError):  # its text may name files, which readers of streams should not see
+            if replica.handle.model_info is not None:  # at the first start, the waiting caller reports the error
+                LOGGER.error("no engine can be started again: %s", error)
+            shown = EngineDeadError("no engine can be started again; the server's log says why")
+        if not self.settled.is_set() or all(other.given_up for other in self._replicas):
+            self._fail(error, shown)
+            return
+        LOGGER.error("%s is given up, and the others go on: %s", replica.name, shown)
+        self._engine_lost(replica)
+
+    def _note_computed(self, replica: Replica, outputs: Sequence[EngineOutput]) -> None:
+        """Note what an engine has computed, after the outputs have been handed to their readers."""
+        accepted = replica.recovery.accepts
+        for output in outputs:
+            replica.queued.computed(output.request_id, len(output.new_token_ids))
+        ended = [output.request_id for output in outputs if output.finish_reason is not None]
+        left = [self._unassign(request_id) for request_id in ended]
+        replica.recovery.received([o.request_id for o in outputs if o.new_token_ids or o.finish_reason is not None])
+        if any(left) or replica.recovery.accepts != accepted:
+            self._move_waiting()
+
+    # --- which engine computes what --------------------------------------------------------------------------------
+
+    def _use_cache_of(self, block_size: int, num_blocks: int) -> None:
+        """Set the size of the engines' caches, reported by the first ready engine, before any request arrives."""
+        self._block_size = block_size
+        self.router: Router[int] = Router(block_size, num_blocks)
+
+    def submit(self, request: OpenRequest) -> None:
+        """Let one engine compute all running choices of a request."""
+        ids = self._requests.running_of(request)
+        able = [replica for replica in self._replicas if replica.recovery.accepts]
+        able = able or [replica for replica in self._replicas if not replica.given_up and not replica.recovery.leaving]
+        able = able or [replica for replica in self._replicas if not replica.given_up]
+        if ids and able:
+            self._assign(request, ids, able)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Tell the engines that these choices are not wanted any more, or not now."""
+        gone: dict[Replica, list[str]] = {}
+        for request_id in request_ids:
+            place = self._unassign(request_id)
+            if place is not None:
+                gone.setdefault(place.replica, []).append(request_id)
+        for replica, ids in gone.items():
+            replica.recovery.abort(ids)
+        if gone:
+            self._move_waiting()
+
+    def _move_waiting(self) -> None:
+        """Move choices that wait for an engine that is not ready to engines with free rows. Choices of an engine that
+        was given up go to any other engine, with or without free rows. An engine that leaves and has no choices is
+        ended; another one takes its place when it can."""
+        for replica in self._replicas:
+            if replica.recovery.leaving and not len(replica.queued):
+                replica.handle.connection.hang_up()
+            if replica.recovery.accepts or not len(replica.queued):
+                continue
+            wanted = self._running_in(replica) if replica.given_up else replica.recovery.waiting()
+            for request, ids in self._by_request(wanted).items():
+                able = [other for other in self._replicas if other is not replica and other.recovery.accepts]
+                if not replica.given_up:
+                    rows = len(ids) * _rows(request)
+                    able = [other for other in able if other.free_rows >= rows]
+                if able:
+                    for request_id in ids:
+                        self._unassign(request_id)
+                    replica.recovery.abort(ids)
+                    self._assign(request, ids, able)
+
+    def _assign(self, request: OpenRequest, ids: Sequence[str], able: Sequence[Replica]) -> None:
+        """Let one of these engines compute running choices of a request."""
+        prompt, params = request.prompt_token_ids, request.params
+        hashes = self._hashes(prompt, request)
+        target = self._replicas[
+            self.router.choose(hashes, len(prompt), {replica.index: replica.queued.total for replica in able})
+        ]
+        cached = self.router.cached_tokens(target.index, hashes, len(prompt))
+        self.router.note(target.index, hashes)
+        for place, request_id in enumerate(ids):
+            assert request_id not in self._assigned, "a choice is in one engine at a time"
+            at_most = (params.max_tokens or 0) - self._requests.num_tokens_of(request_id)
+            prompt_left = 0 if place else len(prompt) - cached  # the others find it in the cache
+            rows = _rows(request)
+            target.queued.add(request_id, prompt_left, rows * self._outputs_left(at_most, params.ignore_eos), rows)
+            self._assigned[request_id] = _Assignment(target, request, hashes)
+        target.recovery.submit(ids)
+
+    def _unassign(self, request_id: str) -> _Assignment | None:
+        """Forget where a choice is computed, but remember that the engine has its tokens in the cache."""
+        place = self._assigned.pop(request_id, None)
+        if place is not None:
+            place.replica.queued.remove(request_id)
+            if len(self) > 1 and place.replica.recovery.accepts:
+                of_it = (one for one in place.request.choices if one.request.request_id == request_id)
+                tokens = place.request.prompt_token_ids + next((one.token_ids for one in of_it), [])
+                self.router.note(place.replica.index, self._hashes(tokens, place.request, place.hashes))
+        return place
+
+    def _hashes(self, token_ids: list[int], request: OpenRequest, known: Sequence[bytes] = ()) -> list[bytes]:
+        """Return the content hashes of full blocks; none if there is only one engine, and so nothing to compare."""
+        salt = request.engine_requests[0].cache_salt
+        return block_hashes(token_ids, salt, self._block_size, known) if len(self) > 1 else []
+
+    def _running_in(self, replica: Replica) -> list[str]:
+        running = self._requests.running()
+        return [key for key, place in self._assigned.items() if place.replica is replica and key in running]
+
+    def _by_request(self, request_ids: Iterable[str]) -> dict[OpenRequest, list[str]]:
+        found: dict[OpenRequest, list[str]] = {}
+        for request_id in request_ids:
+            request = self._requests.owner(request_id)
+            if request is not None:
+                found.setdefault(request, []).append(request_id)
+        return found
+
+
+def _rows(request: OpenRequest) -> int:
+    """Return the rows that a choice takes; the beams of a search are one choice."""
+    params = request.params
+    return params.n if params.use_beam_search else 1

@@ -1,0 +1,49 @@
+"""Find what other installed packages add to the engine, as entry points. The engine imports none of them by name.
+
+    penstock.commands               a package of commands: COMMANDS, {name: help}, and a module for each name
+    penstock.calling_conventions    a module for models with another calling convention: `build` and `adapt`
+    penstock.model_versions         {architecture: ModelVersion}, the implementations of a value of `model_impl`
+    penstock.launchers              open_launcher(config, option): starts the ranks of a model elsewhere
+    penstock.servers                serve_here(options, replicas, client): a server whose engines run elsewhere
+    penstock.profilers              a context manager that measures what an LLM computes, and prints it
+
+`penstock_lab` adds the ones that come with Penstock; the table is in pyproject.toml.
+"""
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from penstock.errors import InvalidRequestError
+
+
+def names(group: str) -> list[str]:
+    """Return the names of all entry points of a group, such as "commands"."""
+    return sorted({entry.name for entry in entry_points(group=f"penstock.{group}")})
+
+
+def load(group: str, name: str, option: str) -> Any:
+    """Return the object that an entry point names.
+
+    option: the option that asks for it, for error messages.
+
+    Raises:
+        InvalidRequestError: it is not installed, or a library that it needs is not.
+    """
+    entry = next(iter(entry_points(group=f"penstock.{group}", name=name)), None)
+    if entry is None:
+        message = f"{option}: no installed package provides {name!r} (an entry point of the group penstock.{group})"
+        raise InvalidRequestError(message, param=option)
+    try:
+        return entry.load()
+    except ImportError as error:
+        raise _missing(entry, error, option) from None
+
+
+def _missing(entry: EntryPoint, error: ImportError, option: str) -> Exception:
+    """Return the error for a library that the entry point's extra would install; an error of its own code as it is."""
+    library = (error.name or "").split(".")[0]
+    if not entry.extras or library in ("", "penstock", "penstock_lab"):
+        return error
+    extra = entry.extras[0]
+    text = f"{option}: {extra.capitalize()} is not installed: pip install 'penstock[{extra}]'"
+    return InvalidRequestError(text, param=option)

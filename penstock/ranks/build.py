@@ -1,0 +1,268 @@
+"""What the ranks of an engine build: RankPlan, from which several processes build their parts of one model; the checks
+whether a model can be split so; and make_runner, which builds a part."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.interface.step import CacheGroup
+from penstock.kernels.arena import LOGITS_ROWS
+from penstock.kernels.metadata import KVScales
+from penstock.kernels.ops import Ops, RowSource
+from penstock.kernels.scheme import Scheme
+from penstock.kernels.tensors import Array, as_array, is_torch
+from penstock.layers.factory import LayerFactory
+from penstock.layers.lm_head import HeadLayout
+from penstock.planner.memory import free_memory_bytes
+from penstock.ranks.layers import RankFactory, Split
+from penstock.ranks.links import Links
+from penstock.ranks.sharding import IN_A_LAYER, Cut, Degrees, Share, cut_all, find_degrees, heads_are_together
+from penstock.ranks.sharding_map import ShardingMap, place
+from penstock.ranks.stage import FollowingRunner, RankRunner, Stage
+from penstock.runner.structured import Forms
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
+from penstock.weights import packed
+from penstock.weights.instance import Weights
+from penstock.weights.kv_scales import read_scales
+from penstock.weights.loader import Place, make_model, make_ops
+from penstock.weights.rows import CutRows, JoinedRows
+from penstock.weights.safetensors import fingerprint
+from penstock.weights.sources import ParameterSource, read_parameters, read_table
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What every rank builds its part from: a resolved config, the whole model's config, its weights, the cache groups.
+
+    Attributes:
+        degrees: how the ranks split the layers; with several stages, how the ranks of each stage do.
+        fingerprint: the fingerprint of the weights that every rank must find; None if all ranks have the same files.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    weights: Weights
+    groups: tuple[CacheGroup, ...]
+    degrees: Degrees
+    fingerprint: str | None = None
+
+    @property
+    def max_gather_bytes(self) -> int:
+        """The most bytes that a rank passes to the others at once."""
+        model, rows = self.model_config, max(self.config.scheduler.max_num_batched_tokens or 1, LOGITS_ROWS)
+        branches = max(1, model.num_experts_per_tok)
+        columns = max(model.hidden_size * branches, -(-model.vocab_size // self.degrees.vocab) + 1)
+        if self.degrees.forms is not None:  # with a sharding map, inputs and results of products are gathered, too
+            products = (item for item in read_parameters(model).values() if IN_A_LAYER.search(item.name))
+            columns = max(columns, *(max(item.shape) for item in products))
+        return 4 * max(rows * columns, model.num_experts * model.hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The first message to a rank of a pipeline.
+
+    Attributes:
+        stage, rank: the place of the rank.
+        layers: the layers of its stage.
+    """
+
+    stage: int
+    rank: int
+    plan: RankPlan
+    layers: range
+
+
+def degrees_of(config: EngineConfig, model: ModelConfig) -> Degrees:
+    """Return how the ranks of a resolved config split a model: as its parameter table or a sharding map says.
+
+    Raises:
+        InvalidRequestError: the model cannot be split so; the message says what is possible.
+    """
+    parameters = read_parameters(model)
+    degrees = find_degrees(config.parallel, model, together=heads_are_together(parameters, model))
+    sharding = read_sharding(config, model)
+    if sharding is None or degrees.size == 1:
+        return degrees
+    try:
+        return place(degrees, *sharding, parameters)
+    except ValueError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+
+
+def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, int | None], dict[str, bool]] | None:
+    """Return the axes and hints of a config's sharding map; None if the config names no map.
+
+    Raises:
+        InvalidRequestError: the map does not fit the model.
+    """
+    file = config.parallel.sharding_config
+    if file is None:
+        return None
+    try:
+        found, parameters = ShardingMap.from_file(Path(file)).of(read_table(model)), read_parameters(model)
+        return found.resolve(parameters), found.hints(parameters)
+    except ModelLoadError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+
+
+def explain_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
+    """Check that a config's sharding map fits the model. Return its effect, for EngineConfig.reasons."""
+    sharding, size = read_sharding(config, model), config.parallel.num_ranks
+    if sharding is None:
+        return {}
+    axes, _ = sharding
+    split = sum(axis is not None for axis in axes.values())
+    effect = "on one device nothing is split" if size == 1 else f"over {size} processes"
+    reason = f"{config.parallel.sharding_config}: it fits, and splits {split} of {len(axes)} parameters; {effect}"
+    return {"sharding_config": reason}
+
+
+def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
+    """Check that a model can be split as a resolved config asks, before its weights are read.
+
+    Raises:
+        InvalidRequestError: the model cannot be split so; the message says what is possible.
+    """
+    if config.parallel.is_on_ray and config.numerics.load_format == "mock":
+        message = "distributed_executor_backend: load_format = mock has no model to share; use mp"
+        raise InvalidRequestError(message, param="distributed_executor_backend")
+    num_ranks = config.parallel.num_ranks
+    degrees = degrees_of(config, model) if num_ranks > 1 else Degrees()
+    if config.numerics.load_format == "auto" and isinstance(weights, Path):
+        packed.check_split(weights, degrees.name)
+    if num_ranks == 1:
+        return
+    name, size = "tensor_parallel_size", num_ranks
+    one_thread = replace(config, numerics=replace(config.numerics, threads=1))
+    if config.numerics.kernels != "cpu" or is_torch(make_ops(one_thread, model).dtype):
+        raise NotSupportedError(
+            f"{name}: {size} processes can share only models that the native kernels compute; use 1", param=name
+        )
+    if not isinstance(weights, Path):
+        raise NotSupportedError(
+            f"{name}: {size} processes cannot share a model object; save it, and give its directory", param=name
+        )
+    if config.numerics.load_format == "mock":
+        raise InvalidRequestError(f"{name}: load_format = mock has no model to share; use 1", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace(Place):
+    """The place of a rank's part of a model, of a stage, or of a rank's part of a stage.
+
+    Attributes:
+        split: which part of every layer the rank has; None: the whole of every layer.
+        stage: which layers are loaded; None: all.
+    """
+
+    split: Split | None = None
+    stage: Stage | None = None
+
+    @classmethod
+    def of(
+        cls,
+        share: Share,
+        links: Links,
+        model: ModelConfig,
+        *,
+        free_memory: Callable[[], int] | None = None,
+        stage: Stage | None = None,
+    ) -> "RankPlace":
+        """Return the place of a share of a model."""
+        return cls(free_memory, Split(share, links, cut_all(read_parameters(model), share, model)), stage)
+
+    @property
+    def prefix(self) -> str:
+        return "" if self.split is None else f"rank.{self.split.share.rank}."
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stage is None
+
+    def factory(
+        self,
+        ops: Ops,
+        parameters: Mapping[str, Parameter],
+        *,
+        scheme: Scheme | None,
+        max_positions: int | None,
+        head: HeadLayout,
+    ) -> LayerFactory:
+        if self.split is not None:  # the head of ranks is plain (config.py)
+            return RankFactory.of(self.split, ops, scheme=scheme, max_positions=max_positions)
+        return Place.factory(self, ops, parameters, scheme=scheme, max_positions=max_positions, head=head)
+
+    def source(self, source: ParameterSource) -> ParameterSource:
+        return source if self.split is None else CutSource(source, self.split.cuts)
+
+    def trim(self, model: Any, make: LayerFactory) -> None:
+        if self.stage is not None:
+            self.stage.cut(model, make)
+
+
+@dataclass(frozen=True, slots=True)
+class CutSource:
+    """One rank's parts of the parameters."""
+
+    source: ParameterSource
+    cuts: Mapping[str, Cut]
+
+    def rows(self, parameter: Parameter) -> RowSource:
+        cut = self.cuts[parameter.name]
+        rows = self.source.rows(cut.whole)
+        if not cut.ranges:
+            return rows
+        parts = [CutRows(rows, begin, end, cut.axis) for begin, end in cut.ranges]
+        return parts[0] if len(parts) == 1 else JoinedRows(parts, cut.axis)
+
+
+class NoLinks:
+    """Stands for the links of a rank whose part is only counted, never computed."""
+
+    bytes_received = 0
+
+    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
+        raise AssertionError("a part that is only counted does not compute")
+
+
+def make_runner(
+    plan: RankPlan, ops: Ops, rank: int, links: Links | None, forms: Forms | None = None, stage: Stage | None = None
+) -> RankRunner:
+    """Load a rank's part of the model, or of a stage of it, and allocate its part of the cache.
+
+    links: how it exchanges arrays with the other ranks; None: the layers are not split over ranks.
+
+    Raises:
+        ModelLoadError, InvalidRequestError: the part cannot be loaded.
+    """
+    if (
+        plan.fingerprint is not None
+        and isinstance(plan.weights, Path)
+        and fingerprint(plan.weights) != plan.fingerprint
+    ):
+        raise ModelLoadError(
+            f"{plan.weights} on {gethostname()} differs from the engine's; give all machines the same files"
+        )
+    config, whole, share = plan.config, plan.model_config, Share(rank, plan.degrees)
+    part = RankPlace(free_memory_bytes, None, stage)
+    if links is not None:
+        part = RankPlace.of(share, links, whole, free_memory=free_memory_bytes, stage=stage)
+    model = make_model(config, whole, plan.weights, ops, part)
+    scales = read_scales(config, whole)
+    own_scales = None if scales is None else [_own_scales(item, share, whole) for item in scales]
+    kind = RankRunner if rank == 0 else FollowingRunner
+    layers = None if stage is None else stage.layers
+    return kind(model, ops, plan.groups, config, share.config(whole), own_scales, forms, layers)
+
+
+def _own_scales(scales: KVScales, share: Share, whole: ModelConfig) -> KVScales:
+    """Return the scales of the key/value heads that a rank has."""
+    first, last = share.attention.bounds(whole.num_key_value_heads)
+    parts = (scales.key_scales, scales.key_offsets, scales.value_scales, scales.value_offsets)
+    return KVScales(*(as_array(item)[first:last].copy() for item in parts))

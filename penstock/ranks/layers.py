@@ -1,0 +1,376 @@
+"""Layers of a model that several ranks share, and RankFactory, which makes them for unchanged model files. Each rank
+computes a part, and gathers the other ranks' parts if needed:
+
+    K is split       part of a sum -> sum over ranks, in the order of one process -> scales, bias
+    rows of a table  rows that this rank has -> each row from the rank that has it
+    the LM head      some columns of the logits -> all columns
+    experts          results of this rank's experts -> each row's experts, added in ascending id
+
+Where a sharding map splits a branch's weights differently from the features between them, the input and the result of a
+product pass through Wires. Everything else is computed by every rank in the same way.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+
+from penstock.config import DEGREES
+from penstock.kernels.arena import Arena, Slot
+from penstock.kernels.metadata import Heads
+from penstock.kernels.ops import Ops, RowSource, SplittingOps
+from penstock.kernels.scheme import Scheme
+from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
+from penstock.layers.factory import LayerFactory, Mixture
+from penstock.layers.lm_head import PLAIN_HEAD, LMHead
+from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, Linear, LinearSpec, whole
+from penstock.ranks.links import Links
+from penstock.ranks.sharding import DIRECT, Cut, Share, Wiring
+from penstock.spec.model_config import ModelConfig
+
+SUMMED_ROWS = 16  # how many rows of a sum over ranks are added at once
+MAGNITUDE_ROWS = 4096  # how many rows of a weight are read at once to find their largest values
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A rank's part of a model.
+
+    Attributes:
+        links: how the rank exchanges arrays with the others.
+        cuts: the cut of every parameter of which the rank has a part, by its name in the rank's model.
+    """
+
+    share: Share
+    links: Links
+    cuts: Mapping[str, Cut]
+
+
+class Wires:
+    """Gathers or selects columns of a product's input and result, as its wiring says (sharding.py)."""
+
+    def __init__(self, wiring: Wiring, links: Links) -> None:
+        self.wiring = wiring
+        self.links = links
+
+    def input(self, x: Tensor) -> Tensor:
+        """Return the columns that the product multiplies, from x [M, K or a part of it] dtype."""
+        if self.wiring.gathers_input:
+            return self._gathered(x, self.wiring.gathers_input)
+        return _selected(x, self.wiring.selects_input)
+
+    def result(self, y: Tensor) -> Tensor:
+        """Return the columns that the next layer takes, from the product's result y."""
+        if self.wiring.gathers_result:
+            return self._gathered(y, self.wiring.gathers_result)
+        return _selected(y, self.wiring.selects_result)
+
+    def _gathered(self, x: Tensor, borders: Sequence[int]) -> Tensor:
+        own = as_array(x)
+        shapes = [(len(own), end - begin) for begin, end in pairwise(borders)]
+        return np.concatenate(self.links.gather(own, len(shapes), shapes), axis=1)
+
+
+def _selected(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    return np.concatenate([as_array(x)[:, begin:end] for begin, end in ranges], axis=1) if ranges else x
+
+
+class WiredLinear(Linear):
+    """A Linear whose input and result pass through Wires."""
+
+    def __init__(self, *args: Any, wires: Wires) -> None:
+        super().__init__(*args)
+        self.wires = wires
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wires.result(super().forward(self.wires.input(x)))
+
+
+class WiredActivatedLinear(WiredLinear, ActivatedLinear):
+    """An ActivatedLinear whose input and result pass through Wires."""
+
+
+class WiredGatedLinear(WiredLinear, GatedLinear):
+    """A GatedLinear whose input and result pass through Wires."""
+
+
+def tree_sum(parts: Sequence[Array], out: Array) -> Array:
+    """Add a power of two of parts as a binary tree: the upper levels of the tree over a weight's leaves."""
+    assert len(parts) in DEGREES[1:], "the parts of a sum are those of a tree, or its bits would depend on their number"
+    if len(parts) == 2:
+        return np.add(parts[0], parts[1], out=out)
+    half = len(parts) // 2
+    left = tree_sum(parts[:half], np.empty_like(out)) if half > 1 else parts[0]
+    return np.add(left, tree_sum(parts[half:], np.empty_like(out)) if half > 1 else parts[1], out=out)
+
+
+class SummedLinear(Linear):
+    """x [M, K / degree] dtype -> x @ weight.T + bias [M, N] float32, where each rank has some leaves of K.
+
+    Attributes:
+        scales: [N] float32, the column scales of an int8 weight, which multiply the sum; None for other weights.
+    """
+
+    scales: Array | None
+    bias: Array | None
+
+    def __init__(self, like: Linear, part: Slot, split: Split, cut: Cut) -> None:
+        """like: the layer that one process would have. part: the buffer for this rank's part of the sum."""
+        super().__init__(like.ops, like.spec, part)
+        assert like.spec.shape == cut.own.shape, "a rank's part has another shape than its parameter"
+        self.sum = like.out
+        self.links = split.links
+        self.degree = cut.part.degree
+        self.wires = Wires(cut.wiring, split.links)
+
+    def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
+        source = cast(RowSource, values["weight"])
+        scheme = self.spec.packing.scheme
+        magnitudes = None
+        if scheme is not None and scheme.weight_bits == 8:
+            magnitudes = np.maximum.reduce(self.links.gather(row_magnitudes(source), self.degree))
+        ops = cast(SplittingOps, self.ops)
+        self.packed, self.scales = ops.pack_part(source, magnitudes, self.spec.packing)
+        self.bias = None
+        if self.spec.bias:
+            self.bias = whole(values["bias"]).astype(self.ops.dtype).astype(FLOAT32)
+
+    def state(self) -> dict[str, Tensor]:
+        own = {"scales": self.scales, "sum_bias": self.bias}
+        return super().state() | {name: value for name, value in own.items() if value is not None}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        scheme = self.spec.packing.scheme
+        expected = {"scales": scheme is not None and scheme.weight_bits == 8, "sum_bias": self.spec.bias}
+        for name, is_expected in expected.items():
+            shape = tuple(state[name].shape) if name in state else None
+            if shape != (self.spec.shape[:1] if is_expected else None):
+                raise ValueError(f"its {name} has the shape {shape}")
+        own = {name: as_array(state[name]) if name in state else None for name in expected}
+        self.scales, self.bias = own["scales"], own["sum_bias"]
+        super().restore({name: value for name, value in state.items() if name not in expected})
+
+    def forward(self, x: Tensor) -> Tensor:
+        part, total = as_array(super().forward(self.wires.input(x))), self.sum(x.shape[0])
+        cast(SplittingOps, self.ops).run_host(lambda: self._add(part, total))
+        return total
+
+    def _add(self, part: Array, total: Array) -> None:
+        """Add the parts of all ranks, a few rows at a time, so that the rows stay in the processor's caches."""
+        parts = self.links.gather(part, self.degree)
+        for start in range(0, len(total), SUMMED_ROWS):
+            rows = slice(start, start + SUMMED_ROWS)
+            found = tree_sum([item[rows] for item in parts], total[rows])
+            if self.scales is not None:
+                found *= self.scales
+            if self.bias is not None:
+                found += self.bias
+
+
+def row_magnitudes(source: RowSource) -> Array:
+    """Return the largest absolute value of each row."""
+    found = np.empty(source.shape[0], FLOAT32)
+    for start in range(0, len(found), MAGNITUDE_ROWS):
+        stop = min(start + MAGNITUDE_ROWS, len(found))
+        found[start:stop] = np.abs(as_array(source.read(start, stop)).astype(FLOAT32)).max(axis=1, initial=0)
+    return found
+
+
+class SplitEmbedding(Embedding):
+    """ids [T] int64 -> scale * weight[ids], where each rank has some rows of the table."""
+
+    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float, split: Split, cut: Cut) -> None:
+        super().__init__(ops, shape, out, scale)
+        self.links = split.links
+        self.rows = np.asarray(cut.borders())
+        self.index = cut.part.index
+
+    def forward(self, ids: Tensor) -> Tensor:
+        cast(SplittingOps, self.ops).run_host(lambda: self._look_up(as_array(ids)))
+        return self.out(ids.shape[0])
+
+    def _look_up(self, ids: Array) -> None:
+        """Write the rows of all ids to the buffer."""
+        owner = np.searchsorted(self.rows, ids, side="right") - 1
+        local = np.where(owner == self.index, ids - self.rows[self.index], 0)
+        rows = as_array(super().forward(self.ops.tensor(local)))
+        parts = self.links.gather(rows, len(self.rows) - 1)
+        for index, part in enumerate(parts):
+            if index != self.index:
+                mine = owner == index
+                rows[mine] = part[mine]
+
+
+class ColumnsEmbedding(Embedding):
+    """ids [T] int64 -> scale * weight[ids], where each rank has some columns of the table."""
+
+    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float, split: Split, cut: Cut) -> None:
+        super().__init__(ops, shape, out, scale)
+        self.wires = Wires(Wiring(gathers_result=tuple(cut.borders())), split.links)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.ops.tensor(as_array(self.wires.result(super().forward(ids))))
+
+
+class SplitHead(LMHead):
+    """hidden [M, hidden] dtype -> logits [M, V] float32, where each rank has some columns."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        spec: LinearSpec,
+        out: tuple[Slot, Slot],
+        split: Split,
+        columns: Sequence[int],
+        *,
+        softcap: float | None,
+    ) -> None:
+        """out: buffers for this rank's logits and for all logits. columns: where each rank's columns begin, and where
+        the last rank's end."""
+        super().__init__(ops, spec, out[0], softcap=softcap)
+        self.all = out[1]
+        self.links = split.links
+        self.columns = columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, logits = as_array(super().forward(x)), as_array(self.all(x.shape[0]))
+        cast(SplittingOps, self.ops).run_host(lambda: self._put_together(own, logits))
+        return self.ops.tensor(logits)
+
+    def _put_together(self, own: Array, logits: Array) -> None:
+        bounds = list(pairwise(self.columns))
+        shapes = [(len(own), end - begin) for begin, end in bounds]
+        np.concatenate(self.links.gather(own, len(bounds), shapes), axis=1, out=logits)
+
+
+class SplitMixture:
+    """Applies experts that are distributed over ranks, whole or in parts, with the bits of Ops.experts."""
+
+    def __init__(self, ops: Ops, split: Split, num_experts: int, down: Sequence[Any]) -> None:
+        """down: the last product of each expert of this rank."""
+        self.ops = ops
+        self.split = split
+        self.first, self.last = split.share.experts.even_bounds(num_experts)
+        self.num_experts = num_experts
+        self.down = down
+        self._scales: Array | None = None
+        self._has_scales = False
+
+    def __call__(
+        self, y: Array, gate_up: Any, down: Any, ids: Array, weights: Array, activation: str, *, out: Array
+    ) -> Array:
+        """Return the sum of weight * expert(y) of y [T, hidden] over ids, weights [T, k], in ascending expert id.
+
+        gate_up, down: the packed weights of this rank's experts.
+        """
+        assert len(gate_up) == len(down) == self.last - self.first, "a rank has other experts than its share says"
+        chosen = ids.reshape(-1)
+        own = np.flatnonzero((chosen >= self.first) & (chosen < self.last))
+        results = np.zeros((len(chosen), out.shape[1]), FLOAT32)
+        if len(own):
+            rows = np.ascontiguousarray(y[own // ids.shape[1]])
+            local = np.ascontiguousarray((chosen[own] - self.first)[:, None])
+            results[own] = self.ops.experts(rows, gate_up, down, local, np.ones((len(own), 1), FLOAT32), activation)
+        degree = self.split.share.degrees.mixture
+        if degree > 1:
+            results = tree_sum(self.split.links.gather(results, degree), np.empty_like(results))
+        scales = self._all_scales()
+        if scales is not None:
+            results *= scales[chosen]
+        return _mixed(results.reshape(*ids.shape, -1), ids, weights, out)
+
+    def _all_scales(self) -> Array | None:
+        """Return the column scales of all experts, [experts, hidden], gathered once; None if there are no scales."""
+        if not self._has_scales:
+            self._scales = self._gather_scales([getattr(item, "scales", None) for item in self.down])
+            self._has_scales = True
+        return self._scales
+
+    def _gather_scales(self, own: Sequence[Array | None]) -> Array | None:
+        """Gather the column scales of all experts from their ranks. The product of a whole expert applies its own."""
+        scales = [item for item in own if item is not None]
+        if not scales:
+            return None
+        degrees, mine = self.split.share.degrees, np.stack(scales)
+        bounds = [Share(rank, degrees).experts.even_bounds(self.num_experts) for rank in range(degrees.mixture)]
+        shapes = [(last - first, mine.shape[1]) for first, last in bounds]
+        parts = self.split.links.gather(mine, degrees.mixture, shapes)
+        return np.concatenate(parts[:: degrees.inner])
+
+
+def _mixed(results: Array, ids: Array, weights: Array, out: Array) -> Array:
+    """Add weight * result over the k experts of results [T, k, hidden], in ascending id, starting from zero."""
+    order, rows = np.argsort(ids, axis=1), np.arange(len(ids))
+    out[:] = 0
+    for place in order.T:
+        out += weights[rows, place][:, None] * results[rows, place]
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class RankFactory(LayerFactory):
+    """Makes the layers of a rank's part of a model. Its parameters are the rank's own."""
+
+    split: Split = field(kw_only=True)
+
+    @classmethod
+    def of(cls, split: Split, ops: Ops, *, scheme: Scheme | None, max_positions: int | None) -> "RankFactory":
+        """Make a factory with a new arena."""
+        parameters = {name: cut.own for name, cut in split.cuts.items()}
+        return cls(ops, parameters, Arena(ops.empty), scheme, PLAIN_HEAD, max_positions=max_positions, split=split)
+
+    def linear(self, name: str) -> Linear:
+        made, cut, wires = LayerFactory.linear(self, name), self._cut(name), self._wires(name)
+        if cut.is_summed:
+            part = self.slot(f"{name}.part", made.spec.shape[:1], "float32")
+            return SummedLinear(made, part, self.split, cut)
+        return made if wires is None else WiredLinear(self.ops, made.spec, made.out, wires=wires)
+
+    def activated_linear(self, name: str, activation: str) -> Linear:
+        made, wires = LayerFactory.activated_linear(self, name, activation), self._wires(name)
+        return made if wires is None else WiredActivatedLinear(self.ops, made.spec, made.out, activation, wires=wires)
+
+    def gated_linear(self, name: str, activation: str) -> Linear:
+        made, wires = LayerFactory.gated_linear(self, name, activation), self._wires(name)
+        return made if wires is None else WiredGatedLinear(self.ops, made.spec, made.out, activation, wires=wires)
+
+    def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
+        made, cut = LayerFactory.lm_head(self, name, softcap=softcap), self._cut(name)
+        if not cut.ranges:
+            return made
+        every = self.slot(f"{name}.all", cut.whole.shape[:1], "float32")
+        return SplitHead(self.ops, made.spec, (made.out, every), self.split, cut.borders(), softcap=softcap)
+
+    def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
+        made, cut = LayerFactory.embedding(self, name, scale=scale), self._cut(name)
+        if not cut.ranges:
+            return made
+        kind = SplitEmbedding if cut.axis == 0 else ColumnsEmbedding
+        return kind(self.ops, cut.own.shape, made.out, scale, self.split, cut)
+
+    def heads(self, cfg: ModelConfig) -> Heads:
+        return LayerFactory.heads(self, self.split.share.config(cfg))
+
+    def own_heads(self, values: Array, cfg: ModelConfig) -> Array:
+        first, last = self.split.share.attention.bounds(cfg.num_key_value_heads)
+        group = cfg.num_attention_heads // cfg.num_key_value_heads
+        return values[first * group : last * group]
+
+    def num_experts(self, cfg: ModelConfig) -> int:
+        first, last = self.split.share.experts.even_bounds(cfg.num_experts)
+        return last - first
+
+    def mixture(self, cfg: ModelConfig, down: Sequence[Linear]) -> Mixture:
+        if self.split.share.degrees.mixture == 1:
+            return LayerFactory.mixture(self, cfg, down)
+        return SplitMixture(self.ops, self.split, cfg.num_experts, down)
+
+    def _cut(self, name: str) -> Cut:
+        return self.split.cuts[f"{self.prefix}{name}.weight"]
+
+    def _wires(self, name: str) -> Wires | None:
+        """Return what converts a product's columns; None if they are those that come in and go out."""
+        wiring = self._cut(name).wiring
+        return None if wiring == DIRECT else Wires(wiring, self.split.links)

@@ -1,0 +1,185 @@
+"""Compare attention with the machine's limits and with torch's scaled_dot_product_attention, as rows of bench.ops.
+
+attend_decode: each sequence has one new token after many cached tokens, which lie in blocks in random order. `gb_s`
+counts the cached keys and values (with their scales). The long sequence with a single kv head is measured with all
+threads and with one. attend_prefill: all tokens of one sequence are new; `gflop_s` counts four operations per pair of
+tokens that see each other, per query head and element; `gb_s` counts the keys and values once.
+
+torch gets its best layout: the keys and values of each sequence in one piece. For decoding they are grouped; for
+prefill each query head has its own copy, which is made beforehand.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.attention.plan import describe_key
+from penstock.kernels.cpu.attention import CpuKVCache
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
+from penstock_lab.bench.machine import MachineLimits, Turn, ring_length, take_turns, uniform
+from penstock_lab.bench.samples import Work
+
+DTYPES = ("bf16", "int8")  # of caches
+SLICES = {"bf16": 0, "int8": 2}
+CACHE_TYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
+BLOCK_SIZE = 16
+DECODE_SEQS, DECODE_TOKENS = 8, 4096
+DECODE_HEADS = (Heads(32, 4, 64), Heads(32, 8, 128), Heads(8, 1, 128))
+LONG_TOKENS, LONG_HEADS = 32768, Heads(8, 1, 128)
+PREFILL_TOKENS = 4096
+PREFILL_HEADS = DECODE_HEADS[:2]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Sequences with `cached` and `new` tokens each. If `single`, the case is measured with one thread as well."""
+
+    op: str
+    heads: Heads
+    dtype: str
+    seqs: int
+    cached: int
+    new: int
+    single: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per sequence, cached or new, that name the case."""
+        return self.cached or self.new
+
+    @property
+    def operand_bytes(self) -> int:
+        """Approximate bytes of the operands and results of both sides."""
+        torch_heads = self.heads.num_heads if self.cached == 0 else self.heads.num_kv_heads
+        tokens = self.seqs * (self.cached + self.new)
+        return 2 * self.heads.head_dim * tokens * (12 * self.heads.num_kv_heads + 4 * torch_heads)
+
+    def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
+        """Yield one row per number of threads."""
+        backend = backends[torch.bfloat16]
+        sequences, heads = SequencesUnderTest(self, backend), self.heads
+        ours = {backend.threads: backend}
+        if self.single:
+            ours.setdefault(1, CpuOps(torch.bfloat16, threads=1))
+        calls, keys = zip(*map(sequences.call, ours.values()), strict=True)
+        turns = [Turn(call, sequences.caches) for call in calls]
+        turns.append(Turn(sequences.torch_call, sequences.plain))
+        pairs = self.seqs * sum(range(self.cached + 1, self.cached + self.new + 1))
+        operations = 4 * pairs * heads.num_heads * heads.head_dim
+        passes = max(1, SLICES[self.dtype])
+        work = Work(round(sequences.read_bytes), Counter({self.dtype: operations * passes}))
+        results = take_turns(turns, work, limits)
+        case = {"op": self.op, "dtype": self.dtype, "leaves": 1, "m": None, "n": None, "k": None}
+        shape = {"heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+        for threads, key, measured in zip(ours, keys, results, strict=True):
+            yield {
+                **case,
+                **shape,
+                "seqs": self.seqs,
+                "tokens": self.tokens,
+                "threads": threads,
+                "slices": SLICES[self.dtype],
+                "key": key,
+                **measured.figures(sequences.read_bytes, operations, limits),
+                "speedup": results[-1].seconds / measured.seconds if self.single else None,
+            }
+
+
+def decode_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[AttentionCase]:
+    """Yield the cases in the order of measuring."""
+    cache_types = [dtype for dtype in DTYPES if dtype in dtypes]
+    for shape in heads or DECODE_HEADS:
+        for dtype in cache_types:
+            yield AttentionCase("attend_decode", shape, dtype, DECODE_SEQS, DECODE_TOKENS, 1)
+    for dtype in cache_types:
+        yield AttentionCase("attend_decode", LONG_HEADS, dtype, 1, LONG_TOKENS, 1, single=True)
+
+
+def prefill_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[AttentionCase]:
+    """Yield the cases in the order of measuring."""
+    if "bf16" in dtypes:
+        for shape in heads or PREFILL_HEADS:
+            yield AttentionCase("attend_prefill", shape, "bf16", 1, 0, PREFILL_TOKENS)
+
+
+class SequencesUnderTest:
+    """The queries, new keys and new values of a case, and a ring of caches that hold the tokens before them.
+
+    Attributes:
+        caches: ring of equal caches for the kernels.
+        plain: ring of equal (keys, values) for torch, each [seqs, heads, tokens, head_dim].
+        read_bytes: bytes that the case's tokens take in a cache.
+    """
+
+    def __init__(self, case: AttentionCase, ops: CpuOps) -> None:
+        self._case, heads, lengths = case, case.heads, (case.seqs, case.cached + case.new)
+        generator = torch.Generator().manual_seed(case.tokens + heads.head_dim)
+        q = uniform((case.seqs, case.new, heads.num_heads, heads.head_dim), torch.bfloat16, generator)
+        kv_shape = (*lengths, heads.num_kv_heads, heads.head_dim)
+        k, v = (uniform(kv_shape, torch.bfloat16, generator) for _ in range(2))
+        self._q, self._k, self._v = (_rows(x) for x in (q, k[:, case.cached :], v[:, case.cached :]))
+        self._tables = _block_tables(case)
+        self.caches = self._fill_caches(ops, _rows(k[:, : case.cached]), _rows(v[:, : case.cached]))
+        self.read_bytes = self.caches[0].num_bytes * case.tokens / (self._tables.shape[1] * BLOCK_SIZE)
+        self._plain_q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        if case.cached == 0:
+            k, v = (x.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1) for x in (k, v))
+        self.plain = [(k.clone(), v.clone()) for _ in range(ring_length(2 * k.nbytes))]
+        self._out = torch.empty((case.seqs * case.new, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
+        self._params = AttentionParams(scale=heads.head_dim**-0.5)
+
+    def call(self, ops: CpuOps) -> tuple[Callable[[CpuKVCache], Tensor], str]:
+        """Return a backend's call, from a cache to [tokens, heads * head_dim], and a description of its plan."""
+        case = self._case
+        starts = torch.arange(case.seqs + 1, dtype=torch.int32) * case.new
+        lengths = torch.full((case.seqs,), case.cached + case.new, dtype=torch.int32)
+        slots = self._slots(case.cached, case.cached + case.new)
+        metadata = AttentionMetadata(starts, lengths, self._tables, slots, BLOCK_SIZE, None)
+        planned = ops.plan(metadata, case.heads, self.caches[0])
+
+        def attend(cache: CpuKVCache) -> Tensor:
+            ops.attend(self._q, self._k, self._v, cache, planned, self._params, out=self._out)
+            return self._out
+
+        return attend, "" if planned.plan is None else describe_key(planned.plan.key)
+
+    def torch_call(self, keys_and_values: tuple[Tensor, Tensor]) -> Tensor:
+        """Return torch's result [seqs, heads, new, head_dim]."""
+        prefill = self._case.cached == 0
+        operands = (self._plain_q, *keys_and_values)
+        return functional.scaled_dot_product_attention(*operands, is_causal=prefill, enable_gqa=not prefill)
+
+    def _fill_caches(self, ops: CpuOps, k: Tensor, v: Tensor) -> list[CpuKVCache]:
+        """Return a ring of equal caches that hold the keys and values [seqs * cached, kv heads, D]."""
+        case, heads = self._case, self._case.heads
+        blocks, dtype = self._tables.numel(), CACHE_TYPES[case.dtype]
+        spec = CacheSpec(blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype, SLICES[case.dtype])
+        caches = [CpuKVCache(spec)]
+        ops.store_kv(caches[0], k, v, self._slots(0, case.cached))
+        for _ in range(ring_length(caches[0].num_bytes) - 1):
+            caches.append(CpuKVCache(spec))
+            caches[-1].memory.copy_(caches[0].memory)
+        return caches
+
+    def _slots(self, start: int, end: int) -> Tensor:
+        """Return the cache slots [seqs * (end - start)] of these positions of every sequence."""
+        positions = torch.arange(start, end)
+        return (self._tables.long()[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return [seqs, n, heads, D] as [seqs * n, heads, D]."""
+    return x.flatten(0, 1).contiguous()
+
+
+def _block_tables(case: AttentionCase) -> Tensor:
+    """Return [seqs, blocks] int32: blocks in random order, as in the block pool of a busy server."""
+    columns = -(-(case.cached + case.new) // BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(case.seqs)
+    return torch.randperm(case.seqs * columns, generator=generator).int().view(case.seqs, columns)

@@ -1,0 +1,123 @@
+"""Count what the native calls of a model must read and multiply: the numerators of the fractions that benchmarks print.
+
+A weight counts with its packed size, once per call. Attention counts the cached keys and values of every sequence once
+per layer, and four operations per pair of a new token and a key, per head and element, times the slices of an int8
+cache. An expert counts only if some row of the step chose it, as the kernels report. Operations on rows count nothing:
+what they read is in the caches, and they multiply little.
+"""
+
+import ctypes
+from collections import Counter
+from dataclasses import dataclass
+
+from penstock.config import EngineConfig
+from penstock.interface.step import SchedulerOutput
+from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
+from penstock.kernels.cpu.packed import CpuLinear
+from penstock.kernels.cpu.program import Arguments
+from penstock.kernels.ops import PackedLinear
+from penstock.layers.lm_head import LMHead
+from penstock.layers.mlp import MoE
+from penstock.layers.module import named_modules
+from penstock.layers.weights import Linear
+from penstock.planner.memory import cached_token_bytes
+from penstock.spec.model_config import ModelConfig
+from penstock_lab.bench.samples import Work
+
+KIND_OF_DTYPE = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # the type in which products multiply
+NORMS = ("penstock_rms_norm", "penstock_add_rms_norm", "penstock_layer_norm", "penstock_add_layer_norm")
+NO_WORK = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The operation that a native call computes, its work, and the name of the native function."""
+
+    operation: str
+    work: Work
+    function: str
+
+
+class ModelCosts:
+    """The work of a model's native calls, from its loaded weights and the resolved config with which it was loaded.
+
+    Attributes:
+        kinds: the types in which the model's products and attention multiply.
+    """
+
+    def __init__(self, model: object, model_config: ModelConfig, config: EngineConfig) -> None:
+        dtype = config.numerics.dtype
+        self._products = {
+            piece.address: Cost(name.rpartition(".")[2], _product(layer, piece, dtype), "penstock_linear")
+            for name, layer in named_modules(model)
+            if isinstance(layer, Linear)
+            for piece in _pieces(layer)
+            if isinstance(piece, CpuLinear)
+        }
+        self._expert = Work()
+        for mixture in [layer for _, layer in named_modules(model) if isinstance(layer, MoE)][:1]:  # all are alike
+            for _, layer in named_modules(mixture.experts[0]):
+                if isinstance(layer, Linear):
+                    self._expert.add(_product(layer, layer.packed, dtype))
+        self._windows = {window for _, window in model_config.cache_groups()}
+        self._token_bytes = cached_token_bytes(config, model_config)
+        self._kind = KIND_OF_DTYPE[config.cache.kv_cache_dtype]
+        elements = model_config.num_attention_heads * model_config.head_dim
+        self._pair_operations = 4 * elements * max(1, config.kv_cache_slices)
+        self._attention: dict[int, Cost] = {}  # by window; 0: no window
+        self._programs: dict[int, tuple[object, list[Cost | int]]] = {}  # an attention is kept as its window
+        kinds = {kind for cost in self._products.values() for kind in cost.work.operations}
+        self.kinds = tuple(sorted(kinds | {self._kind}))
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Set the tokens on which the attention of the following calls works."""
+        self._attention = {}
+        for window in self._windows:
+            work = Work()
+            for item in scheduler_output.scheduled:
+                work.add(self._attend(item.num_computed_tokens, item.num_new_tokens, window))
+            self._attention[window or 0] = Cost("attention", work, "penstock_attend")
+
+    def call(self, name: str, arguments: Arguments) -> Cost:
+        """Return the operation that a native call computes, and its work without that of chosen experts."""
+        if name == "penstock_linear":
+            weight, rows = arguments[0], arguments[3]
+            cost = self._products[int(weight or 0)]
+            return Cost(cost.operation, cost.work.times(int(rows or 0)), name)
+        if name == "penstock_attend":
+            step = PenstockAttentionStep.from_address(int(arguments[0] or 0))
+            return self._attention[step.sliding_window]
+        return Cost("norm" if name in NORMS else name.removeprefix("penstock_"), NO_WORK, name)
+
+    def replay(self, calls: "ctypes.Array[PenstockCall]") -> list[Cost]:
+        """Return the cost of each call of a recorded program."""
+        if id(calls) not in self._programs:  # the array is kept, so that no other array gets its id
+            found = [self.call(RECORDABLE[call.function], tuple(call.arguments)) for call in calls]
+            windows = {id(cost): window for window, cost in self._attention.items()}
+            self._programs[id(calls)] = calls, [windows.get(id(cost), cost) for cost in found]
+        return [self._attention[item] if isinstance(item, int) else item for item in self._programs[id(calls)][1]]
+
+    def experts(self, read: int, rows: int) -> Work:
+        """Return the work of the experts: `read` of them were read, for `rows` pairs of a row and its expert."""
+        return Work(read * self._expert.read_bytes, self._expert.times(rows).operations)
+
+    def _attend(self, cached: int, new: int, window: int | None) -> Work:
+        """Return the work of one layer for one sequence."""
+        seen = cached if window is None else min(cached, window - 1)
+        keys = sum(min(cached + index + 1, window or cached + new) for index in range(new))
+        return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))
+
+
+def _pieces(layer: Linear) -> tuple[PackedLinear, ...]:
+    return layer.packed.pieces if isinstance(layer, LMHead) else (layer.packed,)
+
+
+def _product(layer: Linear, packed: PackedLinear, dtype: str) -> Work:
+    """Return the work of one row with a packed weight of a layer."""
+    n, k = packed.shape
+    scheme = layer.spec.packing.scheme
+    if scheme is not None and scheme.slices:
+        kind, passes = "int8", scheme.slices
+    else:
+        kind, passes = KIND_OF_DTYPE[dtype], 1
+    return Work(packed.num_bytes, Counter({kind: 2 * n * k * passes}))

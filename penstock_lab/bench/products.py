@@ -1,0 +1,90 @@
+"""Compare products with a weight with the machine's limits and with torch's F.linear: the `linear` rows of bench.ops.
+
+`gb_s` counts the bytes of the packed weight. `gflop_s` counts 2 M N K, while `flop_fraction` compares the operations
+performed (two int8 slices are two products) with the peak of the type that multiplies. `torch_ms` is F.linear of that
+shape, in float32 for f32 and in bfloat16 for every other type.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing
+from penstock.kernels.scheme import Scheme
+from penstock.kernels.tensors import empty
+from penstock.spec.param_table import leaf_bounds
+from penstock_lab.bench.machine import MachineLimits, Turn, ring_length, take_turns, uniform
+from penstock_lab.bench.samples import Work
+
+DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+UP_1B, DOWN_1B, O_PROJ_1B = (5632, 2048), (2048, 5632), (2048, 2048)  # (n, k) in a 1.1B Llama
+UP_7B, DOWN_7B = (14336, 4096), (4096, 14336)
+SHAPES = (O_PROJ_1B, UP_1B, DOWN_1B, UP_7B, DOWN_7B, (32000, 2048))
+LEAF_SHAPES = (O_PROJ_1B, DOWN_1B, DOWN_7B)  # measured with leaves as well
+MULTIPLIES_IN = {"bf16": "bf16", "f32": "f32", "int8": "int8", "int8-x2": "int8", "int4": "int8", "int4-a16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProductCase:
+    """A weight [n, k] of one type, summed over k in `leaves` leaves and multiplied with each number of rows."""
+
+    n: int
+    k: int
+    dtype: str
+    leaves: int
+    rows: Sequence[int]
+
+    @property
+    def operand_bytes(self) -> int:
+        """Approximate bytes of the operands and results of both sides."""
+        return 8 * self.n * self.k + max(self.rows) * 4 * (self.n + 2 * self.k)
+
+    def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
+        """Yield one row per number of rows."""
+        ops = backends[torch.float32 if self.dtype == "f32" else torch.bfloat16]
+        generator = torch.Generator().manual_seed(self.n + self.k)
+        weight = uniform((self.n, self.k), ops.dtype, generator)
+        packed = packed_copies(ops, weight, self.dtype, leaves=self.leaves)
+        plain = [weight.clone() for _ in range(ring_length(weight.nbytes))]
+        for m in self.rows:
+            x, out = uniform((m, self.k), ops.dtype, generator), torch.empty((m, self.n))
+            turns = [Turn(partial(ops.linear, x, out=out), packed), Turn(partial(functional.linear, x), plain)]
+            operations, slices = 2 * m * self.n * self.k, 2 if self.dtype == "int8-x2" else 1
+            work = Work(packed[0].num_bytes, Counter({MULTIPLIES_IN[self.dtype]: operations * slices}))
+            (measured,) = take_turns(turns, work, limits)
+            shape = {"op": "linear", "dtype": self.dtype, "leaves": self.leaves, "m": m, "n": self.n, "k": self.k}
+            yield {**shape, **measured.figures(work.read_bytes, operations, limits)}
+
+
+def product_cases(
+    shapes: Sequence[tuple[int, int]], dtypes: Sequence[str], rows: Sequence[int]
+) -> Iterator[ProductCase]:
+    """Yield the cases in the order in which they are measured."""
+    for n, k in shapes:
+        for dtype in dtypes:
+            yield ProductCase(n, k, dtype, 1, rows)
+            if (n, k) in LEAF_SHAPES:
+                yield ProductCase(n, k, dtype, REDUCTION_LEAVES, rows)
+
+
+def packed_copies(
+    ops: CpuOps, weight: Tensor, dtype: str, *, leaves: int = 1, gated: bool = False, count: int | None = None
+) -> list[PackedLinear]:
+    """Pack a weight [n, k] once, and return `count` copies of it; by default, as many as make a ring."""
+    scheme = None if dtype in ("bf16", "f32") else Scheme.parse(dtype)
+    leaf_ends = tuple(end for _, end in leaf_bounds(weight.shape[1], leaves)) if leaves > 1 else ()
+    packing = Packing(leaf_ends, scheme, gated)
+    first = ops.pack_linear(weight, packing=packing)
+    copies = [first]
+    for _ in range(1, count or ring_length(first.num_bytes)):
+        state = {name: empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in first.state().items()}
+        copies.append(ops.restore_linear(weight.shape, state, packing))
+    return copies

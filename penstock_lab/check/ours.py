@@ -1,0 +1,119 @@
+"""Our side of a comparison: a loaded model, and one recorded pass over a whole prompt.
+
+The caches are paged, as in the engine. The pass never replays a recorded program, because hooks need the Python code.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.backends import load_ops
+from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
+from penstock.kernels.ops import Ops
+from penstock.layers.attention import Attention
+from penstock.layers.context import ForwardContext
+from penstock.layers.module import named_modules
+from penstock.layers.weights import LayerNorm, RMSNorm
+from penstock.models.config_json import load_model_config
+from penstock.planner.memory import free_memory_bytes
+from penstock.spec.model_config import ModelConfig
+from penstock.weights.loader import Place, load_model
+from penstock_lab.check.trace import Call, Trace, float_tensors, watching
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OurModel:
+    """One of our models with its weights."""
+
+    directory: Path
+    config: ModelConfig
+    ops: Ops
+    model: Any
+
+    @classmethod
+    def load(cls, directory: Path, *, dtype: str, kernels: str, tokens: int) -> "OurModel":
+        """Load the model for a prompt of `tokens` tokens.
+
+        Raises:
+            ModelLoadError, InvalidRequestError: as in load_model.
+        """
+        config = load_model_config(directory)
+        ops = load_ops(kernels, getattr(torch, dtype))
+        model = load_model(directory, config, ops, max_model_len=tokens, place=Place(free_memory_bytes))
+        return cls(directory, config, ops, model)
+
+    @torch.inference_mode()
+    def run(self, ids: list[int], follow: Trace | None = None) -> tuple[Trace, Tensor]:
+        """Run one pass over a prompt. Return its trace and the logits after each token, [T, V] float32.
+
+        follow: another trace, as in Trace.
+        """
+        ctx = self._context(len(ids))
+        with _watching(self.model, follow) as trace:
+            hidden = self.model(torch.tensor(ids, device=self.ops.device), ctx)
+            logits = self.model.compute_logits(hidden)
+        self._add_head_norms(trace, ctx.positions)
+        return trace, logits.clone()
+
+    def _context(self, tokens: int) -> ForwardContext:
+        """Return the context for one prompt that begins at position 0, in blocks 0, 1, 2, ..."""
+        config, ops = self.config, self.ops
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        num_blocks = -(-tokens // BLOCK_SIZE)
+        caches, attention = [], []
+        for window in config.layer_windows:
+            cache = ops.new_kv_cache(CacheSpec(num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, ops.dtype))
+            meta = AttentionMetadata(
+                query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
+                seq_lens=torch.tensor([tokens], dtype=torch.int32),
+                block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
+                slot_mapping=torch.arange(tokens),
+                block_size=BLOCK_SIZE,
+                sliding_window=window,
+            )
+            caches.append(cache)
+            attention.append(ops.plan(meta, heads, cache))
+        positions = torch.arange(tokens, device=ops.device)
+        return ForwardContext(positions, tuple(caches), tuple(attention), tuple(range(len(caches))))
+
+    def _add_head_norms(self, trace: Trace, positions: Tensor) -> None:
+        """Add the norms of q and k to the trace, after the product of q, k and v.
+
+        The norms are fused with the rotation, so they are not separate calls; here they are computed without it.
+        """
+        for name, module in named_modules(self.model):
+            product = trace.last(f"{name}.qkv_proj")
+            if not isinstance(module, Attention) or module.q_norm is None or module.k_norm is None or product is None:
+                continue
+            norms = replace(module.rotary_params, cos_sin=None)
+            q, k, _ = self.ops.rotary_qkv(product.outputs[0], positions, norms)
+            at = trace.index(product) + 1
+            trace[at:at] = [Call(f"{name}.q_norm", (), float_tensors(q)), Call(f"{name}.k_norm", (), float_tensors(k))]
+
+
+@contextmanager
+def _watching(model: object, follow: Trace | None) -> Iterator[Trace]:
+    """Record what `watching` records, and also calls of the norms' method `add`, which hooks do not see."""
+    with watching(model, follow) as trace, ExitStack() as stack:
+        for name, norm in named_modules(model):
+            if isinstance(norm, RMSNorm | LayerNorm):
+                stack.enter_context(patch.object(norm, "add", partial(_recorded_add, norm.add, trace, name)))
+        yield trace
+
+
+def _recorded_add(
+    add: Callable[..., tuple[Tensor, Tensor]], trace: Trace, name: str, x: Tensor, h: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    total, normed = add(x, h)
+    if h is not None:  # otherwise the norm called itself, and the hook recorded that
+        normed = trace.record(name, float_tensors(total), normed)
+    return total, normed

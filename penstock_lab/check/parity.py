@@ -1,0 +1,251 @@
+"""The table of errors: each of our layers compared with the Transformers module, or the kernel, that computes the same.
+
+`compare` runs our model and Transformers' model in float32, each on its own values. The rows are in the order of our
+computation, so the models diverge at the first row beyond its bound, and later rows inherit that difference.
+
+`compare_kernels` runs the native kernels and the reference. Each reference layer reads what the same native layer has
+read, so every row shows the error of that layer alone; in bfloat16, rounding could otherwise choose another expert. It
+does not need Transformers.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.lm_head import LMHead
+from penstock.layers.module import get_submodule, named_modules
+from penstock.layers.weights import ActivatedLinear, Embedding, Linear, WeightLayer
+from penstock.weights.safetensors import Checkpoint
+from penstock.weights.sources import CheckpointSource, read_table
+from penstock_lab.check.ours import OurModel
+from penstock_lab.check.pairs import BLOCK, both_values, find_pairs, modules_of, split_columns
+from penstock_lab.check.report import Row
+from penstock_lab.check.trace import Call, Trace
+from penstock_lab.check.twin import Twin
+
+# Bounds of the relative error (RMS). Two orders of summation in float32 differ by about 1e-7 per product, and these
+# rounding errors add up like a random walk over the blocks. A wrong weight, epsilon or angle causes far larger errors.
+LAYER_TOLERANCE = 1e-5
+KERNEL_TOLERANCE = {"float32": LAYER_TOLERANCE, "bfloat16": 5e-3}  # a bfloat16 rounding is at most 2^-9
+LOGPROB_TOLERANCE = 1e-4  # absolute, the project's bound for every family in float32
+ATTENTION, ACTIVATION, STREAM = "attention (rotary, mask, scale)", "activation", "residual stream"
+LOGPROBS, TABLE, EXPERTS = "log-probabilities", "(all rows)", "(weights of all experts)"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """An output of both computations.
+
+    Attributes:
+        layer: our layer.
+        what: which of its outputs, or in brackets which piece of it; "" for its whole result.
+        ours, theirs: [T, n] float32.
+    """
+
+    layer: str
+    what: str
+    their_module: str
+    ours: Tensor
+    theirs: Tensor
+
+    @property
+    def block(self) -> int | None:
+        """The number of the decoder block that contains the layer, or that the layer is."""
+        match = BLOCK.match(self.layer + ".")
+        return None if match is None else int(match[1].rpartition(".")[2])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """Both models after one pass each.
+
+    Attributes:
+        source: our checkpoint.
+        places: the compared outputs, in the order of computation.
+        rows: one row per place, then one for the log-probabilities.
+    """
+
+    ours: OurModel
+    source: CheckpointSource
+    twin: Twin
+    their_trace: Trace
+    places: tuple[Place, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def first_failed(self) -> int | None:
+        """The index of the first row that failed."""
+        return next((index for index, row in enumerate(self.rows) if not row.passed), None)
+
+    @property
+    def differs_in_attention(self) -> bool:
+        """Whether the first difference is the result of attention."""
+        index = self.first_failed
+        return index is not None and index < len(self.places) and self.places[index].what == ATTENTION
+
+
+def compare(ours: OurModel, twin: Twin, ids: list[int]) -> Comparison:
+    """Run both models over a prompt and compare every layer."""
+    our_trace, our_logits = ours.run(ids)
+    their_trace, their_logits = twin.run(ids)
+    table = read_table(ours.config)
+    source = CheckpointSource(Checkpoint(ours.directory), table, table.parameters(ours.config))
+    places = tuple(_Walk(ours.model, source, twin.model, their_trace, len(ids)).places(our_trace))
+    found = errors(our_logits.cpu().log_softmax(dim=-1), their_logits.log_softmax(dim=-1))
+    last = Row(None, LOGPROBS, "logits", *found, LOGPROB_TOLERANCE, absolute=True)
+    return Comparison(ours, source, twin, their_trace, places, (*rows_of(places, LAYER_TOLERANCE), last))
+
+
+def compare_kernels(directory: Path, dtype: str, ids: list[int]) -> tuple[Row, ...]:
+    """Run the native kernels and the reference over a prompt and compare every layer."""
+    native, reference = (
+        OurModel.load(directory, dtype=dtype, kernels=kernels, tokens=len(ids)) for kernels in ("cpu", "reference")
+    )
+    found, _ = native.run(ids)
+    expected, _ = reference.run(ids, follow=found)
+    return compare_traces(native, found, expected, dtype)
+
+
+def compare_traces(model: OurModel, found: Trace, expected: Trace, dtype: str) -> tuple[Row, ...]:
+    """Return the rows that compare two passes of the same model."""
+    return tuple(rows_of(_kernel_places(model.model, found, expected), KERNEL_TOLERANCE[dtype]))
+
+
+def rows_of(places: Iterable[Place], tolerance: float) -> Iterator[Row]:
+    """Yield each place as a row. The bound grows with the number of blocks passed, because rounding errors add up."""
+    blocks = 0
+    for place in places:
+        blocks = blocks if place.block is None else place.block + 1
+        found = errors(place.ours, place.theirs)
+        name = f"{place.layer} {place.what}".rstrip()
+        yield Row(place.block, name, place.their_module, *found, tolerance * math.sqrt(1 + blocks))
+
+
+def errors(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """Return the largest difference, and the RMS of the difference over the RMS of `theirs`; infinite for NaN."""
+    if ours.shape != theirs.shape:
+        return math.inf, math.inf
+    if torch.equal(ours, theirs):  # false for NaN
+        return 0.0, 0.0
+    difference, scale = (ours - theirs).double(), theirs.double().square().mean().sqrt().item()
+    largest, rms = difference.abs().max().item(), difference.square().mean().sqrt().item()
+    if not math.isfinite(largest):
+        return math.inf, math.inf
+    return largest, rms / scale if scale else (math.inf if rms else 0.0)
+
+
+def _kernel_places(model: object, found: Trace, expected: Trace) -> Iterator[Place]:
+    before: Call | None = None
+    for own, other in zip(found, expected, strict=True):
+        attention = _attention_before(own.name, model)
+        if attention is not None:
+            yield Place(attention, ATTENTION, "reference", _flat(own.inputs[0]), _flat(other.inputs[0]))
+        # A module that only returns the result of the previous call, which is inside it, gets no row.
+        returned = before is not None and len(own.outputs) == 1 and torch.equal(own.outputs[0], before.outputs[0])
+        if isinstance(get_submodule(model, own.name), WeightLayer) or not returned:
+            what = STREAM if BLOCK.fullmatch(own.name + ".") else ""
+            yield Place(own.name, what, "reference", _flat(_summed(own)), _flat(_summed(other)))
+        before = own
+
+
+def _attention_before(name: str, model: object) -> str | None:
+    """Return the attention layer whose result the product `name` reads, or None for other modules."""
+    parent = name.rpartition(".")[0]
+    modules = dict(named_modules(model))
+    attention = modules.get(parent)  # None if the parent is a list of modules
+    return parent if isinstance(attention, Attention) and attention.o_proj is modules[name] else None
+
+
+def _summed(call: Call) -> Tensor:
+    """Return the output of a module of ours. The module may leave it to the next norm to add its branches."""
+    return sum(call.outputs[1:], start=call.outputs[0])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.flatten(1).cpu()
+
+
+class _Walk:
+    """Goes through our trace and finds what to compare each call with."""
+
+    def __init__(self, ours: object, source: CheckpointSource, twin: nn.Module, theirs: Trace, tokens: int) -> None:
+        self.ours, self.source, self.twin, self.theirs, self.tokens = ours, source, twin, theirs, tokens
+        self.pairs = find_pairs(source.parameters, ours, twin)
+
+    def places(self, trace: Trace) -> Iterator[Place]:
+        activated: str | None = None  # the layer whose activation the next product reads
+        for call in trace:
+            layer = get_submodule(self.ours, call.name)
+            if isinstance(layer, ActivatedLinear):
+                activated = call.name
+            elif isinstance(layer, WeightLayer):
+                if isinstance(layer, LMHead):
+                    continue  # the log-probabilities are compared instead
+                if isinstance(layer, Linear):
+                    yield from self._input(call, activated)
+                    activated = None
+                yield from self._output(call, layer)
+            elif call.name in self.pairs.branches:
+                yield from self._between(call, "", self.pairs.branches[call.name])
+                yield from self._experts(call.name)
+            elif call.name in self.pairs.blocks:
+                yield from self._between(call, STREAM, self.pairs.blocks[call.name])
+
+    def _input(self, call: Call, activated: str | None) -> Iterator[Place]:
+        """Compare the input of a product if no layer computes it: the result of attention, or an activation."""
+        attention = _attention_before(call.name, self.ours)
+        layer, layout = attention or activated, self.pairs.layouts.get(call.name)
+        if layer is None or layout is None or len(layout.sources) > 1:
+            return
+        (module,) = modules_of(layout)
+        their_call = self.theirs.last(module)
+        if their_call is not None:
+            ours, theirs = self._rows(call.inputs[0]), self._rows(their_call.inputs[0])
+            yield Place(layer, ATTENTION if attention else ACTIVATION, f"{module} (input)", ours, theirs)
+
+    def _output(self, call: Call, layer: WeightLayer) -> Iterator[Place]:
+        layout = self.pairs.layouts.get(call.name)
+        pieces = {} if layout is None else split_columns(layout, self._rows(call.outputs[0]))
+        for module, ours in pieces.items():
+            their_call, their_layer = self.theirs.last(module), self.twin.get_submodule(module)
+            if their_call is None or not their_call.outputs:
+                continue
+            theirs = self._rows(their_call.outputs[0])
+            if not isinstance(layer, Embedding):
+                what = f"({module.rpartition('.')[2]})" if len(pieces) > 1 else ""
+                yield Place(call.name, what, module, ours, theirs)
+                continue
+            # Their module may apply the scale, or the model later; in that case the first block's stream shows it.
+            ours = ours / layer.scale if type(their_layer) is nn.Embedding else ours
+            yield Place(call.name, "", module, ours, theirs)
+            table = their_layer.get_parameter("weight").detach().float()  # the prompt reads only some of its rows
+            yield Place(call.name, TABLE, module, layer.table().cpu().float(), table)
+
+    def _between(self, call: Call, what: str, module: str) -> Iterator[Place]:
+        """Compare the output of a block or a branch."""
+        their_call = self.theirs.last(module)
+        if their_call is not None and their_call.outputs:
+            yield Place(call.name, what, module, self._rows(_summed(call)), self._rows(their_call.outputs[0]))
+
+    def _experts(self, branch: str) -> Iterator[Place]:
+        """Compare the weights of all experts, because the prompt reaches only some. The place shows the worst one."""
+        places = (
+            Place(branch, EXPERTS, self.pairs.branches[branch], ours, theirs)
+            for parameter, ours, theirs in both_values(branch, self.source, self.twin.state_dict())
+            if parameter.name.rpartition(".")[0] not in self.pairs.layouts
+        )
+        worst = max(places, key=lambda place: errors(place.ours, place.theirs)[1], default=None)
+        if worst is not None:
+            yield worst
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Return values with one entry per token as [T, n]. Theirs have a batch axis, and some an axis of heads."""
+        tensor = tensor.cpu()
+        if tensor.ndim == 4 and tensor.shape[1] != self.tokens:
+            tensor = tensor.transpose(1, 2)
+        return tensor.reshape(self.tokens, -1)

@@ -1,0 +1,185 @@
+"""A check, from the user's options to a Report and, if everything passed, a certificate."""
+
+import contextlib
+import inspect
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from penstock import __version__
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError, ModelLoadError, check_int, check_str, fail
+from penstock.kernels.cpu.library import level_of_bits
+from penstock.kernels.ops import NUMERICS_VERSION
+from penstock.models.certificate import RANDOM_TINY, Certificate, find_basis, remove_certificate, write_certificate
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_model
+from penstock.planner.memory import free_memory_bytes
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import num_elements
+from penstock.weights.hub import resolve_model
+from penstock.weights.memory import check_memory
+from penstock.weights.sources import read_parameters
+from penstock_lab.check.cause import find_cause
+from penstock_lab.check.ours import OurModel
+from penstock_lab.check.parity import LOGPROBS, compare, compare_kernels
+from penstock_lab.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
+from penstock_lab.check.report import Report
+from penstock_lab.check.target import find_target
+from penstock_lab.check.twin import ATTENTIONS, Twin, transformers
+
+SHORTEST = 8  # fewest tokens in the prompt
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of one check.
+
+    Attributes:
+        model: a directory, a hub name, "demo", a config.json, or the name of an architecture.
+        against: directory of the Transformers model to compare with; None: the same as for `model`.
+        tiny: check a random model with the shrunk config, even if there are weights.
+        verify: only compare the native kernels with the reference.
+        dtype: type for the engine's guarantees and `verify`; Transformers' layers are compared in float32.
+        prompt_len: number of tokens in the prompt.
+    """
+
+    model: str = "demo"
+    against: str | None = None
+    tiny: bool = False
+    verify: bool = False
+    dtype: str = "auto"
+    kernels: str = "auto"
+    prompt_len: int = 64
+
+    def __post_init__(self) -> None:
+        check_str("model", self.model)
+        check_str("against", self.against, optional=True)
+        check_int("prompt_len", self.prompt_len, SHORTEST, 2**20)
+        EngineConfig.from_options(dtype=self.dtype, kernels=self.kernels)
+        if self.against is not None and (self.tiny or self.verify):
+            raise fail("against", self.against, "left out with --tiny and --verify")
+
+
+def check_model(options: Options, announce: Announce = lambda line: None) -> Report:
+    """Check one model.
+
+    Args:
+        announce: called with a line of text at each step.
+
+    Raises:
+        ModelLoadError: our loader or Transformers cannot load the model, or Transformers is missing.
+        InvalidRequestError: an option does not fit the model or the machine.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-check-") as scratch:
+        target = find_target(options.model, Path(scratch), tiny=options.tiny)
+        config = load_model_config(target.directory)
+        if target.weights == RANDOM_TINY:
+            torch.set_num_threads(1)  # products this small do not gain from more threads
+        numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
+        longest = config.max_position_embeddings - NUM_TOKENS - 1
+        check_int("prompt_len", options.prompt_len, SHORTEST, longest)
+        prompts = make_prompts(options.prompt_len, config.vocab_size)
+        setting = Setting(target.directory, numerics.dtype, numerics.kernels, prompts)
+        report = Report(
+            model=options.model,
+            architecture=config.architecture,
+            weights=target.weights,
+            kernels=f"cpu.{level_of_bits()}" if numerics.kernels == "cpu" else numerics.kernels,
+            dtype=numerics.dtype,
+            prompt_len=options.prompt_len,
+        )
+        if options.verify:
+            return _compare_kernels(report, setting, config, announce)
+        report = _compare_models(report, setting, config, options.against, announce)
+        if options.against is not None:
+            return report
+        if report.passed:
+            announce(f"the engine's guarantees, in {report.dtype}")
+            report = replace(report, proofs=tuple(prove(setting)))
+        return report if target.config_file is None else _certify(report, target.config_file)
+
+
+def _compare_kernels(report: Report, setting: Setting, config: ModelConfig, announce: Announce) -> Report:
+    if setting.kernels != "cpu":
+        raise InvalidRequestError("verify: it compares the native kernels with the reference; --kernels must be cpu")
+    announce(f"the native kernels beside the reference, in {setting.dtype}")
+    prompt, remarks = _prompt(setting, config)
+    rows = compare_kernels(setting.directory, setting.dtype, prompt)
+    return replace(report, against="the reference kernels", rows=rows, remarks=remarks)
+
+
+def _compare_models(
+    report: Report, setting: Setting, config: ModelConfig, against: str | None, announce: Announce
+) -> Report:
+    """Compare both models over one prompt.
+
+    Raises:
+        InvalidRequestError: `against` has another architecture.
+    """
+    announce("every layer beside Transformers' module, in float32")
+    needed = 4 * num_elements(read_parameters(config).values())
+    check_memory({"float32 weights of Transformers' model": needed}, free_memory_bytes())
+    theirs = setting.directory if against is None else resolve_model(against)
+    architecture = load_model_config(theirs).architecture
+    if architecture != config.architecture:
+        text = f"against: it holds a {architecture}; it must hold a {config.architecture}, as the model does"
+        raise InvalidRequestError(text, param="against")
+    prompt, remarks = _prompt(setting, config)
+    ours = OurModel.load(setting.directory, dtype="float32", kernels=setting.kernels, tokens=len(prompt))
+    found = compare(ours, Twin.load(theirs), prompt)
+    if found.differs_in_attention:
+        with contextlib.suppress(ModelLoadError):  # some models, such as Gemma 2, have no second attention
+            again = compare(ours, Twin.load(theirs, ATTENTIONS[1]), prompt)
+            found = found if again.differs_in_attention else again
+    beside = f"Transformers {transformers().__version__} ({found.twin.attention})"
+    beside += "" if against is None else f" with {against}"
+    return replace(report, against=beside, rows=found.rows, cause=find_cause(found), remarks=remarks)
+
+
+def _prompt(setting: Setting, config: ModelConfig) -> tuple[list[int], tuple[str, ...]]:
+    """Return the prompt's ids, and remarks on what they are too few to test.
+
+    The number of ids differs from the number of heads, so that tokens and heads cannot be confused in a shape.
+    """
+    prompt, rope = setting.prompts[0], config.rope
+    while len(prompt) in (config.num_attention_heads, config.num_key_value_heads):
+        prompt = prompt[:-1]
+    beyond = sorted({window for window in config.layer_windows if window is not None and window >= len(prompt)})
+    remarks = [f"windows of {size} tokens hide nothing from a prompt of {len(prompt)}" for size in beyond]
+    if rope is not None and rope.rope_type in ("dynamic", "longrope"):
+        context = rope.original_max_position_embeddings
+        if len(prompt) <= context < config.context:
+            remarks.append(f"a prompt of {len(prompt)} tokens does not reach beyond the original context of {context}")
+    return prompt, tuple(f"not compared: {remark}; a longer --prompt-len tests it" for remark in remarks)
+
+
+def _certify(report: Report, config_file: Path) -> Report:
+    """Write the certificate of a passed check, or remove the certificate that a failed check has disproved."""
+    model = find_model(report.architecture)
+    file = Path(inspect.getfile(model.model_class))
+    basis = find_basis(report.architecture, file, model.table_file, config_file, NUMERICS_VERSION)
+    if not report.passed:
+        remove_certificate(basis.id, report.weights)
+        return report
+    largest = {
+        "layers, relative": max(row.relative_error for row in report.rows if not row.absolute),
+        LOGPROBS: next(row.max_error for row in report.rows if row.name == LOGPROBS),
+    }
+    certificate = Certificate(
+        **asdict(basis),
+        architecture=report.architecture,
+        weights=report.weights,
+        kernels=report.kernels,
+        dtypes=tuple(sorted({"float32", report.dtype})),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        penstock=__version__,
+        transformers=transformers().__version__,
+        proofs=largest | {proof.name: proof.error for proof in report.proofs},
+    )
+    return replace(report, certificate=str(write_certificate(certificate)))

@@ -1,0 +1,10 @@
+"""The laboratory's commands, which the entry point `penstock.commands` adds to the command line."""
+
+COMMANDS = {
+    "bench": "measure throughput and latency",
+    "check": "compare a model with Transformers, layer by layer",
+    "prove": "prove on this machine what is promised: same bits, no stream dropped",
+    "plan": "predict a model's memory and speed before it is loaded",
+    "simulate": "run the real scheduler on a virtual clock: latencies and replicas for a load",
+    "replay": "compute a record of an engine's last minutes again, and compare the bits",
+}

@@ -1,0 +1,86 @@
+"""`penstock prove`: proves the promises of docs/guarantees.md on this machine with the user's model."""
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from penstock.cli.options import add_engine_options, add_model, engine_options
+from penstock.cli.terminal import handle_signals
+from penstock.client.prompts import progress
+from penstock.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from penstock_lab.prove.proof import Outcome
+
+DESCRIPTION = "Prove on this machine what Penstock promises: the same bits, and no stream dropped."
+EXAMPLES = """examples:
+  penstock prove                                 the bundled demo model, five minutes
+  penstock prove /models/llama --minutes 60      a model of yours, with more trials
+  penstock prove --only engine-deaths            one proof
+  penstock prove --json proof.json
+
+Exit code 0: every promise was kept. 1: one was broken, or a proof could not be made. 2: bad input.
+"""
+PIPED_WIDTH = 120  # characters per line of a table that goes to a file or another program
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, metavar="N", help="minutes for all proofs together (default: 5)"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="PROOF", help="the proofs to make (default: all)")
+    help_text = "write the results, with a description of each trial that went wrong, to this file"
+    parser.add_argument("--json", metavar="FILE", help=help_text)
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from penstock_lab.prove.proof import Subject
+    from penstock_lab.prove.run import chosen, run_proofs
+
+    if not (math.isfinite(args.minutes) and args.minutes > 0):
+        raise InvalidRequestError(f"minutes: {args.minutes} is not a number above 0", param="minutes")
+    options = {name: value for name, value in engine_options(args).items() if name not in ("model", "seed")}
+    proofs = chosen(args.only)
+    handle_signals(terminate=True)
+    seed = getattr(args, "seed", 0)
+    outcomes = []
+    for outcome in run_proofs(Subject(args.model, options), proofs, minutes=args.minutes, seed=seed, progress=progress):
+        outcomes.append(outcome)
+    _print_table(outcomes)
+    passed = all(outcome.passed for outcome in outcomes)
+    if args.json:
+        result = {"model": args.model, "seed": seed, "passed": passed}
+        rows = [asdict(outcome) | {"passed": outcome.passed} for outcome in outcomes]
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(result | {"proofs": rows}, file, indent=2)
+    return 0 if passed else 1
+
+
+def _print_table(outcomes: "list[Outcome]") -> None:
+    import sys
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for column in ("promise", "tried", "broken", "measured"):
+        table.add_column(column, overflow="fold", justify="right" if column in ("tried", "broken") else "left")
+    for outcome in outcomes:
+        figures = ", ".join(f"{name} {_short(value)}" for name, value in outcome.figures.items())
+        broken = "not tried" if outcome.skipped else str(outcome.num_wrong) if outcome.tried else "not tried"
+        tried = f"{outcome.tried:,} {outcome.unit}"
+        table.add_row(outcome.promise, tried, broken, outcome.skipped or figures)
+    console.print(table)
+    for outcome in outcomes:
+        for what in outcome.wrong:
+            console.print(f"{outcome.name}: {what}", markup=False)
+
+
+def _short(value: float | int | str) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value

@@ -1,0 +1,141 @@
+"""ColossalAI's InferenceConfig: its fields, the values that are supported, and why other values are not.
+
+Every field is checked. A field that has no effect here must have its default; other values are refused with a reason.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from penstock.config import BLOCK_SIZES, KV_CACHE_DTYPES, MAX_CONTEXT
+from penstock.errors import NotSupportedError, check_bool, check_choice, check_int, fail, shown
+from penstock.interface.sampling_params import SamplingParams
+from penstock.spec.config_reader import same
+
+# torch's types are compared as text, so that torch is not imported. float16 is served as bfloat16.
+TYPES = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
+TYPES |= {"torch.float16": "bfloat16", "torch.bfloat16": "bfloat16", "torch.float32": "float32"}
+PROCESSORS = ("repetition_penalty", "no_repeat_ngram_size", "forced_eos_token_id")  # these apply without sampling, too
+TEMPLATE_FIELD = "{input_text}"
+
+# Fields that must keep their default, and why.
+REASONS = {
+    "LLM.beam_search searches with beams": "beam_width early_stopping",
+    "prompts and decoding share every step, so there is nothing to balance": "prefill_ratio",
+    "sequences are packed without padding": "pad_input",
+    "LLM(speculative_config=...) decodes speculatively": "use_spec_dec max_n_spec_tokens glimpse_large_kv",
+    "LLM(directory, tensor_parallel_size=..., pipeline_parallel_size=...) splits a model": "tp_size pp_size",
+    "a pipeline chooses its micro-batches itself": "micro_batch_size micro_batch_buffer_size",
+    "kernels are chosen automatically, and there is no CUDA graph": (
+        "use_cuda_kernel use_cuda_graph max_context_len_to_capture"
+    ),
+    "products always accumulate in float32": "high_precision",
+    "sink tokens beside a window are not built yet": "enable_streamingllm start_token_size generated_token_size",
+    "it is for diffusion models, which are not supported": "patched_parallelism_size",
+}
+FIXED = {name: reason for reason, names in REASONS.items() for name in names.split()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig:
+    """ColossalAI's InferenceConfig, with its fields and defaults.
+
+    Attributes:
+        max_batch_size: maximum number of requests that run at once.
+        max_input_len, max_output_len: longest prompt and longest answer in tokens; their sum is the context.
+        dtype: "fp16" (served as bfloat16), "bf16", "fp32", or torch's types.
+        kv_cache_dtype: one of Penstock's types, such as "int8"; None means dtype.
+        prompt_template: a text that contains {input_text}, which is replaced by the prompt.
+        do_sample: False takes the most likely token and ignores top_k, top_p, min_p and temperature.
+        ignore_eos: continue after the model's end tokens.
+        block_size: tokens per block of the cache.
+
+    Raises:
+        InvalidRequestError: a value is not allowed; `param` names the field.
+        NotSupportedError: a value asks for something that is not supported; the message says why.
+    """
+
+    max_batch_size: int = 8
+    max_output_len: int = 256
+    max_input_len: int = 256
+    dtype: Any = "fp16"
+    kv_cache_dtype: str | None = None
+    prompt_template: str | None = None
+    do_sample: bool = False
+    beam_width: int = 1
+    prefill_ratio: float | None = 1.2
+    pad_input: bool = False
+    early_stopping: bool | None = False
+    top_k: int | None = 50
+    top_p: float | None = 1.0
+    min_p: float | None = None
+    temperature: float | None = 1.0
+    no_repeat_ngram_size: int | None = 0
+    repetition_penalty: float | None = 1.0
+    forced_eos_token_id: int | None = None
+    ignore_eos: bool = False
+    use_spec_dec: bool = False
+    max_n_spec_tokens: int = 5
+    glimpse_large_kv: bool = False
+    block_size: int = 16
+    tp_size: int = 1
+    pp_size: int = 1
+    micro_batch_size: int = 1
+    micro_batch_buffer_size: int | None = None
+    use_cuda_kernel: bool = False
+    high_precision: bool | None = False
+    use_cuda_graph: bool = False
+    max_context_len_to_capture: int = 512
+    enable_streamingllm: bool = False
+    start_token_size: int = 4
+    generated_token_size: int = 512
+    patched_parallelism_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("max_batch_size", self.max_batch_size, 1, 2**16)
+        for name in ("max_input_len", "max_output_len"):
+            check_int(name, getattr(self, name), 1, MAX_CONTEXT // 2)
+        if str(self.dtype) not in TYPES:
+            raise fail("dtype", self.dtype, "one of " + ", ".join(TYPES))
+        for name in ("do_sample", "ignore_eos"):
+            check_bool(name, getattr(self, name))
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
+            raise fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZES.step} up to {BLOCK_SIZES[-1]}")
+        if self.kv_cache_dtype == "fp8":
+            raise NotSupportedError("kv_cache_dtype: fp8 is not built; int8 is as small", param="kv_cache_dtype")
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, (None, *KV_CACHE_DTYPES))
+        template = self.prompt_template
+        if template is not None and (not isinstance(template, str) or TEMPLATE_FIELD not in template):
+            raise fail("prompt_template", template, f"a text that contains {TEMPLATE_FIELD}, or None")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in FIXED and value is not None and not same(value, field.default):
+                allowed = f"it must be {field.default}: {FIXED[field.name]}"
+                raise NotSupportedError(f"{field.name}: {shown(value)} is not allowed; {allowed}", param=field.name)
+        self.sampling()
+
+    def engine_options(self) -> dict[str, Any]:
+        """Return the options as EngineConfig.from_options spells them."""
+        return {
+            "dtype": TYPES[str(self.dtype)],
+            "max_num_seqs": self.max_batch_size,
+            "max_model_len": self.max_input_len + self.max_output_len,
+            "block_size": self.block_size,
+            "kv_cache_dtype": self.kv_cache_dtype or "auto",
+        }
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields of SamplingParams.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+        """
+        names = ("top_k", "top_p", "min_p", "temperature", *PROCESSORS)
+        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        SamplingParams(**given)  # also checks what do_sample=False ignores
+        if not self.do_sample:
+            given = {"temperature": 0.0} | {name: given[name] for name in PROCESSORS if name in given}
+        return given | {"max_tokens": self.max_output_len, "ignore_eos": self.ignore_eos}
+
+    def formatted(self, prompt: str) -> str:
+        """Return the prompt with the template applied."""
+        return prompt if self.prompt_template is None else self.prompt_template.replace(TEMPLATE_FIELD, prompt)

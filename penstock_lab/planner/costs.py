@@ -1,0 +1,237 @@
+"""The time of a step on some hardware: bytes and operations divided by rates. Pure arithmetic, no torch.
+
+    read         weights once per step, and the cached keys and values of every sequence
+    multiply     two operations per row and weight, times the int8 slices of a row; four per pair of a token and a key.
+                 If the hardware has rates by number of rows, they give the time of products of few rows
+    exchange     if ranks share a model: the parts that each receives from the others, and the latency of each meeting
+    host         the time of a step and of each of its sequences outside products
+
+Reading and multiplying overlap, so the longer one counts; exchanges and the host add to it. The longest of the four is
+the binding limit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from penstock.planner.ledger import Products
+from penstock.ranks.sharding import Degrees
+from penstock.spec.model_config import ModelConfig
+from penstock_lab.planner.machines import Hardware
+
+MOSTLY = 0.8  # if reading takes at least this share of the multiply time, compute is not reported as the limit
+FLOAT_BYTES = 4  # bytes of a logit, and of an element of a sum that ranks exchange
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """The work that one device does for a model, grouped by how often a step does it.
+
+    Attributes:
+        layers: products that every row of a step goes through.
+        head: products for only the rows whose logits are wanted.
+        experts: products of all experts together; a row goes through `chosen` of `num_experts`.
+        token_bytes: cached bytes of a token in one layer.
+        cache_type: type of the cached values.
+        pair_operations: operations for a token and one token that it attends to, in one layer.
+        windows: number of layers and window of each cache group.
+        meetings: sums over ranks in a pass, each with `meeting_width` float32 values per row.
+    """
+
+    layers: Products
+    head: Products
+    experts: Products
+    num_experts: int
+    chosen: int
+    token_bytes: int
+    cache_type: str
+    pair_operations: int
+    windows: tuple[tuple[int, int | None], ...]
+    meetings: int = 0
+    meeting_width: int = 0
+    head_width: int = 0
+    degrees: Degrees = field(default_factory=Degrees)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: each of `sequences` sequences has `cached` tokens and gets `rows` new ones."""
+
+    sequences: int
+    rows: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """The amounts that a step's time depends on.
+
+    Attributes:
+        sequences: sequences with at least one new token.
+        rows: new tokens of all sequences.
+        sampled: rows whose logits are wanted.
+        tokens: cached tokens that are read, counted once per layer.
+        pairs: pairs of a stream's new token and a token that it attends to, counted once per layer.
+        prompt_pairs: such pairs of prompts.
+    """
+
+    sequences: float
+    rows: float
+    sampled: float
+    tokens: float
+    pairs: float
+    prompt_pairs: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The seconds of a step, by cause."""
+
+    read: float
+    multiply: float
+    exchange: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """The time of the whole step."""
+        return max(self.read, self.multiply) + self.exchange + self.host
+
+    @property
+    def bound(self) -> str:
+        """The binding limit."""
+        parts = {
+            "memory bandwidth": self.read,
+            "compute": self.multiply if self.read < MOSTLY * self.multiply else 0.0,
+            "interconnect": self.exchange,
+            "host": self.host,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+    def plus(self, other: "StepTime") -> "StepTime":
+        """Return the sum of two steps, part by part."""
+        return StepTime(
+            self.read + other.read,
+            self.multiply + other.multiply,
+            self.exchange + other.exchange,
+            self.host + other.host,
+        )
+
+
+def step_time(work: ModelWork, hardware: Hardware, step: Step) -> StepTime:
+    """Return the time of a step; see `time_of`."""
+    tokens, pairs = _attended(work, step)
+    of_streams = (pairs, 0.0) if step.rows == 1 else (0.0, pairs)
+    amounts = Amounts(step.sequences, step.sequences * step.rows, step.sequences, tokens, *of_streams)
+    return time_of(work, hardware, amounts)
+
+
+def time_of(work: ModelWork, hardware: Hardware, step: Amounts) -> StepTime:
+    """Return the time of a step with these amounts.
+
+    Raises:
+        InvalidRequestError: the hardware has no rate for a type of the model.
+    """
+    rows = step.rows
+    shares: list[tuple[Products, float, float]] = [(work.layers, rows, 1.0), (work.head, step.sampled, 1.0)]
+    if work.num_experts:
+        shares.append((work.experts, rows * work.chosen / work.num_experts, _experts_read(work, rows)))
+    read = multiply = 0.0
+    for products, times, part in shares:
+        read += sum(part * size / hardware.reading(kind) for kind, size in products.num_bytes.items())
+        for kind, count in products.operations.items():
+            size = part * products.num_bytes.get(kind, 0)
+            multiply += hardware.product_seconds(kind, size, times * count, times / part if part else 0.0)
+    read += step.tokens * work.token_bytes / hardware.reading(work.cache_type)
+    for pairs, rates in (
+        (step.pairs, hardware.attend_streams_operations_per_s),
+        (step.prompt_pairs, hardware.attend_prompt_operations_per_s),
+    ):
+        rate = rates.get(work.cache_type) or hardware.multiplying(work.cache_type)
+        multiply += pairs * work.pair_operations / rate
+    host = hardware.step_s + hardware.sequence_s * step.sequences
+    return StepTime(read, multiply, _exchange(work, hardware, rows, step.sampled), host)
+
+
+def decode_time(work: ModelWork, hardware: Hardware, batch: int, context: int) -> StepTime:
+    """Return the time of a step that gives one token to each of `batch` streams with `context` tokens."""
+    return step_time(work, hardware, Step(batch, 1, max(0, context - 1)))
+
+
+def prefill_time(
+    work: ModelWork, hardware: Hardware, batch: int, prompt_len: int, max_num_batched_tokens: int
+) -> tuple[StepTime, float]:
+    """Return the summed parts of the steps that compute `batch` prompts in chunks, and the seconds of these steps."""
+    total, seconds, done = StepTime(0.0, 0.0, 0.0, 0.0), 0.0, 0
+    while done < prompt_len:
+        rows = min(max_num_batched_tokens, prompt_len - done)
+        together = max(1, max_num_batched_tokens // rows) if not done else 1
+        for some in _portions(batch, together):
+            part = step_time(work, hardware, Step(some, rows, done))
+            total, seconds = total.plus(part), seconds + part.seconds
+        done += rows
+    return total, seconds
+
+
+def twice_the_bandwidth(hardware: Hardware) -> Hardware:
+    """Return the hardware with twice the memory bandwidth."""
+    return replace(hardware, read_bytes_per_s={kind: 2 * rate for kind, rate in hardware.read_bytes_per_s.items()})
+
+
+def _portions(count: int, at_once: int) -> list[int]:
+    return [min(at_once, count - start) for start in range(0, count, at_once)]
+
+
+def _experts_read(work: ModelWork, rows: float) -> float:
+    """Return the expected share of experts that at least one row chooses, if rows choose evenly."""
+    return float(1.0 - (1.0 - work.chosen / work.num_experts) ** rows)
+
+
+def _attended(work: ModelWork, step: Step) -> tuple[float, float]:
+    """Return the cached tokens that are read, and the pairs of a token and a key, in all layers and sequences."""
+    tokens = pairs = 0.0
+    for layers, window in work.windows:
+        limit = step.cached + step.rows if window is None else window
+        tokens += layers * step.sequences * min(step.cached, limit)
+        short = max(0, min(step.rows, limit - step.cached))  # rows that see all earlier tokens
+        seen = short * step.cached + short * (short + 1) / 2 + (step.rows - short) * limit
+        pairs += layers * step.sequences * seen
+    return tokens, pairs
+
+
+def _exchange(work: ModelWork, hardware: Hardware, rows: float, sampled: float) -> float:
+    """Return the seconds in which each rank receives the other ranks' results, one meeting after the other."""
+    size = work.degrees.size
+    if size == 1 or not hardware.link_bytes_per_s:
+        return 0.0
+    received: float = work.meetings * rows * work.meeting_width * FLOAT_BYTES * (size - 1)
+    received += sampled * work.head_width * FLOAT_BYTES * (size - 1) / size
+    return received / hardware.link_bytes_per_s + (work.meetings + 1) * hardware.link_latency_s
+
+
+def model_work(
+    model: ModelConfig, products: Mapping[str, Products], cache: tuple[int, str, int], degrees: Degrees
+) -> ModelWork:
+    """Return the work of one of `degrees.size` devices that share a model.
+
+    Args:
+        products: the products of "layers", "head" and "experts" on this device.
+        cache: on this device, bytes of a token in a layer, type, and int8 slices of a query (0: none).
+    """
+    token_bytes, cache_type, slices = cache
+    heads = model.num_attention_heads // degrees.attention
+    sums = (degrees.attention > 1) + (max(degrees.mlp, degrees.mixture) > 1)
+    return ModelWork(
+        layers=products["layers"],
+        head=products["head"],
+        experts=products["experts"],
+        num_experts=model.num_experts,
+        chosen=model.num_experts_per_tok,
+        token_bytes=token_bytes,
+        cache_type=cache_type,
+        pair_operations=4 * max(1, heads) * model.head_dim * max(1, slices),
+        windows=tuple((len(layers), window) for layers, window in model.cache_groups()),
+        meetings=sums * model.num_hidden_layers + (degrees.vocab > 1),
+        meeting_width=model.hidden_size,
+        head_width=model.vocab_size if degrees.vocab > 1 else 0,
+        degrees=degrees,
+    )

@@ -1,0 +1,140 @@
+"""A model as the planner sees it: its config values and sizes, from config.json alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from penstock.config import EngineConfig
+from penstock.errors import NotSupportedError, fail
+from penstock.kernels.backends import load_ops
+from penstock.kernels.ops import Ops
+from penstock.kernels.scheme import Scheme
+from penstock.kernels.tensors import is_torch
+from penstock.layers.lm_head import HeadLayout
+from penstock.models.config_json import load_model_config
+from penstock.planner.ledger import ModelSizes
+from penstock.plugins.user_files import import_files
+from penstock.ranks.build import NoLinks, RankPlace
+from penstock.ranks.layers import Split
+from penstock.ranks.sharding import Share, cut_all, heads_are_together
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter, num_elements
+from penstock.weights import packed
+from penstock.weights.hub import resolve_model
+from penstock.weights.loader import ANYWHERE, Place, dtype_for
+from penstock.weights.sizes import model_sizes
+from penstock.weights.sources import read_parameters
+from penstock_lab.planner.placement import operation_of
+
+# (name, shape, leaf ends) of each parameter of a rank's part; () for a whole model
+Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """The config values of a model, and an engine config that is not yet resolved."""
+
+    config: EngineConfig
+    model: ModelConfig
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> "PlannedModel":
+        """Read the config.json of a config's model.
+
+        Raises:
+            ModelLoadError: there is no such model, or it cannot be served.
+            InvalidRequestError: the model computes in torch, which allocates its own memory.
+        """
+        _refuse_unplanned(config)
+        import_files(config.imports)
+        directory = resolve_model(config.model, weights=False)
+        model = replace(load_model_config(directory), model_impl=config.numerics.model_impl)
+        numerics, _ = packed.fit(config.numerics, directory)
+        planned = cls(replace(config, numerics=numerics), model)
+        kernels = planned.resolved().numerics.kernels
+        if kernels != "cpu" or is_torch(planned.ops.dtype):  # in this order, because the second check may import torch
+            raise fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
+        return planned
+
+    def layer_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Return the shapes of the parameters of the first layer, by the branch that they belong to."""
+        return layer_shapes(self.parameters)
+
+    def resolved(self, num_ranks: int = 0) -> EngineConfig:
+        """Return the resolved config. num_ranks: the tensor_parallel_size; 0 keeps the config's."""
+        config = self.config
+        if num_ranks:
+            config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=num_ranks))
+        return config.resolve(self.model)
+
+    @cached_property
+    def ops(self) -> Ops:
+        """The backend whose layers are counted."""
+        numerics = self.resolved().numerics
+        return load_ops(numerics.kernels, dtype_for(self.model, numerics.kernels, numerics.dtype))
+
+    @property
+    def head(self) -> HeadLayout:
+        """How the LM head is cut and padded."""
+        return HeadLayout(self.config.parallel.lm_head_pieces, self.config.parallel.pad_vocab_multiple)
+
+    @property
+    def together(self) -> bool:
+        """Whether queries or keys are normalised over all heads of a token."""
+        return heads_are_together(self.parameters, self.model)
+
+    @property
+    def num_elements(self) -> int:
+        """The number of weights; tied weights count once."""
+        return num_elements(self.parameters.values())
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter by name."""
+        return read_parameters(self.model)
+
+    @cached_property
+    def _found(self) -> dict[tuple[Scheme | None, Shapes], ModelSizes]:
+        return {}
+
+    @cached_property
+    def _parts(self) -> dict[Share, tuple[Place, Shapes]]:
+        return {}
+
+    def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
+        """Return the sizes of the model, or of a rank's part of it. Parts with equal shapes are counted once."""
+        place, shapes = (ANYWHERE, ()) if share is None or share.degrees.size == 1 else self._part(share)
+        if (scheme, shapes) not in self._found:
+            self._found[scheme, shapes] = model_sizes(self.model, self.ops, scheme, self.head, place)
+        return self._found[scheme, shapes]
+
+    def _part(self, share: Share) -> tuple[Place, Shapes]:
+        if share not in self._parts:
+            cuts = cut_all(self.parameters, share, self.model)
+            shapes = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in cuts.items())
+            self._parts[share] = RankPlace(split=Split(share, NoLinks(), cuts)), shapes
+        return self._parts[share]
+
+
+def layer_shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the shapes of the first layer's parameters, by the branch that they belong to."""
+    found: dict[str, list[tuple[int, ...]]] = {"attention": [], "mlp": []}
+    for name, parameter in parameters.items():
+        layer, _, branch = (operation_of(name) or "").rpartition(".")
+        if layer == "layers.0":
+            found[branch].append(parameter.shape)
+    return {name: tuple(shapes) for name, shapes in found.items()}
+
+
+def _refuse_unplanned(config: EngineConfig) -> None:
+    """Refuse options that use memory or time for which there is no plan."""
+    asked = {
+        "speculative_config": config.speculation.speculative_config is not None,
+        "pipeline_parallel_size": config.parallel.pipeline_parallel_size > 1,
+        "sharding_config": config.parallel.sharding_config is not None,
+        "load_format": config.numerics.load_format == "mock",
+        "kv_offload_memory_bytes": config.cache.offload_option is not None,
+    }
+    for name, given in asked.items():
+        if given:
+            raise NotSupportedError(f"{name}: a plan does not count it; leave it out", param=name)

@@ -1,0 +1,242 @@
+"""Ways in which a crowd of requests reaches an engine: in this process, through AsyncLLM, and over HTTP.
+
+Each has `ask`, which returns the answers by member of the crowd and choice.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from random import Random
+from typing import Any
+
+from penstock.assembly import build_engine
+from penstock.client.async_llm import AsyncLLM
+from penstock.config import EngineConfig
+from penstock.engine.draft_policy import EveryDraft
+from penstock.engine.engine import Engine
+from penstock.errors import EngineError, InvalidRequestError
+from penstock.interface.messages import EngineRequest
+from penstock.interface.outputs import LogprobsAt, RequestOutput
+from penstock_lab.prove.answers import Answer, Entry, Key, Member, Query, add_output
+from penstock_lab.prove.proof import Subject
+from penstock_lab.prove.servers import serve, stream
+
+PREEMPTION_RATE = 0.1  # share of the steps of a disturbed crowd after which a request is preempted
+MAX_PREEMPTIONS = 12  # in a crowd, because a request that is computed token by token must not start over for ever
+MAX_STEPS = 100_000  # maximum for a crowd; more would be a hang
+MAX_WAIT_S = 180.0  # maximum time for a crowd on another process, which may hang
+MAX_KILL_AFTER = 30  # maximum number of outputs of a crowd before the kill
+PIN = "pin"
+PATIENT = "--max-queue-wait=100000"  # for a server: this proof is about bits, and a busy machine is no reason to refuse
+AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+
+
+class Offline:
+    """Asks an engine in this process, step by step.
+
+    expected: the answers of the queries' choices, for requests that bring outputs along.
+    """
+
+    def __init__(self, engine: Engine, queries: list[Query], expected: dict[Key, Answer]) -> None:
+        self._engine = engine
+        self._queries = queries
+        self._expected = expected
+
+    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
+        """Return a crowd's answers.
+
+        Args:
+            disturbed: preempt running requests at random steps.
+            pinned: pin the prompt of one of the requests, if it can be pinned and all requests find room beside it.
+        """
+        found = {(index, choice): Answer() for index, member in enumerate(crowd) for choice in range(member.n)}
+        waiting = sorted(enumerate(crowd), key=lambda item: item[1].delay)
+        scheduler, step, left = self._engine.scheduler, 0, MAX_PREEMPTIONS if disturbed else 0
+        preempt = scheduler.preempt
+
+        def noted(request: Any) -> None:
+            found[_key(request.source_id)].preempted = True
+            preempt(request)
+
+        if pinned:
+            with suppress(InvalidRequestError):
+                self._engine.pin(PIN, self._queries[random.choice(crowd).query].prompt)
+        scheduler.preempt = noted  # type: ignore[method-assign]
+        try:
+            while waiting or self._engine.has_work:
+                while waiting and waiting[0][1].delay <= step:
+                    for request in self._requests(*waiting.pop(0)):
+                        self._add(request)
+                for output in self._engine.step():
+                    index, choice = _key(output.request_id)
+                    num = 1 if output.hypotheses is None else len(output.hypotheses)
+                    add_output([found[index, choice + place] for place in range(num)], output)
+                if left and scheduler.running and random.random() < PREEMPTION_RATE:
+                    scheduler.preempt(random.choice(scheduler.running))
+                    left -= 1
+                step += 1
+                if step > MAX_STEPS:
+                    raise EngineError(f"the engine has not come to an end after {MAX_STEPS} steps")
+        finally:
+            del scheduler.preempt
+            self._engine.unpin(PIN)
+        self._engine.check_integrity()
+        if self._engine.kv_cache.num_free < self._engine.kv_cache.num_blocks:
+            raise EngineError("blocks are in use, and no request is open")
+        return found
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._engine.add_request(request)
+        except InvalidRequestError:
+            if not self._engine.unpin(PIN):
+                raise
+            self._engine.add_request(request)
+
+    def _requests(self, index: int, member: Member) -> Iterator[EngineRequest]:
+        query = self._queries[member.query]
+        if query.is_search:
+            yield EngineRequest(f"{index} 0", query.prompt, query.params(member.n), cache_salt=member.salt)
+            return
+        for choice in range(member.n):
+            known = self._expected[member.query, choice] if member.cut else Answer()
+            state = known.sampler_states[member.cut - 1] if member.cut else None
+            yield EngineRequest(
+                f"{index} {choice}", query.prompt, query.params(), choice, known.ids[: member.cut],
+                sampler_state=state, cache_salt=member.salt, flow=f"flow {index % 3}", priority=index % 4,
+                deadline=float(index % 5),
+            )  # fmt: skip
+
+
+def _key(request_id: str) -> Key:
+    index, choice = request_id.split()
+    return int(index), int(choice)
+
+
+def open_offline(
+    stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Answer]
+) -> Offline:
+    engine = build_engine(EngineConfig.from_options(**options)).engine
+    stack.callback(engine.shutdown)
+    if engine.speculation is not None:
+        engine.speculation.policy = EveryDraft()
+    return Offline(engine, queries, expected)
+
+
+class Streaming:
+    """Asks AsyncLLM. `disturbed`: the engine process is killed after a random number of outputs."""
+
+    def __init__(self, options: dict[str, Any], queries: list[Query]) -> None:
+        self._runner = asyncio.Runner()
+        self._queries = queries
+        self._llm = AsyncLLM(**options)
+
+    def close(self) -> None:
+        self._runner.run(self._llm.shutdown())
+        self._runner.close()
+
+    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
+        return self._runner.run(self._ask(crowd, random.randint(1, MAX_KILL_AFTER) if disturbed else None))
+
+    async def _ask(self, crowd: list[Member], kill_after: int | None) -> dict[Key, Answer]:
+        found: dict[Key, Answer] = {}
+        num_outputs = 0
+
+        async def ask(index: int, member: Member) -> None:
+            nonlocal num_outputs
+            query = self._queries[member.query]
+            prompt = {"prompt_token_ids": query.prompt, "cache_salt": member.salt}
+            async for output in self._llm.generate(prompt, query.params(member.n)):
+                num_outputs += 1
+                if num_outputs == kill_after:
+                    _kill(self._llm.status().pid)
+                found.update(((index, choice), answer) for choice, answer in _answers(output))
+
+        async with asyncio.timeout(MAX_WAIT_S):
+            await asyncio.gather(*(ask(*item) for item in enumerate(crowd)))
+        return found
+
+
+def _answers(output: RequestOutput) -> Iterator[tuple[int, Answer]]:
+    prompt = [_plain(at) for at in output.prompt_logprobs or () if at is not None]
+    for choice in output.outputs:
+        logprobs = [_plain(at) for at in choice.logprobs or ()]
+        ended = str(choice.finish_reason)
+        answer = Answer(choice.token_ids, logprobs, prompt, ended, output.error, output.num_cached_tokens)
+        answer.pooled = output.pooled
+        yield choice.index, answer
+
+
+def _plain(at: LogprobsAt) -> Entry:
+    return {token: entry.logprob for token, entry in at.items()}
+
+
+def _kill(pid: int | None) -> None:
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+
+
+def open_streaming(
+    stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Answer]
+) -> Streaming:
+    asker = Streaming(options, queries)
+    stack.callback(asker.close)
+    return asker
+
+
+class Serving:
+    """Asks `penstock serve` for streams. `disturbed`: the engine process is killed in the middle of the first stream.
+
+    Queries must not ask for log-probabilities of the prompt, because a stream has none.
+    """
+
+    def __init__(self, stack: ExitStack, options: dict[str, Any], queries: list[Query]) -> None:
+        model = options["model"]
+        subject = Subject(model, {name: value for name, value in options.items() if name != "model"})
+        self._server = stack.enter_context(serve(subject, PATIENT))
+        self._queries = queries
+
+    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
+        kill_after = random.randint(0, 5) if disturbed else None
+
+        def ask(index: int) -> dict[Key, Answer]:
+            found: dict[Key, Answer] = {}
+            for number, chunk in enumerate(stream(self._server.url, self._body(crowd[index]))):
+                if index == 0 and number == kill_after:
+                    _kill(self._server.engine_pid)
+                for choice in chunk["choices"]:
+                    _add_chunk(found.setdefault((index, choice["index"]), Answer()), choice)
+            return found
+
+        with ThreadPoolExecutor(len(crowd)) as pool:
+            return {key: answer for found in pool.map(ask, range(len(crowd))) for key, answer in found.items()}
+
+    def _body(self, member: Member) -> dict[str, Any]:
+        query = self._queries[member.query]
+        return {"prompt": query.prompt, "n": member.n, "cache_salt": member.salt, **query.fields, **AS_IDS}
+
+
+def _add_chunk(answer: Answer, choice: dict[str, Any]) -> None:
+    answer.ids += choice.get("token_ids", [])
+    if choice["logprobs"] is not None:
+        for top in choice["logprobs"]["top_logprobs"]:
+            answer.logprobs.append({int(name.removeprefix("token_id:")): value for name, value in top.items()})
+    answer.ended = choice["finish_reason"] or answer.ended
+
+
+def open_serving(
+    stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Answer]
+) -> Serving:
+    return Serving(stack, options, queries)
+
+
+Asker = Offline | Streaming | Serving
+OFFLINE, STREAMING, SERVING = "offline", "AsyncLLM", "HTTP"
+OPEN: dict[str, Callable[[ExitStack, dict[str, Any], list[Query], dict[Key, Answer]], Asker]] = {
+    OFFLINE: open_offline,
+    STREAMING: open_streaming,
+    SERVING: open_serving,
+}

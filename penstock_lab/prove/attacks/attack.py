@@ -1,0 +1,224 @@
+"""An attack: requests with the correct statuses, bytes on the wire, or a way for clients to behave.
+
+`Target.judge` judges a single answer. canary.py watches what everybody else notices of an attack.
+"""
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from penstock_lab.prove.levels import quick_client
+
+KEY = "sk-canary-7f3a9c"  # the API key of the attacked server
+FLAGS = (f"--api-key={KEY}", "--allowed-host=127.0.0.1", "--allowed-host=localhost")  # both key and Host are checked
+ANSWER_S = 60.0  # maximum wait for the answer to an attack
+JSON = {"Content-Type": "application/json"}
+COMPLETION: dict[str, Any] = {"prompt": "Hi", "max_tokens": 2}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/cache/pin": {"prompt": "Once upon a time, far away, there was a little girl who liked to read.", "name": "a"},
+    "/v1/kv/prefill": {"store": "penstock-x", "prompt_token_ids": [1, 2], "cache_salt": "s"},
+    "/v1/kv/blocks": {"names": ["0-00"]},
+    "/v1/embeddings": {"input": ["Hi", "Once upon a time"]},
+    "/score": {"text_1": "Hi", "text_2": ["Hi", "Once"]},
+    "/rerank": {"query": "Hi", "documents": ["Hi", {"text": "Once"}]},
+}
+ERROR_FIELDS = {"message", "type", "param", "code"}
+# What no answer may show: the key, the server's path, and parts of a traceback.
+SECRETS = re.compile(
+    "|".join([KEY, "Traceback", "site-packages", *map(re.escape, {str(Path(__file__).parents[2]), sys.prefix})])
+)
+
+
+def judge(status: int, body: bytes, expect: Sequence[int]) -> str | None:
+    """Return what is wrong with an answer; None if nothing is.
+
+    Args:
+        expect: the correct statuses; an error must carry OpenAI's error object.
+    """
+    shown = body[:200].decode(errors="replace")
+    if status not in expect:
+        return f"{status} instead of {' or '.join(map(str, expect))}: {shown}"
+    if SECRETS.search(body.decode(errors="replace")):
+        return f"the answer shows something of the inside: {shown}"
+    if status < 400:
+        return None
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return f"{status} without an error object: {shown}"
+    return None if set(error) == ERROR_FIELDS and error["message"] else f"{status} with another error object: {shown}"
+
+
+@dataclass(slots=True)
+class Target:
+    """The attacked server, and what was wrong with its answers."""
+
+    url: str
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def client(self) -> httpx.Client:
+        """Return an HTTP client that has the key."""
+        return quick_client(self.url, KEY, ANSWER_S)
+
+    def judge(self, what: str, status: int, body: bytes, expect: Sequence[int]) -> None:
+        problem = judge(status, body, expect)
+        if problem is not None:
+            self.complaints.append(f"{what}: {problem}")
+
+    def connect(self) -> socket.socket:
+        sock = socket.create_connection(self.address, timeout=ANSWER_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def exchange(self, data: bytes) -> bytes:
+        """Send bytes unchanged. Return what comes until the server closes. Raises TimeoutError if it does not."""
+        with self.connect() as sock:
+            with suppress(OSError):
+                sock.sendall(data)
+            return read_all(sock)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Return everything until the other end closes. Raises TimeoutError if it does not."""
+    parts = []
+    with suppress(ConnectionError):
+        while part := sock.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request over HTTP.
+
+    Args:
+        content: bytes, pieces of bytes (sent in chunks), or a value for JSON; a function that makes one is called when
+            it is needed.
+    """
+
+    content: Any = None
+    expect: tuple[int, ...] = (400,)
+    path: str = "/v1/completions"
+    method: str = "POST"
+    headers: Mapping[str, str] = field(default_factory=lambda: JSON)
+
+    def send(self, http: httpx.Client) -> httpx.Response:
+        content = self.content() if callable(self.content) else self.content
+        if content is not None and not isinstance(content, bytes | Iterator):
+            content = json.dumps(content).encode()
+        return http.request(self.method, self.path, content=content, headers=dict(self.headers))
+
+    def __str__(self) -> str:
+        content = "" if callable(self.content) else repr(self.content)[:120]
+        return f"{self.method} {self.path} {content}"
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Requests whose answers are judged one by one."""
+
+    name: str
+    calls: Sequence[Call]
+
+    def run(self, target: Target) -> int:
+        """Send the requests. Return how many were sent."""
+        with target.client() as http:
+            for call in self.calls:
+                try:
+                    answer = call.send(http)
+                except httpx.HTTPError as error:
+                    target.complaints.append(f"{call}: no answer: {type(error).__name__}")
+                else:
+                    target.judge(str(call), answer.status_code, answer.content, call.expect)
+        return len(self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Pieces of bytes, each on its own connection, which the server closes afterwards.
+
+    Args:
+        expect: correct statuses of the first answer. 0: the connection may also end without an answer.
+    """
+
+    name: str
+    pieces: Sequence[bytes]
+    expect: tuple[int, ...] = (400,)
+
+    def run(self, target: Target) -> int:
+        """Send the pieces. Return how many were sent."""
+        for data in self.pieces:
+            what = repr(data[:120])
+            try:
+                answer = target.exchange(data)
+            except TimeoutError:
+                target.complaints.append(f"{what}: neither an answer nor the end of the connection")
+                continue
+            if answer or 0 not in self.expect:
+                head, _, body = answer.partition(b"\r\n\r\n")
+                words = head.split(b" ", 2)
+                status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+                length = re.search(rb"(?i)content-length: (\d+)", head)
+                target.judge(what, status, body[: int(length[1])] if length else body, self.expect)
+        return len(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """Clients whose behaviour takes code to describe.
+
+    Args:
+        act: behaves, complains to the target, and returns how many requests it made.
+    """
+
+    name: str
+    act: Callable[[Target], int]
+
+    def run(self, target: Target) -> int:
+        return self.act(target)
+
+
+Attack = Calls | Wire | Behaviour
+
+
+def refused(
+    name: str, *fields: dict[str, Any], path: str = "/v1/completions", expect: tuple[int, ...] = (400,)
+) -> Calls:
+    """Return an attack of requests that are valid except for these fields."""
+    return Calls(name, [Call({**BODIES[path], **item}, expect, path) for item in fields])
+
+
+def each(name: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the field of a body for each value."""
+    return [{name: value} for value in values]
+
+
+def head(*lines: str, request: str = "POST /v1/completions HTTP/1.1", host: str = "localhost") -> bytes:
+    """Return the head of a request that has the key and declares a JSON body."""
+    fields = [request, f"Host: {host}", f"Authorization: Bearer {KEY}", "Content-Type: application/json", *lines]
+    return "".join(f"{line}\r\n" for line in [*fields, ""]).encode("latin-1")
+
+
+def post(body: Any, *lines: str, path: str = "/v1/completions") -> bytes:
+    """Return a whole request."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return head(f"Content-Length: {len(content)}", *lines, request=f"POST {path} HTTP/1.1") + content

@@ -1,0 +1,217 @@
+"""Proof that a model's file, however damaged or hostile, loads or is refused in one line, within limits."""
+
+import json
+import math
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+from penstock.assembly.convert import convert_model
+from penstock.config import EngineConfig
+from penstock.errors import EngineError
+from penstock.models.config_json import load_model_config
+from penstock.weights.hub import resolve_model
+from penstock.weights.sources import read_parameters
+from penstock_lab.prove.file_mutations import mutate_bytes, mutate_json, mutate_safetensors, mutate_yaml
+from penstock_lab.prove.proof import Trials
+
+DEADLINE_S = 60.0  # by the clock; the reader's own limit of 10 s of processor time comes first unless it is stuck
+MAX_JSON = 2**20  # maximum bytes of a mutated file of the user's model; the demo's file replaces a larger one
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MISTRAL = {
+    "dim": 32, "n_layers": 2, "head_dim": 16, "hidden_dim": 64, "n_heads": 2, "n_kv_heads": 1, "norm_eps": 1e-5,
+    "vocab_size": 64, "sliding_window": [16, None],
+}  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] | trim }}"
+    "{% else %}{{ raise_exception('no ' ~ message.role) }}{% endif %}{% endfor %}{% set x = namespace(n=0) %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TEMPLATE_PIECES = (
+    b"(" * 6000,
+    b"{% for a in ",
+    b"{{ x",
+    b"}}",
+    b"{% endif %}",
+    b" | tojson",
+    b"'a' * 10**11",
+    b"[0] * 9**9",
+    b"\xff",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A file that is mutated in its own directory, and what reads it."""
+
+    kind: str
+    file: Path
+    content: bytes
+    mutate: Callable[[Random, bytes], bytes]
+
+
+class HostileFiles:
+    """Mutates the files of a model, and reads each with a server's code. Implements Proof."""
+
+    name: ClassVar[str] = "hostile-files"
+    promise: ClassVar[str] = "A damaged or hostile model file loads, or is refused in one line"
+    unit: ClassVar[str] = "files"
+    goal: ClassVar[int] = 20_000
+    weight: ClassVar[float] = 0.5
+
+    def run(self, trials: Trials) -> None:
+        counts: Counter[str] = Counter()
+        with tempfile.TemporaryDirectory(prefix="penstock-files-") as folder:
+            targets = make_targets(Path(folder), resolve_model(trials.subject.model))
+            with Reader() as reader:
+                while trials.go_on():
+                    target = trials.random.choice(targets)
+                    content = target.mutate(trials.random, target.content)
+                    target.file.write_bytes(content)
+                    result = reader.read(target.kind, target.file)
+                    counts[result.partition(":")[0]] += 1
+                    if result not in ("loaded", "refused"):
+                        trials.wrong(f"{target.file.name}, mutation {trials.outcome.tried}: {result}")
+                    target.file.write_bytes(target.content)
+                    trials.tried()
+        for name, count in sorted(counts.items()):
+            trials.figure(name, count)
+
+
+class Reader:
+    """The process of prove/file_reader.py, which is started again each time it dies."""
+
+    def __init__(self) -> None:
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-P", "-m", "penstock_lab.prove.file_reader"]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace")
+
+    def read(self, kind: str, file: Path) -> str:
+        """Return "loaded", "refused", or what went wrong."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise EngineError("the process that reads files has no pipes")
+        with suppress(OSError):
+            stdin.write(json.dumps([kind, str(file)]) + "\n")
+            stdin.flush()
+            if select.select([stdout], [], [], DEADLINE_S)[0] and (line := stdout.readline()):
+                return line.rstrip("\n")
+        self._process.kill()
+        code = self._process.wait()
+        self.__exit__()
+        self._process = self._start()
+        return f"wrong: the process ended with code {code}: a crash, or a limit of time or memory"
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+
+
+def make_targets(folder: Path, model: Path) -> list[Target]:
+    """Make a directory for each kind of file, with files of the user's model, if small, and of a tiny model."""
+    demo = resolve_model("demo")
+    targets: list[Target] = []
+
+    def add(kind: str, name: str, content: bytes, mutate: Any, beside: Path | None = None) -> None:
+        place = folder / str(len(targets))
+        shutil.copytree(beside, place) if beside is not None else place.mkdir()
+        if not (place / "config.json").exists() and name != "params.json":
+            (place / "config.json").write_text(json.dumps(TINY))
+        (place / name).write_bytes(content)
+        targets.append(Target(kind, place / name, content, mutate))
+
+    texts = folder / "texts"
+    texts.mkdir()
+    for name in JSON_FILES:
+        own = model / name
+        source = own if own.is_file() and own.stat().st_size <= MAX_JSON else demo / name
+        shutil.copy(source, texts / name)
+    for name in JSON_FILES:
+        kind = "config" if name.endswith("config.json") and not name.startswith("tok") else "tokenizer"
+        add(kind, name, (texts / name).read_bytes(), mutate_json, texts)
+    add("config", "params.json", json.dumps(MISTRAL).encode(), mutate_json)
+    add("tokenizer", "chat_template.jinja", TEMPLATE.encode(), _mutate_template, texts)
+    tiny = folder / "tiny"
+    tiny.mkdir()
+    (tiny / "config.json").write_text(json.dumps(TINY))
+    checkpoint = _checkpoint(tiny)
+    add("checkpoint", "model.safetensors", checkpoint, mutate_safetensors)
+    _add_sharded(add, tiny, checkpoint, folder)
+    for quantization in (None, "int8"):
+        packed = folder / f"packed-{quantization}"
+        options = {"model": str(tiny), "load_format": "dummy", "quantization": quantization, "dtype": "float32"}
+        with suppress(ValueError):  # without native kernels there are no packed files
+            convert_model(EngineConfig.from_options(**options), packed)
+            add("packed", "penstock.safetensors", (packed / "penstock.safetensors").read_bytes(), mutate_safetensors)
+    _add_tables(add, tiny)
+    return targets
+
+
+def _add_sharded(add: Callable[..., None], tiny: Path, checkpoint: bytes, folder: Path) -> None:
+    names = read_parameters(load_model_config(tiny)).values()
+    index = {"metadata": {}, "weight_map": {source: "one.safetensors" for item in names for source in item.sources}}
+    place = folder / "sharded"
+    place.mkdir()
+    (place / "one.safetensors").write_bytes(checkpoint)
+    add("checkpoint", "model.safetensors.index.json", json.dumps(index).encode(), mutate_json, place)
+
+
+def _add_tables(add: Callable[..., None], tiny: Path) -> None:
+    from penstock.models.registry import find_model
+
+    parameters = read_parameters(load_model_config(tiny))
+    table = find_model("LlamaForCausalLM", "auto").table_file
+    add("table", "table.yaml", table.read_bytes(), mutate_yaml)
+    names = {name.replace(".0.", ".*."): -1 if item.shard is None else item.shard for name, item in parameters.items()}
+    add("sharding", "map.yaml", "\n".join(f"{name} : {axis} # x" for name, axis in names.items()).encode(), mutate_yaml)
+    scales = {
+        f"layers.0.{kind}": ([1, 16], "F32") for kind in ("key_scale", "value_scale", "key_offset", "value_offset")
+    }
+    add("scales", "scales.safetensors", _safetensors(scales), mutate_safetensors)
+
+
+def _checkpoint(tiny: Path) -> bytes:
+    parameters = read_parameters(load_model_config(tiny))
+    shapes = {name: (list(shape), "F32") for item in parameters.values() for name, shape in item.sources.items()}
+    return _safetensors(shapes)
+
+
+def _safetensors(tensors: dict[str, tuple[list[int], str]]) -> bytes:
+    """Return a safetensors file of float32 tensors of ones."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"\x00\x00\x80\x3f" * (end // 4)
+
+
+def _mutate_template(random: Random, content: bytes) -> bytes:
+    if random.random() < 0.5:
+        return mutate_bytes(random, content)
+    place = random.randrange(len(content))
+    return content[:place] + random.choice(TEMPLATE_PIECES) + content[place:]

@@ -1,0 +1,221 @@
+"""Proof that a model that several ranks share answers with the bits of one process, however it is split.
+
+The ranks are threads here: the arithmetic is the same as in processes, and a trial takes a tenth of the time. Every
+fifth trial starts real processes.
+"""
+
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from penstock.assembly import build_engine
+from penstock.config import EngineConfig
+from penstock.errors import ExecutorLostError, InvalidRequestError
+from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import TokenLogprobs
+from penstock.kernels.ops import Ops
+from penstock.models.config_json import load_model_config
+from penstock.ranks.build import RankPlan, make_runner
+from penstock.ranks.group import ParallelExecutor
+from penstock.ranks.launcher import HostLauncher, Launcher
+from penstock.ranks.pipeline import Channel
+from penstock.ranks.process import serve
+from penstock.ranks.sharding import general, is_beginning, module_of
+from penstock.ranks.stage import FollowingRunner
+from penstock.ranks.start import Leader, StartRanks, open_pipeline, start_ranks
+from penstock.runner.structured import Forms
+from penstock.weights.loader import make_ops
+from penstock.weights.sources import read_parameters
+from penstock_lab.prove import tiny_models
+from penstock_lab.prove.local_ranks import LocalGroup
+from penstock_lab.prove.proof import Trials
+
+PROCESSES_EVERY = 5
+MAPS = 0.4  # share of the trials that have a sharding map
+HINTS = 0.3  # share of the branches that have a hint in the map
+BY_MAP = ("attention_parallel_size", "mlp_parallel_size")
+BASE: dict[str, Any] = {
+    "load_format": "dummy", "max_model_len": 128, "threads": 1, "kernels": "cpu", "kv_cache_memory_bytes": 2**22,
+    "max_num_batched_tokens": 48, "max_num_seqs": 8,
+}  # fmt: skip
+AXES: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float32", "bfloat16"),
+    "quantization": (None, "int8", "int8-x2", "int4", "int4-a16"),
+    "kv_cache_dtype": ("auto", "int8"),
+    "tensor_parallel_size": (1, 2, 4, 8),
+    "attention_parallel_size": (None, 1, 2),
+    "mlp_parallel_size": (None, 1, 2, 4, 8),
+    "expert_parallel_size": (1, 1, 2, 4),
+    "pipeline_parallel_size": (1, 1, 2),
+    "speculative_config": (None, {"method": "ngram"}),
+}
+SPLITS = (
+    "tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
+    "pipeline_parallel_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Everything that a request received."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def add(self, output: EngineOutput) -> None:
+        """Add the output of a step."""
+        self.token_ids.extend(output.new_token_ids)
+        self.logprobs.extend(output.logprobs or ())
+        self.prompt_logprobs.extend(output.prompt_logprobs or ())
+        self.errors.extend([output.error] if output.error is not None else ())
+
+
+class ParallelBits:
+    """Compares answers of one process with those of a split model."""
+
+    name: ClassVar[str] = "parallel"
+    promise: ClassVar[str] = "A model that several processes share answers with the bits of one process"
+    unit: ClassVar[str] = "splits"
+    goal: ClassVar[int] = 200
+    weight: ClassVar[float] = 1.0
+
+    def run(self, trials: Trials) -> None:
+        """Compare one random split of one random model per trial."""
+        place = Path(tempfile.mkdtemp(prefix="penstock-prove-"))
+        models = tiny_models.write(place)
+        num_processes = num_maps = 0
+        file = place / "sharding.yaml"
+        try:
+            while trials.go_on():
+                name = trials.random.choice(sorted(models))
+                options = draw(trials.random)
+                if trials.random.random() < MAPS:
+                    file.write_text(draw_map(Path(models[name]), trials.random))
+                    options |= dict.fromkeys(BY_MAP) | {"expert_parallel_size": 1, "sharding_config": str(file)}
+                    num_maps += 1
+                as_processes = trials.outcome.tried % PROCESSES_EVERY == 0
+                num_processes += as_processes
+                wrong = differs(models[name], options, as_processes=as_processes)
+                trials.tried()
+                if wrong is not None:
+                    text = file.read_text() if "sharding_config" in options else ""
+                    trials.wrong(f"{name}, {options}, {'processes' if as_processes else 'threads'}: {wrong} {text}")
+        finally:
+            shutil.rmtree(place)
+        trials.figure("splits_in_processes", num_processes)
+        trials.figure("sharding_maps", num_maps)
+
+
+def draw(chance: random.Random) -> dict[str, Any]:
+    """Return random options that split a model."""
+    options = {name: chance.choice(values) for name, values in AXES.items()}
+    if all(options[name] in (None, 1) for name in SPLITS):
+        options["tensor_parallel_size"] = 2
+    return options
+
+
+def draw_map(model: Path, chance: random.Random) -> str:
+    """Return a random sharding map of a model: one axis or none for each parameter, and some hints."""
+    parameters = read_parameters(load_model_config(model)).values()
+    axes = {general(item.name): chance.randrange(-1, len(item.shape)) for item in parameters}
+    modules = sorted({module_of(item) for item in parameters if is_beginning(item)})
+    hints = {module: chance.choice((-1, 1)) for module in modules if chance.random() < HINTS}
+    return "".join(f"{name}: {axis}\n" for name, axis in (axes | hints).items())
+
+
+def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str | None:
+    """Return how the answers of a split differ from those of one process; None if equal, or if it is refused."""
+    config = EngineConfig.from_options(model=model, **BASE, **options)
+    expected = answers(replace(config, parallel=type(config.parallel)()))
+    try:
+        found = answers(config, start_ranks if as_processes else start_threads)
+    except InvalidRequestError as error:
+        return None if error.param in SPLITS else f"refused: {error}"
+    for request_id, answer in expected.items():
+        if found[request_id] != answer:
+            return f"request {request_id}: {found[request_id].token_ids} instead of {answer.token_ids}"
+    return None
+
+
+def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, Answer]:
+    """Return an engine's answers to greedy and sampled requests, long and short, with log-probabilities."""
+    engine = build_engine(config, start=start).engine
+    found = {str(index): Answer() for index in range(4)}
+    try:
+        for index, length in enumerate((3, 70, 70, 18)):
+            prompt = [(7 + 5 * index // 2 + 31 * place) % engine.vocab_size for place in range(length)]
+            params = SamplingParams(
+                max_tokens=8, ignore_eos=True, logprobs=2, temperature=float(index % 2), seed=index,
+                prompt_logprobs=1 if index == 3 else None,
+            )  # fmt: skip
+            engine.add_request(EngineRequest(str(index), prompt, params))
+        while engine.has_work:
+            for output in engine.step():
+                found[output.request_id].add(output)
+    finally:
+        engine.executor.shutdown()
+    return found
+
+
+def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> Leader:
+    """Make every rank a thread of this process, where ranks.start_ranks makes them processes.
+
+    Raises:
+        PenstockError: the leader's part cannot be built.
+    """
+    if plan.config.parallel.pipeline_parallel_size > 1:
+        pipeline = open_pipeline(plan, _StageThreads(plan.degrees.size))
+        return Leader(pipeline, pipeline.cache_bytes)
+    degrees = plan.degrees
+    group = LocalGroup(degrees.size)
+    for rank in range(1, degrees.size):
+        threading.Thread(target=_be_rank, args=(plan, rank, group), daemon=True).start()
+    runner = make_runner(plan, ops, 0, group.ranks[0], forms)
+    group.wait_until_whole()
+    return Leader(ParallelExecutor(runner, group), runner.cache_bytes)
+
+
+def _be_rank(plan: RankPlan, rank: int, group: LocalGroup) -> None:
+    try:
+        ops = make_ops(plan.config, plan.model_config)
+        runner = make_runner(plan, ops, rank, group.ranks[rank])
+        if isinstance(runner, FollowingRunner):
+            group.follow(runner)
+    except ExecutorLostError:
+        return  # the leader reports what happened
+    except Exception as error:
+        group.lost(error)
+        raise
+
+
+class _StageThreads(HostLauncher):
+    """Makes the ranks of a pipeline threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._groups: dict[int, LocalGroup] = {}  # by stage
+
+    def start(self, number: int, module: str, words: Sequence[Any]) -> None:
+        """Run this rank in a thread. words: its role, then its channels to the engine and to both neighbours."""
+        stage, rank = divmod(number - 1, self._size)
+        engine, before, after = (None if isinstance(end, str) else Channel(end.dup()) for end in words[1:4])
+        group = self._groups.setdefault(stage, LocalGroup(self._size))
+        links = group.ranks[rank] if self._size > 1 else None
+
+        def work() -> None:
+            if engine is not None:
+                serve(engine, before, after, links)
+                group.lost(ExecutorLostError("the rank has ended"))
+            for channel in (engine, before, after):
+                if channel is not None:
+                    channel.close()
+
+        threading.Thread(target=work, daemon=True).start()

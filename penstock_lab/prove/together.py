@@ -1,0 +1,191 @@
+"""The proof that all features at once, on one engine, change nothing.
+
+Thousands of requests with different options come at random moments, share rows, blocks and drafts, are preempted, and
+are sometimes aborted. Each answer must equal that of the same request sent alone, in one piece, to an engine that does
+nothing else. Request I of seed S is the same in every run.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, ClassVar
+
+from penstock.assembly import BuiltEngine, build_engine
+from penstock.client.step_client import InProcessClient
+from penstock.client.text import choose_tokenizer
+from penstock.config import SCHEDULING_POLICIES, EngineConfig
+from penstock.engine.draft_policy import EveryDraft
+from penstock.errors import EngineError, InvalidRequestError, check_int
+from penstock.interface.outputs import RequestOutput
+from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
+from penstock.runner.model_runner import ALL_MASKED
+from penstock_lab.prove import axes, features
+from penstock_lab.prove.features import Asked, Maker
+from penstock_lab.prove.proof import Trials
+from penstock_lab.prove.same_bits import room_bytes
+
+LENGTHS = (8, 2048)  # shortest and longest prompt in tokens, as far as the model's context reaches
+NUM_SHARED = 6  # number of texts with which prompts begin
+ROWS, ROOM = 24, 2  # requests at once, and how many of the longest ones find room in the cache
+MAX_OPEN = 40  # requests that run or wait
+ARRIVAL_RATES = (0.05, 0.3, 1.0)  # per step; each sitting has one of them
+SITTING = 100  # requests, after which the engine finishes all of them, and every block must be free
+
+
+@dataclass(slots=True)
+class _Crowd:
+    """The engine that serves all requests, the engine that answers alone, and the requests that are open.
+
+    Attributes:
+        open: request id -> its number, what it asks, and its last output.
+    """
+
+    trials: Trials
+    maker: Maker
+    served: BuiltEngine
+    client: InProcessClient
+    alone: InProcessClient
+    number: int = 0
+    open: dict[str, tuple[int, Asked, RequestOutput | None]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class Together:
+    """Sends thousands of requests with random features to one engine."""
+
+    name: ClassVar[str] = "together"
+    promise: ClassVar[str] = (
+        "All features at random on one engine: every answer is as if asked alone, and no block is lost"
+    )
+    unit: ClassVar[str] = "requests"
+    goal: ClassVar[int] = 5_000
+    weight: ClassVar[float] = 1.0
+
+    def run(self, trials: Trials) -> None:
+        register_logits_processor(features.PROCESSOR)(features.ramp)
+        crowd = _open(trials)
+        try:
+            while trials.go_on():
+                _sit(crowd)
+        finally:
+            PROCESSORS.pop(features.PROCESSOR, None)
+            crowd.client.shutdown()
+            crowd.alone.shutdown()
+        stats, info = crowd.served.engine.stats(), crowd.served.info
+        trials.figure("policy", info.scheduling_policy)
+        trials.figure("longest_prompt", crowd.maker.lengths[1])
+        trials.figure("aborted", crowd.counts["aborted"])
+        trials.figure("preemptions", stats.num_preemptions_total)
+        trials.figure("cached_tokens", stats.num_cached_tokens_total)
+        trials.figure("drafts", stats.num_draft_tokens_total)
+        trials.figure("accepted_drafts", stats.num_accepted_tokens_total)
+        trials.detail("requests with", dict(sorted(crowd.counts.items())))
+
+
+def _open(trials: Trials) -> _Crowd:
+    """Build both engines. The one for the crowd has little room, so that requests preempt each other."""
+    random, subject = Random(f"engine {trials.seed}"), trials.subject
+    options: dict[str, Any] = {"kernels": "cpu", **subject.options, "model": subject.model}
+    alone = build_engine(EngineConfig.from_options(**{**options, **axes.UNCUT, "max_num_seqs": 4}))
+    longest = alone.info.max_model_len - features.MAX_TOKENS
+    check_int("max_model_len", longest, LENGTHS[0] + 1, 2**31)
+    layout = {
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": random.choice([64, 256, 700]),
+        "block_size": random.choice([16, 32]),
+        "scheduling_policy": random.choice(SCHEDULING_POLICIES),
+        "max_stall_ms": random.choice([None, 20]),
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 5},
+    }
+    sized = options | {name: value for name, value in layout.items() if name not in options and value is not None}
+    served = build_engine(EngineConfig.from_options(**sized, kv_cache_memory_bytes=room_bytes(sized, alone, ROOM)))
+    if served.engine.speculation is not None:
+        served.engine.speculation.policy = EveryDraft()
+    tokenizer = choose_tokenizer(None, subject.model)
+    size = alone.info.vocab_size
+    shared = [random.choices(range(size), k=longest) for _ in range(NUM_SHARED)]
+    maker = Maker(size, (LENGTHS[0], min(LENGTHS[1], longest)), shared)
+    client, other = (InProcessClient(built.engine, built.info, tokenizer) for built in (served, alone))
+    return _Crowd(trials, maker, served, client, other)
+
+
+def _sit(crowd: _Crowd) -> None:
+    """Let requests come at random until there were enough, and the engine finish all of them."""
+    random, trials = Random(f"arrivals {crowd.trials.seed} {crowd.number}"), crowd.trials
+    left, rate = min(SITTING, trials.goal - trials.outcome.tried), random.choice(ARRIVAL_RATES)
+    while left or crowd.client.has_unfinished_requests():
+        if left and len(crowd.open) < MAX_OPEN and random.random() < rate:
+            left -= 1
+            _arrive(crowd)
+        for output in crowd.client.step():
+            _take(crowd, output)
+        if left < SITTING - MAX_OPEN and not trials.go_on():
+            left = 0
+    crowd.served.engine.check_integrity()
+    cache = crowd.served.engine.kv_cache
+    if cache.num_free < cache.num_blocks:
+        raise EngineError(f"{cache.num_blocks - cache.num_free} blocks are in use, and no request is open")
+
+
+def _arrive(crowd: _Crowd) -> None:
+    number = crowd.number
+    crowd.number += 1
+    asked = crowd.maker.make(Random(f"request {crowd.trials.seed} {number}"))
+    priority = asked.priority if crowd.served.info.scheduling_policy == "priority" else 0
+    try:
+        name = crowd.client.add_request(None, asked.prompt, asked.params, priority)
+    except InvalidRequestError as error:  # it is refused alone as well, or needs more cache than there is
+        crowd.counts[f"refused: {error.code or error.param}"] += 1
+        return
+    crowd.open[name] = number, asked, None
+    crowd.counts.update(asked.features)
+
+
+def _take(crowd: _Crowd, output: RequestOutput) -> None:
+    number, asked, _ = crowd.open[output.request_id]
+    crowd.open[output.request_id] = number, asked, output
+    leaves = asked.leaves_after is not None and len(output.outputs[0].token_ids) >= asked.leaves_after
+    if leaves and not output.finished:
+        crowd.client.abort(output.request_id)
+        crowd.counts["aborted"] += 1
+    if not (leaves or output.finished):
+        return
+    del crowd.open[output.request_id]
+    expected = _ask_alone(crowd.alone, asked)
+    wrong = _difference(output, expected)
+    if expected.error is not None:
+        crowd.counts["failed, alone too"] += 1
+        if ALL_MASKED not in expected.error:  # only that can be the request's own fault
+            wrong = f"failed alone: {expected.error}"
+    if wrong is not None:
+        crowd.trials.wrong(
+            f"{wrong} (request {number} of --seed {crowd.trials.seed}: {asked.features}, {asked.params})"
+        )
+    crowd.trials.tried()
+
+
+def _ask_alone(client: InProcessClient, asked: Asked) -> RequestOutput:
+    last: RequestOutput | None = None
+    client.add_request("alone", asked.prompt, asked.params)
+    while client.has_unfinished_requests():
+        for output in client.step():
+            last = output
+    if last is None:
+        raise EngineError("a request that was asked alone got no answer")
+    return last
+
+
+def _difference(found: RequestOutput, wanted: RequestOutput) -> str | None:
+    """Return the difference of two answers. If a request was aborted, what it received must be the beginning."""
+    pairs: dict[str, tuple[Any, Any]] = {"error": (found.error, wanted.error), "log-probabilities of the prompt": (
+        found.prompt_logprobs, wanted.prompt_logprobs if found.prompt_logprobs is not None or found.finished else None
+    )}  # fmt: skip
+    for one, other in zip(found.outputs, wanted.outputs, strict=True):
+        end = None if one.finished or found.finished else len(one.token_ids)
+        pairs[f"tokens of choice {one.index}"] = one.token_ids, other.token_ids[:end]
+        pairs[f"log-probabilities of choice {one.index}"] = one.logprobs, other.logprobs and other.logprobs[:end]
+        pairs[f"text of choice {one.index}"] = one.text, other.text if end is None else other.text[: len(one.text)]
+        if end is None:
+            ends = [(item.finish_reason, item.stop_reason) for item in (one, other)]
+            pairs[f"end of choice {one.index}"] = ends[0], ends[1]
+    return next((f"{what}: {one} in place of {other}" for what, (one, other) in pairs.items() if one != other), None)

@@ -1,0 +1,70 @@
+"""Measure the costs of steps: the model itself computes a mix of steps, which a flight recorder records."""
+
+import random
+import time
+from typing import Any
+
+from penstock.assembly import BuiltEngine, build_engine
+from penstock.config import EngineConfig
+from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
+from penstock.recorder.bundle import Bundle, make_bundle
+from penstock.recorder.description import describe
+from penstock.recorder.recorder import RecordedExecutor, Recorder
+from penstock.recorder.ring import Ring
+from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, fit_costs
+from penstock_lab.simulator.recorded import measured_steps
+
+RING_BYTES = 2**26
+SECONDS = 8.0  # time after which no further load begins, except in the first round
+LONGEST = 1024  # tokens of a prompt
+LONG_PROMPTS = 4  # long prompts in a load; more prompts are shorter, so that a round of a large model takes a minute
+OUTPUT_LEN = 24
+
+
+def measure_costs(options: dict[str, Any]) -> LinearCosts:
+    """Return the costs of a model's steps, as measured by `measure_steps`."""
+    return fit_costs(measure_steps(options))
+
+
+def measure_steps(options: dict[str, Any]) -> list[MeasuredStep]:
+    """Load the model of EngineConfig options and measure its steps here, for about SECONDS or at least one round.
+
+    Raises:
+        ModelLoadError, InvalidRequestError: as `build_engine`.
+    """
+    return measured_steps(record_mix(build_engine(EngineConfig.from_options(**options))))
+
+
+def record_mix(built: BuiltEngine) -> Bundle:
+    """Return the record of a mix of loads: few and many sequences, short and long prompts, alone and beside streams."""
+    engine = built.engine
+    ring = Ring.create(RING_BYTES)
+    recorder = Recorder(ring, describe(engine, built.config, built.info))
+    engine.executor = RecordedExecutor(engine.executor, recorder)
+    rng, ended_at, round_number = random.Random(0), time.monotonic() + SECONDS, 0
+    longest = max(1, min(LONGEST, engine.max_model_len - OUTPUT_LEN))
+    while round_number == 0 or time.monotonic() < ended_at:
+        count = 1
+        while count <= engine.scheduler.max_num_seqs:
+            for index in range(count):
+                prompt_len = longest // rng.choice((1, 4, 16)) // max(1, count // LONG_PROMPTS)
+                _send(built, recorder, f"{round_number}-{count}-{index}", rng, prompt_len)
+            while engine.has_work:
+                engine.step()
+            count *= 2
+            if round_number and time.monotonic() > ended_at:
+                break
+        round_number += 1
+    engine.shutdown()
+    bundle = make_bundle(ring.read(), "calibration").decoded()
+    return bundle
+
+
+def _send(built: BuiltEngine, recorder: Recorder, name: str, rng: random.Random, prompt_len: int) -> None:
+    ids = rng.choices(range(built.info.vocab_size), k=max(1, prompt_len))
+    output_len = rng.randint(2, OUTPUT_LEN)  # requests end one after the other, so that all numbers of sequences occur
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    request = EngineRequest(name, ids, params)
+    built.engine.add_request(request)
+    recorder.arrived(request)

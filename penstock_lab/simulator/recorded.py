@@ -1,0 +1,127 @@
+"""What a file of the flight recorder provides for a simulation: the times of steps, and what was decided in them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from penstock.errors import InvalidRequestError
+from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
+from penstock.recorder.bundle import MAGIC, Bundle, unpack
+from penstock.recorder.history import Start, Step, history
+from penstock.recorder.records import Aborted, Arrived, Begun, Planned, unpack_ids
+from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
+from penstock_lab.simulator.executor import VirtualClock
+from penstock_lab.simulator.replica import MakeEngine
+
+
+def load_costs(path: Path) -> LinearCosts:
+    """Return the costs in a file: JSON, or a record whose steps are fitted.
+
+    Raises:
+        InvalidRequestError: the file is neither, or the record has too few steps.
+    """
+    try:
+        with path.open("rb") as file:
+            is_record = file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise InvalidRequestError(f"costs: {str(path)!r} cannot be read: {error.strerror}", param="costs") from None
+    return fit_costs(measured_steps(unpack(path.read_bytes()))) if is_record else read_costs(path)
+
+
+def measured_steps(bundle: Bundle, since: float = 0.0) -> list[MeasuredStep]:
+    """Return the steps of a record that were immediately followed by another one, because they share a request.
+
+    Their times go from plan to plan, so that they include all that an engine does between two steps.
+
+    since: Unix time in seconds; earlier steps are left out.
+    """
+    found = []
+    for before, after in pairwise(history(bundle.records)):
+        if not (isinstance(before, Step) and isinstance(after, Step)) or before.results is None or before.time < since:
+            continue
+        ids = {item.request_id for item in before.plan.scheduled}
+        if after.plan.step_id == before.plan.step_id + 1 and any(i.request_id in ids for i in after.plan.scheduled):
+            found.append(MeasuredStep(Shape.of(before.plan.scheduled), after.time - before.time))
+    return found
+
+
+class _Replayed:
+    """An Executor that answers with recorded results, and keeps the plans that it gets.
+
+    Attributes:
+        decided: the plan that the engine has just made.
+    """
+
+    depth = 1
+
+    def __init__(self) -> None:
+        self.decided: SchedulerOutput | None = None
+        self.results = StepOutput(0, {})
+
+    def submit(self, scheduler_output: SchedulerOutput) -> None:
+        self.decided = scheduler_output
+
+    def collect(self, handle: None) -> StepOutput:
+        return self.results
+
+    def shutdown(self) -> None: ...
+
+
+def decisions(bundle: Bundle, make_engine: MakeEngine) -> Iterator[tuple[SchedulerOutput, SchedulerOutput]]:
+    """Drive a new engine with the arrivals and results of a record. Yield the recorded and the new plan of each step.
+
+    Raises:
+        InvalidRequestError: the record does not begin with its engine, or a step of it failed.
+    """
+    first = bundle.records[0]
+    if not isinstance(first, Begun) or first.requests or first.continued:
+        raise InvalidRequestError("bundle: it begins after the engine's start, so its decisions cannot be followed")
+    requests = _requests(bundle)
+    steps = iter([item for item in history(bundle.records) if not isinstance(item, Start)])
+    clock, executor = VirtualClock(), _Replayed()
+    engine = make_engine(executor, clock)
+    for record in bundle.records:
+        match record:
+            case Arrived():
+                clock.now = record.time
+                engine.add_request(requests.get(record.request_id) or _stand_in(record))
+            case Aborted():
+                engine.abort(record.request_id)
+            case Planned():
+                step = next(steps)
+                clock.now = record.time
+                executor.results = _results(step)
+                engine.step()
+                if executor.decided is None:
+                    raise InvalidRequestError("bundle: a step was recorded where the engine has nothing to do")
+                yield step.plan, replace(executor.decided, checksum_logits=step.plan.checksum_logits)
+            case _:
+                pass
+
+
+def _requests(bundle: Bundle) -> dict[str, EngineRequest]:
+    """Return the requests of a record as they were sent."""
+    found: dict[str, EngineRequest] = {}
+    for record in bundle.records:
+        for item in record.new if isinstance(record, Planned) else ():
+            ids = unpack_ids(item.token_ids)[: item.num_prompt_tokens]
+            request = EngineRequest(item.request_id, ids, item.params, item.choice)
+            found.setdefault(item.request_id, request)
+    return found
+
+
+def _stand_in(record: Arrived) -> EngineRequest:
+    """Return a substitute for a request that left before its first step, so that only its length is known."""
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    return EngineRequest(record.request_id, [0] * record.num_prompt_tokens, params)
+
+
+def _results(step: Step) -> StepOutput:
+    if step.results is None:
+        raise InvalidRequestError("bundle: a step failed, or was not finished; such a record cannot be followed")
+    errors, rows = step.results.errors, enumerate(zip(step.plan.scheduled, step.results.token_ids, strict=True))
+    results = {item.request_id: RequestStepOutput(ids, error=errors.get(index)) for index, (item, ids) in rows}
+    return StepOutput(step.plan.step_id, results)

@@ -1,0 +1,126 @@
+"""The training corpus: an endless, seeded stream of documents, and the held-out text that is kept out of it.
+
+A document is text with the special tokens written out. A plain story is <|bos|>...<|eos|>; a conversation is the result
+of chats.render(). Standard library only.
+
+    python -m penstock_lab.training.corpus --seed 0 --documents 5          print some
+    python -m penstock_lab.training.corpus --write-heldout heldout.txt     write the held-out text again
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+from penstock_lab.training import HELDOUT_FILE, calls, chats, records, stories, sums
+
+HELDOUT_SEED = "penstock held-out"
+HELDOUT_BYTES = 36_000
+HELDOUT_MIN_CHARS = 120  # a shorter document could occur in training by chance
+
+
+def plain(make: Callable[[Random], str]) -> Callable[[Random], str]:
+    """Return a function that makes a plain text document."""
+    return lambda rng: chats.BOS + make(rng) + chats.EOS
+
+
+def chat(make: Callable[[Random], list[chats.Turn]]) -> Callable[[Random], str]:
+    """Return a function that makes a document from a conversation."""
+    return lambda rng: chats.render(chats.with_system(rng, make(rng)))
+
+
+# name -> (weight by number of documents, maker)
+Mixture = dict[str, tuple[float, Callable[[Random], str]]]
+MIXTURE: Mixture = {
+    "plain stories": (18, plain(lambda rng: stories.tell(rng, once=0.7).text)),
+    "pages of sums": (6, plain(sums.sheet)),
+    "stories on request": (11, chat(chats.told_story)),
+    "stories on request, with questions": (4, chat(lambda rng: chats.told_story(rng, questions=2))),
+    "questions about a given story": (18, chat(chats.read_story)),
+    "sums": (20, chat(chats.sum_task)),
+    "JSON answers": (20, chat(chats.json_task)),
+    "lists": (8, chat(chats.list_task)),
+    "small facts": (8, chat(chats.fact_task)),
+    "text to repeat": (14, chat(chats.repeat_task)),
+    "small talk": (12, chat(chats.smalltalk)),
+    "questions that it cannot answer": (4, chat(chats.unknown)),
+    "several short exchanges": (9, chat(chats.several)),
+}
+
+
+# the mixture of the second training
+SECOND_MIXTURE: Mixture = MIXTURE | {
+    "JSON answers with open names and schemas": (70, chat(lambda rng: records.task(records.Source(rng)))),
+    "JSON lists to copy": (60, chat(lambda rng: records.array(records.Source(rng)))),
+    "conversations with tools": (60, lambda rng: chats.render(calls.conversation(records.Source(rng)))),
+}
+
+
+def spelling(rng: Random) -> records.Source:
+    """Return the third training's source. Many names are spelled letter by letter, so that none is learnt by heart."""
+    return records.Source(rng, spelled_share=0.5)
+
+
+# the mixture of the third training: copying of unseen text, reading, and tools under any name
+THIRD_MIXTURE: Mixture = MIXTURE | {
+    "questions about a given story": (45, chat(chats.read_story)),
+    "lists": (14, chat(chats.list_task)),
+    "JSON answers with open names and schemas": (110, chat(lambda rng: records.task(spelling(rng)))),
+    "JSON lists to copy": (60, chat(lambda rng: records.array(spelling(rng)))),
+    "open text to repeat": (40, chat(lambda rng: records.echo(spelling(rng)))),
+    "conversations with tools": (
+        80, lambda rng: chats.render(calls.conversation(spelling(rng), usual_share=0.5))
+    ),
+}  # fmt: skip
+MIXTURES = (MIXTURE, SECOND_MIXTURE, THIRD_MIXTURE)  # of the successive trainings
+
+
+def stream(seed: str, mixture: Mixture = MIXTURE) -> Iterator[str]:
+    """Yield documents of all kinds without end; equal seeds give equal streams."""
+    rng = Random(seed)
+    weights, makers = zip(*mixture.values(), strict=True)
+    while True:
+        yield rng.choices(makers, weights)[0](rng)
+
+
+@cache
+def heldout_documents() -> tuple[str, ...]:
+    """Return the held-out documents, generated anew; the shipped file holds the same documents."""
+    chosen: list[str] = []
+    for document in stream(HELDOUT_SEED):
+        if len(document) >= HELDOUT_MIN_CHARS:
+            chosen.append(document)
+        if sum(len(one.encode()) + 1 for one in chosen) >= HELDOUT_BYTES:
+            return tuple(chosen)
+    raise AssertionError("the stream is endless")
+
+
+def training_documents(seed: int, mixture: Mixture = MIXTURE) -> Iterator[str]:
+    """Yield the training documents, without the held-out ones."""
+    kept_out = frozenset(heldout_documents())
+    return (document for document in stream(f"training {seed}", mixture) if document not in kept_out)
+
+
+def read_heldout(path: Path = HELDOUT_FILE) -> list[str]:
+    """Return the documents of the shipped file; each begins with <|bos|>."""
+    parts = path.read_text(encoding="utf-8").removesuffix("\n").split("\n" + chats.BOS)
+    return [parts[0], *(chats.BOS + part for part in parts[1:])]
+
+
+def main() -> None:
+    """Print documents, or write the held-out file."""
+    parser = argparse.ArgumentParser(description="The demo model's corpus.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--documents", type=int, default=10)
+    parser.add_argument("--write-heldout", type=Path)
+    args = parser.parse_args()
+    if args.write_heldout:
+        args.write_heldout.write_text("\n".join(heldout_documents()) + "\n", encoding="utf-8")
+    else:
+        print("\n---\n".join(islice(training_documents(args.seed), args.documents)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Evaluate a model on the fixed prompts of prompts.yaml and, with --card, write its card.
+
+    python -m penstock_lab.training.evaluate MODEL_DIR [--json FILE] [--card]
+
+evaluate() needs only a function from prompts to completions, such as transformers_generate(), so it can measure any
+engine.
+"""
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock_lab.training import chats, heldout_cases, sums, words
+
+MAX_TOKENS = 400
+SHORT_MAX_TOKENS = 80
+CASE_MAX_TOKENS = 120
+TEMPERATURE = 0.8
+SAMPLE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Text for the model, including special tokens (encode it with add_special_tokens=False), and the right answer.
+
+    Attributes:
+        expect: a word, a number, the kind and length of a list, or JSON; None if there is no single right answer.
+    """
+
+    kind: str
+    text: str
+    expect: Any = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The generated text without its end token, and whether it ended by itself."""
+
+    text: str
+    ended: bool
+
+
+Pairs = Sequence[tuple[Prompt, Completion]]
+# (texts with special tokens written out, temperature (0 is greedy), max tokens) -> one completion per text
+Generate = Callable[[Sequence[str], float, int], list[Completion]]
+
+
+def user(kind: str, question: str, expect: Any = None, system: str | None = None) -> Prompt:
+    """Return a conversation with one question as a prompt."""
+    turns = [("system", system)] if system else []
+    return Prompt(kind, chats.render_prompt([*turns, ("user", question)]), expect)
+
+
+FIXED: dict[str, Any] = yaml.safe_load(words.read_text("prompts.yaml"))
+ENDING_PROMPTS: tuple[Prompt, ...] = (
+    *(Prompt("story", chats.BOS + text) for text in FIXED["openings"]),
+    *(
+        user(kind, text.replace("{kite}", FIXED["kite"]).replace("{mouse}", FIXED["mouse"]), *rest)
+        for kind, rows in FIXED["questions"].items()
+        for text, *rest in rows
+    ),
+    Prompt("chat", chats.render_prompt([*map(tuple, FIXED["talk"])]), 4),
+)
+SUM_PROMPTS = tuple(user("sum", f"What is {a} + {b}?", a + b) for a, b in sums.ALL_PAIRS)
+JSON_PROMPTS = tuple(
+    user("json", form["ask"].format(*values), dict(zip(form["keys"], values, strict=False)))
+    for form in FIXED["json_forms"]
+    for values in form["rows"]
+)
+
+
+def last_number(text: str) -> int | None:
+    """Return the last whole number in a text."""
+    found = re.findall(r"\d+", text)
+    return int(found[-1]) if found else None
+
+
+def parsed_json(text: str) -> object:
+    """Return the JSON value of the whole text, or None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def right_list(text: str, kind: str, count: int) -> bool:
+    """Return whether the text is a numbered list of `count` different items of a kind."""
+    items = [line.split(". ", 1)[1].strip() for line in text.strip().splitlines() if re.match(r"\d+\. \S", line)]
+    return len(items) == len(set(items)) == count and set(items) <= set(words.CATEGORIES[kind])
+
+
+def right(prompt: Prompt, text: str) -> bool | None:
+    """Return whether an answer is right; None if the prompt has no right answer."""
+    expect = prompt.expect
+    if expect is None:
+        return parsed_json(text) is not None if prompt.kind == "json" else None
+    if prompt.kind == "list":
+        return right_list(text, *expect)
+    if isinstance(expect, int):
+        return last_number(text) == expect
+    if isinstance(expect, dict):
+        return parsed_json(text) == expect
+    return expect in text
+
+
+def share(hits: Sequence[bool]) -> float:
+    """Return the share of True values, or 0 for an empty sequence."""
+    return sum(hits) / len(hits) if hits else 0.0
+
+
+def answered(generate: Generate, prompts: Sequence[Prompt], temperature: float, limit: int) -> Pairs:
+    """Return each prompt with its completion."""
+    return list(zip(prompts, generate([p.text for p in prompts], temperature, limit), strict=True))
+
+
+def hits(pairs: Pairs) -> list[bool]:
+    """Return for each prompt whether it was answered correctly."""
+    return [right(prompt, completion.text) is True for prompt, completion in pairs]
+
+
+def scores(pairs: Pairs) -> dict[str, dict[str, int]]:
+    """Count the prompts of each kind, those that have a right answer, and the right answers."""
+    result: dict[str, dict[str, int]] = {}
+    for prompt, completion in pairs:
+        verdict = right(prompt, completion.text)
+        row = result.setdefault(prompt.kind, {"prompts": 0, "scored": 0, "right": 0})
+        row["prompts"] += 1
+        row["scored"] += verdict is not None
+        row["right"] += verdict is True
+    return result
+
+
+def sum_shares(pairs: Pairs) -> dict[str, float]:
+    """Return the shares of correct sums among all pairs, the pairs seen in training, and the held-out pairs."""
+    by_pair = dict(zip(sums.ALL_PAIRS, hits(pairs), strict=True))
+    return {
+        "all": share(list(by_pair.values())),
+        "seen": share([hit for pair, hit in by_pair.items() if pair not in sums.HELD_OUT]),
+        "held_out": share([hit for pair, hit in by_pair.items() if pair in sums.HELD_OUT]),
+    }
+
+
+def fixed_prompts(generate: Generate, temperature: float) -> dict[str, object]:
+    """Run the fifty prompts at one temperature. Return how many end by themselves, scores by kind, and every text."""
+    pairs = answered(generate, ENDING_PROMPTS, temperature, MAX_TOKENS)
+    return {
+        "prompts": len(pairs),
+        "ended": sum(completion.ended for _, completion in pairs),
+        "scores": scores(pairs),
+        "texts": [{"prompt": prompt.text, "text": done.text, "ended": done.ended} for prompt, done in pairs],
+    }
+
+
+def evaluate(generate: Generate) -> dict[str, Any]:
+    """Return all figures of the model card that need generation."""
+    json_pairs = answered(generate, JSON_PROMPTS, 0.0, SHORT_MAX_TOKENS)
+    return {
+        "greedy": fixed_prompts(generate, 0.0),
+        "sampled": fixed_prompts(generate, TEMPERATURE),
+        "sums": sum_shares(answered(generate, SUM_PROMPTS, 0.0, SHORT_MAX_TOKENS)),
+        "json": {
+            "prompts": len(json_pairs),
+            "parse": share([parsed_json(completion.text) is not None for _, completion in json_pairs]),
+            "right": share(hits(json_pairs)),
+        },
+        "held_out": heldout_cases.measure(
+            lambda texts, temperature: [done.text for done in generate(texts, temperature, CASE_MAX_TOKENS)]
+        ),
+    }
+
+
+def transformers_generate(model_dir: Path, batch_size: int = 64) -> Generate:
+    """Return a function that generates with Transformers, in bfloat16 as stored, with padding on the left."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+    ends = set(model.generation_config.eos_token_id)
+
+    def batch(texts: Sequence[str], temperature: float, limit: int) -> list[Completion]:
+        inputs = tokenizer(
+            list(texts), return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False
+        )
+        drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        how = drawn if temperature > 0 else {"do_sample": False}
+        output = model.generate(**inputs, max_new_tokens=limit, **how)[:, inputs["input_ids"].shape[1] :].tolist()
+        return [Completion(tokenizer.decode(ids, skip_special_tokens=True), bool(ends & set(ids))) for ids in output]
+
+    def generate(texts: Sequence[str], temperature: float, limit: int) -> list[Completion]:
+        torch.manual_seed(SAMPLE_SEED)
+        starts = range(0, len(texts), batch_size)
+        return [one for start in starts for one in batch(texts[start : start + batch_size], temperature, limit)]
+
+    return generate
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--json", type=Path, help="write all figures and texts here")
+    parser.add_argument("--card", action="store_true", help="write MODEL_DIR/README.md (reads MODEL_DIR/training.json)")
+    args = parser.parse_args()
+    began = time.monotonic()
+    figures = evaluate(transformers_generate(args.model_dir))
+    figures["seconds"] = round(time.monotonic() - began)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False), encoding="utf-8")
+    if args.card:
+        from penstock_lab.training import card
+
+        card.write_card(args.model_dir, figures)
+    for name in ("greedy", "sampled"):
+        print(name, json.dumps({key: value for key, value in figures[name].items() if key != "texts"}))
+    print("sums", figures["sums"], "json", figures["json"], figures["seconds"], "s")
+    print("held out", json.dumps(figures["held_out"]))
+
+
+if __name__ == "__main__":
+    main()

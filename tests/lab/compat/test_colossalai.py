@@ -1,0 +1,276 @@
+"""ColossalAI's quick start on our engine: as printed, with Transformers' tokens; bad values refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
+
+from penstock import InvalidRequestError, NotSupportedError, RequestFailedError
+from penstock.client.open_requests import OpenRequest
+from penstock.weights.hub import MODEL_DIR
+from penstock_lab.compat.colossalai import InferenceConfig, InferenceEngine
+from penstock_lab.compat.colossalai_config import FIXED
+from tests.hf_models import TINY, make_llama, randomise
+from tests.lab.compat.test_instances import hf_greedy
+
+QUICK_START = """
+# First, create a model in "transformers" way, you can provide a model config or use the default one.
+model = transformers.LlamaForCausalLM(config)
+# Second, create an inference_config
+inference_config = InferenceConfig(
+                dtype=args.dtype,
+                max_batch_size=args.max_batch_size,
+                max_input_len=args.seq_len,
+                max_output_len=args.output_len,
+            )
+# Third, create an engine with model and config
+engine = InferenceEngine(model, tokenizer, inference_config, verbose=True)
+
+# Try fast infrence now!
+prompts = {'Nice to meet you, Colossal-Inference!'}
+engine.generate(prompts)
+"""
+PROMPTS = ["Once upon a time", "Tom and Anna", "The dog said that it would"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return make_llama(tmp_path_factory.mktemp("model"), vocab_size=len(tokenizer))[0]
+
+
+def engine_of(model: Any, tokenizer: Any, **fields: Any) -> InferenceEngine:
+    config = {"dtype": torch.float32, "max_input_len": 32, "max_output_len": 16, **fields}
+    return InferenceEngine(model, tokenizer, InferenceConfig(**config))
+
+
+@pytest.fixture(scope="module")
+def engine(model: PreTrainedModel, tokenizer: Any) -> InferenceEngine:
+    return engine_of(model, tokenizer)
+
+
+@pytest.mark.covers("C1", "C9")
+def test_the_quick_start_runs_as_printed(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a quick start that needs editing: a set of prompts, all names, `verbose`."""
+    config = LlamaConfig(**TINY | {"vocab_size": len(tokenizer)})
+    names: dict[str, Any] = {
+        "transformers": transformers,
+        "config": config,
+        "tokenizer": tokenizer,
+        "args": SimpleNamespace(dtype="fp32", max_batch_size=2, seq_len=32, output_len=12),
+        "InferenceConfig": InferenceConfig,
+        "InferenceEngine": InferenceEngine,
+    }
+    exec(QUICK_START, names)
+    model, engine = names["model"], names["engine"]
+    randomise(model, 0)  # weights that were packed do not change with the object
+    text, ids = engine.generate(list(names["prompts"]), return_token_ids=True)
+    assert text[0].startswith(next(iter(names["prompts"])))
+    assert len(ids[0]) <= 12
+    assert "kernels = " in capsys.readouterr().err
+
+
+@pytest.mark.covers("C1")
+def test_tokens_are_those_of_transformers(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Guards against another order, another template, or end tokens that count in one of the two only."""
+    engine = engine_of(model, tokenizer, ignore_eos=True)
+    expected = [hf_greedy(model, tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
+    texts, ids = engine.generate(PROMPTS, return_token_ids=True)
+    assert ids == expected
+    whole = [tokenizer(prompt)["input_ids"] + answer for prompt, answer in zip(PROMPTS, ids, strict=True)]
+    assert texts == tokenizer.batch_decode(whole, skip_special_tokens=True)
+    assert sorted(engine.generate(set(PROMPTS))) == sorted(texts)
+    assert engine.generate(PROMPTS[0]) == texts[:1]
+    rows = [tokenizer(prompt)["input_ids"][:3] for prompt in PROMPTS]
+    for given in (rows, torch.tensor(rows), np.array(rows), [torch.tensor(row) for row in rows]):
+        found = engine.generate(prompts_token_ids=given, return_token_ids=True)[1]
+        assert found == [hf_greedy(model, row) for row in rows]
+
+
+@pytest.mark.covers("C1", "C2")
+def test_requests_wait_for_steps(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Guards against an add_request that generates at once, and against answers under the wrong number."""
+    engine = engine_of(model, tokenizer, ignore_eos=True, max_batch_size=2)
+    engine.add_request(request_ids=[7, 3], prompts=PROMPTS[:2])
+    engine.add_request(5, prompts=PROMPTS[2], max_new_tokens=4)
+    ended, steps = [], 0
+    while engine.llm.engine.has_unfinished_requests():
+        ended += engine.step()
+        steps += 1
+    assert steps > 16
+    found = {item.request_id: item for item in ended}
+    for number, prompt, count in ((7, PROMPTS[0], 16), (3, PROMPTS[1], 16), (5, PROMPTS[2], 4)):
+        assert found[number].prompt == prompt
+        assert found[number].output_token_id == hf_greedy(model, tokenizer(prompt)["input_ids"], count)
+    engine.add_request(prompts=PROMPTS[1])
+    texts = engine.generate(PROMPTS[0])
+    assert [text.startswith(prompt) for text, prompt in zip(texts, (PROMPTS[1], PROMPTS[0]), strict=True)] == [True] * 2
+
+
+def test_answers_outlive_the_failure_of_another_request(engine: InferenceEngine, monkeypatch: Any) -> None:
+    """Guards against finished answers that are lost because another request failed in the same step."""
+    make_output = OpenRequest.make_output
+
+    def broken(request: OpenRequest) -> Any:
+        if request.request_id == "71" and request.choices[0].finish_reason is not None:
+            raise KeyError("scripted")
+        return make_output(request)
+
+    monkeypatch.setattr(OpenRequest, "make_output", broken)
+    engine.add_request([70, 71, 72], PROMPTS, max_new_tokens=4)
+    with pytest.raises(RequestFailedError, match=r"request 71: .*scripted"):
+        engine.generate()
+    texts = engine.generate()
+    assert [text.startswith(prompt) for text, prompt in zip(texts, PROMPTS[::2], strict=True)] == [True] * 2
+    assert engine.step() == []
+
+
+@pytest.mark.covers("C9")
+def test_a_generation_config_of_transformers(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Guards against settings that are taken and ignored."""
+    engine = engine_of(model, tokenizer)
+    prompt = tokenizer(PROMPTS[0])["input_ids"]
+    free = hf_greedy(model, prompt, 12)
+    end = free[5]
+
+    def answer(**fields: Any) -> list[int]:
+        return engine.generate(PROMPTS[0], None, True, GenerationConfig(**fields))[1][0]
+
+    assert answer(max_new_tokens=3) == free[:3]
+    assert answer(max_length=len(prompt) + 4, eos_token_id=[0]) == free[:4]
+    assert answer(eos_token_id=end) == free[: free.index(end) + 1]
+    penalised = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, repetition_penalty=1.7)
+    assert answer(max_new_tokens=8, repetition_penalty=1.7) == penalised[0, len(prompt) :].tolist()
+    drawn = answer(do_sample=True, temperature=5.0, max_new_tokens=8, eos_token_id=[0])
+    assert drawn != free[:8]
+    assert answer(do_sample=True, top_k=1, max_new_tokens=8, eos_token_id=[0]) == free[:8]
+    for fields in ({"num_beams": 2}, {"guidance_scale": 2.0}):
+        with pytest.raises(InvalidRequestError, match=f"generation_config: {next(iter(fields))}.*: not supported"):
+            answer(**fields)
+    with pytest.raises(InvalidRequestError, match="at most max_output_len = 16"):
+        answer(max_new_tokens=17)
+
+
+@pytest.mark.covers("C9", "C10")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_scores": True},
+        {"output_attentions": True},
+        {"return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"temperature": "hot"},
+        {"no_repeat_ngram_size": 7000},
+        {"max_new_tokens": 10**6},
+    ],
+    ids=str,
+)
+def test_a_bad_generation_config_is_refused_and_forgotten(engine: InferenceEngine, fields: dict[str, Any]) -> None:
+    """Guards against a field that changes nothing, in silence; an error that is none of a request's; and a config that
+    stays after its error, so that every later call fails too."""
+    (expected,) = engine.generate(PROMPTS[0])
+    for prompts in (PROMPTS[0], None):
+        with pytest.raises(InvalidRequestError, match=next(iter(fields))):
+            engine.generate(prompts, generation_config=fields)
+    assert engine.generate(PROMPTS[0]) == [expected]
+
+
+@pytest.mark.covers("C9", "C11")
+def test_processors_of_the_inference_config(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Guards against the logits processors of ColossalAI's own config that are refused, or have another meaning."""
+    engine = engine_of(model, tokenizer, no_repeat_ngram_size=2, forced_eos_token_id=9)
+    prompt = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
+    options = {"max_new_tokens": 16, "do_sample": False, "no_repeat_ngram_size": 2, "forced_eos_token_id": 9}
+    expected = model.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
+    assert engine.generate(PROMPTS[0], return_token_ids=True)[1][0] == expected
+    assert expected[-1] == 9
+
+
+@pytest.mark.covers("C9")
+def test_numbers_that_are_given_and_numbers_that_are_not(engine: InferenceEngine) -> None:
+    """Guards against a request without a number that gets one in use: 0, where another was given as 0."""
+    engine.add_request([0, 2], prompts=PROMPTS[:2])
+    engine.add_request(None, prompts=PROMPTS)
+    numbers = sorted(item.request_id for item in iter_ended(engine))
+    assert len(numbers) == len(set(numbers)) == 5
+
+
+def test_a_template_of_ones_own(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Guards against a template that is checked and not applied."""
+    engine = engine_of(model, tokenizer, prompt_template="User: {input_text} {x}")
+    engine.add_request(prompts="hi")
+    assert [item.prompt for item in iter_ended(engine)] == ["User: hi {x}"]
+
+
+def iter_ended(engine: InferenceEngine) -> list[Any]:
+    ended = []
+    while engine.llm.engine.has_unfinished_requests():
+        ended += engine.step()
+    return ended
+
+
+@pytest.mark.covers("C9")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size: 0 is not allowed; it must be an integer from 1"),
+        ({"max_input_len": "8"}, "max_input_len: '8' is not allowed; it must be an integer from 1"),
+        ({"max_output_len": True}, "max_output_len: True is not allowed"),
+        ({"dtype": "int3"}, "dtype: 'int3' is not allowed; it must be one of fp16"),
+        ({"block_size": 17}, "block_size: 17 is not allowed; it must be a multiple of 16"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: fp8 is not built; int8"),
+        ({"kv_cache_dtype": "x"}, "kv_cache_dtype: 'x' is not allowed; it must be one of"),
+        ({"temperature": -1.0}, "temperature: -1.0 is not allowed"),
+        ({"top_p": 2.0, "do_sample": True}, "top_p: 2.0 is not allowed"),
+        ({"prompt_template": "llama"}, "prompt_template: 'llama' is not allowed"),
+        ({"beam_width": 2}, "beam_width: 2 is not allowed; it must be 1: LLM.beam_search searches with beams"),
+    ],
+)
+def test_bad_values_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    """Guards against a value that is taken, and either ignored or found out in the middle of a step."""
+    with pytest.raises(InvalidRequestError) as caught:
+        InferenceConfig(**fields)
+    assert str(caught.value).startswith(message)
+    assert caught.value.param == next(iter(fields))
+
+
+@pytest.mark.covers("C9")
+@pytest.mark.parametrize("name", FIXED)
+def test_what_means_nothing_here_is_refused_with_the_reason(name: str) -> None:
+    """Guards against options that are accepted and ignored."""
+    value = getattr(InferenceConfig(), name)
+    with pytest.raises(NotSupportedError, match=name):
+        InferenceConfig(**{name: not value if isinstance(value, bool) else (value or 1) + 1})
+
+
+def test_wrong_requests_leave_nothing_behind(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Guards against half of a call that waits in the engine."""
+    engine = engine_of(model, tokenizer)
+    for arguments in (
+        {"prompts": ["fine", ""]},
+        {"prompts": "word " * 40},
+        {"prompts": {"a": 1}},
+        {"prompts_token_ids": [[1, 2], [10**6]]},
+        {"prompts": ["a", "b"], "request_ids": [1, 1]},
+        {"prompts": ["a", "b"], "request_ids": [1]},
+        {},
+    ):
+        with pytest.raises(InvalidRequestError):
+            engine.add_request(**arguments)
+        assert not engine.llm.engine.has_unfinished_requests(), arguments
+    with pytest.raises(NotSupportedError, match="register_model"):
+        InferenceEngine(model, tokenizer, model_policy=object())
+    with pytest.raises(InvalidRequestError, match="must be an InferenceConfig"):
+        InferenceEngine(model, tokenizer, {})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"max_model_len.* = 512"):
+        InferenceEngine(model, tokenizer, InferenceConfig(max_input_len=600))

@@ -1,0 +1,90 @@
+"""JetStream's command line: its flags, random weights, tokens and times."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.models.config_json import parse_model_config
+from penstock.models.registry import find_model
+from penstock.spec.param_table import num_elements
+from penstock.weights.hub import MODEL_DIR
+from penstock.weights.table_template import table_text
+from penstock_lab.compat.run_interactive import ID_PROMPTS, SIZES_FILE, main, read_size
+
+FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(SIZES_FILE.read_text())
+COMMON = ["--max_cache_length=64", "--max_output_length", "6", "--batch_size=4"]
+PARAMETERS = {  # billions, as published
+    ("llama-2", "7b"): 6.74,
+    ("llama-2", "13b"): 13.02,
+    ("llama-2", "70b"): 68.98,
+    ("llama-3", "8b"): 8.03,
+    ("gemma", "2b"): 2.51,
+    ("gemma", "7b"): 8.54,
+    ("mistral", "7b"): 7.24,
+    ("mixtral", "8x7b"): 46.7,
+}
+
+
+@pytest.mark.covers("J17", "J18")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_with_random_weights(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against code that is only right with a checkpoint at hand."""
+    assert main([f"--model={family}", "--size", "tiny", *COMMON]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    answers = [lines[index + 1] for index, line in enumerate(lines) if line == "---- All output tokens."]
+    assert len(answers) == len(ID_PROMPTS)
+    assert all(1 <= len(json.loads(answer)) <= 6 for answer in answers)
+    assert lines[0].startswith("Load params ")
+    assert sum("tokens/s" in line for line in lines) == len(ID_PROMPTS)
+
+
+@pytest.mark.covers("J17")
+@pytest.mark.parametrize(("family", "size"), PARAMETERS)
+def test_sizes_are_the_published_ones(family: str, size: str) -> None:
+    """Guards against a misprinted size: the number of parameters is the published one."""
+    config = parse_model_config(read_size(family, size))
+    parameters = find_model(config.architecture).read_table().parameters(config)
+    assert num_elements(parameters.values()) / 1e9 == pytest.approx(PARAMETERS[family, size], rel=0.003)
+    assert {(name, each) for name, sizes in FAMILIES.items() for each in sizes if each != "tiny"} == set(PARAMETERS)
+
+
+@pytest.mark.covers("J18")
+def test_the_flags_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against flags that are accepted and ignored: tokenizer, sharding, quantisation, checkpoint."""
+    config = read_size("gemma", "tiny")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sharding = tmp_path / "gemma.yaml"
+    sharding.write_text(table_text(tmp_path, sharding=True))
+    flags = ["--model=gemma", "--size=tiny", *COMMON, f"--sharding_config={sharding}"]
+    assert main([*flags, f"--tokenizer_path={MODEL_DIR}", "--quantize_weights=true", "--quantize_kv_cache"]) == 0
+    assert "I believe the meaning of life is" in capsys.readouterr().out
+    sharding.write_text(sharding.read_text().replace("model.norm.weight", "model.nrom.weight"))
+    assert main(flags) == 2
+    assert "sharding_config: gemma.yaml: model.nrom.weight is not a parameter" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    assert main([*flags[:-1], f"--checkpoint_path={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert "--checkpoint_path: num_hidden_layers = 3 does not match --model=gemma --size=tiny: 2" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.covers("J18")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model=gemini"], "--model: 'gemini' is not allowed; it must be one of llama-2, "),
+        (["--size=8b"], "--size: '8b' is not allowed; llama-2 has tiny, 7b"),
+        (["--batch_size=0"], "max_num_seqs: 0 is not allowed"),
+        (["--checkpoint_path=/nowhere"], "--checkpoint_path: /nowhere/config.json cannot be read"),
+    ],
+)
+def test_bad_flags_are_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against tracebacks."""
+    assert main(flags) == 2
+    assert f"run_interactive: {message}" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["--quantize_weights=perhaps"])
+    assert caught.value.code == 2
