@@ -27,8 +27,14 @@ if TYPE_CHECKING:
         PenstockError,
         RequestFailedError,
     )
-    from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+    from penstock.interface.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        FinishReason,
+        Logprob,
+        RequestOutput,
+    )
     from penstock.interface.pooling import (
         EmbeddingOutput,
         EmbeddingRequestOutput,
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+    from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from penstock.interface.structured_outputs import StructuredOutputsParams
     from penstock.models.registry import register_model
     from penstock.plugins.logits_processors import register_logits_processor
@@ -47,9 +53,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncLLM": "client.async_llm",
-    "BeamSearchOutput": "interface.beam_search",
-    "BeamSearchParams": "interface.beam_search",
-    "BeamSearchSequence": "interface.beam_search",
+    "BeamSearchOutput": "interface.outputs",
+    "BeamSearchParams": "interface.sampling_params",
+    "BeamSearchSequence": "interface.outputs",
     "CompletionOutput": "interface.outputs",
     "EmbeddingOutput": "interface.pooling",
     "EmbeddingRequestOutput": "interface.pooling",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import (
+    POSITIVE,
     InvalidRequestError,
     NotSupportedError,
     check_int,
@@ -141,7 +142,7 @@ class SchedulerConfig:
         None, range(1, 3_600_001), "maximum milliseconds per step that streams wait for new prompts (default: no limit)"
     )
     prefill_ratio: float | None = option(
-        None, float, "length_classes: requests start when this many wait for each running one (default: 1.2)"
+        None, POSITIVE, "length_classes: requests start when this many wait for each running one (default: 1.2)"
     )
 
     def __post_init__(self) -> None:
@@ -238,7 +239,7 @@ class ParallelConfig:
 class SpeculationConfig:
     """Speculative decoding, which changes no bit: a SpeculativeConfig (interface/drafts.py) as a dictionary."""
 
-    speculative_config: dict[str, Any] | None = option(  # noqa: RUF009  # its default is None
+    speculative_config: dict[str, Any] | None = option(
         None, dict, 'speculative decoding, like {"method": "ngram"} or {"model": "demo-draft"}'
     )
 
@@ -257,7 +258,7 @@ class SpeculationConfig:
 class PoolingConfig:
     """How embeddings are made from hidden states (interface/pooling.py), overriding the model's files."""
 
-    pooler_config: dict[str, Any] | None = option(  # noqa: RUF009  # its default is None
+    pooler_config: dict[str, Any] | None = option(
         None, dict, 'how hidden states become embeddings, like {"pooling_type": "MEAN", "normalize": true}'
     )
 

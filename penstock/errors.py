@@ -19,7 +19,8 @@ where the fields are defined: in the frozen dataclasses that a user can fill in.
 import reprlib
 from collections.abc import Sequence
 from dataclasses import field, fields
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 Options = TypeVar("Options")
 
@@ -223,15 +224,31 @@ def check_nesting(name: str, value: Any) -> None:
         raise InvalidRequestError(f"{name}: nested more than {MAX_NESTING} deep, which is the limit", param=name)
 
 
-def option(default: Any, allowed: Any, help: str) -> Any:
-    """Return a dataclass field that is an engine option.
+class Interval(NamedTuple):
+    """The numbers from low to high that a field allows, both included; with `low_open`, low itself is not allowed."""
+
+    low: float
+    high: float
+    low_open: bool = False
+
+
+POSITIVE = Interval(0.0, 1e6, low_open=True)
+
+
+def option(default: Any, allowed: Any, help: str = "", *, optional: bool = False, **metadata: Any) -> Any:
+    """Return a dataclass field that a user can set. It is stated once: checks, flags and bodies follow from it.
 
     Args:
         default: None means "chosen later", and is then an allowed value.
-        allowed: a range of integers, a tuple of choices, or the type bool, str or dict.
-        help: the help text of the command line; "(default: ...)" is appended unless the default is None.
+        allowed: a range of integers, an Interval of numbers, a tuple of choices, the type bool, str or dict, or a
+            function of the field's name and value that returns the value to keep or raises InvalidRequestError.
+        help: the help text of the command line, where a field without one has no flag. "(default: ...)" is appended to
+            the help of an engine option unless the default is None.
+        optional: whether None is allowed, which is so if it is the default.
+        metadata: more about the field, for the code that reads it.
     """
-    return field(default=default, metadata={"allowed": allowed, "help": help})
+    metadata |= {"allowed": allowed, "help": help, "optional": optional or default is None}
+    return field(default=default, metadata=metadata)
 
 
 def take_options(kind: type[Options], options: dict[str, Any]) -> Options:
@@ -241,24 +258,43 @@ def take_options(kind: type[Options], options: dict[str, Any]) -> Options:
 
 
 def check_options(config: Any) -> None:
-    """Check every field of a dataclass of options against the values it allows."""
-    for item in fields(config):
-        name, value, allowed = item.name, getattr(config, item.name), item.metadata["allowed"]
-        if value is None and item.default is None:
+    """Check every field of a dataclass against the values it allows, and keep each in its normal form."""
+    kind: Any = type(config)
+    for name, default, allowed, optional in _options_of(kind):
+        value = getattr(config, name)
+        if value is default:  # is allowed, and has its normal form
             continue
-        if isinstance(allowed, tuple):
-            check_choice(name, value, allowed)
-        elif isinstance(allowed, range) and allowed.step > 1:
-            if type(value) is not int or value not in allowed:
-                raise fail(name, value, f"a multiple of {allowed.step} up to {allowed[-1]}")
-        elif isinstance(allowed, range):
-            check_int(name, value, allowed.start, allowed.stop - 1, optional=item.default is None)
-        elif allowed is bool:
-            check_bool(name, value)
-        elif allowed is dict:
-            if not isinstance(value, dict):
-                raise fail(name, value, "an object")
-        elif allowed is float:
-            check_float(name, value, 0.0, 1e6, low_open=True)
-        else:
-            check_str(name, value)
+        kept = _checked(name, value, allowed, optional=optional)
+        if kept is not value:
+            object.__setattr__(config, name, kept)
+
+
+@cache
+def _options_of(kind: type) -> list[tuple[str, Any, Any, bool]]:
+    found = [item for item in fields(kind) if "allowed" in item.metadata]
+    return [(item.name, item.default, item.metadata["allowed"], item.metadata["optional"]) for item in found]
+
+
+def _checked(name: str, value: Any, allowed: Any, *, optional: bool) -> Any:
+    """Return an allowed value in its normal form. Raise InvalidRequestError for another one."""
+    if isinstance(allowed, range) and allowed.step == 1:
+        check_int(name, value, allowed.start, allowed.stop - 1, optional=optional)
+    elif isinstance(allowed, range):
+        if type(value) is not int or value not in allowed:
+            raise fail(name, value, f"a multiple of {allowed.step} up to {allowed[-1]}")
+    elif isinstance(allowed, Interval):
+        if value is not None or not optional:
+            check_float(name, value, allowed.low, allowed.high, low_open=allowed.low_open)
+            return float(value)  # a numpy number becomes a plain one
+    elif isinstance(allowed, tuple):
+        check_choice(name, value, allowed)
+    elif allowed is bool:
+        check_bool(name, value)
+    elif allowed is dict:
+        if not isinstance(value, dict):
+            raise fail(name, value, "an object")
+    elif allowed is str:
+        check_str(name, value, optional=optional)
+    else:
+        return allowed(name, value)
+    return value

@@ -203,13 +203,29 @@ def by_floor(arrows: Arrows, lines: Counter[str]) -> dict[str, list[str]]:
     }
 
 
+def print_files(package: Path) -> None:
+    """Print every file that says what it is, by room, with its lines of code and the first line of its docstring."""
+    room = ""
+    for path in sorted(package.rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if docstring is None:
+            continue
+        if room != room_of(path, package):
+            room = room_of(path, package)
+            print(f"{room}")
+        print(f"  {path.relative_to(package)!s:34} {lines_of_code(path):4}  {docstring.splitlines()[0]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--arrows", action="store_true", help="print every arrow with the files that draw it")
     parser.add_argument("--package", default=PACKAGE.name, choices=(PACKAGE.name, LAB.name), help="what is measured")
+    parser.add_argument("--files", action="store_true", help="list every file with the first line of its docstring")
     options = parser.parse_args()
     package = ROOT / options.package
+    if options.files:
+        return print_files(package)
     figures = measure(package)
     if options.arrows:
         figures["arrows"] = {f"{a} -> {b}": sorted(files) for (a, b), files in sorted(find_arrows(package).items())}

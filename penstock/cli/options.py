@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.terminal import LOGGER, saying
 from penstock.config import PARTS, EngineConfig, option_names
-from penstock.errors import LOG_LEVELS, shown
-from penstock.interface.sampling_params import SamplingParams
+from penstock.errors import LOG_LEVELS, Interval, shown
+from penstock.interface.sampling_params import TYPES, SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.weights.hub import find_local
 
@@ -26,6 +26,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNSET = argparse.SUPPRESS
 MAX_SCHEMA = 2**23  # bytes of a file
+DEFAULT_MAX_TOKENS = 256
 FLAGS = {  # field -> name of its flag, where they differ
     "structured_outputs": "json_schema_file",
     "drain_timeout_s": "drain_timeout",
@@ -115,79 +116,28 @@ def parse_early_stopping(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-INTEGER, NUMBER, SWITCH = {"type": int, "metavar": "N"}, {"type": float, "metavar": "X"}, {"action": "store_true"}
-IDS: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "ID"}
-DECAY: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("N", "FACTOR")}
-LIST: dict[str, Any] = {"type": parse_list, "metavar": "JSON"}
-BOOLEAN: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-SAMPLING: tuple[tuple[str, dict[str, Any], str], ...] = (  # field of SamplingParams, kind of flag, help text
-    ("max_tokens", {**INTEGER, "default": 256}, "maximum number of tokens to generate (default: 256)"),
-    ("min_tokens", INTEGER, "generate at least this many tokens before an end token or a stop string counts"),
-    ("temperature", NUMBER, "0 is greedy"),
-    ("top_p", NUMBER, "keep the most likely tokens up to this total probability"),
-    ("top_k", INTEGER, "keep this many of the most likely tokens"),
-    ("min_p", NUMBER, "keep tokens that are at least this likely relative to the most likely one"),
-    ("presence_penalty", NUMBER, "subtracted from the logits of tokens that were generated before"),
-    ("frequency_penalty", NUMBER, "subtracted from a token's logit for each time that it was generated before"),
-    ("repetition_penalty", NUMBER, "divides the logits of tokens in the prompt or output"),
-    ("n", INTEGER, "number of answers for each prompt"),
-    ("seed", INTEGER, "seed of the request; the same seed repeats the answer"),
-    ("stop", {"action": "append", "metavar": "TEXT"}, "stop before this text (repeatable)"),
-    ("stop_token_ids", IDS, "tokens that end the text"),
-    ("logprobs", INTEGER, "report the log-probabilities of N tokens per position (needs --json)"),
-    ("prompt_logprobs", INTEGER, "the same for the tokens of the prompt"),
-    (
-        "logit_bias",
-        {"type": parse_bias, "action": "append", "metavar": "ID=BIAS"},
-        "added to the logit of a token, like 42=-5 (repeatable)",
-    ),
-    ("bad_words", {"action": "append", "metavar": "WORD"}, "a word that is never generated (repeatable)"),
-    ("typical_p", NUMBER, "keep the tokens whose surprise is nearest to the entropy, up to this total probability"),
-    ("top_h", NUMBER, "keep the most likely tokens up to this share of the entropy"),
-    ("epsilon_cutoff", NUMBER, "drop tokens less likely than this"),
-    ("eta_cutoff", NUMBER, "the same, but with a lower limit if the entropy is high"),
-    ("no_repeat_ngram_size", INTEGER, "no sequence of N tokens occurs twice"),
-    ("min_length", INTEGER, "no end token before prompt and answer together have N tokens"),
-    ("suppress_tokens", IDS, "tokens that are never chosen"),
-    ("xtc_probability", NUMBER, "probability of dropping all likely tokens except the least likely of them (XTC)"),
-    ("xtc_threshold", NUMBER, "tokens that are at least this likely count as likely for XTC"),
-    ("dry_multiplier", NUMBER, "penalty for a token that continues a repetition (DRY); 0: off"),
-    ("dry_base", NUMBER, "factor of the penalty for each further token of the repetition"),
-    ("dry_allowed_length", INTEGER, "longest repetition that has no penalty, in tokens"),
-    ("dry_penalty_last_n", INTEGER, "how many of the last tokens are searched for repetitions; -1: all"),
-    ("dry_sequence_breakers", {"action": "append", "metavar": "TEXT"}, "text that ends a repetition (repeatable)"),
-    ("mirostat", INTEGER, "1 or 2: keep the surprise of the tokens near --mirostat-tau"),
-    ("mirostat_tau", NUMBER, "target surprise of the tokens, in bits"),
-    ("mirostat_eta", NUMBER, "learning rate of mirostat"),
-    ("begin_suppress_tokens", IDS, "tokens that are never chosen as the first token"),
-    ("forced_bos_token_id", {"type": int, "metavar": "ID"}, "the second token of a text whose prompt is one token"),
-    ("forced_eos_token_id", IDS, "the last token of a text that reaches --max-tokens"),
-    ("min_new_tokens", INTEGER, "no end token before the answer has N tokens"),
-    (
-        "exponential_decay_length_penalty",
-        DECAY,
-        "after N tokens, FACTOR makes end tokens more likely with each further token",
-    ),
-    ("bad_words_ids", LIST, 'sequences of token ids that are never generated, like "[[5, 6], [7]]"'),
-    ("sequence_bias", LIST, 'added to the logit of a token that completes a sequence, like "[[[5, 6], -2.5]]"'),
-    (
-        "logits_processors",
-        {"type": parse_object, "metavar": "JSON"},
-        "names of functions that --import registers, with arguments",
-    ),
-    ("use_beam_search", SWITCH, "search for the -n most likely answers with as many beams"),
-    ("length_penalty", NUMBER, "of a beam search: values above 0 prefer long answers"),
-    ("early_stopping", {"type": parse_early_stopping, "metavar": "{true,false,never}"}, "when a beam search ends"),
-    ("skip_special_tokens", BOOLEAN, "leave special tokens out of the text"),
-    ("spaces_between_special_tokens", BOOLEAN, "put spaces between special tokens"),
-    ("ignore_eos", SWITCH, "continue after the end token"),
-    ("include_stop_str_in_output", SWITCH, "keep the stop string in the text"),
-    (
-        "structured_outputs",
-        {"type": read_schema, "metavar": "FILE", "dest": "structured_outputs"},
-        "the answer is JSON that the schema in FILE allows",
-    ),
-)
+INTEGER, NUMBER = {"type": int, "metavar": "N"}, {"type": float, "metavar": "X"}
+KINDS: dict[Any, dict[str, Any]] = {  # type of a field of SamplingParams -> arguments of add_argument
+    int: INTEGER,
+    int | None: INTEGER,
+    float: NUMBER,
+    float | None: NUMBER,
+    str | Sequence[str] | None: {"action": "append", "metavar": "TEXT"},
+    Sequence[int] | None: {"type": int, "nargs": "+", "metavar": "ID"},
+}
+SPELLINGS: dict[str, dict[str, Any]] = {  # fields whose flags are spelt in a way that their types do not say
+    "bad_words": {"action": "append", "metavar": "WORD"},
+    "bad_words_ids": {"type": parse_list, "metavar": "JSON"},
+    "early_stopping": {"type": parse_early_stopping, "metavar": "{true,false,never}"},
+    "exponential_decay_length_penalty": {"type": float, "nargs": 2, "metavar": ("N", "FACTOR")},
+    "forced_bos_token_id": {"type": int, "metavar": "ID"},
+    "forced_eos_token_id": {"type": int, "nargs": "+", "metavar": "ID"},
+    "logit_bias": {"type": parse_bias, "action": "append", "metavar": "ID=BIAS"},
+    "logits_processors": {"type": parse_object, "metavar": "JSON"},
+    "max_tokens": {**INTEGER, "default": DEFAULT_MAX_TOKENS},
+    "sequence_bias": {"type": parse_list, "metavar": "JSON"},
+    "structured_outputs": {"type": read_schema, "metavar": "FILE", "dest": "structured_outputs"},
+}
 
 
 DEFAULT_MODEL = "demo"
@@ -248,7 +198,7 @@ def _flag_kind(item: Field[Any]) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if allowed is str:
         return {"metavar": "FILE" if item.default is None else "NAME"}
-    if allowed is float:
+    if isinstance(allowed, Interval):
         return NUMBER
     if allowed is dict:
         return {"type": parse_object, "metavar": "JSON"}
@@ -262,10 +212,22 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the sampling and engine flags of a command that generates in process. --seed is the request's."""
     add_model(parser)
     group = parser.add_argument_group("sampling")
-    for name, kind, help_text in SAMPLING:
-        group.add_argument(flag_of(name), help=help_text, **{"default": UNSET, **kind})
+    for item in sampling_fields():
+        kind = SPELLINGS.get(item.name) or KINDS.get(TYPES[item.name]) or _switch(item)
+        help_text = item.metadata["help"] + (f" (default: {kind['default']})" if "default" in kind else "")
+        group.add_argument(flag_of(item.name), help=help_text, **{"default": UNSET, **kind})
     add_engine_options(parser, [name for name in option_names() if name != "seed"])
     add_log_level(parser, "notes on standard error: info has the choices made and the speed; above it, errors only")
+
+
+def sampling_fields() -> list[Field[Any]]:
+    """Return the fields of SamplingParams that are flags."""
+    return [item for item in fields(SamplingParams) if item.metadata["help"]]
+
+
+def _switch(item: Field[Any]) -> dict[str, Any]:
+    """Return the arguments of add_argument for a field that is true or false: what is on can be turned off."""
+    return {"action": argparse.BooleanOptionalAction if item.default else "store_true"}
 
 
 def flag_of(name: str) -> str:
@@ -286,7 +248,7 @@ def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given flags as fields of SamplingParams, checked before the model is loaded."""
-    found = {name: getattr(args, name) for name, _, _ in SAMPLING if hasattr(args, name)}
+    found = {item.name: getattr(args, item.name) for item in sampling_fields() if hasattr(args, item.name)}
     if "logit_bias" in found:
         found["logit_bias"] = dict(found["logit_bias"])
     SamplingParams(**found)

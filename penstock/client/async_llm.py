@@ -23,12 +23,11 @@ from penstock.client.results import (
 from penstock.client.text import IsolatedTokenizer, choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError, check_bool, check_int, take_options
-from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import PrefixUse, RequestOutput
+from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
 from penstock.interface.pooling import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput
-from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 

@@ -16,10 +16,9 @@ from typing import Any
 from penstock.client.open_requests import OpenRequest
 from penstock.client.prompts import PromptRequest, check_num_tokens, check_salt, check_text
 from penstock.errors import InvalidRequestError, check_float, check_ids, check_int, check_str, check_unicode, fail
-from penstock.interface.logits_params import MAX_BREAKER_IDS
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.pooling import PoolingParams
-from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.sampling_params import MAX_BREAKER_IDS, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_all
 
 MAX_REQUEST_ID_LENGTH = 128

@@ -39,15 +39,14 @@ from penstock.errors import (
     list_of,
     shown,
 )
-from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
-from penstock.interface.outputs import PrefixUse, RequestOutput
+from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
 from penstock.interface.pooling import (
     EmbeddingRequestOutput,
     PoolingParams,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
 from penstock.tokenizer.answers import assistant_message
 from penstock.tokenizer.chat_template import render_chat, turn_of

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InvalidRequestError, RequestFailedError, check_choice, fail
-from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from penstock.interface.outputs import CompletionOutput, RequestOutput
+from penstock.interface.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from penstock.interface.pooling import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -19,7 +18,7 @@ from penstock.interface.pooling import (
     ScoringRequestOutput,
     cosine,
 )
-from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 TASKS = {"embed": None, "token_embed": "ALL"}  # vLLM's pooling_task -> pooling_type

@@ -95,3 +95,31 @@ class RequestOutput:
     def metrics(self) -> RequestMetrics | None:
         """Return the request's times; None if they are unknown."""
         return RequestMetrics.of(self.timelines)
+
+
+# --- beam search ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One answer that a beam search has found.
+
+    Attributes:
+        tokens: the prompt and the generated tokens, an end token included.
+        logprobs: one entry per generated token: the token, and the most likely ones.
+        cum_logprob: the sum of the generated tokens' raw log-probabilities.
+        text: the text of all tokens, including the prompt and special tokens; None without a tokenizer.
+    """
+
+    tokens: list[int]
+    logprobs: list[LogprobsAt]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The sequences found for one prompt, best first; one for each beam of the search."""
+
+    sequences: list[BeamSearchSequence]

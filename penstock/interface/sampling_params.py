@@ -1,30 +1,36 @@
-"""SamplingParams: how the tokens of one request are chosen, with vLLM's names, meanings and defaults.
+"""SamplingParams: how the tokens of one request are chosen, in the spelling of vLLM, Transformers and llama.cpp.
 
-It is frozen, and checked when it is made: lists become tuples, and no field is accepted and ignored.
-`check_vocabulary` checks what depends on the model.
+This class is the one table of a request's parameters. A field states its type, its default, the values it allows, the
+help text of its flag and the routes whose bodies have it; the checks here, the command line (`cli/options.py`) and the
+bodies (`server/openai_requests.py`) follow from it. To add a parameter, add a field.
+
+Values are frozen, and checked when they are made: lists become tuples, and no field is accepted and ignored.
+`check_vocabulary` checks what depends on the model. docs/sampling.md gives the order of application.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from functools import cache, partial
+from typing import Any, get_type_hints
 
 from penstock.errors import (
+    Interval,
     InvalidRequestError,
     NotSupportedError,
-    check_bool,
     check_choice,
     check_float,
     check_int,
+    check_options,
     check_str,
     check_unicode,
     fail,
     int_tuple,
     list_of,
+    option,
     string_tuple,
 )
-from penstock.interface.logits_params import MAX_TOKEN_ID, LogitsParams
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 
@@ -40,10 +46,16 @@ MAX_BIASED_TOKENS = 1024
 MAX_PROCESSORS = 16
 MAX_ARGUMENT_DEPTH = 8  # lists and mappings in an argument of a logits processor
 MAX_TOKENS = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 MIN_TEMPERATURE = 1e-5  # below it, division by the temperature overflows float32; 0 means greedy
-FLOATS = (
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p", "length_penalty",
-)  # fmt: skip
+MAX_LISTED_IDS = 1024  # ids in a list of suppressed tokens, or sequences in a list of sequences
+MAX_SEQUENCE = 1024  # ids in one sequence
+MAX_NGRAM = 64
+MAX_BREAKERS = 16
+MAX_BREAKER_LENGTH = 40  # characters
+MAX_BREAKER_IDS = 2**17  # id sequences that stand for the breakers of a request
+DRY_BREAKERS = ("\n", ":", '"', "*")
 WITH_BEAM_SEARCH = (  # fields that may be set with use_beam_search; all others choose or change tokens
     "n", "temperature", "seed", "ignore_eos", "max_tokens", "logprobs", "detokenize", "skip_special_tokens",
     "structured_outputs",
@@ -62,24 +74,171 @@ class RequestOutputKind(StrEnum):
     FINAL_ONLY = "final_only"  # one output, at the end
 
 
+# --- the values of single fields --------------------------------------------------------------------------------------
+# Each function takes a field's name and its value, and returns the value as it is kept.
+
+Check = Callable[[str, Any], Any]
+FROM_0_TO_1 = Interval(0.0, 1.0)
+PENALTY = Interval(-2.0, 2.0)
+
+
+def _texts(max_items: int, max_length: int) -> Check:
+    return partial(string_tuple, max_items=max_items, max_length=max_length)
+
+
+def _ids(max_items: int) -> Callable[[str, Any], tuple[int, ...]]:
+    return partial(int_tuple, low=0, high=MAX_TOKEN_ID, max_items=max_items)
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    texts = string_tuple(name, value, max_items=MAX_STOP_STRINGS, max_length=MAX_STRING_LENGTH)
+    for text in texts:
+        check_unicode(text, param=name)
+    return texts
+
+
+def _temperature(name: str, value: Any) -> float:
+    check_float(name, value, 0.0, 100.0)
+    if 0.0 < value < MIN_TEMPERATURE:
+        raise fail(name, value, f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to 100")
+    return float(value)
+
+
+def _end_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Take one id, or a list of ids."""
+    given = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+    return _ids(MAX_LISTED_IDS)(name, given)
+
+
+def _sequence(name: str, value: Any, max_ids: int = MAX_SEQUENCE) -> tuple[int, ...]:
+    ids = _ids(max_ids)(name, value)
+    if not ids:
+        raise fail(name, value, "a list of sequences of at least one token id")
+    return ids
+
+
+def _sequences(max_items: int, max_ids: int = MAX_SEQUENCE) -> Check:
+    def check(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+        return tuple(_sequence(name, item, max_ids) for item in list_of(name, value, max_items=max_items))
+
+    return check
+
+
+def _bias(name: str, value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_BIASED_TOKENS:
+        raise fail(name, value, f"a map of at most {MAX_BIASED_TOKENS} token ids to numbers")
+    for token_id, bias in value.items():
+        check_int(name, token_id, 0, MAX_TOKEN_ID)
+        check_float(name, bias, -100.0, 100.0)
+    return {int(token_id): float(bias) for token_id, bias in value.items()}
+
+
+def _sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """Return the ids and the number of every sequence. For a sequence given twice, the last number counts."""
+    items = list(value.items()) if isinstance(value, Mapping) else list_of(name, value, max_items=MAX_LISTED_IDS)
+    found: dict[tuple[int, ...], float] = {}
+    for item in items:
+        if not isinstance(item, list | tuple) or len(item) != 2 or not isinstance(item[0], list | tuple) or not item[0]:
+            raise fail(name, item, "a list of pairs of a list of token ids and a number")
+        check_float(name, item[1], -1e4, 1e4)
+        found[_ids(MAX_SEQUENCE)(name, item[0])] = float(item[1])
+    if len(found) > MAX_LISTED_IDS:
+        raise fail(name, len(found), f"at most {MAX_LISTED_IDS} sequences")
+    return tuple(found.items())
+
+
+def _decay(name: str, value: Any) -> tuple[int, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise fail(name, value, "a pair: number of tokens, and a factor")
+    start = int(value[0]) if isinstance(value[0], float) and value[0].is_integer() else value[0]
+    check_int(name, start, 0, MAX_COUNT)
+    check_float(name, value[1], 0.01, 100.0)
+    return start, float(value[1])
+
+
+def _processors(name: str, value: Any) -> dict[str, Any] | None:
+    """Return name -> argument or None; None without processors."""
+    named = value if isinstance(value, Mapping) else None
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        named = dict.fromkeys(value)
+    if (value is not None and named is None) or (named is not None and len(named) > MAX_PROCESSORS):
+        raise fail(name, value, f"at most {MAX_PROCESSORS} names, or a mapping of names to arguments")
+    for processor, argument in (named or {}).items():
+        check_str(name, processor, max_length=MAX_STRING_LENGTH)
+        check_unicode(processor, param=name)
+        if not _is_plain(argument, MAX_ARGUMENT_DEPTH):
+            allowed = "numbers, texts, true, false, null, and lists and mappings of these"
+            raise fail(name, argument, f"made of {allowed}: it goes to another process")
+    return copy.deepcopy(dict(named)) if named else None
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Return whether a processor's argument can go to another process. Raise as check_unicode does."""
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    if isinstance(value, str):
+        check_unicode(value, param="logits_processors")
+    if value is None or isinstance(value, str | float):
+        return True
+    if depth and isinstance(value, list | tuple):
+        return all(_is_plain(item, depth - 1) for item in value)
+    mapping = depth and isinstance(value, dict)
+    return bool(mapping) and all(
+        isinstance(key, str) and _is_plain(key, 0) and _is_plain(item, depth - 1) for key, item in value.items()
+    )
+
+
+def _early_stopping(name: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
+        raise fail(name, value, 'true, false or "never"')
+    return value
+
+
+def _guided_decoding(name: str, value: Any) -> None:
+    message = f"{name}: use structured_outputs, its newer name, with a StructuredOutputsParams"
+    raise InvalidRequestError(message, param=name)
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    check_choice(name, value, list(RequestOutputKind))
+    return RequestOutputKind(value)
+
+
+def _a(kind: type) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise fail(name, value, f"a {kind.__name__}")
+        return value
+
+    return check
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+# The routes whose bodies have a field, as `place` of a body names them; all three unless the field says otherwise.
+ALL = ("completions", "chat", "responses")
+TWO = ("completions", "chat")
+NONE: tuple[str, ...] = ()  # no route has the field, or each has a spelling of its own
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(LogitsParams):
-    """How to choose the tokens of one request.
+class SamplingParams:
+    """How to choose the tokens of one request. "End tokens" are those of the model and stop_token_ids.
+
+    The help texts below are the short meanings. What they leave open:
 
     Attributes:
+        max_tokens: None goes to the end of the context.
+        temperature: divides the logits. 0 is greedy: only the options that change logits apply, as with do_sample=False
+            in Transformers.
+        top_k: 0 or -1 keeps all.
+        presence_penalty, frequency_penalty: count generated tokens; repetition_penalty counts those of the prompt, too,
+            and divides positive and multiplies negative logits.
         n: number of independent choices generated from the prompt.
-        presence_penalty: subtracted once from the logit of every token that was generated before.
-        frequency_penalty: subtracted from a token's logit as many times as it was generated before.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
-        temperature: divides the logits; 0 is greedy.
-        top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum.
-        top_k: number of most likely tokens kept; 0 or -1 keeps all.
-        min_p: keeps tokens at least this likely relative to the most likely one.
         seed: 64-bit; None derives one from the engine's seed and the arrival number. RequestOutput.seed reports it.
-        stop: strings that end the text; they are not part of it unless include_stop_str_in_output.
-        stop_token_ids: tokens that end the text besides the model's own end tokens.
-        ignore_eos: whether the model's own end tokens do not end the text.
-        max_tokens: maximum number of tokens to generate; None goes to the end of the context.
+        stop: not part of the text unless include_stop_str_in_output.
         min_tokens: end tokens and stop_token_ids cannot be chosen before this many.
         logprobs: report the log-probabilities of each generated token and of this many most likely tokens, in the raw
             distribution: before penalties, bias and temperature.
@@ -87,56 +246,153 @@ class SamplingParams(LogitsParams):
         detokenize: False leaves the text empty (and allows no stop strings).
         logit_bias: token id -> number added to its logit, -100 to 100.
         bad_words: words that are never completed. The client sets bad_words_token_ids from them.
-        logits_processors: names of functions that a user has registered (plugins/logits_processors.py), or a mapping of
-            names to their arguments, in the order in which they run.
+        logits_processors: names of functions that a user has registered, or a mapping of names to their arguments, in
+            the order in which they run.
         structured_outputs: the form that the answer must have. Only tokens that it allows are chosen, and the answer
             ends when it is complete, even with ignore_eos or before min_tokens.
         use_beam_search: search for the n most likely answers with n beams, as Transformers' generate(num_beams=n) does;
             they come at the end, best first. The raw distribution decides, so fields that change it are not allowed.
-        length_penalty: for a beam search: answers are compared by the sum of their log-probabilities divided by
+        length_penalty: answers are compared by the sum of their log-probabilities divided by
             (number of tokens) ** length_penalty.
-        early_stopping: for a beam search: True ends it with the n-th complete answer, False when no better answer is
-            likely, "never" when no better answer is possible.
+        early_stopping: True ends the search with the n-th complete answer, False when no better answer is likely,
+            "never" when no better answer is possible.
         output_kind: what each streamed RequestOutput carries.
         pooling: compute the hidden states of the prompt, and generate nothing (`for_pooling`).
-
-    LogitsParams has the options of Transformers' logits processors and of llama.cpp's samplers.
+        bad_words_ids: a sequence that is one end token is ignored.
+        sequence_bias: numbers added to the logit of the token that completes a sequence: [[[ids], number], ...], or a
+            mapping of tuples of ids to numbers.
+        forced_eos_token_id: of several ids, one is chosen.
+        exponential_decay_length_penalty: (start, factor): after `start` outputs, |logit| * (factor ** (tokens since
+            then) - 1) is added to the logits of end tokens.
+        eta_cutoff: drops tokens less likely than min(this, sqrt(this) * exp(-entropy)).
+        top_h: a share of the entropy of the 100 most likely tokens.
+        xtc_threshold: above 0.5 XTC is off, because two tokens cannot both be that likely.
+        dry_multiplier: subtracts dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a token that
+            would make a repetition of n tokens one longer.
+        dry_sequence_breakers: texts that a repetition never crosses. The client derives dry_sequence_breaker_ids.
+        mirostat: keeps the surprise of the tokens, in bits, near mirostat_tau, after the other options. Its state `mu`
+            changes with every token, so drafts cannot be verified with it.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of range; `param` names the field.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = ()
-    stop_token_ids: Sequence[int] | None = ()
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logit_bias: dict[int, float] | None = None
-    bad_words: Sequence[str] | None = ()
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    logits_processors: Mapping[str, Any] | Sequence[str] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    guided_decoding: Any = None
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    pooling: PoolingParams | None = None
+    max_tokens: int | None = option(
+        16, range(1, MAX_TOKENS + 1), "maximum number of tokens to generate", routes=TWO, optional=True
+    )
+    min_tokens: int = option(
+        0, range(MAX_TOKENS + 1), "generate at least this many tokens before an end token or a stop string counts"
+    )
+    temperature: float = option(1.0, _temperature, "0 is greedy")
+    top_p: float = option(
+        1.0, Interval(0.0, 1.0, low_open=True), "keep the most likely tokens up to this total probability"
+    )
+    top_k: int = option(0, range(-1, 2**31), "keep this many of the most likely tokens")
+    min_p: float = option(0.0, FROM_0_TO_1, "keep tokens that are at least this likely relative to the most likely one")
+    presence_penalty: float = option(0.0, PENALTY, "subtracted from the logits of tokens that were generated before")
+    frequency_penalty: float = option(
+        0.0, PENALTY, "subtracted from a token's logit for each time that it was generated before"
+    )
+    repetition_penalty: float = option(
+        1.0, Interval(0.01, 100.0), "divides the logits of tokens in the prompt or output"
+    )
+    n: int = option(1, range(1, MAX_CHOICES + 1), "number of answers for each prompt", routes=TWO)
+    seed: int | None = option(None, range(-(2**63), 2**64), "seed of the request; the same seed repeats the answer")
+    stop: str | Sequence[str] | None = option((), _stop, "stop before this text (repeatable)")
+    stop_token_ids: Sequence[int] | None = option((), _ids(MAX_ID_LISTS), "tokens that end the text")
+    logprobs: int | None = option(  # chat asks for them with two fields of its own
+        None,
+        range(MAX_LOGPROBS + 1),
+        "report the log-probabilities of N tokens per position (needs --json)",
+        routes=NONE,
+    )
+    prompt_logprobs: int | None = option(
+        None, range(MAX_LOGPROBS + 1), "the same for the tokens of the prompt", routes=TWO
+    )
+    logit_bias: dict[int, float] | None = option(None, _bias, "added to the logit of a token, like 42=-5 (repeatable)")
+    bad_words: str | Sequence[str] | None = option(
+        (), _texts(MAX_STOP_STRINGS, MAX_STRING_LENGTH), "a word that is never generated (repeatable)"
+    )
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = option((), _sequences(MAX_ID_LISTS, MAX_WORD_IDS), routes=NONE)
+    typical_p: float = option(
+        1.0,
+        Interval(0.0, 1.0, low_open=True),
+        "keep the tokens whose surprise is nearest to the entropy, up to this total probability",
+    )
+    top_h: float | None = option(
+        None,
+        Interval(0.0, 1.0, low_open=True),
+        "keep the most likely tokens up to this share of the entropy",
+    )
+    epsilon_cutoff: float = option(0.0, FROM_0_TO_1, "drop tokens less likely than this")
+    eta_cutoff: float = option(0.0, FROM_0_TO_1, "the same, but with a lower limit if the entropy is high")
+    no_repeat_ngram_size: int = option(0, range(MAX_NGRAM + 1), "no sequence of N tokens occurs twice")
+    min_length: int = option(0, range(MAX_COUNT + 1), "no end token before prompt and answer together have N tokens")
+    suppress_tokens: Sequence[int] | None = option((), _ids(MAX_LISTED_IDS), "tokens that are never chosen")
+    xtc_probability: float = option(
+        0.0, FROM_0_TO_1, "probability of dropping all likely tokens except the least likely of them (XTC)"
+    )
+    xtc_threshold: float = option(0.1, FROM_0_TO_1, "tokens that are at least this likely count as likely for XTC")
+    dry_multiplier: float = option(
+        0.0, Interval(0.0, 100.0), "penalty for a token that continues a repetition (DRY); 0: off"
+    )
+    dry_base: float = option(
+        1.75, Interval(1.0, 100.0), "factor of the penalty for each further token of the repetition"
+    )
+    dry_allowed_length: int = option(2, range(1, MAX_COUNT + 1), "longest repetition that has no penalty, in tokens")
+    dry_penalty_last_n: int = option(
+        -1, range(-1, MAX_COUNT + 1), "how many of the last tokens are searched for repetitions; -1: all"
+    )
+    dry_sequence_breakers: str | Sequence[str] | None = option(
+        DRY_BREAKERS, _texts(MAX_BREAKERS, MAX_BREAKER_LENGTH), "text that ends a repetition (repeatable)"
+    )
+    dry_sequence_breaker_ids: tuple[tuple[int, ...], ...] = option((), _sequences(MAX_BREAKER_IDS))
+    mirostat: int = option(0, range(3), "1 or 2: keep the surprise of the tokens near --mirostat-tau")
+    mirostat_tau: float = option(5.0, Interval(0.0, 100.0), "target surprise of the tokens, in bits")
+    mirostat_eta: float = option(0.1, FROM_0_TO_1, "learning rate of mirostat")
+    begin_suppress_tokens: Sequence[int] | None = option(
+        (), _ids(MAX_LISTED_IDS), "tokens that are never chosen as the first token"
+    )
+    forced_bos_token_id: int | None = option(
+        None, range(MAX_TOKEN_ID + 1), "the second token of a text whose prompt is one token"
+    )
+    forced_eos_token_id: int | Sequence[int] | None = option(
+        (), _end_ids, "the last token of a text that reaches --max-tokens"
+    )
+    min_new_tokens: int = option(0, range(MAX_COUNT + 1), "no end token before the answer has N tokens")
+    exponential_decay_length_penalty: Sequence[float] | None = option(
+        None, _decay, "after N tokens, FACTOR makes end tokens more likely with each further token"
+    )
+    bad_words_ids: Sequence[Sequence[int]] | None = option(
+        (), _sequences(MAX_LISTED_IDS), 'sequences of token ids that are never generated, like "[[5, 6], [7]]"'
+    )
+    sequence_bias: Mapping[Any, Any] | Sequence[Any] | None = option(
+        (),
+        _sequence_bias,
+        'added to the logit of a token that completes a sequence, like "[[[5, 6], -2.5]]"',
+    )
+    logits_processors: Mapping[str, Any] | Sequence[str] | None = option(
+        None, _processors, "names of functions that --import registers, with arguments"
+    )
+    use_beam_search: bool = option(False, bool, "search for the -n most likely answers with as many beams", routes=TWO)
+    length_penalty: float = option(
+        1.0,
+        Interval(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+        "of a beam search: values above 0 prefer long answers",
+        routes=TWO,
+    )
+    early_stopping: bool | str = option(False, _early_stopping, "when a beam search ends", routes=TWO)
+    skip_special_tokens: bool = option(True, bool, "leave special tokens out of the text")
+    spaces_between_special_tokens: bool = option(True, bool, "put spaces between special tokens", routes=TWO)
+    ignore_eos: bool = option(False, bool, "continue after the end token")
+    include_stop_str_in_output: bool = option(False, bool, "keep the stop string in the text")
+    structured_outputs: StructuredOutputsParams | None = option(
+        None, _a(StructuredOutputsParams), "the answer is JSON that the schema in FILE allows", routes=NONE
+    )
+    guided_decoding: Any = option(None, _guided_decoding, routes=NONE)
+    detokenize: bool = option(True, bool, routes=NONE)
+    output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind, routes=NONE)
+    pooling: PoolingParams | None = option(None, _a(PoolingParams), routes=NONE)
 
     @classmethod
     def for_pooling(cls, pooling: PoolingParams) -> "SamplingParams":
@@ -144,78 +400,20 @@ class SamplingParams(LogitsParams):
         return cls(**POOLING_FIELDS, output_kind=RequestOutputKind.FINAL_ONLY, pooling=pooling)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
-        self._normalise()
-        self._check_numbers()
-        self._check_bias()
-        self.check_logits_params()
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
-            check_bool(name, getattr(self, name))
-        check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
-        self._check_form()
+        check_options(self)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise fail("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
+        if self.structured_outputs is not None:
+            for name in ("forced_bos_token_id", "forced_eos_token_id"):
+                if getattr(self, name) not in (None, ()):
+                    message = f"{name}: not allowed with structured_outputs, which decides which tokens may come where"
+                    raise InvalidRequestError(message, param=name)
         self._check_beam_search()
         self._check_pooling()
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop: stop strings need detokenize=True", param="stop")
 
-    def _normalise(self) -> None:
-        """Turn lists into tuples and output_kind into an enum, so that equal parameters are equal values."""
-        limits = {"max_items": MAX_STOP_STRINGS, "max_length": MAX_STRING_LENGTH}
-        self._set("stop", string_tuple("stop", self.stop, **limits))
-        for text in self.stop or ():
-            check_unicode(text, param="stop")
-        self._set("bad_words", string_tuple("bad_words", self.bad_words, **limits))
-        ids = int_tuple("stop_token_ids", self.stop_token_ids, low=0, high=MAX_TOKEN_ID, max_items=MAX_ID_LISTS)
-        self._set("stop_token_ids", ids)
-        words = list_of("bad_words_token_ids", self.bad_words_token_ids, max_items=MAX_ID_LISTS)
-        range_ = {"low": 0, "high": MAX_TOKEN_ID, "max_items": MAX_WORD_IDS}
-        word_ids = tuple(int_tuple("bad_words_token_ids", word, **range_) for word in words)
-        if () in word_ids:
-            raise fail("bad_words_token_ids", [], "a list of sequences of at least one token id")
-        self._set("bad_words_token_ids", word_ids)
-        self._set("logits_processors", _processors(self.logits_processors))
-        check_choice("output_kind", self.output_kind, list(RequestOutputKind))
-        self._set("output_kind", RequestOutputKind(self.output_kind))
-
-    def _check_numbers(self) -> None:
-        check_int("n", self.n, 1, MAX_CHOICES)
-        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        check_float("temperature", self.temperature, 0.0, 100.0)
-        if 0.0 < self.temperature < MIN_TEMPERATURE:
-            raise fail("temperature", self.temperature, f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to 100")
-        check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        check_int("top_k", self.top_k, -1, 2**31 - 1)
-        check_float("min_p", self.min_p, 0.0, 1.0)
-        check_float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        check_int("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
-        check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
-        check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS, optional=True)
-        check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise fail("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
-        for name in FLOATS:
-            self._set(name, float(getattr(self, name)))  # a numpy number becomes a plain one
-
-    def _check_form(self) -> None:
-        if self.guided_decoding is not None:
-            message = "guided_decoding: use structured_outputs, its newer name, with a StructuredOutputsParams"
-            raise InvalidRequestError(message, param="guided_decoding")
-        if self.structured_outputs is None:
-            return
-        if not isinstance(self.structured_outputs, StructuredOutputsParams):
-            raise fail("structured_outputs", self.structured_outputs, "a StructuredOutputsParams")
-        for name in ("forced_bos_token_id", "forced_eos_token_id"):
-            if getattr(self, name) not in (None, ()):
-                message = f"{name}: not allowed with structured_outputs, which decides which tokens may come where"
-                raise InvalidRequestError(message, param=name)
-
     def _check_beam_search(self) -> None:
-        check_bool("use_beam_search", self.use_beam_search)
-        is_never = isinstance(self.early_stopping, str) and self.early_stopping == "never"
-        if not (is_never or isinstance(self.early_stopping, bool)):
-            raise fail("early_stopping", self.early_stopping, 'true, false or "never"')
         if not self.use_beam_search:
             for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != neutral:
@@ -235,8 +433,6 @@ class SamplingParams(LogitsParams):
     def _check_pooling(self) -> None:
         if self.pooling is None:
             return
-        if not isinstance(self.pooling, PoolingParams):
-            raise fail("pooling", self.pooling, "a PoolingParams")
         for field in fields(self):
             if field.name not in WITH_POOLING and (value := getattr(self, field.name)) != (
                 expected := POOLING_FIELDS.get(field.name, field.default)
@@ -244,24 +440,28 @@ class SamplingParams(LogitsParams):
                 allowed = f"{expected!r} with pooling, which generates nothing (SamplingParams.for_pooling)"
                 raise fail(field.name, value, allowed)
 
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
     def num_candidates(self, num_end_tokens: int) -> int:
         """Return how many continuations of each beam a search needs, so that n go on even if end tokens end others."""
         goes_on = self.ignore_eos and self.structured_outputs is None
         return max(2, 1 + (0 if goes_on else num_end_tokens)) * self.n
 
-    def _check_bias(self) -> None:
-        if self.logit_bias is None:
-            return
-        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_BIASED_TOKENS:
-            raise fail("logit_bias", self.logit_bias, f"a map of at most {MAX_BIASED_TOKENS} token ids to numbers")
-        for token_id, bias in self.logit_bias.items():
-            check_int("logit_bias", token_id, 0, MAX_TOKEN_ID)
-            check_float("logit_bias", bias, -100.0, 100.0)
-        self._set("logit_bias", {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()})
-
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequestError if a token id is outside the model's vocabulary."""
-        given = {"stop_token_ids": self.stop_token_ids or (), "logit_bias": self.logit_bias or {}, **self.listed_ids()}
+        bias: Any = self.sequence_bias
+        forced_bos = self.forced_bos_token_id
+        given: dict[str, Any] = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias or (),
+            "suppress_tokens": self.suppress_tokens,
+            "begin_suppress_tokens": self.begin_suppress_tokens,
+            "bad_words_ids": [token_id for word in self.bad_words_ids or () for token_id in word],
+            "sequence_bias": [token_id for ids, _ in bias for token_id in ids],
+            "forced_bos_token_id": () if forced_bos is None else (forced_bos,),
+            "forced_eos_token_id": self.forced_eos_token_id,
+        }
         for name, token_ids in given.items():
             for token_id in token_ids:
                 check_int(name, token_id, 0, vocab_size - 1)
@@ -277,35 +477,67 @@ class SamplingParams(LogitsParams):
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-
-def _processors(value: Any) -> dict[str, Any] | None:
-    """Return name -> argument or None; None without processors. Raise InvalidRequestError if malformed."""
-    named = value if isinstance(value, Mapping) else None
-    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
-        named = dict.fromkeys(value)
-    if (value is not None and named is None) or (named is not None and len(named) > MAX_PROCESSORS):
-        allowed = f"at most {MAX_PROCESSORS} names, or a mapping of names to arguments"
-        raise fail("logits_processors", value, allowed)
-    for name, argument in (named or {}).items():
-        check_str("logits_processors", name, max_length=MAX_STRING_LENGTH)
-        check_unicode(name, param="logits_processors")
-        if not _is_plain(argument, MAX_ARGUMENT_DEPTH):
-            allowed = "numbers, texts, true, false, null, and lists and mappings of these"
-            raise fail("logits_processors", argument, f"made of {allowed}: it goes to another process")
-    return copy.deepcopy(dict(named)) if named else None
+    @property
+    def has_sampler_state(self) -> bool:
+        """Whether a draw depends on the draws before it, so that tokens alone do not suffice to continue."""
+        return self.mirostat > 0
 
 
-def _is_plain(value: Any, depth: int) -> bool:
-    """Return whether a processor's argument can go to another process. Raise as check_unicode does."""
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**63
-    if isinstance(value, str):
-        check_unicode(value, param="logits_processors")
-    if value is None or isinstance(value, str | float):
-        return True
-    if depth and isinstance(value, list | tuple):
-        return all(_is_plain(item, depth - 1) for item in value)
-    mapping = depth and isinstance(value, dict)
-    return bool(mapping) and all(
-        isinstance(key, str) and _is_plain(key, 0) and _is_plain(item, depth - 1) for key, item in value.items()
-    )
+TYPES: dict[str, Any] = get_type_hints(SamplingParams)  # field -> its type, also in a body and on the command line
+
+
+@cache
+def fields_of(route: str) -> tuple[str, ...]:
+    """Return the names of the fields that the bodies of a route have."""
+    return tuple(item.name for item in fields(SamplingParams) if route in item.metadata.get("routes", ALL))
+
+
+# --- beam search, in vLLM's spelling ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """How to search. Lengths, end tokens and penalties have the meaning of Transformers' generate(num_beams=...).
+
+    Attributes:
+        beam_width: number of beams, and of sequences returned.
+        max_tokens: maximum number of tokens to generate.
+        ignore_eos: whether the model's own end tokens do not end a sequence.
+        temperature: 0 or 1; the raw distribution decides in both cases.
+        length_penalty: sequences are compared by the sum of their log-probabilities divided by
+            (number of generated tokens) ** length_penalty.
+        include_stop_str_in_output: whether the text over HTTP shows the end token; sequences always have it.
+        early_stopping: True ends the search with the beam_width-th complete sequence, False when no better one is
+            likely, "never" when no better one is possible.
+
+    Raises:
+        InvalidRequestError: a value has the wrong type or is out of range; `param` names the field.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        self.sampling_params()  # checks the other fields
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the same search as a request's parameters, with the log-probabilities of vLLM's beam search."""
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            logprobs=min(2 * self.beam_width, MAX_LOGPROBS),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )

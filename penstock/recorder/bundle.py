@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.errors import InvalidRequestError
-from penstock.interface.logits_params import DRY_BREAKERS
-from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.sampling_params import DRY_BREAKERS, SamplingParams
 from penstock.recorder.records import (
     FORMAT,
     Begun,

@@ -31,13 +31,13 @@ from penstock.errors import (
     shown,
 )
 from penstock.interface.messages import ModelInfo
-from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams
+from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams, fields_of
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.server.context import ServerContext, account_of, context_of
 from penstock.server.openai_requests import (
+    Body,
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
     Message,
     PinRequest,
     TokenizeRequest,
@@ -58,8 +58,6 @@ from penstock.tokenizer.tokenizer import check_prompt_length
 T = TypeVar("T")
 LONG_TEXT = 4096  # characters or ids; only a few longer texts are tokenised at the same time
 NOISE = ("temperature", "top_p", "top_k", "min_p")  # the fields that say how to sample
-# Body fields that are fields of SamplingParams under the same name.
-COPIED = tuple({field.name for field in dataclasses.fields(SamplingParams)} & {*GenerationRequest.__struct_fields__})
 
 
 # --- tokenising ------------------------------------------------------------------------------------------------------
@@ -279,7 +277,7 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
             raise InvalidRequestError("echo: not allowed with logprobs and use_beam_search", param="echo")
         check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
         own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    return _params(body, info, own)
+    return sampling_params(body, info, own, streams=bool(body.stream))
 
 
 def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
@@ -292,14 +290,15 @@ def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
     check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, optional=True)
     if body.logprobs:
         own["logprobs"] = body.top_logprobs or 0
-    return _params(body, info, own)
+    return sampling_params(body, info, own, streams=bool(body.stream))
 
 
-def _params(body: GenerationRequest, info: ModelInfo, own: dict[str, Any]) -> SamplingParams:
-    given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
-    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+def sampling_params(body: Body, info: ModelInfo, own: dict[str, Any], *, streams: bool) -> SamplingParams:
+    """Return the SamplingParams of a body. `own` are the fields that its route spells in a way of its own."""
+    given = {name: value for name in fields_of(body.place) if (value := getattr(body, name)) is not None}
+    kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
     defaults = info.default_sampling
-    if body.use_beam_search:  # nothing is sampled
+    if given.get("use_beam_search"):  # nothing is sampled
         defaults = {name: value for name, value in defaults.items() if name not in NOISE}
     own |= {"structured_outputs": form_of(body), "output_kind": kind}
     params = SamplingParams(**{**defaults, **given, **own})

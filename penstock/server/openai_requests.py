@@ -9,12 +9,12 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import msgspec
 
 from penstock.errors import InvalidRequestError, check_float, fail, shown
-from penstock.server.logits_fields import LogitsFields
+from penstock.interface.sampling_params import TYPES, fields_of
 from penstock.server.unsupported import strip_unsupported
 from penstock.tokenizer.answers import Function
 
@@ -246,10 +246,24 @@ MAX_LABEL_ITEMS = 6  # items kept of an object or a list, one more than `shown` 
 LABELS = ("user", "metadata", "safety_identifier", "session_id", "request_id", "prompt_cache_key")
 
 
+Body = TypeVar("Body", bound="Strict")
+
+
 def check_timeout(seconds: float | None) -> None:
     """Raise InvalidRequestError if the timeout of a request is out of range."""
     if seconds is not None:
         check_float("timeout", seconds, 0.0, 86400.0, low_open=True)
+
+
+def with_sampling_fields(body: type[Body]) -> type[Body]:
+    """Return a body with those fields of SamplingParams that its route has; each of them may be null.
+
+    A class declares by itself only the fields that the code of the server reads.
+    """
+    declared = body.__struct_fields__
+    missing = [(name, TYPES[name] | None, None) for name in fields_of(body.place) if name not in declared]
+    made = msgspec.defstruct(body.__name__, missing, bases=(body,), module=body.__module__, kw_only=True, frozen=True)
+    return cast(type[Body], made)
 
 
 class StreamOptions(Strict, kw_only=True, frozen=True):
@@ -257,8 +271,11 @@ class StreamOptions(Strict, kw_only=True, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
-    """The fields that completions and chat completions share. The LABELS come last: only the log shows them."""
+class GenerationRequest(Strict, kw_only=True, frozen=True):
+    """The fields that completions and chat completions share, beside those that `with_sampling_fields` adds.
+
+    The LABELS come last: only the log shows them.
+    """
 
     model: str | None = None
     stream: bool | None = None
@@ -266,21 +283,7 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    bad_words: str | list[str] | None = None
-    logits_processors: list[str] | dict[str, Any] | None = None
+    prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -288,11 +291,7 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | str | None = None
-    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -333,6 +332,7 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+@with_sampling_fields
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     """POST /v1/completions. `inputs` determines which of the four kinds of prompt it has."""
 
@@ -370,6 +370,7 @@ class Message(Strict, kw_only=True, frozen=True):
     provider_specific_fields: dict[str, Any] | None = None
 
 
+@with_sampling_fields
 class ChatRequest(GenerationRequest, ToolUse, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
@@ -458,7 +459,6 @@ class DetokenizeRequest(Strict, kw_only=True, frozen=True):
 
 # --- from bytes to a body ---------------------------------------------------------------------------------------------
 
-Body = TypeVar("Body", bound=Strict)
 MAX_MISSPELT = 40  # characters; a longer unknown name is not compared with the known ones
 MISSING = "Object missing required field `"
 UNKNOWN = "Object contains unknown field `"

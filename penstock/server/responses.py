@@ -19,14 +19,13 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequestError, NotSupportedError, check_int, check_str, fail, shown
 from penstock.interface.messages import ModelInfo
-from penstock.interface.sampling_params import MAX_TOKENS, RequestOutputKind, SamplingParams
+from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
 from penstock.server.api_errors import ApiError
 from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import until_disconnect
-from penstock.server.inputs import COPIED, chat_prompts, check_form, form_of, salted
+from penstock.server.inputs import chat_prompts, check_form, salted, sampling_params
 from penstock.server.kept_calls import KeptCall
 from penstock.server.keys import priority_of
-from penstock.server.logits_fields import LogitsFields
 from penstock.server.openai_requests import (
     ChatRequest,
     FunctionTool,
@@ -34,6 +33,7 @@ from penstock.server.openai_requests import (
     Strict,
     check_timeout,
     to_request,
+    with_sampling_fields,
 )
 from penstock.server.resumption import keep, owner_of, resume, stream_of
 from penstock.server.tools import rules_of, with_rules
@@ -182,8 +182,9 @@ class StreamOptions(Strict, kw_only=True, frozen=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
-    """POST /v1/responses: OpenAI's fields, vLLM's sampling fields, and finally the labels for the log."""
+@with_sampling_fields
+class ResponseRequest(Strict, kw_only=True, frozen=True):
+    """POST /v1/responses: OpenAI's fields, beside those that `with_sampling_fields` adds; the last are for the log."""
 
     place: ClassVar[str] = "responses"
 
@@ -201,25 +202,8 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     stream_options: StreamOptions | None = None
     store: bool | None = None
     background: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    bad_words: str | list[str] | None = None
-    logits_processors: list[str] | dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
@@ -287,12 +271,7 @@ def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
     """Return the SamplingParams of a response; by default it may fill the rest of the context."""
     check_int("max_output_tokens", body.max_output_tokens, 1, MAX_TOKENS, optional=True)
     max_tokens = info.default_sampling.get("max_tokens") if body.max_output_tokens is None else body.max_output_tokens
-    given = {name: value for name in COPIED if (value := getattr(body, name, None)) is not None}
-    kind = RequestOutputKind.DELTA
-    own = {"max_tokens": max_tokens, "structured_outputs": form_of(body), "output_kind": kind}
-    params = SamplingParams(**{**info.default_sampling, **given, **own})
-    params.check_vocabulary(info.vocab_size)
-    return params
+    return sampling_params(body, info, {"max_tokens": max_tokens}, streams=True)
 
 
 def continuing(body: ResponseRequest, previous: ResponseRequest, output: list[Any]) -> ResponseRequest:

@@ -1,12 +1,15 @@
 """Falcon: its three generations against Transformers, and what Transformers does beside the mathematics."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from penstock.ranks.cuts import cut_all
+from penstock.ranks.shares import Degrees, Share
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.falcon import modeling_falcon
@@ -19,7 +22,8 @@ from penstock.layers.attention import alibi_slopes
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.sources import read_parameters
+from penstock.weights.rewrite import rewrite_model
+from penstock.weights.sources import CutSource, open_source, read_parameters
 from tests.families import falcon
 from tests.families.case import Case
 from tests.hf_models import hf_logprobs, random_ids
@@ -50,12 +54,9 @@ def test_rows_at_different_positions(case: Case, kernels: str, tmp_path: Path) -
         torch.testing.assert_close(found, hf_logprobs(hf_model, ids), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["falcon-7b", "falcon-40b", "falcon-rw"])
-def test_separate_queries_keys_and_values(name: str, tmp_path: Path) -> None:
-    """Guards against an order of the fused product that is only right where it is read back by the same mistake:
-    written as three tensors, by Transformers' own way to split it, the model is the same."""
-    hf_model, directory = BY_NAME[name].make(tmp_path)
-    tensors = load_file(directory / "model.safetensors")
+def separated(hf_model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with each fused product as three, by Transformers' own way to split it."""
+    tensors = dict(tensors)
     attention = hf_model.transformer.h[0].self_attention
     for layer, kind in [(layer, kind) for layer in range(2) for kind in ("weight", "bias")]:
         fused = tensors.pop(f"transformer.h.{layer}.self_attention.query_key_value.{kind}", None)
@@ -68,10 +69,38 @@ def test_separate_queries_keys_and_values(name: str, tmp_path: Path) -> None:
             rows = share[0, :, ::every].flatten(1).T  # key and value heads are repeated for their query heads
             separate = rows if kind == "weight" else rows[:, 0]
             tensors[f"transformer.h.{layer}.self_attention.{part}_proj.{kind}"] = separate.contiguous()
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+GENERATIONS = pytest.mark.parametrize("name", ["falcon-7b", "falcon-40b", "falcon-rw"])
+
+
+@GENERATIONS
+def test_separate_queries_keys_and_values(name: str, tmp_path: Path) -> None:
+    """Guards against an order of the fused product that is only right where it is read back by the same mistake:
+    written as three tensors, the model is the same."""
+    hf_model, directory = BY_NAME[name].make(tmp_path)
+    file = directory / "model.safetensors"
+    save_file(separated(hf_model, load_file(file)), file, {"format": "pt"})
     ids = random_ids(20)
     found = PagedModel(directory).step({0: ids})[0]
     torch.testing.assert_close(found, hf_logprobs(hf_model, ids), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.covers("F21")
+@GENERATIONS
+def test_the_split_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """Guards against queries, keys and values in another order within a group: written and read by the same mistake,
+    every round trip still gives the same bits."""
+    hf_model, directory = BY_NAME[name].make(tmp_path)
+    expected = separated(hf_model, load_file(directory / "model.safetensors"))
+    rewrite_model(str(directory), tmp_path / "separate", "separate", 10**9)
+    (file,) = (tmp_path / "separate").glob("*.safetensors")
+    found = load_file(file)
+    parts = [key for key in expected if re.search(r"\.[qkv]_proj\.", key)]
+    assert len(parts) in (6, 12)  # of two layers, with biases or without
+    for key in parts:
+        assert torch.equal(found[key], expected[key]), key
 
 
 def test_bias_of_transformers_is_ours_where_bfloat16_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +174,25 @@ def test_key_value_groups_are_slices_of_the_products(level: str, dtype: torch.dt
     while len(sums) > 1:
         sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
     assert torch.equal(sums[0], ops.linear(x, ops.pack_linear(weight, packing=Packing(leaf_ends=dense.leaf_ends))))
+
+
+@pytest.mark.covers("F22")
+def test_each_rank_s_cut_is_its_group(tmp_path: Path) -> None:
+    """Guards against a cut at another place than between the groups: each of 8 ranks has the queries, the key and the
+    value of one group, and the columns of `dense` that multiply with them, all as Transformers has stored them."""
+    _, directory = BY_NAME["falcon-40b"].make(tmp_path, hidden_size=96, num_attention_heads=24, num_kv_heads=8)
+    config = load_model_config(directory)
+    parameters, prefix = read_parameters(config), "transformer.h.0.self_attention"
+    stored = load_file(directory / "model.safetensors")
+    groups = stored[f"{prefix}.query_key_value.weight"].split(5 * 4)  # three queries, a key and a value of 4 rows each
+    columns = stored[f"{prefix}.dense.weight"].split(3 * 4, dim=1)
+    whole = open_source(directory, config, "auto")
+    for rank in range(8):
+        cuts = cut_all(parameters, Share(rank, Degrees(8, attention=8)), config)
+        source = CutSource(whole, cuts)
+        for name, expected in (("qkv_proj", groups[rank]), ("o_proj", columns[rank])):
+            own = cuts[f"{prefix}.{name}.weight"].own
+            assert torch.equal(torch.as_tensor(source.rows(own).read(0, own.shape[0])), expected), (rank, name)
 
 
 SMALL: dict[str, Any] = {

@@ -33,6 +33,7 @@ from penstock_lab.bench.profile import Profile
 from penstock_lab.bench.split_meter import SplitMeter
 from penstock_lab.prove import tiny_models
 from penstock_lab.prove.parallel import BASE, answers, differs, draw_map, start_threads
+from tests.families.case import all_cases
 from tests.kernels.packed import levels
 from tests.ranks.test_sharding_map import JETSTREAM
 
@@ -69,6 +70,17 @@ def test_every_split_has_the_bits_of_one_process(models: dict[str, str], name: s
     """Guards against a sum in another order, a rounding too early, and ranks that disagree. `penstock prove --only
     parallel` draws from all splits."""
     assert differs(models[name], options, as_processes=False) is None
+
+
+@pytest.mark.covers("J20")
+@pytest.mark.parametrize("name", ["llama", "falcon-40b"])
+def test_weights_of_a_checkpoint_are_split_like_random_ones(name: str, tmp_path: Path) -> None:
+    """Guards against rows or columns of a rank that are read from another place of the file: dummy weights, which the
+    other tests have, are computed where they are needed. Separate and fused queries, keys and values."""
+    case = next(case for case in all_cases() if case.name == name)
+    base = BASE | {"load_format": "auto", "model": str(case.make(tmp_path)[1]), "dtype": "float32"}
+    whole = answers(EngineConfig.from_options(**base))
+    assert answers(EngineConfig.from_options(**base, tensor_parallel_size=2), start_threads) == whole
 
 
 @pytest.mark.covers("M28")

@@ -37,7 +37,8 @@ class CountingSource:
 @pytest.mark.covers("F24", "F29", "M28")
 @pytest.mark.parametrize("name", ["Llama", "Falcon", "Gemma 2", "Qwen3-MoE"])
 def test_every_element_is_held_where_it_belongs(models: dict[str, str], name: str) -> None:
-    """Guards against a row or column that no rank of a block has, or that two have: a silent wrong answer."""
+    """Guards against a row or column that no rank of a block has, or that two have: a silent wrong answer. And against
+    ranks that all hold every expert."""
     config = load_model_config(Path(models[name]))
     parameters = read_parameters(config)
     experts = (1, 2) if config.num_experts else (1,)
@@ -57,6 +58,8 @@ def test_every_element_is_held_where_it_belongs(models: dict[str, str], name: st
                     assert len(cut.own.leaf_ends) == 8 // cut.part.degree
         for parameter, count in counts.items():
             assert count.min() == count.max() >= 1, parameter
+            if ".experts." in parameter:  # the ranks beyond those that the experts are distributed over hold them again
+                assert count.max() == size // degrees.mixture, parameter
 
 
 def columns(cut: Cut) -> int:

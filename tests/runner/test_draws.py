@@ -40,6 +40,17 @@ def typical(mass: float) -> np.ndarray:
     return np.isin(np.arange(VOCAB), order[: int((np.cumsum(P[order]) < mass).sum()) + 1])
 
 
+def nucleus(mass: float, most: int = VOCAB) -> np.ndarray:
+    """Of the `most` likeliest tokens as many as are needed to reach the mass: the one that crosses it stays."""
+    kept, reached = [], 0.0
+    for token in ORDER[:most]:
+        if reached >= mass:
+            break
+        kept.append(token)
+        reached += P[token] / P[ORDER[:most]].sum()
+    return np.isin(np.arange(VOCAB), kept)
+
+
 def without_top_choices(threshold: float) -> np.ndarray:
     likely = [token for token in ORDER if P[token] >= threshold]
     return ~np.isin(np.arange(VOCAB), likely[:-1])
@@ -52,6 +63,8 @@ def repeated_less() -> np.ndarray:
 
 EXACT: dict[str, tuple[dict[str, Any], np.ndarray]] = {
     "plain": ({}, P),
+    "top-k and top-p": ({"temperature": 1.0, "top_k": 5, "top_p": 0.9}, of_kept(nucleus(0.9, most=5))),
+    "top-p": ({"top_p": 0.7}, of_kept(nucleus(0.7))),
     "typical": ({"typical_p": 0.6}, of_kept(typical(0.6))),
     "epsilon": ({"epsilon_cutoff": 0.03, "temperature": 1.0}, of_kept(P >= 0.03)),
     "eta": ({"eta_cutoff": 0.1}, of_kept(min(0.1, np.sqrt(0.1) * np.exp(-ENTROPY)) <= P)),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import register_logits_processor
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
 from penstock.interface.messages import EngineOutput, EngineRequest
@@ -255,6 +256,48 @@ def test_a_row_is_used_ten_thousand_times() -> None:
         assert found == answer[: answer.index(answer[end - 1]) + 1 if stops else end]
     engine.check_integrity()
     assert engine.kv_cache.num_free == engine.kv_cache.num_blocks
+
+
+# Each changes what the row before the next request answers: the sampler's own arrays, and what only some rows have.
+LEFT_BEHIND: list[dict[str, Any]] = [
+    {"temperature": 5.0},
+    {"top_k": 1},
+    {"top_p": 0.01},
+    {"min_p": 0.9},
+    {"seed": 99},
+    {"logprobs": 3},
+    {"prompt_logprobs": 2},
+    {"logit_bias": {7: 100.0}},
+    {"repetition_penalty": 1.9, "frequency_penalty": 2.0, "presence_penalty": 2.0},
+    {"suppress_tokens": list(range(1, VOCAB))},
+    {"typical_p": 0.01},
+    {"mirostat": 2, "mirostat_tau": 0.01},
+    {"logits_processors": {"only_token_7": {}}},
+    {"use_beam_search": True, "n": 2, "temperature": 0.0, "seed": None},
+]
+
+
+@register_logits_processor("only_token_7")
+def only_token_7(logits: torch.Tensor, args: Any) -> torch.Tensor:
+    return logits.masked_fill(torch.arange(VOCAB) != 7, float("-inf"))
+
+
+@pytest.mark.covers("F9")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_leaves_no_parameters_to_the_next(temperature: float, tmp_path: Path) -> None:
+    """Guards against a sampling parameter of the request before in the same row: the next one answers as in a fresh
+    engine."""
+
+    def ask(engine: Engine, **fields: Any) -> list[Any]:
+        params = SamplingParams(**{"temperature": 1.0, "seed": 5, "max_tokens": 6, "ignore_eos": True} | fields)
+        engine.add_request(EngineRequest("row", [3, 4, 5], params))
+        return [(out.new_token_ids, out.logprobs, out.prompt_logprobs, out.error) for out in iter_steps(engine)]
+
+    expected = ask(llama_engine(tmp_path, max_num_seqs=1), temperature=temperature)
+    engine = llama_engine(tmp_path, max_num_seqs=1)
+    for fields in LEFT_BEHIND:
+        assert ask(engine, **fields)[-1][-1] is None
+        assert ask(engine, temperature=temperature) == expected, fields
 
 
 def iter_steps(engine: Engine) -> Iterator[EngineOutput]:

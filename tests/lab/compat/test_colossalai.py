@@ -115,6 +115,15 @@ def test_requests_wait_for_steps(model: PreTrainedModel, tokenizer: Any) -> None
     assert [text.startswith(prompt) for text, prompt in zip(texts, (PROMPTS[1], PROMPTS[0]), strict=True)] == [True] * 2
 
 
+@pytest.mark.covers("C1")
+def test_results_ascend_by_number_whoever_ends_first(engine: InferenceEngine) -> None:
+    """Guards against results in the order in which requests end: the caller pairs them with his prompts."""
+    for number, prompt, count in ((30, PROMPTS[2], 9), (10, PROMPTS[0], 6), (20, PROMPTS[1], 2)):
+        engine.add_request(number, prompt, max_new_tokens=count)
+    texts = engine.generate()
+    assert [text.startswith(prompt) for text, prompt in zip(texts, PROMPTS, strict=True)] == [True] * 3
+
+
 def test_answers_outlive_the_failure_of_another_request(engine: InferenceEngine, monkeypatch: Any) -> None:
     """Guards against finished answers that are lost because another request failed in the same step."""
     make_output = OpenRequest.make_output
@@ -157,6 +166,29 @@ def test_a_generation_config_of_transformers(model: PreTrainedModel, tokenizer: 
             answer(**fields)
     with pytest.raises(InvalidRequestError, match="at most max_output_len = 16"):
         answer(max_new_tokens=17)
+
+
+@pytest.mark.covers("C10")
+def test_lengths_and_ends_of_a_generation_config_beside_the_models(tokenizer: Any, tmp_path: Any) -> None:
+    """Guards against a max_length that counts although max_new_tokens is given, which Transformers lets win, and
+    against the model's own end token that still ends an answer although the config names another one."""
+    model = make_llama(tmp_path, vocab_size=len(tokenizer))[0]
+    prompt = tokenizer(PROMPTS[0])["input_ids"]
+    free = hf_greedy(model, prompt, 12)
+    end = next(token for token in free[2:] if token not in free[:2])
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    engine = engine_of(model, tokenizer)
+
+    def answer(**fields: Any) -> list[int]:
+        found = engine.generate(PROMPTS[0], None, True, GenerationConfig(**fields))[1][0]
+        theirs = model.generate(torch.tensor([prompt]), GenerationConfig(do_sample=False, pad_token_id=0, **fields))
+        assert found == theirs[0, len(prompt) :].tolist()
+        return found
+
+    assert answer(max_new_tokens=12) == free[: free.index(end) + 1]
+    assert answer(max_new_tokens=12, eos_token_id=[0]) == free
+    for longest in (1, 4):
+        assert answer(max_new_tokens=2, max_length=len(prompt) + longest) == free[:2]
 
 
 @pytest.mark.covers("C9", "C10")
@@ -274,3 +306,12 @@ def test_wrong_requests_leave_nothing_behind(model: PreTrainedModel, tokenizer: 
         InferenceEngine(model, tokenizer, {})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=r"max_model_len.* = 512"):
         InferenceEngine(model, tokenizer, InferenceConfig(max_input_len=600))
+
+
+@pytest.mark.covers("C9")
+def test_the_context_is_the_longest_prompt_and_the_longest_answer(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Guards against a context that is one token longer: a model of just that length could not be loaded."""
+    engine = engine_of(model, tokenizer, max_input_len=400, max_output_len=112)
+    assert engine.llm.engine.model_info.max_model_len == model.config.max_position_embeddings == 512
+    with pytest.raises(InvalidRequestError, match=r"max_model_len.* = 512"):
+        engine_of(model, tokenizer, max_input_len=401, max_output_len=112)

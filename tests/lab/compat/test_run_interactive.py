@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from penstock.errors import InvalidRequestError
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import find_model
 from penstock.spec.param_table import num_elements
 from penstock.weights.hub import MODEL_DIR
 from penstock.weights.table_template import table_text
+from penstock_lab.compat import run_interactive
 from penstock_lab.compat.run_interactive import ID_PROMPTS, SIZES_FILE, main, read_size
 
 FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(SIZES_FILE.read_text())
@@ -69,6 +71,46 @@ def test_the_flags_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixture
     error = capsys.readouterr().err
     assert "--checkpoint_path: num_hidden_layers = 3 does not match --model=gemma --size=tiny: 2" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.covers("J18")
+def test_every_flag_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against flags that are accepted and ignored: each changes one option of the engine."""
+    made: list[dict[str, Any]] = []
+
+    def recorded(model: str, **options: Any) -> None:
+        made.append(options)
+        raise InvalidRequestError("it would be loaded now")
+
+    monkeypatch.setattr(run_interactive, "LLM", recorded)
+    flags = ["--model=gemma", "--size=tiny", *COMMON]
+    assert main(flags) == 2
+    (plain,) = made
+    for flag, option, value in (
+        ("--batch_size=3", "max_num_seqs", 3),
+        ("--max_cache_length=48", "max_model_len", 48),
+        ("--tokenizer_path=some/where", "tokenizer", "some/where"),
+        ("--sharding_config=gemma.yaml", "sharding_config", "gemma.yaml"),
+        ("--quantize_weights", "quantization", "int8"),
+        ("--quantize_kv_cache=yes", "kv_cache_dtype", "int8"),
+        ("--bf16_enable", "dtype", "bfloat16"),
+        ("--bf16_enable=false", "dtype", "float32"),
+    ):
+        assert main([*flags, flag]) == 2
+        assert plain[option] != value
+        assert made[-1] == plain | {option: value}
+    (tmp_path / "config.json").write_text(json.dumps(read_size("gemma", "tiny")))
+    assert main([*flags, f"--checkpoint_path={tmp_path}"]) == 2
+    assert made[-1] | {"load_format": "dummy"} == plain != made[-1]
+
+
+@pytest.mark.covers("J18")
+def test_the_longest_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a length that is accepted and ignored."""
+    assert main(["--size=tiny", *COMMON, "--max_output_length=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    answers = [lines[index + 1] for index, line in enumerate(lines) if line == "---- All output tokens."]
+    assert max(len(json.loads(answer)) for answer in answers) == 2
 
 
 @pytest.mark.covers("J18")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock import LLM, SamplingParams
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.scheme import Scheme
 from penstock.layers.factory import LayerFactory
 from penstock.layers.swap import SwappedLinear
 from penstock.models import registry
@@ -202,22 +203,28 @@ def test_two_engines_with_different_environments(tmp_path: Path) -> None:
     assert [[found[index] for index in range(len(PROMPTS))] for found in together] == alone
 
 
-def environment(directory: Path) -> Environment:
+def environment(directory: Path, scheme: Scheme | None = None) -> Environment:
     config = with_version(load_model_config(directory), "plain")
     ops = ReferenceOps(torch.bfloat16)
-    return Environment(config, ops, LayerFactory.single_device(ops, read_parameters(config), max_positions=40))
+    return Environment(
+        config, ops, LayerFactory.single_device(ops, read_parameters(config), scheme=scheme, max_positions=40)
+    )
 
 
-@pytest.mark.covers("J14")
+@pytest.mark.covers("J13", "J14")
 def test_what_an_environment_says(tmp_path: Path) -> None:
-    """Guards against a sharding hint of an axis that does not exist, which would be found on many devices only."""
-    env = environment(make_llama(tmp_path)[1])
+    """Guards against a sharding hint of an axis that does not exist, which would be found on many devices only, against
+    one that returns something else than its tensor, and against a model that cannot see how it is quantised."""
+    _, directory = make_llama(tmp_path)
+    env, int8 = environment(directory), Scheme.parse("int8")
+    assert environment(directory, int8).scheme is int8 is not None
     assert (env.dtype, env.device.type, env.scheme, env.num_positions) == (torch.bfloat16, "cpu", None, 40)
     x = torch.zeros(2, 3)
-    assert env.apply_sharding(x, axis=1) is x
-    assert env.apply_sharding(x, axis=None) is x
-    with pytest.raises(InvalidRequestError, match="axis: 2 is not allowed; x has 2 axes"):
-        env.apply_sharding(x, axis=2)
+    for axis in (-2, -1, 0, 1, None):
+        assert env.apply_sharding(x, axis=axis) is x
+    for axis in (-3, 2):
+        with pytest.raises(InvalidRequestError, match=f"axis: {axis} is not allowed; x has 2 axes"):
+            env.apply_sharding(x, axis=axis)
 
 
 def test_linears_are_the_engines_products(tmp_path: Path) -> None:
