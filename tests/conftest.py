@@ -12,6 +12,17 @@ gc.disable()  # while thousands of tests are collected, of which nothing is garb
 COVERS = "covers"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def empty_home(tmp_path_factory):
+    """Give the tests of a worker a home of their own, which is empty: what Penstock keeps in a user's (certificates, a
+    machine's speed, the history of a chat) comes from no earlier run and stays for no later one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
     """Leave the modules and the collected tests out of every later collection of garbage, which took 0.3 s each."""

@@ -12,7 +12,7 @@ from penstock.engine.scripted import ScriptedExecutor, likely_tokens, next_token
 from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import BlockStore, CacheGroup
+from penstock.interface.step import BlockStore, CacheGroup, Executor
 
 
 def expected_search(
@@ -48,6 +48,7 @@ def make_engine(
     speculation: Speculation | None = None,
     depth: int = 1,
     store: Callable[[ScriptedExecutor], BlockStore] | None = None,
+    wrap: Callable[[ScriptedExecutor], Executor] = lambda executor: executor,
     **scheduling: Any,
 ) -> Engine:
     """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
@@ -57,7 +58,7 @@ def make_engine(
         groups = [_row_group(group, max_model_len) for group in groups]
     executor = ScriptedExecutor(groups, depth=depth)
     made = Engine(
-        executor,
+        wrap(executor),
         groups,
         scheduling=Scheduling(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduling),
         max_model_len=max_model_len,

@@ -8,6 +8,7 @@ own). A block below ``<!-- not run: reason -->`` is left alone.
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BIN = Path(sys.executable).parent
 SERVE = "penstock serve demo --port 8000 &"  # the one server that commands and programs of a page may use
 URL = "http://127.0.0.1:8000"
-ENVIRONMENT = {"PATH": f"{BIN}:/usr/bin:/bin", "COLUMNS": "100", "XDG_CACHE_HOME": "/tmp/penstock-cache"}
 NOT_RUN = re.compile(r"^<!-- not run: .+? -->\n```.*?^```\n", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^```python\n(?!# \w+\.py\n)(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -39,14 +39,20 @@ def programs(page: Path) -> list[str]:
     return PYTHON.findall(NOT_RUN.sub("", page.read_text(encoding="utf-8")))
 
 
-def run(command: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell command from the repository's root, as a user would in an activated environment."""
+def environment(home: Path) -> dict[str, str]:
+    """Return the variables of an activated environment: nothing is read from or written to the tester's own home."""
+    return {"PATH": f"{BIN}:/usr/bin:/bin", "COLUMNS": "100", "HOME": str(home)}
+
+
+def run(command: str, home: Path, at: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a shell command as a user with that home would, in the folder `at`, which is home if it is not given."""
     return subprocess.run(
-        command, shell=True, capture_output=True, text=True, timeout=100, cwd=ROOT, env=ENVIRONMENT, check=False
-    )
+        command, shell=True, capture_output=True, text=True, timeout=100, cwd=at or home, env=environment(home),
+        check=False,
+    )  # fmt: skip
 
 
-def start_server(port: int) -> tuple[subprocess.Popen[str], str]:
+def start_server(port: int, home: Path) -> tuple[subprocess.Popen[str], str]:
     """Start the pages' server on that port, 0 for a free one; return it when it is ready, and the line that it printed.
 
     Raises:
@@ -54,7 +60,9 @@ def start_server(port: int) -> tuple[subprocess.Popen[str], str]:
     """
     words = SERVE.removesuffix("&").replace("8000", str(port)).split()
     command = [str(BIN / words[0]), *words[1:]]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(home)
+    )
     assert server.stdout is not None
     line = server.stdout.readline().rstrip()
     if not line:
@@ -66,11 +74,12 @@ def start_server(port: int) -> tuple[subprocess.Popen[str], str]:
 @contextmanager
 def serving() -> Iterator[int]:
     """Serve on a free port, which is yielded: the server's own choice, which nobody else can take first."""
-    server, line = start_server(0)
-    try:
-        yield int(line.partition("http://127.0.0.1:")[2].split()[0])
-    finally:
-        stop(server)
+    with tempfile.TemporaryDirectory() as home:
+        server, line = start_server(0, Path(home))
+        try:
+            yield int(line.partition("http://127.0.0.1:")[2].split()[0])
+        finally:
+            stop(server)
 
 
 def stop(server: subprocess.Popen[str]) -> None:

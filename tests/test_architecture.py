@@ -26,14 +26,13 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"errors", "kernels", "spec"},
     "models": {"errors", "layers", "plugins", "spec"},
     "planner": {"config", "engine", "errors", "interface", "kernels", "spec"},
-    "recorder": {"config", "engine", "errors", "interface"},
     "runner": {"config", "errors", "interface", "kernels", "layers", "plugins", "spec"},
     "weights": {"config", "errors", "kernels", "layers", "models", "planner", "spec"},
     "ranks": {"config", "errors", "interface", "kernels", "layers", "planner", "plugins", "runner", "spec",
               "tokenizer", "weights"},
     "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "planner", "plugins",
                  "ranks", "runner", "spec", "tokenizer", "weights"},
-    "client": {"assembly", "config", "engine", "errors", "interface", "plugins", "ranks", "recorder", "runner",
+    "client": {"assembly", "config", "engine", "errors", "interface", "plugins", "ranks", "runner",
                "tokenizer", "weights"},
     "__init__": {"client", "config", "errors", "interface", "models", "plugins"},
     "server": {"__init__", "client", "errors", "interface", "tokenizer"},
@@ -58,7 +57,7 @@ LAB_ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 LAB_USES: set[str] = {
     "__init__", "assembly", "cli", "client", "config", "engine", "errors", "interface",
-    "kernels", "layers", "models", "planner", "plugins", "ranks", "recorder", "runner", "server", "spec",
+    "kernels", "layers", "models", "planner", "plugins", "ranks", "runner", "server", "spec",
     "tokenizer", "weights"
 }  # fmt: skip
 MOST = {"rooms": 18, "arrows": 100, "Python files": 240, "lines of code": 28_000}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.assembly import convert as converting
 from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.weights import convert as converting
 from penstock.weights.destination import UNFINISHED, Destination
 from penstock.weights.safetensors import PACKED
 from tests.hf_models import make_llama
@@ -25,8 +25,8 @@ from tests.test_cli import called, penstock
 pytestmark = pytest.mark.skipif(not packed.levels(), reason="no native library")
 SLOW = """
 import sys, time
+from penstock.assembly import convert
 from penstock.cli.main import main
-from penstock.weights import convert
 fill = convert.fill_layer
 def slow(*args):
     fill(*args)

@@ -11,7 +11,7 @@ from penstock.config import EngineConfig
 from penstock.engine.scripted import ScriptedExecutor, next_token
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock_lab.bench.meter import MeteredExecutor
+from penstock_lab.bench.meter import StepMeter
 from tests.hf_models import make_mistral
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, logprobs=2)
@@ -63,7 +63,7 @@ def test_what_needs_a_model_is_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(NotSupportedError, match="forward"):
         llm.forward("Once")
     with pytest.raises(InvalidRequestError, match="load_format: 'mock' is not allowed"):
-        MeteredExecutor(llm.built)
+        StepMeter(llm.built)
     with pytest.raises(InvalidRequestError, match="load_format: 'mock' is not allowed"):
         convert_model(EngineConfig.from_options(load_format="mock"), tmp_path / "packed")
     with pytest.raises(InvalidRequestError, match="load_format = mock reads no weights"):

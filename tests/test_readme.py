@@ -17,13 +17,7 @@ from tests.pages import CONSOLE, PAGES, ROOT, SERVE, commands, name_of, programs
 
 README = ROOT / "README.md"
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
-COMMANDS = [
-    pytest.param(line, id=f"{name_of(page)}-{i}")
-    for page in PAGES
-    for i, line in enumerate(commands(page))
-    if line != SERVE
-    and page.name != "request.md"  # the fixture starts the server; the test of the ten files runs the other
-]
+WITH_COMMANDS = [page for page in PAGES if commands(page) and page.name != "request.md"]  # which has a test of its own
 PROGRAMS = [pytest.param(text, id=f"{name_of(page)}-{i}") for page in PAGES for i, text in enumerate(programs(page))]
 # A path with a folder, and below a folder of the repository or of the package; /models/llama is a user's own.
 PATH = re.compile(r"(?<![\w/.*~$-])((?:[a-z0-9_]+/)+[A-Za-z0-9_.]+\.(?:py|md|yaml|yml|json|h|cpp|txt|svg))\b")
@@ -47,13 +41,25 @@ def test_there_is_something_to_run():
 
 
 @pytest.mark.covers("C22")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command(command, port):
-    assert not command.endswith("&"), f"pages may start one server only: {SERVE}"
-    done = run(command.replace("8000", str(port)))
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout + done.stderr).strip()  # `convert` reports on stderr, like every progress line
-    assert '"error"' not in done.stdout or "tempreature" in command  # the misspelt field is there to be refused
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_commands(page, port, tmp_path):
+    """Guards against a command that fails, or that needs more than the commands above it on its page: they run in their
+    order, in an empty folder. The fixture starts the server."""
+    for command in commands(page):
+        if command == SERVE:
+            continue
+        assert not command.endswith("&"), f"pages may start one server only: {SERVE}"
+        done = run(command.replace("8000", str(port)), tmp_path)
+        assert done.returncode == 0, (command, done.stderr)
+        assert (done.stdout + done.stderr).strip(), command  # `convert` reports on stderr, like every progress line
+        assert '"error"' not in done.stdout or "tempreature" in command  # the misspelt field is there to be refused
+
+
+def test_pages_write_to_no_fixed_place():
+    """Guards against two commands that meet in a folder of the machine, such as two tests of one page."""
+    for page in PAGES:
+        for command in commands(page):
+            assert "/tmp/" not in command, f"{name_of(page)}: {command}"
 
 
 def test_commands_that_are_not_run_are_accepted():
@@ -96,7 +102,7 @@ def test_every_page_is_on_the_site():
     assert yaml.safe_load(text)["strict"] is True
 
 
-def test_the_ten_files_are_those_that_a_request_passes():
+def test_the_ten_files_are_those_that_a_request_passes(tmp_path):
     """Guards against a way through the code that nobody takes any more."""
     named = re.findall(
         r"^\| \d+ \| `(\S+)` \|", (ROOT / "docs" / "request.md").read_text(encoding="utf-8"), re.MULTILINE
@@ -106,7 +112,7 @@ def test_the_ten_files_are_those_that_a_request_passes():
     assert block is not None
     assert block[1].replace("->", " ").split() == named
     (command,) = commands(ROOT / "docs" / "request.md")
-    done = run(command)
+    done = run(command, tmp_path, ROOT)
     assert done.returncode == 0, done.stderr
     folders = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
     assert set(named) <= {f"{folder}{stem}.py" for folder, *stems in folders for stem in stems}

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.config import BLOCK_SIZE_UNIT, CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
-from penstock.engine.ngram import NgramProposer
-from penstock.engine.speculation import Speculation
+from penstock.engine.speculation import NgramProposer, Speculation
 from penstock.errors import InvalidRequestError
 from penstock.interface.step import CacheGroup
 from penstock.kernels.tensors import is_torch

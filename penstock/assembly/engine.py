@@ -11,8 +11,7 @@ from penstock.assembly.info import describe, with_memory
 from penstock.assembly.offload import check_offload, make_store
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
-from penstock.engine.policies import Scheduling
-from penstock.engine.policy import Clock
+from penstock.engine.policies import Clock, Scheduling
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface.messages import ModelInfo

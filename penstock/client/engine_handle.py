@@ -58,10 +58,8 @@ class EngineHandle:
 
     Attributes:
         restarts: number of processes that took over after the first.
-        model_info: model description from the last engine that was ready.
-        cache_bytes: memory of its cache.
+        model_info: model description from the last process that was ready.
         failure: why there will be no engine any more; None as long as there may be one.
-        last_death: why the last process ended: its exit code or signal.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class EngineHandle:
         name: str = "the engine process",
         launch: Callable[[frames.Start], EngineConnection] | None = None,
     ) -> None:
-        self.restarts, self.cache_bytes, self.last_death = 0, 0, ""
+        self.restarts = 0
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
         self._start_frame = start  # of the process started last
@@ -125,8 +123,9 @@ class EngineHandle:
 
     # --- one process after another ---------------------------------------------------------------------------------
 
-    async def wait_for_death(self, may_start_standby: Callable[[], bool]) -> bool:
-        """Wait until the current process has ended. Return False if there will be no other.
+    async def wait_for_death(self, may_start_standby: Callable[[], bool]) -> str | None:
+        """Wait until the current process has ended. Return why: its exit code or signal; None if there will be no
+        other process.
 
         may_start_standby: whether a start would slow down nobody, such as a recovery.
         """
@@ -139,13 +138,13 @@ class EngineHandle:
                 self._keep_standby()
         code = running.result()
         if self.failure is not None:
-            return False
-        self.last_death = self.connection.reason_of(code)
+            return None
+        cause = self.connection.reason_of(code)
         if self._is_leaving:
             LOGGER.info("%s was released", self._name)
         else:
-            LOGGER.warning("%s died (%s); its requests continue in another one", self._name, self.last_death)
-        return True
+            LOGGER.warning("%s died (%s); its requests continue in another one", self._name, cause)
+        return cause
 
     async def replace(self, *, explained: bool) -> None:
         """Let another process take over after a death, unless there were too many deaths.
@@ -257,10 +256,10 @@ class EngineHandle:
     def _handle(self, frame: frames.FromEngine) -> None:
         """Handle a frame of the current process."""
         match frame:
-            case frames.Ready(info=info, cache_bytes=cache_bytes):
+            case frames.Ready():
                 self._process.ready = frame
-                self._start_frame = taking_over(self._start_frame, info.max_model_len, cache_bytes)
-                self.model_info, self.cache_bytes, self._start_error = info, cache_bytes, None
+                self._start_frame = taking_over(self._start_frame, frame)
+                self.model_info, self._start_error = frame.info, None
             case frames.Leaving():
                 self._is_leaving = True
             case frames.Failed() if self.model_info is None:
@@ -448,11 +447,11 @@ def private_bytes(pid: int | None) -> int | None:
     return None
 
 
-def taking_over(first: frames.Start, max_model_len: int, cache_bytes: int) -> frames.Start:
+def taking_over(first: frames.Start, ready: frames.Ready) -> frames.Start:
     """Return the first frame for engines that will take over. They use as much memory as this engine, however much is
     free while they start, so that every request that it has accepted fits them."""
     options = {name: value for name, value in first.options.items() if name != "memory"}
-    options |= {"max_model_len": max_model_len, "kv_cache_memory_bytes": cache_bytes}
+    options |= {"max_model_len": ready.info.max_model_len, "kv_cache_memory_bytes": ready.cache_bytes}
     return structs.replace(first, options=options, takes_over=True)
 
 

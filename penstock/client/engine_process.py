@@ -23,14 +23,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.client import frames
+from penstock.client.recorder import Recorder, describe
+from penstock.client.ring import Ring
 from penstock.engine.engine import Engine
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineRequest, EngineStats
 from penstock.plugins import time_limit
 from penstock.ranks.child_main import EXIT_CLIENT_GONE
 from penstock.ranks.children import Effort
-from penstock.recorder.recorder import RecordedExecutor, Recorder
-from penstock.recorder.ring import Ring
 
 if TYPE_CHECKING:
     from penstock.assembly import BuiltEngine
@@ -78,6 +78,7 @@ class Outbox:
         if self._thread is None:
             self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
             self._thread.start()
+        assert self._working_since is None, "a step computes alone"
         self._working_since = time.monotonic()
         self._begun.set()
         try:
@@ -192,8 +193,6 @@ class EngineServer:
                 for request_id in request_ids:
                     self._compiling.pop(request_id, None)
                     self.engine.abort(request_id)
-                    if self.recorder is not None:
-                        self.recorder.aborted(request_id)
             case frames.Pin(name, request_id, token_ids, cache_salt):
                 try:
                     self.engine.pin(name, token_ids, cache_salt)
@@ -207,9 +206,6 @@ class EngineServer:
             self.engine.add_request(request)
         except InvalidRequestError as error:
             self._reject(request.request_id, error)
-        else:
-            if self.recorder is not None:
-                self.recorder.arrived(request)
 
     def _form_compiled(self, waiting: _Compiling) -> None:
         """Add a request whose form is compiled, unless it was aborted meanwhile; its id may have another owner now."""
@@ -279,10 +275,8 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes | _Compiling]") 
 
 def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
     """Record everything that the engine computes, in the ring of this descriptor."""
-    from penstock.recorder.description import describe
-
     recorder = Recorder(Ring(ring), describe(built.engine, built.config, built.info), epoch)
-    built.engine.executor = RecordedExecutor(built.engine.executor, recorder)
+    built.engine.observe(recorder)
     return recorder
 
 

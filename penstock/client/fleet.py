@@ -201,8 +201,8 @@ class Fleet:
         """Serve one process after another until the engine is given up."""
         handle = replica.handle
         try:
-            while await handle.wait_for_death(lambda: replica.recovery.recovered):
-                replica.records.engine_died(handle.last_death)
+            while (cause := await handle.wait_for_death(lambda: replica.recovery.recovered)) is not None:
+                replica.records.engine_died(cause)
                 await handle.replace(explained=self._engine_lost(replica))
         except Exception as error:
             LOGGER.exception("the supervision of %s failed", replica.name)
@@ -330,7 +330,7 @@ class Fleet:
             case frames.Rejected():
                 listener.rejected(frame.request_id, frame.as_error())
             case frames.Ready():
-                self._engine_ready(replica, frame.info, listener)
+                self._engine_ready(replica, frame, listener)
             case frames.Leaving():
                 LOGGER.info("%s takes no new requests", replica.name)
                 replica.recovery.leaving = True
@@ -338,11 +338,11 @@ class Fleet:
             case frames.Failed():
                 self._give_up(replica)
 
-    def _engine_ready(self, replica: Replica, info: ModelInfo, listener: EngineListener) -> None:
+    def _engine_ready(self, replica: Replica, ready: frames.Ready, listener: EngineListener) -> None:
         """Let a new engine in, unless its bits differ from the running engines'. The first starts the others."""
         if self.failure is not None:
             return  # its frame was on the way when all engines were stopped
-        known = self.model_info
+        known, info = self.model_info, ready.info
         if known is not None and known.system_fingerprint != info.system_fingerprint:
             change = f"{known.system_fingerprint} became {info.system_fingerprint}"
             if any(other.is_ready for other in self._replicas if other is not replica):
@@ -356,10 +356,9 @@ class Fleet:
         replica.recovery.engine_ready()
         listener.engine_ready(replica.index, self._num_rows(), info)
         if known is None:
-            self._use_cache_of(info.block_size, replica.handle.liveness.stats.kv_blocks_total)
+            self._use_cache_of(info.block_size, ready.stats.kv_blocks_total)
             for _ in range(1, len(self)):
-                start = taking_over(self._start, info.max_model_len, replica.handle.cache_bytes)
-                self._watch(self._add_replica(start))
+                self._watch(self._add_replica(taking_over(self._start, ready)))
         num_ready_once = sum(other.handle.model_info is not None for other in self._replicas)
         if num_ready_once >= (self._launcher.num_initial or len(self)):
             self.settled.set()
@@ -442,13 +441,14 @@ class Fleet:
                 replica.handle.connection.hang_up()
             if replica.recovery.accepts or not len(replica.queued):
                 continue
-            wanted = self._running_in(replica) if replica.given_up else replica.recovery.waiting()
-            for request, ids in self._by_request(wanted).items():
+            wanted = replica.recovery.waiting(with_trials=replica.given_up)
+            for request in self._requests:
+                ids = [key for key in self._requests.running_of(request) if key in wanted]
                 able = [other for other in self._replicas if other is not replica and other.recovery.accepts]
                 if not replica.given_up:
                     rows = len(ids) * _rows(request)
                     able = [other for other in able if other.free_rows >= rows]
-                if able:
+                if ids and able:
                     for request_id in ids:
                         self._unassign(request_id)
                     replica.recovery.abort(ids)
@@ -470,6 +470,7 @@ class Fleet:
             rows = _rows(request)
             target.queued.add(request_id, prompt_left, rows * self._outputs_left(at_most, params.ignore_eos), rows)
             self._assigned[request_id] = _Assignment(target, request, hashes)
+        assert not target.given_up, "no engine would ever compute these choices"
         target.recovery.submit(ids)
 
     def _unassign(self, request_id: str) -> _Assignment | None:
@@ -487,18 +488,6 @@ class Fleet:
         """Return the content hashes of full blocks; none if there is only one engine, and so nothing to compare."""
         salt = request.engine_requests[0].cache_salt
         return block_hashes(token_ids, salt, self._block_size, known) if len(self) > 1 else []
-
-    def _running_in(self, replica: Replica) -> list[str]:
-        running = self._requests.running()
-        return [key for key, place in self._assigned.items() if place.replica is replica and key in running]
-
-    def _by_request(self, request_ids: Iterable[str]) -> dict[OpenRequest, list[str]]:
-        found: dict[OpenRequest, list[str]] = {}
-        for request_id in request_ids:
-            request = self._requests.owner(request_id)
-            if request is not None:
-                found.setdefault(request, []).append(request_id)
-        return found
 
 
 def _rows(request: OpenRequest) -> int:

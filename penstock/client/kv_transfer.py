@@ -279,20 +279,18 @@ class RemotePrefill:
                 raise _PrefillError(_reason(answer.status_code, answer.content))
             found = msgspec.msgpack.decode(answer.content, type=list[bytes | None])
             for (name, num_bytes), data in zip(batch, found, strict=True):
-                if data is not None:
-                    await self._keep(blocks, name, data, num_bytes)
-                elif must_be_there:
-                    raise _PrefillError(f"block {name} is missing")
+                if data is None:
+                    if must_be_there:
+                        raise _PrefillError(f"block {name} is missing")
+                    continue
+                loop = asyncio.get_running_loop()
+                if not await loop.run_in_executor(self._writer, blocks.write, name, data, num_bytes):
+                    raise _PrefillError(f"block {name} arrived damaged, or could not be written")
+                self.status.num_blocks += 1
+                self.status.num_bytes += num_bytes
         except (httpx.HTTPError, msgspec.MsgspecError, ValueError, _PrefillError) as error:
             return error
         return None
-
-    async def _keep(self, blocks: KVBlocks, name: str, data: bytes, num_bytes: int) -> None:
-        loop = asyncio.get_running_loop()
-        if not await loop.run_in_executor(self._writer, blocks.write, name, data, num_bytes):
-            raise _PrefillError(f"block {name} arrived damaged, or could not be written")
-        self.status.num_blocks += 1
-        self.status.num_bytes += num_bytes
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -85,10 +85,10 @@ class Recovery:
             self._sent.difference_update(known)
             self._end_trial(known)
 
-    def waiting(self) -> list[str]:
-        """Return the choices that another engine may take over: those that this engine does not have, and that are not
-        to be tried alone."""
-        return [key for key in self._assigned if key not in self._sent and not self._to_try(key)]
+    def waiting(self, *, with_trials: bool) -> set[str]:
+        """Return the choices that another engine may take over: those that this engine does not have, without those
+        that are to be tried alone, unless it never comes back."""
+        return {key for key in self._assigned if key not in self._sent and (with_trials or not self._to_try(key))}
 
     def _to_try(self, request_id: str) -> bool:
         noted = self._deaths.get(request_id)

@@ -140,5 +140,7 @@ class QueuedTokens:
         if work is not None:
             self.total -= work.prompt + work.outputs
             self.rows -= work.rows
+            assert self.rows >= 0, "rows of more choices were removed than were added"
         if not self._work:
+            assert self.rows == 0, "an engine without choices has all its rows free"
             self.total = 0.0  # so that rounding errors leave nothing behind

@@ -6,12 +6,14 @@ and a request that fails alone ends with the error. If the bookkeeping breaks of
 all requests are computed anew.
 """
 
-from penstock.engine.beams import Beam, Searches, check_search
-from penstock.engine.in_flight import Step
+import time
+
+from penstock.engine.beam_search import Beam, Searches, check_search
 from penstock.engine.kv_cache_manager import KVCacheManager
+from penstock.engine.observer import EngineObserver
 from penstock.engine.policies import Scheduling
 from penstock.engine.request import Request
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler import InFlightStep, Scheduler
 from penstock.engine.speculation import Speculation
 from penstock.engine.timeline import StepLog
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids
@@ -47,13 +49,14 @@ class Engine:
         enable_prefix_caching: bool = True,
         store: BlockStore | None = None,
     ) -> None:
-        self.executor = executor
+        self._executor = executor
+        self._observers: tuple[EngineObserver, ...] = ()
         self.speculation: Speculation | None = None
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_cache = KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching, store=store)
-        self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len, executor.depth)
+        self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len, executor.depth, self._note_preemption)
         self._clock = scheduling.clock
         self._requests: dict[str, Request] = {}
         self._searches = Searches(self._requests)
@@ -63,6 +66,17 @@ class Engine:
         self._num_steps = self._num_failed_steps = self._failed_in_a_row = 0
         self._num_generated_tokens = 0
         self._num_bytes_received = 0
+
+    @property
+    def executor(self) -> Executor:
+        return self._executor
+
+    def observe(self, observer: EngineObserver) -> None:
+        """Call an observer from now on, after those that came before it."""
+        self._observers = (*self._observers, observer)
+
+    def stop_observing(self, observer: EngineObserver) -> None:
+        self._observers = tuple(item for item in self._observers if item is not observer)
 
     def speculate(self, speculation: Speculation | None) -> None:
         """Ask for drafts from now on; with None, stop asking."""
@@ -90,12 +104,14 @@ class Engine:
                 source.request_id, request.num_output_tokens, [], finish_reason=reason, stop_reason=stop_token
             )
             self._early_outputs.append(last)
-            return
-        if isinstance(request, Beam):
-            self._searches.open(request)
-        self._requests[request.request_id] = request
-        self._log.arrived(request, self._clock(), self.scheduler)
-        self.scheduler.add(request)
+        else:
+            if isinstance(request, Beam):
+                self._searches.open(request)
+            self._requests[request.request_id] = request
+            self._log.arrived(request, self._clock(), self.scheduler)
+            self.scheduler.add(request)
+        for observer in self._observers:
+            observer.arrived(source)
 
     def _fits(self, request: Request) -> bool:
         return self.kv_cache.fits_beside_pins(request, self.scheduler.max_num_batched_tokens)
@@ -159,13 +175,16 @@ class Engine:
         """End a request without another output. Return False if it is not open (it may just have finished)."""
         if request_id in self._searches:
             self._finish(self._searches.first_beam(request_id))
-            return True
-        if request_id in self._requests:
+        elif request_id in self._requests:
             self._finish(self._requests[request_id])
-            return True
-        num_early = len(self._early_outputs)
-        self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
-        return len(self._early_outputs) < num_early
+        else:
+            num_early = len(self._early_outputs)
+            self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
+            if len(self._early_outputs) == num_early:
+                return False
+        for observer in self._observers:
+            observer.aborted(request_id)
+        return True
 
     @property
     def has_work(self) -> bool:
@@ -182,13 +201,25 @@ class Engine:
         outputs, self._early_outputs = self._early_outputs, []
         if not self.scheduler.has_work:
             return outputs
+        if not self._observers:
+            return self._step(outputs)
+        for observer in self._observers:
+            observer.step_began()
+        try:
+            return self._step(outputs)
+        finally:
+            for observer in self._observers:
+                observer.step_ended()
+
+    def _step(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """Submit what can be submitted, then collect and commit the oldest step. Return `outputs` and its outputs."""
         try:
             self._submit_steps()
         except Exception as error:
             self._note_failure(error)
             self.scheduler.reset(self._requests.values())
             return outputs
-        step, live = self.scheduler.in_flight.land()
+        step, live = self.scheduler.in_flight.pop_oldest()
         plan = step.plan
         try:
             results = self._collected(step)
@@ -214,26 +245,46 @@ class Engine:
         """Plan and submit steps while the executor can have one more in flight, and a request is ready for it."""
         scheduler, flights = self.scheduler, self.scheduler.in_flight
         while flights.has_room and (scheduler.waiting or len(scheduler.running) > len(flights) or not flights.steps):
-            plan = scheduler.schedule(self._drafts())
+            wants_checksums = False
+            for observer in self._observers:
+                observer.planning()
+                wants_checksums = wants_checksums or observer.wants_checksums
+            plan = scheduler.schedule(self._drafts(), wants_checksums)
             if not plan.scheduled and flights.steps:
-                scheduler.take_back(plan)
+                scheduler.withdraw(plan)
                 return
             proposal = None if self.speculation is None else self.speculation.proposal
-            step = Step(plan, proposal, self._clock())
+            step = InFlightStep(plan, proposal, self._clock())
             flights.add(step, self._requests)
             try:
-                step.handle = self.executor.submit(plan)
-            except Exception as error:  # belongs to this step, and is raised in its turn
+                for observer in self._observers:
+                    observer.submitting(plan)
+                step.handle = self._executor.submit(plan)
+            except Exception as error:  # belongs to this step, and is raised when the step is collected
                 step.error = error
                 return
 
-    def _collected(self, step: Step) -> dict[str, RequestStepOutput]:
+    def _collected(self, step: InFlightStep) -> dict[str, RequestStepOutput]:
         """Return the results of a step, or raise what it raised."""
-        if step.error is not None:
-            raise step.error
-        output = self.executor.collect(step.handle)
+        started = time.monotonic()
+        try:
+            if step.error is not None:
+                raise step.error
+            output = self._executor.collect(step.handle)
+            if self._observers:
+                seconds = time.monotonic() - started
+                for observer in self._observers:
+                    observer.collected(step.plan, output, seconds)
+        except Exception as error:
+            for observer in self._observers:
+                observer.failed(step.plan, error)
+            raise
         self._num_bytes_received += output.bytes_received
         return output.results
+
+    def _note_preemption(self, request: Request) -> None:
+        for observer in self._observers:
+            observer.preempted(request.source_id)
 
     def _give_up(self, plan: SchedulerOutput, live: dict[str, Request]) -> None:
         """Handle a step that failed for an unknown reason. If no request wanted its results, none is suspected."""
@@ -242,7 +293,9 @@ class Engine:
         else:
             self.scheduler.isolate(plan)
 
-    def _note_success(self, step: Step, live: dict[str, Request], results: dict[str, RequestStepOutput]) -> None:
+    def _note_success(
+        self, step: InFlightStep, live: dict[str, Request], results: dict[str, RequestStepOutput]
+    ) -> None:
         plan, began = step.plan, max(step.began, self._log.ended)
         if self.speculation is not None and step.proposal is not None:
             accepted = _num_accepted(plan.scheduled, results)
@@ -414,7 +467,7 @@ class Engine:
         self.kv_cache.check_integrity()
 
     def shutdown(self) -> None:
-        self.executor.shutdown()
+        self._executor.shutdown()
         if self.speculation is not None:
             self.speculation.shutdown()
 

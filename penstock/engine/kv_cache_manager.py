@@ -18,7 +18,7 @@ until one of its users writes to it: that user takes a copy, unless it is the on
 A group may be a ring instead: a request has one block there from its first step to its end, and overwrites the slots
 that its window has passed. The content depends on the length of the request, so no prefix can be reused.
 
-Beyond the pools there may be a store (offload.py), which is asked for blocks that the pools do not have.
+Beyond the pools there may be a store (Offload), which is asked for blocks that the pools do not have.
 """
 
 import sys
@@ -28,11 +28,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.engine.block_pool import NO_PARENT, BlockPool, hash_block
-from penstock.engine.offload import Offload
 from penstock.engine.pins import Pin, Pins
 from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
-from penstock.interface.step import NO_BLOCK, BlockCopy, BlockStore, CacheGroup
+from penstock.interface.step import NO_BLOCK, BlockCopy, BlockStore, BlockTransfer, CacheGroup
 
 TableUpdates = tuple[list[list[int]], list[int]]  # per group: new entries, and the number of released leading ones
 
@@ -60,6 +59,55 @@ class Prefix:
     hashes: list[bytes]  # of every block that could be reused, cached or not
     num_blocks: int  # how many leading ones are cached, or stored
     in_progress: bool
+
+
+class Offload:
+    """Which blocks the next step saves to the store beyond the cache, and which it loads. Hashes, not contents.
+
+        full, or about to be overwritten -> save -> store -> hit of a prefix -> load
+
+    A block is saved when its place is given away. If the store outlives this process, it is also saved as soon as it is
+    full, so that a killed engine leaves behind what it has computed. Saves come first in a step, while the blocks that
+    the step overwrites still have their content. Loads have been read and checked before, so a step cannot fail on
+    them.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self.store = store
+        self.num_loaded = 0
+        self._saves: dict[tuple[int, bytes], int] = {}  # group and hash -> the block that has the content
+        self._loads: list[BlockTransfer] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a step is needed to save blocks, even if it computes nothing."""
+        return bool(self._saves)
+
+    def filled(self, group: int, block_id: int, block_hash: bytes) -> None:
+        """Note that a block is full and known by its content."""
+        if self.store.survives:
+            self.evicted(group, block_id, block_hash)
+
+    def evicted(self, group: int, block_id: int, block_hash: bytes) -> None:
+        """Note that the content of a block is lost with the next step."""
+        if (group, block_hash) not in self._saves and not self.store.holds(group, block_hash):
+            self._saves[group, block_hash] = block_id
+
+    def load(self, group: int, block_id: int, block_hash: bytes) -> None:
+        """Fill a block with content that the store has fetched."""
+        self._loads.append(BlockTransfer(group, block_id, block_hash))
+        self.num_loaded += 1
+
+    def pop_transfers(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
+        """Return what the next step saves, and what it loads."""
+        saves = [BlockTransfer(group, block_id, found) for (group, found), block_id in self._saves.items()]
+        loads, self._loads, self._saves = self._loads, [], {}
+        return saves, loads
+
+    def forget(self) -> None:
+        """Drop what was collected, because the bookkeeping broke off half-way."""
+        self._saves.clear()
+        self._loads.clear()
 
 
 class KVCacheManager:
@@ -102,7 +150,7 @@ class KVCacheManager:
         """Return copies of the request's block tables, one per group."""
         return [list(table.block_ids) for table in self._tables[request.request_id]]
 
-    def take_updates(self, request: Request) -> TableUpdates:
+    def pop_updates(self, request: Request) -> TableUpdates:
         """Return, per group, the ids appended since the last call and the number of released leading entries."""
         if request.request_id in self._settled:  # most decodes
             return self.no_updates
@@ -120,7 +168,7 @@ class KVCacheManager:
         pairs = zip(self.groups, tables, strict=True)
         return min(sys.maxsize if group.ring else group.block_size * len(table.block_ids) for group, table in pairs)
 
-    def take_copies(self) -> list[BlockCopy]:
+    def pop_copies(self) -> list[BlockCopy]:
         """Return the copies that must be made before the step is computed, in order."""
         copies, self._copies = self._copies, []
         return copies
@@ -387,7 +435,7 @@ class KVCacheManager:
                     self.offload.filled(group, block_id, block_hash)
             table.num_registered = max(table.num_registered, num_full)
         for block_hash in request.block_hashes[start:num_full] if self.pins else ():
-            self.pins.take(block_hash)
+            self.pins.hold(block_hash)
 
     def _end_progress(self, request: Request, start: int, stop: int) -> None:
         for block_hash in request.block_hashes[start:stop]:

@@ -89,7 +89,7 @@ class Pins:
         for group, block_hash in _places(pin):
             self._wanted[group][block_hash] += 1
         for block_hash in pin.hashes:
-            if not self.take(block_hash):
+            if not self.hold(block_hash):
                 return
 
     def remove(self, name: str) -> bool:
@@ -105,7 +105,7 @@ class Pins:
                 self._pools[group].release([self._held[group].pop(block_hash)])
         return True
 
-    def take(self, block_hash: bytes) -> bool:
+    def hold(self, block_hash: bytes) -> bool:
         """Hold a block that may have become known. Return whether all groups that want it hold it now."""
         groups = [group for group, wanted in enumerate(self._wanted) if block_hash in wanted]
         missing = [group for group in groups if block_hash not in self._held[group]]

@@ -8,37 +8,112 @@ with num_tokens. A step gives out at most max_num_batched_tokens tokens, in this
   3. drafts of decodes (speculation.py), with what is left over;
   4. waiting requests, as far as rows, tokens and blocks suffice.
 
-An executor may compute several steps at once (in_flight.py). A request that is in one of them is left out of the next,
+An executor may compute several steps at once (InFlight). A request that is in one of them is left out of the next,
 and the requests are spread over the steps.
 
-The policy (policy.py) says which request comes first in each of these groups, and which one is preempted when blocks
+The policy (policies.py) says which request comes first in each of these groups, and which one is preempted when blocks
 run out: its blocks are freed, and it waits to be recomputed. The default policy, `fcfs`, takes the oldest request first
-and preempts the youngest. A flow is a group of requests that share their turns: a user's call with all its choices, or
-all calls of an API key. Flows with fewer rows come first, and a flow that waits without a row takes one from the flow
-with the most rows. So no call keeps others out, and a single call still has the whole machine. Requests without a flow,
-such as those of a batch, are taken in order of arrival. Nothing starves: the oldest request can take every block, a
-flow keeps its last row, and within a flow a waiting request is overtaken only while it waits for a prefix that another
-request computes.
+and preempts the youngest. A flow is a group of requests that share rows with other groups: a user's call with all its
+choices, or all calls of an API key. Flows with fewer rows come first, and a flow that waits without a row gets one of
+the flow with the most rows. So no call keeps others out, and a single call still has the whole machine. Requests
+without a flow, such as those of a batch, are started in order of arrival. Nothing starves: the oldest request can get
+every block, a flow keeps its last row, and within a flow a waiting request is overtaken only while it waits for a
+prefix that another request computes.
 
-Streams wait for the prompts of a step. `max_stall_s` limits the prompt tokens to what fits this time (pace.py).
+Streams wait for the prompts of a step. `max_stall_s` limits the prompt tokens to what fits this time (policies.Pace).
 
 When a step fails, it is unknown which of its requests is to blame. Each of them is then computed alone for one token,
 so that only the one to blame fails.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from penstock.engine.in_flight import InFlight
 from penstock.engine.kv_cache_manager import KVCacheManager
-from penstock.engine.pace import Allowance, Pace
-from penstock.engine.policies import Scheduling
+from penstock.engine.policies import Allowance, Pace, Scheduling
 from penstock.engine.request import Request
+from penstock.engine.speculation import Proposal
 from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
 
 NO_DRAFTS: Mapping[str, list[int]] = {}
 MAX_HELD_BACK = 64  # waiting requests per step that may be skipped because another computes their prefix
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that was submitted.
+
+    Attributes:
+        handle: the executor's handle; None if submitting the step raised `error`.
+        proposal: the proposal that its drafts come from.
+        began: when it was submitted.
+    """
+
+    plan: SchedulerOutput
+    proposal: Proposal | None
+    began: float
+    handle: Any = None
+    error: Exception | None = None
+
+
+class InFlight:
+    """The steps that were submitted and not yet collected, at most `depth`, oldest first, and their requests by id.
+
+    An executor whose devices hold a few layers each (a pipeline) computes several steps at once. A request is in at
+    most one of them, because its next step begins with what this one samples. A plan depends on committed state only,
+    and the executor computes in the order of submission, so blocks that are freed meanwhile may be given to a later
+    step.
+
+        running   [ a b | c d | e f | g h ]     rows spread over `depth` micro-batches
+        steps       k     k+1   k+2   ready     k is collected and committed first
+
+    A request that is preempted, aborted or reset while in flight loses its results. If it is still open, it is computed
+    again, to the same tokens, but not before that step has been collected, so that old results are never taken for new
+    ones.
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        self.depth = depth
+        self.steps: deque[InFlightStep] = deque()
+        self._requests: dict[str, Request | None] = {}  # None: its results are lost
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __len__(self) -> int:
+        """Return the number of requests that wait for results."""
+        return sum(request is not None for request in self._requests.values())
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.steps) < self.depth
+
+    @property
+    def num_streams(self) -> int:
+        """Return how many of the requests are streams."""
+        return sum(request is not None and request.is_stream for request in self._requests.values())
+
+    def add(self, step: InFlightStep, requests: dict[str, Request]) -> None:
+        """Add the youngest step. `requests` has its requests, by id."""
+        self.steps.append(step)
+        self._requests.update({item.request_id: requests[item.request_id] for item in step.plan.scheduled})
+
+    def lose(self, request: Request) -> None:
+        """Note that a request has lost its blocks and, if it is in flight, its results."""
+        if self._requests.get(request.request_id) is request:
+            self._requests[request.request_id] = None
+
+    def lose_all(self) -> None:
+        """Do the same for every request."""
+        self._requests = dict.fromkeys(self._requests)
+
+    def pop_oldest(self) -> tuple[InFlightStep, dict[str, Request]]:
+        """Remove the oldest step. Return it, and those of its requests whose results count."""
+        step = self.steps.popleft()
+        found = {item.request_id: self._requests.pop(item.request_id) for item in step.plan.scheduled}
+        return step, {name: request for name, request in found.items() if request is not None}
 
 
 @dataclass(slots=True)
@@ -80,8 +155,16 @@ class Scheduler:
             num_cached_tokens: totals since the start; a prompt counts once, when it is first admitted.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, scheduling: Scheduling, max_model_len: int, depth: int = 1) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        scheduling: Scheduling,
+        max_model_len: int,
+        depth: int = 1,
+        on_preemption: Callable[[Request], None] = lambda request: None,
+    ) -> None:
         self.kv_cache = kv_cache
+        self._on_preemption = on_preemption
         self.in_flight = InFlight(depth)
         self.max_num_seqs = scheduling.max_num_seqs
         self.max_num_batched_tokens = scheduling.max_num_batched_tokens
@@ -158,7 +241,7 @@ class Scheduler:
         self._gather()
 
     def acquit(self, request: Request) -> None:
-        """Note that a request got a token. If it was computed alone, the next one has its turn."""
+        """Note that a request got a token. If it was computed alone, the next one follows."""
         if self._alone and self._alone[0] is request:
             self._alone.popleft()
             self._gather()
@@ -207,11 +290,12 @@ class Scheduler:
             return self.running
         return [request for request in self.running if request.request_id not in self.in_flight]
 
-    def schedule(self, drafts: Mapping[str, list[int]] = NO_DRAFTS) -> SchedulerOutput:
+    def schedule(self, drafts: Mapping[str, list[int]] = NO_DRAFTS, checksum_logits: bool = False) -> SchedulerOutput:
         """Plan the next step and allocate its blocks. num_computed_tokens changes only when the step has succeeded.
 
         drafts: guesses of the next tokens of running requests that lack one token, by request id. They get tokens and
             blocks that no running request needs, or are dropped.
+        checksum_logits: as in SchedulerOutput.
         """
         plan = _Plan(self.max_num_batched_tokens, self._fair_share())
         self._make_way()
@@ -224,12 +308,12 @@ class Scheduler:
         if drafts and not plan.preempted and not plan.waits_for_blocks and not self._short_of_blocks:
             self._add_drafts(plan, drafts)
         self._schedule_waiting(plan)
-        output = self._output(plan)
+        output = self._output(plan, checksum_logits)
         self._removed = []
         self._next_step_id += 1
         return output
 
-    def take_back(self, plan: SchedulerOutput) -> None:
+    def withdraw(self, plan: SchedulerOutput) -> None:
         """Undo the plan of a step without requests, which was not submitted."""
         self._next_step_id -= 1
         self.repeat_removals(plan)
@@ -259,9 +343,9 @@ class Scheduler:
         """
         if self._alone or not self.waiting or not (self._short_of_blocks or len(self.running) == self.max_num_seqs):
             return
-        giver = self.policy.giver(self.waiting, self.running)
-        if giver is not None and giver.request_id not in self.in_flight:  # otherwise once its step is done
-            self.preempt(giver)
+        victim = self.policy.victim(self.waiting, self.running)
+        if victim is not None and victim.request_id not in self.in_flight:  # otherwise once its step is done
+            self.preempt(victim)
 
     def _add_drafts(self, plan: _Plan, drafts: Mapping[str, list[int]]) -> None:
         """Let requests that lack one token compute their drafts too, as far as tokens and free blocks are left over."""
@@ -311,7 +395,7 @@ class Scheduler:
             plan.preempted.add(victim.request_id)
             if victim is request:
                 return
-        self._take(plan, request, num_new)
+        self._grant(plan, request, num_new)
 
     def _fit(self, plan: _Plan, request: Request, num_computed: int) -> int:
         """Return how many tokens of a request the step still has room for, from num_computed on."""
@@ -323,7 +407,7 @@ class Scheduler:
             plan.allowance = self.pace.allowance(num_streams)
         return num_new if plan.allowance is None else plan.allowance.fit(num_new, num_computed)
 
-    def _take(self, plan: _Plan, request: Request, num_new: int) -> None:
+    def _grant(self, plan: _Plan, request: Request, num_new: int) -> None:
         plan.tokens[request.request_id] = num_new
         plan.budget -= num_new
         if self.pace is None:
@@ -331,7 +415,7 @@ class Scheduler:
         if request.is_stream:
             plan.num_stream_tokens += num_new
         elif plan.allowance is not None:
-            plan.allowance.take(num_new, request.num_computed_tokens)
+            plan.allowance.spend(num_new, request.num_computed_tokens)
 
     def preempt(self, request: Request) -> None:
         """Free a running request's blocks; it waits at the head of the queue to be recomputed."""
@@ -341,6 +425,7 @@ class Scheduler:
         self.num_preempted += 1
         self.policy.preempted(request)
         self.num_preemptions += 1
+        self._on_preemption(request)
 
     def _free(self, request: Request) -> None:
         self._removed.append(request.request_id)
@@ -349,7 +434,7 @@ class Scheduler:
         self.kv_cache.free(request)
 
     def _schedule_waiting(self, plan: _Plan) -> None:
-        """Start waiting requests in turn; none in a step that had to preempt for lack of blocks."""
+        """Start waiting requests in the policy's order; none in a step that had to preempt for lack of blocks."""
         self._short_of_blocks = False
         if plan.preempted or plan.waits_for_blocks or not self.waiting or len(self.running) == self.max_num_seqs:
             return
@@ -358,9 +443,9 @@ class Scheduler:
         held_back: list[Request] = []
         max_num_seqs = 1 if self._alone else self.max_num_seqs
         held_hashes: set[bytes] = set()  # of whole prompts held back, so that equal ones are not looked up
-        turns = iter([self._alone[0]]) if self._alone else self.policy.turns(self.waiting)
+        candidates = iter([self._alone[0]]) if self._alone else self.policy.candidates(self.waiting)
         while plan.budget and len(self.running) < max_num_seqs and len(held_back) < MAX_HELD_BACK and not plan.is_full:
-            request = next(turns, None)
+            request = next(candidates, None)
             if request is None:
                 break
             self.waiting.remove(request)
@@ -394,24 +479,24 @@ class Scheduler:
         self.running.append(request)
         plan.new.add(request.request_id)
         self.policy.started(request, num_prompt_tokens)
-        self._take(plan, request, num_new)
+        self._grant(plan, request, num_new)
 
-    def _output(self, plan: _Plan) -> SchedulerOutput:
+    def _output(self, plan: _Plan, checksum_logits: bool) -> SchedulerOutput:
         chosen, ready = [request for request in self.running if request.request_id in plan.tokens], plan.streams
         new = plan.new | self._forked
         new_requests = [self._new_request(request) for request in chosen if request.request_id in new] if new else []
         self._forked.difference_update(plan.tokens)
         scheduled = [ready.get(request.request_id) or self._scheduled_request(request, plan) for request in chosen]
-        copies, offload = self.kv_cache.take_copies(), self.kv_cache.offload
-        saves, loads = ([], []) if offload is None else offload.take()
+        copies, offload = self.kv_cache.pop_copies(), self.kv_cache.offload
+        saves, loads = ([], []) if offload is None else offload.pop_transfers()
         return SchedulerOutput(
-            self._next_step_id, new_requests, scheduled, self._removed,
+            self._next_step_id, new_requests, scheduled, self._removed, checksum_logits,
             block_copies=copies, block_saves=saves, block_loads=loads,
         )  # fmt: skip
 
     def _new_request(self, request: Request) -> NewRequest:
         tables = self.kv_cache.tables(request)
-        self.kv_cache.take_updates(request)
+        self.kv_cache.pop_updates(request)
         return NewRequest(
             request_id=request.request_id,
             token_ids=list(request.token_ids),
@@ -423,7 +508,7 @@ class Scheduler:
         )
 
     def _scheduled_request(self, request: Request, plan: _Plan) -> ScheduledRequest:
-        new_block_ids, num_released = self.kv_cache.take_updates(request)
+        new_block_ids, num_released = self.kv_cache.pop_updates(request)
         num_new, drafts = plan.tokens[request.request_id], plan.drafts.get(request.request_id, ())
         is_sampled = num_new == request.num_missing_tokens + len(drafts) and request.params.pooling is None
         return ScheduledRequest(

@@ -101,36 +101,85 @@ class EngineOutput:
     intervals: list[Interval] | None = None
 
 
+def _stat(metric: str, help: str, status: str = "", *, also: tuple[str, str] | None = None) -> Any:
+    """Return a field of EngineStats.
+
+    Args:
+        metric, help: its name and its help text at /metrics; a counter gets "_total" there.
+        status: where /status shows it, like "kv_blocks.free"; "": nowhere.
+        also: a second metric with the same value.
+    """
+    return field(default=0, metadata={"metrics": dict([(metric, help), *([also] if also else [])]), "status": status})
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges, and counters (num_*_total) since the engine's start. Blocks are summed over all cache groups."""
+    """Gauges, and counters (num_*_total) since the engine's start. Blocks are summed over all cache groups.
 
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_free: int = 0
-    kv_blocks_cached: int = 0  # free blocks whose content can be reused
-    kv_blocks_pinned: int = 0
-    num_prefilling: int = 0  # running requests with more than their last token to compute
-    num_preempted: int = 0  # waiting requests that have run before
-    num_slots: int = 0  # requests that can run at once
-    num_steps_total: int = 0
-    num_prompt_tokens_total: int = 0
-    num_prefix_queries_total: int = 0  # prompt tokens that were looked up in the cache
-    num_cached_tokens_total: int = 0
-    num_generated_tokens_total: int = 0
-    num_preemptions_total: int = 0
-    num_failed_steps_total: int = 0
-    num_bytes_received_total: int = 0  # by the first process of each model part, from the other processes
-    num_invalid_frames_total: int = 0  # frames received and dropped
-    num_drafts_total: int = 0  # times that a request had drafts in a step
-    num_draft_tokens_total: int = 0
-    num_accepted_tokens_total: int = 0
-    num_saved_blocks_total: int = 0  # in the store beyond the cache
-    num_loaded_blocks_total: int = 0
-    num_unreadable_blocks_total: int = 0  # files that were damaged, or could not be read
-    num_unsaved_blocks_total: int = 0  # for lack of room, time or a working disk
-    num_accepted_tokens_per_pos_total: list[int] = field(default_factory=list)  # first, second, ... drafts
+    This is the one table of them: /metrics and /status (server/metrics.py) are made from the fields.
+    """
+
+    num_running: int = _stat("penstock_requests_running", "Sequences in the current batch", "running")
+    num_waiting: int = _stat(
+        "penstock_requests_waiting", "Sequences waiting for their first step or for blocks", "waiting"
+    )
+    kv_blocks_total: int = _stat("penstock_kv_blocks", "Blocks of the key/value cache", "kv_blocks.total")
+    kv_blocks_free: int = _stat(
+        "penstock_kv_blocks_free", "Free blocks, including those with cached content", "kv_blocks.free"
+    )
+    kv_blocks_cached: int = _stat("penstock_kv_blocks_cached", "Free blocks with cached content", "kv_blocks.cached")
+    kv_blocks_pinned: int = _stat("penstock_kv_blocks_pinned", "Blocks that pinned prefixes hold", "kv_blocks.pinned")
+    num_prefilling: int = _stat(
+        "penstock_requests_prefilling", "Running sequences whose prompt is being computed", "prefilling"
+    )
+    num_preempted: int = _stat("penstock_requests_preempted", "Waiting sequences that have run before", "preempted")
+    num_slots: int = _stat("penstock_slots", "Sequences that can run at once", "slots")
+    num_steps_total: int = _stat("penstock_steps", "Steps of the engine")
+    num_prompt_tokens_total: int = _stat("penstock_prompt_tokens", "Prompt tokens received", "prompt_tokens_total")
+    num_prefix_queries_total: int = _stat(
+        "penstock_prefix_cache_queries", "Prompt tokens that were looked up in the cache"
+    )
+    num_cached_tokens_total: int = _stat(
+        "penstock_cached_tokens",
+        "Prompt tokens found in the cache",
+        "cached_tokens_total",
+        also=("penstock_prefix_cache_hits", "Prompt tokens found in the cache, as vLLM names it"),
+    )
+    num_generated_tokens_total: int = _stat("penstock_generation_tokens", "Tokens generated", "generated_tokens_total")
+    num_preemptions_total: int = _stat(
+        "penstock_preemptions", "Sequences preempted for lack of blocks", "preemptions_total"
+    )
+    num_failed_steps_total: int = _stat("penstock_failed_steps", "Steps that failed")
+    num_bytes_received_total: int = _stat(
+        "penstock_rank_bytes_received", "Bytes that rank 0 of each stage received from others", "bytes_received_total"
+    )
+    num_invalid_frames_total: int = _stat("penstock_invalid_frames", "Messages to the engine process that it dropped")
+    num_drafts_total: int = _stat(
+        "penstock_spec_decode_num_drafts", "Drafts, counted per sequence and step", "spec_decode.drafts_total"
+    )
+    num_draft_tokens_total: int = _stat(
+        "penstock_spec_decode_num_draft_tokens", "Draft tokens computed", "spec_decode.draft_tokens_total"
+    )
+    num_accepted_tokens_total: int = _stat(
+        "penstock_spec_decode_num_accepted_tokens", "Draft tokens accepted", "spec_decode.accepted_tokens_total"
+    )
+    num_saved_blocks_total: int = _stat(
+        "penstock_kv_offload_saved_blocks", "Blocks saved beyond the cache", "kv_offload.saved_blocks_total"
+    )
+    num_loaded_blocks_total: int = _stat(
+        "penstock_kv_offload_loaded_blocks", "Blocks loaded back into the cache", "kv_offload.loaded_blocks_total"
+    )
+    num_unreadable_blocks_total: int = _stat(
+        "penstock_kv_offload_unreadable_blocks",
+        "Block files that were damaged or unreadable",
+        "kv_offload.unreadable_blocks_total",
+    )
+    num_unsaved_blocks_total: int = _stat(  # for lack of room, time or a working disk
+        "penstock_kv_offload_unsaved_blocks", "Blocks that could not be saved", "kv_offload.unsaved_blocks_total"
+    )
+    num_accepted_tokens_per_pos_total: list[int] = field(  # first, second, ... drafts
+        default_factory=list, metadata={"metrics": {}, "status": "spec_decode.accepted_tokens_per_pos_total"}
+    )
 
 
 @dataclass(frozen=True, slots=True)

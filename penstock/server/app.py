@@ -23,14 +23,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
-from penstock.client.engine_client import EngineClient, EngineState, EngineStatus
+from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import InvalidRequestError, PenstockError, check_ids, fail
-from penstock.interface.messages import EngineStats
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.cache_routes import create_blocks, create_pin, create_prefill, delete_pin, list_pins, use_object
 from penstock.server.completions import create_chat_completion, create_completion, source_of
 from penstock.server.context import (
-    Metrics,
     ServerContext,
     context_of,
     is_administrator,
@@ -42,6 +40,7 @@ from penstock.server.embeddings import create_embeddings, create_ranking, create
 from penstock.server.inputs import decode, tokenize
 from penstock.server.kept_calls import KeptCalls
 from penstock.server.keys import KeyRing
+from penstock.server.metrics import Metrics, shown_memory, shown_process, shown_replica, shown_stats
 from penstock.server.middleware import (
     BodyLimitMiddleware,
     BoundaryMiddleware,
@@ -180,35 +179,19 @@ async def status(request: Request) -> Response:
     context = context_of(request)
     prefixes = context.client.most_used_prefixes(SHOWN_PREFIXES) if is_administrator(request) else []
     now = context.client.status()
-    stats = now.stats
     draining = context.draining and now.state is not EngineState.FAILED
-    shown = replace(now, state=EngineState.DRAINING) if draining else now
     answer = {
-        "engine": _process(shown),
-        **_load(stats),
-        "kv_offload": _kv_offload(stats),
-        "memory": _memory(now),
+        "engine": shown_process(replace(now, state=EngineState.DRAINING) if draining else now),
+        **shown_stats(now.stats),
+        "memory": shown_memory(now),
         "journal": {"requests": now.journal_requests, "tokens": now.journal_tokens, "file": context.kept.status()},
         "prefixes": [use_object(use) for use in prefixes],
-        **_tokens(stats),
-        "spec_decode": {
-            "drafts_total": stats.num_drafts_total,
-            "draft_tokens_total": stats.num_draft_tokens_total,
-            "accepted_tokens_total": stats.num_accepted_tokens_total,
-            "accepted_tokens_per_pos_total": stats.num_accepted_tokens_per_pos_total,
-        },
-        "preemptions_total": stats.num_preemptions_total,
-        "bytes_received_total": stats.num_bytes_received_total,
         "aborted_total": now.num_aborted_total,
     }
     if now.remote_prefill is not None:
         answer["remote_prefill"] = asdict(now.remote_prefill)
     if len(now.replicas) > 1:
-        answer["replicas"] = [
-            {**_process(one), "choices": one.journal_requests, **_load(one.stats), **_tokens(one.stats)}
-            | {"memory": _memory(one)}
-            for one in now.replicas
-        ]
+        answer["replicas"] = [shown_replica(engine) for engine in now.replicas]
     return json_response(answer)
 
 
@@ -316,60 +299,6 @@ async def create_text(request: Request) -> Response:
 async def not_built(request: Request) -> Response:
     """Refuse a route that clients know but this server does not have yet."""
     raise not_found(f"{request.scope['path'][:100]} is not built yet.", "not_implemented")
-
-
-def _process(engine: EngineStatus) -> dict[str, Any]:
-    """Return what /status reports about one engine process, or about all of them."""
-    return {
-        "pid": engine.pid,
-        "state": engine.state.value,
-        "restarts": engine.restarts,
-        "heartbeat_age_s": engine.heartbeat_age_s,
-        "standby": None if engine.standby is None else asdict(engine.standby),
-    }
-
-
-def _load(stats: EngineStats) -> dict[str, Any]:
-    """Return what /status reports about the load of one engine, or of all of them."""
-    return {
-        "running": stats.num_running,
-        "waiting": stats.num_waiting,
-        "prefilling": stats.num_prefilling,
-        "preempted": stats.num_preempted,
-        "slots": stats.num_slots,
-        "kv_blocks": {
-            "total": stats.kv_blocks_total,
-            "free": stats.kv_blocks_free,
-            "cached": stats.kv_blocks_cached,
-            "pinned": stats.kv_blocks_pinned,
-        },
-    }
-
-
-def _tokens(stats: EngineStats) -> dict[str, int]:
-    return {
-        "prompt_tokens_total": stats.num_prompt_tokens_total,
-        "cached_tokens_total": stats.num_cached_tokens_total,
-        "generated_tokens_total": stats.num_generated_tokens_total,
-    }
-
-
-def _memory(engine: EngineStatus) -> dict[str, Any]:
-    return {
-        "planned_bytes": sum(engine.planned_memory.values()) or None,
-        "peak_bytes": engine.peak_memory_bytes,
-        "planned": engine.planned_memory,
-    }
-
-
-def _kv_offload(stats: EngineStats) -> dict[str, int]:
-    """Return what /status reports about the store beyond the cache."""
-    return {
-        "saved_blocks_total": stats.num_saved_blocks_total,
-        "loaded_blocks_total": stats.num_loaded_blocks_total,
-        "unsaved_blocks_total": stats.num_unsaved_blocks_total,
-        "unreadable_blocks_total": stats.num_unreadable_blocks_total,
-    }
 
 
 # --- the web page -----------------------------------------------------------------------------------------------------

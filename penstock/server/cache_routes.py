@@ -22,7 +22,6 @@ from penstock.interface.outputs import PrefixUse
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, not_found
 from penstock.server.context import (
-    RequestLog,
     ServerContext,
     check_administrator,
     context_of,
@@ -33,6 +32,7 @@ from penstock.server.context import (
 from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, check_one_prompt, completion_prompts, salted
 from penstock.server.openai_requests import BlocksRequest, ChatRequest, CompletionRequest, PinRequest, PrefillRequest
+from penstock.server.timelines import RequestLog
 
 if TYPE_CHECKING:
     from penstock.client.kv_transfer import KVBlocks

@@ -19,26 +19,26 @@ from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutp
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
 from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
-from penstock.server.generation import EventStream, Generation, until_disconnect
+from penstock.server.generation import EventStream, Generation, sse_data, until_disconnect
 from penstock.server.inputs import chat_params, chat_prompts, check_form, completion_params, completion_prompts, salted
-from penstock.server.kept_calls import KeptCall, Source
+from penstock.server.kept_calls import Failure, Frame, KeptCall, Source
 from penstock.server.keys import priority_of
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
-from penstock.server.resumption import ChunkSource, continued, keep, stream_of
+from penstock.server.resumption import continued, keep, stream_of
 from penstock.server.tools import ChatAnswers, rules_of, with_rules
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 
 async def create_completion(request: Request) -> Response:
-    return await _answer(request, "completions", CompletionRequest, completion_params, completion_prompts)
+    return await _create(request, "completions", CompletionRequest, completion_params, completion_prompts)
 
 
 async def create_chat_completion(request: Request) -> Response:
-    return await _answer(request, "chat", ChatRequest, chat_params, chat_prompts)
+    return await _create(request, "chat", ChatRequest, chat_params, chat_prompts)
 
 
-async def _answer(
+async def _create(
     request: Request,
     kind: str,
     body_type: type[Body],
@@ -81,7 +81,7 @@ def source_of(context: ServerContext, call: KeptCall, generation: Generation) ->
     begun = call.begun
     body = msgspec.json.decode(begun.body, type=CompletionRequest if begun.kind == "completions" else ChatRequest)
     envelope = {"created": begun.created, "model": begun.model, "system_fingerprint": begun.fingerprint}
-    return ChunkSource(_shape(begun.kind, body, generation, envelope))
+    return _shape(begun.kind, body, generation, envelope)
 
 
 def _shape(kind: str, body: Any, generation: Generation, envelope: dict[str, Any]) -> "Shape[Any]":
@@ -116,10 +116,10 @@ class Shape(ABC, Generic[Body]):
         """Return a choice of prompt `index` in the form that the API defines."""
 
     @abstractmethod
-    def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Answer]:
+    def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Completion]:
         """Yield the chunks for one output of prompt `index`."""
 
-    async def whole(self) -> shapes.Answer:
+    async def whole(self) -> shapes.Completion:
         outputs = await self.generation.collect()
         choices = [
             self._choice(index, output, choice)
@@ -128,9 +128,9 @@ class Shape(ABC, Generic[Body]):
         ]
         more = {"usage": self.generation.usage(), "seed": self.generation.seed(), **self._prompt_fields(outputs[0])}
         more["timeline"] = self._timeline()
-        return shapes.Answer(object=self.whole_object, choices=choices, **self.envelope, **more)
+        return shapes.Completion(object=self.whole_object, choices=choices, **self.envelope, **more)
 
-    async def chunks(self) -> AsyncGenerator[shapes.Answer | None, None]:
+    async def chunks(self) -> AsyncGenerator[shapes.Completion | None, None]:
         """Yield the chunks as they come, and None after each keep-alive interval without output."""
         async with aclosing(self.generation.outputs()) as outputs:
             async for item in outputs:
@@ -142,17 +142,36 @@ class Shape(ABC, Generic[Body]):
         if self.body.usage_at_end or self.body.timeline:
             usage = self.generation.usage() if self.body.usage_at_end else UNSET
             line = self._timeline()
-            yield shapes.Answer(object=self.chunk_object, choices=[], usage=usage, timeline=line, **self.envelope)
+            yield shapes.Completion(object=self.chunk_object, choices=[], usage=usage, timeline=line, **self.envelope)
+
+    # A shape is the Source of a stream that is kept.
+
+    async def frames(self) -> AsyncGenerator[Frame | None, None]:
+        """Yield the chunks as frames, in one lane per choice and one for the usage at the end."""
+        num_choices = len(self.generation.prompts) * self.generation.params.n
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                if chunk is None:
+                    yield None
+                else:
+                    lane = chunk.choices[0].index if chunk.choices else num_choices
+                    yield lane, sse_data(msgspec.json.encode(chunk))
+
+    def last_frames(self, failure: Failure | None) -> list[Frame]:
+        return []
+
+    def result(self, failure: Failure | None = None, status: str | None = None) -> bytes | None:
+        return None
 
     def _timeline(self) -> dict[str, Any] | UnsetType:
         return self.generation.timeline.shown() if self.body.timeline else UNSET
 
-    def _chunk(self, choice: Any, **more: Any) -> shapes.Answer:
+    def _chunk(self, choice: Any, **more: Any) -> shapes.Completion:
         """Return a chunk with one choice. Its usage is null if the usage comes at the end of the stream."""
         usage: shapes.Usage | UnsetType | None = None if self.body.usage_at_end else UNSET
         if self.body.usage_always:
             usage = self.generation.usage()
-        return shapes.Answer(object=self.chunk_object, choices=[choice], usage=usage, **self.envelope, **more)
+        return shapes.Completion(object=self.chunk_object, choices=[choice], usage=usage, **self.envelope, **more)
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields about the prompt that a whole answer has outside its choices."""
@@ -194,7 +213,7 @@ class ChatShape(Shape[ChatRequest]):
         self.generation.num_reasoning_tokens = self._answers.num_reasoning_tokens
         return self._content(choice, message=message, **self._ending(choice))
 
-    def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Answer]:
+    def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Completion]:
         for choice in output.outputs:
             if choice.index not in self._begun:
                 self._begun.add(choice.index)
@@ -238,7 +257,7 @@ class CompletionShape(Shape[CompletionRequest]):
     _prompt_logprobs: dict[int, list[LogprobsAt | None]] = field(default_factory=dict)  # sent once in a stream
     _held: dict[int, list[CompletionOutput]] = field(default_factory=dict)  # choices that wait for _prompt_logprobs
 
-    def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Answer]:
+    def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Completion]:
         for choice in self._ready(index, output):
             shaped = self._choice(index, output, choice)
             shows_tokens = shaped.token_ids is not UNSET or shaped.logprobs is not None or self.body.usage_always

@@ -109,27 +109,20 @@ class Embedding(msgspec.Struct, kw_only=True):
     embedding: msgspec.Raw | str
 
 
-class EmbeddingList(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: PoolingUsage
-
-
 class Score(msgspec.Struct, kw_only=True):
     index: int
     object: str = "score"
     score: float
 
 
-class ScoreList(msgspec.Struct, kw_only=True):
+class Results(msgspec.Struct, kw_only=True):
+    """The answer of /v1/embeddings or /score."""
+
     id: str
     object: str = "list"
     created: int
     model: str
-    data: list[Score]
+    data: Sequence[Embedding | Score]
     usage: PoolingUsage
 
 
@@ -154,7 +147,7 @@ KINDS = "a text, a list of texts, a list of token ids or a list of lists of toke
 # The name of a body's first field -> the prefix of the answer's id.
 ANSWER_IDS = {"input": "embd", "text_1": "score", "query": "rerank"}
 Item = str | list[int]
-Answer = Callable[[str, str, list[RequestOutput]], msgspec.Struct]  # arguments: answer id, model name, vectors
+MakeAnswer = Callable[[str, str, list[RequestOutput]], msgspec.Struct]  # arguments: answer id, model name, vectors
 
 
 async def create_embeddings(request: Request) -> Response:
@@ -165,7 +158,7 @@ async def create_embeddings(request: Request) -> Response:
     def answer(id_: str, model: str, outputs: list[RequestOutput]) -> msgspec.Struct:
         data = [Embedding(index=index, embedding=_encoded(output, encoding)) for index, output in enumerate(outputs)]
         created = int(time.time())
-        return EmbeddingList(id=id_, created=created, model=model, data=data, usage=_usage(outputs))
+        return Results(id=id_, created=created, model=model, data=data, usage=_usage(outputs))
 
     return await _pooled(request, body, {"input": _inputs(body.input)}, body.params(), answer)
 
@@ -184,7 +177,7 @@ async def create_scores(request: Request) -> Response:
             Score(index=index, score=_similarity(known[index % len(known)], other))
             for index, other in enumerate(others)
         ]
-        return ScoreList(id=id_, created=int(time.time()), model=model, data=data, usage=_usage(outputs))
+        return Results(id=id_, created=int(time.time()), model=model, data=data, usage=_usage(outputs))
 
     return await _pooled(request, body, {"text_1": first, "text_2": second}, _comparable(body), answer)
 
@@ -221,7 +214,7 @@ async def _pooled(
     body: PoolingRequest,
     fields: dict[str, Sequence[Item]],
     params: PoolingParams,
-    answer: Answer,
+    answer: MakeAnswer,
 ) -> Response:
     """Compute one vector per item, field by field, and send the answer that `answer` makes of them."""
     context, log = context_of(request), log_of(request)

@@ -23,15 +23,15 @@ from penstock.errors import EngineOverloadedError, PenstockError, RequestFailedE
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
-from penstock.server.context import RequestLog, ServerContext
+from penstock.server.context import ServerContext
 from penstock.server.openai_responses import CompletionTokensDetails, PromptTokensDetails, Seed, Usage
-from penstock.server.timelines import CallTimeline
+from penstock.server.timelines import CallTimeline, RequestLog
 
 Indexed = tuple[int, RequestOutput]  # a prompt's index, and an output of it
 Events = AsyncGenerator[msgspec.Struct | bytes | None, None]  # bytes are sent as they are; None: send a keep-alive
 T = TypeVar("T")
 
-SOON_S = 1e-3  # time left that is given to the engine for a call whose time is over
+MIN_TIMEOUT_S = 1e-3  # time left that is given to the engine for a call whose time is over
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -170,7 +170,7 @@ class Generation:
         limit = self._limit_s
         if limit is None or self.context.known_info().scheduling_policy != "deadline":
             return None
-        return max(SOON_S, limit - self.log.age_s())
+        return max(MIN_TIMEOUT_S, limit - self.log.age_s())
 
     def _note(self, index: int, output: RequestOutput) -> None:
         before = self._latest[index]
@@ -222,7 +222,7 @@ async def merged(
     waiting = iter(enumerate(streams))
     try:
         for index, stream in islice(waiting, at_once):
-            pending[_step(stream)] = index
+            pending[_next_of(stream)] = index
             await asyncio.sleep(0)  # start one prompt at a time, so that other requests can run in between
         while pending:
             done, _ = await asyncio.wait(pending, timeout=idle_s(), return_when=asyncio.FIRST_COMPLETED)
@@ -233,9 +233,9 @@ async def merged(
                 output = task.result()
                 if output is not None:
                     yield index, output
-                    pending[_step(streams[index])] = index
+                    pending[_next_of(streams[index])] = index
                 elif (following := next(waiting, None)) is not None:
-                    pending[_step(following[1])] = following[0]
+                    pending[_next_of(following[1])] = following[0]
     finally:
         for task in pending:
             task.cancel()
@@ -245,11 +245,11 @@ async def merged(
                 await stream.aclose()
 
 
-def _step(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutput | None]":
-    async def step() -> RequestOutput | None:
+def _next_of(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutput | None]":
+    async def following() -> RequestOutput | None:
         return await anext(stream, None)
 
-    return asyncio.create_task(step())
+    return asyncio.create_task(following())
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

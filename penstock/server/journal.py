@@ -147,7 +147,7 @@ class Journal:
         self._size = self._rewritten_size = os.fstat(self._file).st_size
         return content.bodies
 
-    def take_found(self) -> list[bytes]:
+    def pop_found(self) -> list[bytes]:
         """Return, once, the bodies of the records that the file held when it was opened."""
         found, self._found = self._found, []
         return found

@@ -261,8 +261,8 @@ class KeptCall:
                     await self._grown.wait()
             except TimeoutError:
                 yield None
-        is_told = bool(frames) and frames[-1][1].startswith(NAMED)
-        if self.failure is not None and not is_told:
+        is_reported = bool(frames) and frames[-1][1].startswith(NAMED)
+        if self.failure is not None and not is_reported:
             raise self.failure.as_error()
 
     def _with_id(self, position: Sequence[int], frame: bytes) -> bytes:
@@ -316,7 +316,7 @@ class KeptCalls:
         self._max_bytes = max_bytes
         self._unwritten: dict[tuple[str, int, int], int] = {}  # first token that no record has taken yet
         self.journal = None if journal is None else Journal(journal, self._snapshot)
-        for body in () if self.journal is None else self.journal.take_found():
+        for body in () if self.journal is None else self.journal.pop_found():
             self._restore(body)
         self._to_resume = self.unfinished
 
@@ -449,7 +449,7 @@ class KeptCalls:
             call.on_disk = True
         self.journal.append(lambda: encode_record(call.end_record()))
 
-    def take_restored(self) -> list[KeptCall]:
+    def pop_restored(self) -> list[KeptCall]:
         """Return, once, the unfinished calls from the journal. The ended ones get their removal timers now."""
         restored, self._to_resume = self._to_resume, []
         for call in list(self._calls.values()):
@@ -556,9 +556,9 @@ class KeptCalls:
             place = (call.begun.id, *key)
             if fresh and self.journal is not None and call.on_disk and place not in self._unwritten:
                 self._unwritten[place] = start
-                self.journal.append(partial(self._take_tokens, place, call.known_tokens(*key)))
+                self.journal.append(partial(self._tokens_record, place, call.known_tokens(*key)))
 
-    def _take_tokens(self, place: tuple[str, int, int], known: list[int]) -> bytes:
+    def _tokens_record(self, place: tuple[str, int, int], known: list[int]) -> bytes:
         """Return a record of the tokens of a choice that the journal lacks. Runs in a thread."""
         start = self._unwritten.pop(place, len(known))
         record: bytes = encode_record(Tokens(*place, start, known[start:]))

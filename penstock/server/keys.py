@@ -64,8 +64,8 @@ class Bucket:
         missing = max(amount, SOME) - self._level
         return missing * 60 / self.per_minute if missing > SOME * 1e-3 else 0.0
 
-    def take(self, amount: float) -> None:
-        """Take tokens or requests out of the bucket."""
+    def spend(self, amount: float) -> None:
+        """Remove tokens or requests from the bucket."""
         self._level -= amount
 
 
@@ -97,14 +97,14 @@ class Account:
         if self._requests is not None:
             if wait_s := self._requests.wait_s(1):
                 raise self._exceeded(f"requests_per_minute = {rules.requests_per_minute}", wait_s)
-            self._requests.take(1)
+            self._requests.spend(1)
         self.num_open += 1
 
     def leave(self, num_tokens: int) -> None:
         """End a request that used `num_tokens` tokens."""
         self.num_open -= 1
         if self._tokens is not None:
-            self._tokens.take(num_tokens)
+            self._tokens.spend(num_tokens)
 
     def limited(self, params: SamplingParams, num_prompts: int) -> SamplingParams:
         """Return the parameters of a call, with the key's max_tokens if they have no max_tokens.

@@ -19,10 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import EngineOverloadedError, PenstockError
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, internal_error
-from penstock.server.context import Metrics, RequestLog, ServerContext
+from penstock.server.context import ServerContext
 from penstock.server.generation import EVENT_STREAM, sse_data
 from penstock.server.keys import Account, KeyRing
+from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
+from penstock.server.timelines import RequestLog
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
@@ -200,9 +202,9 @@ class BodyLimitMiddleware:
         try:
             await self._app(scope, body, send)
         finally:
-            self._budget += body.taken
+            self._budget += body.charged
 
-    def take(self, num_bytes: int) -> None:
+    def charge(self, num_bytes: int) -> None:
         """Take bytes from the common budget; they are returned when the request ends."""
         if num_bytes > self._budget:
             message = "The server has too many large requests at the moment; try again later."
@@ -220,7 +222,7 @@ class _LimitedBody:
         self._receive = receive
         self._limits = limits
         self._size = 0
-        self.taken = 0  # bytes taken from the budget
+        self.charged = 0  # bytes taken from the budget
         self._deadline: float | None = None
         self._complete = False
 
@@ -237,9 +239,9 @@ class _LimitedBody:
         self._size += len(message.get("body", b""))
         if self._size > self._limits.max_bytes:
             raise self._limits.too_large()
-        more = max(0, self._size - FREE_BODY_BYTES - self.taken)
-        self._limits.take(more)
-        self.taken += more
+        more = max(0, self._size - FREE_BODY_BYTES - self.charged)
+        self._limits.charge(more)
+        self.charged += more
         self._complete = not message.get("more_body", False)
         return message
 

@@ -136,7 +136,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class Completion(msgspec.Struct, kw_only=True):
     """A whole answer of either API, or one chunk of an answer; `object` says which."""
 
     id: str

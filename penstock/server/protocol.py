@@ -71,7 +71,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._disarm()
         if self._flush is not None:
             self._flush.cancel()
-        self._tell_disconnected()  # uvicorn tells only the request that arrived last
+        self._mark_disconnected()  # uvicorn tells only the request that arrived last
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -167,11 +167,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if any(cycle.response_started for cycle in self._unanswered):
             self.transport.abort()
             return
-        self._tell_disconnected()  # the application may be waiting for a body
+        self._mark_disconnected()  # the application may be waiting for a body
         self.transport.write(_raw_response(error))
         self._close()
 
-    def _tell_disconnected(self) -> None:
+    def _mark_disconnected(self) -> None:
         """Let every request without a complete answer end as if its client had left."""
         for cycle in self._unanswered:
             cycle.disconnected = True

@@ -6,12 +6,10 @@ it received as Last-Event-ID, with the same POST or with GET /v1/completions/{id
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -22,47 +20,15 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError
-from penstock.server.context import RequestLog, ServerContext, context_of, log_of
-from penstock.server.generation import DONE, SOON_S, EventStream, Generation, sse_data
-from penstock.server.kept_calls import MAX_LANES, Begun, Failure, Frame, KeptCall, Source, position_of
+from penstock.server.context import ServerContext, context_of, log_of
+from penstock.server.generation import DONE, MIN_TIMEOUT_S, EventStream, Generation
+from penstock.server.kept_calls import MAX_LANES, Begun, KeptCall, Source, position_of
 from penstock.server.middleware import sent_key
 from penstock.server.openai_requests import Strict
-from penstock.server.openai_responses import Answer
+from penstock.server.timelines import RequestLog
 
 LOGGER = logging.getLogger("penstock.journal")
 _encode = msgspec.json.Encoder().encode
-
-
-class Chunks(Protocol):
-    """A Shape of server/completions.py."""
-
-    generation: Generation
-
-    def chunks(self) -> AsyncGenerator[Answer | None, None]:
-        """Yield the chunks of the answer."""
-
-
-@dataclass(slots=True)
-class ChunkSource:
-    """The chunks of a completion as frames, in one lane per choice and one for the usage at the end."""
-
-    shape: Chunks
-
-    async def frames(self) -> AsyncGenerator[Frame | None, None]:
-        generation = self.shape.generation
-        num_choices = len(generation.prompts) * generation.params.n
-        async with aclosing(self.shape.chunks()) as chunks:
-            async for chunk in chunks:
-                if chunk is None:
-                    yield None
-                else:
-                    yield chunk.choices[0].index if chunk.choices else num_choices, sse_data(_encode(chunk))
-
-    def last_frames(self, failure: Failure | None) -> list[Frame]:
-        return []
-
-    def result(self, failure: Failure | None = None, status: str | None = None) -> bytes | None:
-        return None
 
 
 def owner_of(request: Request) -> str:
@@ -135,7 +101,7 @@ def resume(context: ServerContext) -> None:
     A call whose request this version cannot read ends with an error, and the others go on.
     """
     info = context.known_info()
-    for call in context.kept.take_restored():
+    for call in context.kept.pop_restored():
         log = _restored_log(call.begun, info)
         try:
             _resume_one(context, call, info, log)
@@ -174,7 +140,7 @@ def _restored_log(begun: Begun, info: ModelInfo) -> RequestLog:
     if info.scheduling_policy == "priority":
         log.priority = begun.priority
     if begun.timeout_s is not None:
-        log.timeout_s = max(SOON_S, begun.created + begun.timeout_s - time.time())
+        log.timeout_s = max(MIN_TIMEOUT_S, begun.created + begun.timeout_s - time.time())
     return log
 
 

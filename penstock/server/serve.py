@@ -214,7 +214,7 @@ class Serving:
 
         Also tell systemd's watchdog that this event loop is alive. A stuck engine is left to the supervisor.
         """
-        announced, watchdog_s, told_at = False, watchdog_interval_s(), -math.inf
+        announced, watchdog_s, notified_at = False, watchdog_interval_s(), -math.inf
         while not self._stop.is_set():  # after a signal, the end of the engine is not a failure
             state = self._client.status().state
             if state is EngineState.FAILED:
@@ -231,8 +231,8 @@ class Serving:
                 resume(self._app.state.context)
                 self._announce()
                 announced = True
-            if watchdog_s is not None and time.monotonic() - told_at >= watchdog_s:
-                told_at = time.monotonic()
+            if watchdog_s is not None and time.monotonic() - notified_at >= watchdog_s:
+                notified_at = time.monotonic()
                 notify("WATCHDOG=1")
             await asyncio.sleep(WATCH_INTERVAL_S if not announced else 10 * WATCH_INTERVAL_S)
 
@@ -424,7 +424,7 @@ class BackgroundLog(logging.Handler):
         except Exception:
             self.handleError(record)
             return
-        if not self._tell_of_dropped() or not self._put(f"{line}\n".encode(errors="backslashreplace")):
+        if not self._report_dropped() or not self._put(f"{line}\n".encode(errors="backslashreplace")):
             self._num_dropped += 1
 
     def flush(self) -> None:
@@ -432,13 +432,13 @@ class BackgroundLog(logging.Handler):
         written = threading.Event()
         self.acquire()
         try:
-            is_queued = self._tell_of_dropped() and self._put(written)
+            is_queued = self._report_dropped() and self._put(written)
         finally:
             self.release()
         if is_queued:
             written.wait(PATIENCE_S)
 
-    def _tell_of_dropped(self) -> bool:
+    def _report_dropped(self) -> bool:
         """Write how many lines are missing here, if any are. Return False if there is no room for that either."""
         note = f"log lines dropped here, because standard error was not read: {self._num_dropped}\n"
         if self._num_dropped and self._put(note.encode()):

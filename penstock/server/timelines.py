@@ -1,4 +1,5 @@
-"""The timelines of the last calls, which show where their time went, for answers, /status/requests, metrics and traces.
+"""What is known of each request: its log, and the timelines of the last calls, which show where their time went. They
+are shown in answers, at /status/requests, in metrics and in traces.
 
 A call has one timeline per choice. Each timeline divides the whole wall time of the call, from the first byte of the
 request to the last byte of the answer, into intervals. No text and no tokens are kept. A call that has ended can be
@@ -10,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.errors import InvalidRequestError
 from penstock.interface.outputs import RequestOutput
@@ -21,18 +22,49 @@ MAX_CHOICES = 16  # timelines are kept for this many choices of a call, the firs
 MAX_KEPT_INTERVALS = 100_000  # in all calls that have ended, about 20 MiB
 
 
-class Log(Protocol):
-    """The fields of RequestLog that a timeline uses."""
+@dataclass(slots=True)
+class RequestLog:
+    """The data of one HTTP request for its log line and metrics. The middleware creates it, the routes fill it.
+
+    Attributes:
+        request_id: the caller's X-Request-Id or a new one, for the log and the answer's header only.
+        labels: the body's labels (`user`, ...), ready to print.
+        key: the name of the API key, "" if it has no name.
+        priority, timeout_s: the request's priority, and how long it may take.
+        traceparent, tracestate: the W3C headers that identify the caller's span.
+        timeline: of the call, set when its generation begins.
+        is_arriving: whether the request is counted in ServerContext.num_arriving.
+    """
 
     request_id: str
-    started: float
-    key: str
-    traceparent: str | None
-    tracestate: str | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_completion_tokens: int
-    timeline: "CallTimeline | None"
+    started: float = field(default_factory=time.monotonic)
+    labels: str = ""
+    key: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
+    timeline: "CallTimeline | None" = None
+    is_arriving: bool = False
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+
+    @property
+    def flow(self) -> str | None:
+        """Return the flow under which the request is scheduled: one per named key. None: the request alone."""
+        return f"key {self.key}" if self.key else None
+
+    def age_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def tokens(self) -> str:
+        """Return the token counts as part of a log line, or "" if the request has no prompt tokens."""
+        if not self.num_prompt_tokens:
+            return ""
+        return (
+            f"prompt={self.num_prompt_tokens} cached={self.num_cached_tokens} completion={self.num_completion_tokens}"
+        )
 
 
 Finished = Callable[["CallTimeline"], None]
@@ -88,7 +120,7 @@ class CallTimeline:
 
     table: TimelineTable
     id: str
-    log: Log
+    log: RequestLog
     model: str
     num_choices: int = 1
     begun: float = 0.0

@@ -73,7 +73,7 @@ def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -
     """Return the rules for a request's answers. They depend only on data that a journal keeps."""
     tokenizer, options = context.tokenizer(), context.options
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
-    reasoning = _is_told_apart(options, template) and not _has_another_form(body)
+    reasoning = _separates_reasoning(options, template) and not _has_another_form(body)
     tail = tokenizer.decode(prompt.token_ids[-TAIL:], skip_special_tokens=False) if reasoning else ""
     opened, closed = (tail.rstrip().endswith(mark) for mark in (THINK, END_OF_THINKING))
     is_thinking = reasoning and (opened or (options.reasoning_parser == "deepseek_r1" and not closed))
@@ -83,7 +83,7 @@ def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -
     return Rules(tool_format, body.callable_names, reasoning, is_thinking)
 
 
-def _is_told_apart(options: ServerOptions, template: str) -> bool:
+def _separates_reasoning(options: ServerOptions, template: str) -> bool:
     if options.reasoning_parser == "auto":
         return END_OF_THINKING in template
     return options.reasoning_parser != "none"

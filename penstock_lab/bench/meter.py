@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from torch import nn
 
 from penstock.assembly import BuiltEngine
+from penstock.engine.observer import EngineObserver
 from penstock.errors import fail
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.attention.plan import describe_key
@@ -118,8 +119,8 @@ class CallMeter:
         self._before, self._since, self._calls = after, now, []
 
 
-class MeteredExecutor:
-    """A wrapper around an engine's executor that meters its steps.
+class StepMeter(EngineObserver):
+    """An observer of an engine that meters its steps.
 
     Attributes:
         watch: the clock that leaves out the time that measuring takes.
@@ -130,8 +131,6 @@ class MeteredExecutor:
         if built.config.numerics.load_format == "mock":
             raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to measure")
         self._prompts, self._prompt_tokens = PromptTokens(), 0  # prompt tokens of the last step
-        self._inner, built.engine.executor = built.engine.executor, self
-        self.depth = 1
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
         self._costs = ModelCosts(cast(nn.Module, built.model), built.model_config, built.config)
         self._meter: CallMeter | None = None
@@ -144,6 +143,8 @@ class MeteredExecutor:
         self._peak_before = peak_rss_bytes()
         self.watch = Watch()
         self.limits = None if self._ops is None else MachineLimits(self._ops)
+        self._begin = 0.0, 0.0, 0.0  # of the step: by time.perf_counter, by the watch, and seconds of kernels
+        built.engine.observe(self)
 
     def begin_run(self, profile: Profile | None) -> None:
         """Forget the stretches so far, and probe the limits. profile: collects this run."""
@@ -175,8 +176,16 @@ class MeteredExecutor:
 
     def step(self, compute: Callable[[], Result]) -> tuple[Result, Step]:
         """Compute a step of the engine, and return its result with its measurements."""
-        begin, begun, kernels = time.perf_counter(), self.watch.now(), self._kernel_seconds()
+        self.begin_step()
         result = compute()
+        return result, self.end_step()
+
+    def begin_step(self) -> None:
+        self._begin = time.perf_counter(), self.watch.now(), self._kernel_seconds()
+
+    def end_step(self) -> Step:
+        """Return the measurements of the step that has begun."""
+        begin, begun, kernels = self._begin
         ended, end = self.watch.now(), time.perf_counter()
         step = Step(
             phase=self._phase(),
@@ -190,23 +199,17 @@ class MeteredExecutor:
         if self._profile is not None:
             with self.watch.paused():
                 self._profile.add_step(step)
-        return result, step
+        return step
 
-    def submit(self, scheduler_output: SchedulerOutput) -> Any:
+    def submitting(self, plan: SchedulerOutput) -> None:
         self._submitted = time.perf_counter(), self.watch.now()
-        self._last = scheduler_output
-        self._prompt_tokens = self._prompts.note(scheduler_output)
+        self._last = plan
+        self._prompt_tokens = self._prompts.note(plan)
         if self._meter is not None:
-            self._meter.begin_step(self._phase(), scheduler_output)
-        return self._inner.submit(scheduler_output)
+            self._meter.begin_step(self._phase(), plan)
 
-    def collect(self, handle: Any) -> StepOutput:
-        output = self._inner.collect(handle)
+    def collected(self, plan: SchedulerOutput, output: StepOutput, seconds: float) -> None:
         self._collected = time.perf_counter(), self.watch.now()
-        return output
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
 
     def peak_rss_bytes(self) -> int:
         """Return the peak memory of the process, without the memory that probes read."""

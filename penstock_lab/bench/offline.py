@@ -18,12 +18,12 @@ from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.machine import Progress
-from penstock_lab.bench.meter import MeteredExecutor
+from penstock_lab.bench.meter import StepMeter
 from penstock_lab.bench.phases import NO_LIMITS, OTHER_PROCESSES, Run
 from penstock_lab.bench.profile import Profile
 from penstock_lab.bench.split_meter import SplitMeter
 
-Meter = MeteredExecutor | SplitMeter
+Meter = StepMeter | SplitMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def measure_offline(
         raise InvalidRequestError(message, param="input_len")
     is_split = _is_split(built, profile)
     announce(info)
-    meter = SplitMeter(built) if is_split else MeteredExecutor(built)
+    meter = SplitMeter(built) if is_split else StepMeter(built)
     client = InProcessClient(built.engine, info, None, forms=built.forms)
     with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
         for index in range(workload.warmup + 1):

@@ -1,25 +1,31 @@
-"""Profile whatever an in-process client computes, for `penstock generate --profile`."""
+"""Profile whatever an engine of this process computes, for `penstock generate --profile`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
-from unittest.mock import patch
+from dataclasses import dataclass
 
 from penstock.assembly import BuiltEngine
 from penstock.client.llm import LLM
+from penstock.engine.observer import EngineObserver
 from penstock.errors import InvalidRequestError
-from penstock.interface.outputs import RequestOutput
 from penstock.kernels.cpu.ops import CpuOps
-from penstock_lab.bench.meter import MeteredExecutor
+from penstock_lab.bench.meter import StepMeter
 from penstock_lab.bench.phases import NO_LIMITS
 from penstock_lab.bench.profile import Profile
 from penstock_lab.bench.report import print_profile
 
 
-class Stepping(Protocol):
-    """A client that computes its engine's steps."""
+@dataclass(frozen=True, slots=True)
+class _EveryStep(EngineObserver):
+    """Meters every step of the engine, whoever asks for it."""
 
-    def step(self) -> list[RequestOutput]: ...
+    meter: StepMeter
+
+    def step_began(self) -> None:
+        self.meter.begin_step()
+
+    def step_ended(self) -> None:
+        self.meter.end_step()
 
 
 @contextmanager
@@ -30,26 +36,27 @@ def printed_profile(llm: LLM) -> Iterator[None]:
         InvalidRequestError: the engine's kernels are not the native ones.
     """
     profile = Profile()
-    with profiling(llm.built, llm.client, profile):
+    with profiling(llm.built, profile):
         yield
     print_profile(profile.figures(), stderr=True)
 
 
 @contextmanager
-def profiling(built: BuiltEngine, client: Stepping, profile: Profile) -> Iterator[None]:
-    """Collect the steps that the client computes inside the block. Measuring changes no token.
+def profiling(built: BuiltEngine, profile: Profile) -> Iterator[None]:
+    """Collect the steps that the engine computes inside the block. Measuring changes no token.
 
     Raises:
         InvalidRequestError: the engine's kernels are not the native ones.
     """
     if not isinstance(built.ops, CpuOps):
         raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
-    inner, step = built.engine.executor, client.step
-    meter = MeteredExecutor(built)
+    meter = StepMeter(built)
+    steps = _EveryStep(meter)
+    built.engine.observe(steps)
     meter.begin_run(profile)
     try:
-        with patch.object(client, "step", lambda: meter.step(step)[0]):
-            yield
+        yield
     finally:
         meter.end_run()
-        built.engine.executor = inner
+        for observer in (steps, meter):
+            built.engine.stop_observing(observer)

@@ -1,6 +1,6 @@
 """Measure the cost of the flight recorder: `python -m penstock_lab.bench.recorder`.
 
-Times decode steps of 32 requests on an executor that computes nothing, with and without the recorder, and the checksums
+Times decode steps of 32 requests that compute nothing, with and without the recorder, and the checksums
 of logits that the runner adds. Prints medians in microseconds.
 """
 
@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.client.recorder import Recorder
+from penstock.client.records import EngineDescription
+from penstock.client.ring import Ring
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     CacheGroup,
@@ -20,9 +23,6 @@ from penstock.interface.step import (
     SchedulerOutput,
     StepOutput,
 )
-from penstock.recorder.recorder import RecordedExecutor, Recorder
-from penstock.recorder.records import EngineDescription
-from penstock.recorder.ring import Ring
 from penstock.runner.checksums import logits_checksums
 
 NUM_REQUESTS = 32
@@ -32,21 +32,6 @@ BLOCK_SIZE = 16
 VOCABULARIES = (2048, 32_000, 128_256)
 
 
-class EmptyExecutor:
-    """Answers every step at once, with the same token for every request."""
-
-    depth = 1
-
-    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        return scheduler_output
-
-    def collect(self, handle: SchedulerOutput) -> StepOutput:
-        return StepOutput(handle.step_id, {item.request_id: RESULT for item in handle.scheduled})
-
-    def shutdown(self) -> None:
-        """Do nothing."""
-
-
 RESULT = RequestStepOutput([17_000], checksum=2**63 + 1)
 
 
@@ -54,8 +39,7 @@ def main() -> None:
     ring = Ring.create(2**25)
     group = CacheGroup((0,), None, NUM_REQUESTS * 256, BLOCK_SIZE)
     engine = EngineDescription("bench", {}, [group], 32_000, 4096, NUM_REQUESTS, 2048)
-    alone, recorded = EmptyExecutor(), RecordedExecutor(EmptyExecutor(), Recorder(ring, engine))
-    costs = [_median(_run(executor)) for executor in (alone, recorded)]
+    costs = [_median(_run(recorder)) for recorder in (None, Recorder(ring, engine))]
     written = sum(len(record) + 8 for segment in ring.read() for record in segment.records)
     print(f"a step of {NUM_REQUESTS} requests: {costs[0]:.1f} us alone, {costs[1]:.1f} us recorded")
     print(f"recorded: {costs[1] - costs[0]:.1f} us and {written / STEPS:.0f} bytes per step")
@@ -65,8 +49,16 @@ def main() -> None:
         print(f"checksums of {NUM_REQUESTS} rows of {vocab_size:,} logits: {_median(samples):.1f} us")
 
 
-def _run(executor: Any) -> list[float]:
-    """Return the microseconds of each decode step."""
+def _run(recorder: Recorder | None) -> list[float]:
+    """Return the microseconds of each decode step, whose results are always the same."""
+
+    def compute(plan: SchedulerOutput) -> None:
+        if recorder is not None:
+            recorder.submitting(plan)
+        output = StepOutput(plan.step_id, {item.request_id: RESULT for item in plan.scheduled})
+        if recorder is not None:
+            recorder.collected(plan, output, 0.0)
+
     params = SamplingParams(seed=1)
     names = [f"cmpl-{index:032x}" for index in range(NUM_REQUESTS)]
     new = [
@@ -79,7 +71,7 @@ def _run(executor: Any) -> list[float]:
         blocks = [[1]] if end % BLOCK_SIZE == 0 else [[]]
         scheduled = [ScheduledRequest(name, end - 1, 1, blocks, [0], 1) for name in names]
         plan = SchedulerOutput(step, new if step == 0 else [], scheduled)
-        samples.append(_timed(lambda plan=plan: executor.collect(executor.submit(plan))))
+        samples.append(_timed(compute, plan))
     return samples
 
 

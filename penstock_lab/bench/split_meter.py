@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.assembly import BuiltEngine
+from penstock.engine.observer import EngineObserver
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.ranks.build import degrees_of
 from penstock.ranks.sharding import Share, cut_all
@@ -34,8 +35,8 @@ class Pipelined(Protocol):
     spans: Sequence[StageTime]
 
 
-class SplitMeter:
-    """A wrapper around an engine's executor; meter.MeteredExecutor is its counterpart for one process.
+class SplitMeter(EngineObserver):
+    """An observer of an engine; meter.StepMeter is its counterpart for one process.
 
     Attributes:
         watch: the clock, which leaves nothing out.
@@ -45,8 +46,7 @@ class SplitMeter:
     limits = None
 
     def __init__(self, built: BuiltEngine) -> None:
-        self._inner, built.engine.executor = built.engine.executor, self
-        self.depth = self._inner.depth
+        self._executor = built.engine.executor
         self.watch = Watch()
         self._traffic = predicted(built)
         self._prompts = PromptTokens()
@@ -54,6 +54,7 @@ class SplitMeter:
         self._last: tuple[SchedulerOutput, int, float] = SchedulerOutput(0, [], []), 0, 0.0
         self._collected = 0.0
         self.begin_run(None)
+        built.engine.observe(self)
 
     def begin_run(self, profile: Profile | None) -> None:
         """Forget the steps so far. profile: collects this run."""
@@ -85,23 +86,16 @@ class SplitMeter:
             self._profile.add_outline(step)
         return result, step
 
-    def submit(self, scheduler_output: SchedulerOutput) -> Any:
-        tokens = self._prompts.note(scheduler_output)
-        self._plans.append((scheduler_output, tokens, time.perf_counter()))
-        return self._inner.submit(scheduler_output)
+    def submitting(self, plan: SchedulerOutput) -> None:
+        self._plans.append((plan, self._prompts.note(plan), time.perf_counter()))
 
-    def collect(self, handle: Any) -> StepOutput:
+    def collected(self, plan: SchedulerOutput, output: StepOutput, seconds: float) -> None:
         self._last = self._plans.popleft()
-        output = self._inner.collect(handle)
         self._collected = time.perf_counter()
         num_logits = sum(bool(item.new_token_ids) for item in output.results.values())
         self._num_steps += 1
         self._received += output.bytes_received
-        self._predicted += self._traffic.of(self._last[0].num_tokens, num_logits)
-        return output
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
+        self._predicted += self._traffic.of(plan.num_tokens, num_logits)
 
     def peak_rss_bytes(self) -> int:
         """Return the peak memory of the engine's process."""
@@ -122,9 +116,9 @@ class SplitMeter:
         }
 
     def _stages(self) -> list[StageTime]:
-        if not isinstance(self._inner, Pipelined):
+        if not isinstance(self._executor, Pipelined):
             return []
-        return [item for item in self._inner.spans if item.begin >= self._began and item.num_tokens]
+        return [item for item in self._executor.spans if item.begin >= self._began and item.num_tokens]
 
 
 def predicted(built: BuiltEngine) -> Traffic:

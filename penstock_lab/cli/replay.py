@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.recorder.bundle import read_bundle
+    from penstock_lab.bench.record_history import read_bundle
     from penstock_lab.prove.replay import replay
 
     handle_signals(terminate=True)

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.client.async_llm import AsyncLLM
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
+from penstock.engine.observer import EngineObserver
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import LogprobsAt, RequestOutput
@@ -34,6 +36,16 @@ PATIENT = "--max-queue-wait=100000"  # for a server: this proof is about bits, a
 AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
+@dataclass(frozen=True, slots=True)
+class _Preemptions(EngineObserver):
+    """Notes in the answers which requests were preempted."""
+
+    found: dict[Key, Answer]
+
+    def preempted(self, request_id: str) -> None:
+        self.found[_key(request_id)].preempted = True
+
+
 class Offline:
     """Asks an engine in this process, step by step.
 
@@ -41,7 +53,7 @@ class Offline:
     """
 
     def __init__(self, engine: Engine, queries: list[Query], expected: dict[Key, Answer]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._queries = queries
         self._expected = expected
 
@@ -54,23 +66,18 @@ class Offline:
         """
         found = {(index, choice): Answer() for index, member in enumerate(crowd) for choice in range(member.n)}
         waiting = sorted(enumerate(crowd), key=lambda item: item[1].delay)
-        scheduler, step, left = self._engine.scheduler, 0, MAX_PREEMPTIONS if disturbed else 0
-        preempt = scheduler.preempt
-
-        def noted(request: Any) -> None:
-            found[_key(request.source_id)].preempted = True
-            preempt(request)
-
+        scheduler, step, left = self.engine.scheduler, 0, MAX_PREEMPTIONS if disturbed else 0
+        preemptions = _Preemptions(found)
         if pinned:
             with suppress(InvalidRequestError):
-                self._engine.pin(PIN, self._queries[random.choice(crowd).query].prompt)
-        scheduler.preempt = noted  # type: ignore[method-assign]
+                self.engine.pin(PIN, self._queries[random.choice(crowd).query].prompt)
+        self.engine.observe(preemptions)
         try:
-            while waiting or self._engine.has_work:
+            while waiting or self.engine.has_work:
                 while waiting and waiting[0][1].delay <= step:
                     for request in self._requests(*waiting.pop(0)):
                         self._add(request)
-                for output in self._engine.step():
+                for output in self.engine.step():
                     index, choice = _key(output.request_id)
                     num = 1 if output.hypotheses is None else len(output.hypotheses)
                     add_output([found[index, choice + place] for place in range(num)], output)
@@ -81,20 +88,20 @@ class Offline:
                 if step > MAX_STEPS:
                     raise EngineError(f"the engine has not come to an end after {MAX_STEPS} steps")
         finally:
-            del scheduler.preempt
-            self._engine.unpin(PIN)
-        self._engine.check_integrity()
-        if self._engine.kv_cache.num_free < self._engine.kv_cache.num_blocks:
+            self.engine.stop_observing(preemptions)
+            self.engine.unpin(PIN)
+        self.engine.check_integrity()
+        if self.engine.kv_cache.num_free < self.engine.kv_cache.num_blocks:
             raise EngineError("blocks are in use, and no request is open")
         return found
 
     def _add(self, request: EngineRequest) -> None:
         try:
-            self._engine.add_request(request)
+            self.engine.add_request(request)
         except InvalidRequestError:
-            if not self._engine.unpin(PIN):
+            if not self.engine.unpin(PIN):
                 raise
-            self._engine.add_request(request)
+            self.engine.add_request(request)
 
     def _requests(self, index: int, member: Member) -> Iterator[EngineRequest]:
         query = self._queries[member.query]

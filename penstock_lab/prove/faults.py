@@ -5,7 +5,8 @@ and starts again at the first. Then every answer must be what it is alone, excep
 as its error; every block must be accounted for, and nothing may hang. N is counted within a crowd, because the engine
 is idle between crowds, and reaching the 500th call overall would take a hundred crowds in which nothing happens.
 
-A wrapper around the method makes the call fail, so the engine has no code for it.
+A plan, and the beginning of a step, fail in an observer of the engine. In parts that no observer sees, a wrapper
+around the method makes the call fail, so these parts have no code for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +21,14 @@ from penstock.client import engine_handle
 from penstock.client.engine_connection import EngineChild
 from penstock.config import EngineConfig
 from penstock.engine.block_pool import BlockPool
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.observer import EngineObserver
+from penstock.interface.step import SchedulerOutput
 from penstock.planner.memory import plan_kv_cache
 from penstock.runner.block_files import BlockFiles
-from penstock.runner.model_runner import LocalExecutor, ModelRunner
+from penstock.runner.model_runner import ModelRunner
 from penstock_lab.prove import axes
 from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone
-from penstock_lab.prove.askers import OFFLINE, OPEN, STREAMING, Asker
+from penstock_lab.prove.askers import OFFLINE, OPEN, STREAMING, Asker, Offline
 from penstock_lab.prove.proof import Trials
 
 NUM_CALLS = 500  # of each kind; each call fails in one trial
@@ -37,6 +39,16 @@ CAUSE = "InjectedFault: injected by the proof"
 
 class InjectedFault(RuntimeError):
     """The fault, if it is an exception."""
+
+
+class Seam(EngineObserver):
+    """Sees an engine make plans and begin steps, and fails it there."""
+
+    def planning(self) -> None:
+        """Let a plan be made; Fault replaces this method."""
+
+    def submitting(self, plan: SchedulerOutput) -> None:
+        """Let a step begin; Fault replaces this method."""
 
 
 def _raise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +102,8 @@ FAULTS: dict[str, Fault] = {
     "block look-ups": Fault(BlockPool, "lookup"),
     "block registrations": Fault(BlockPool, "register"),
     "block releases": Fault(BlockPool, "release"),
-    "plans": Fault(Scheduler, "schedule"),
-    "steps begun": Fault(LocalExecutor, "submit"),
+    "plans": Fault(Seam, "planning"),
+    "steps begun": Fault(Seam, "submitting"),
     "steps computed": Fault(ModelRunner, "execute"),
     "block files written": Fault(BlockFiles, "write"),
     "block files read": Fault(BlockFiles, "read"),
@@ -133,7 +145,9 @@ class Faults:
                     if not trials.go_on():
                         break
                     if fault.via not in askers:
-                        askers[fault.via] = OPEN[fault.via](stack, ways[fault.via], queries, expected)
+                        askers[fault.via] = asker = OPEN[fault.via](stack, ways[fault.via], queries, expected)
+                        if isinstance(asker, Offline):
+                            asker.engine.observe(Seam())
                     with _many_restarts():
                         number, wrong = try_fault(
                             fault, last[name] + 1, askers[fault.via], queries, expected, trials.random

@@ -7,6 +7,8 @@ reuse, are first computed from their tokens: the same tokens leave the same bits
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from penstock.client.recorder import score_checksums
+from penstock.client.records import Bundle, Computed, EngineDescription
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
@@ -18,11 +20,8 @@ from penstock.interface.step import (
     SchedulerOutput,
     StepOutput,
 )
-from penstock.recorder.audit import needed_blocks
-from penstock.recorder.bundle import Bundle
-from penstock.recorder.history import Start, Step, history
-from penstock.recorder.recorder import score_checksums
-from penstock.recorder.records import Computed, EngineDescription
+from penstock_lab.bench.record_audit import needed_blocks
+from penstock_lab.bench.record_history import Start, Step, history
 
 RESTORED = "\0restored"  # request id under which cached tokens are computed again
 GREEDY = SamplingParams(temperature=0.0)

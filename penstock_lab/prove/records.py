@@ -5,26 +5,25 @@ and named. Without the second replay, a replay that compares nothing would prove
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
 from penstock.assembly import BuiltEngine, build_engine
+from penstock.client.recorder import Recorder, describe
+from penstock.client.records import Bundle, Computed, EngineDescription, make_bundle, pack
+from penstock.client.ring import Ring
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import peak_blocks
-from penstock.engine.ngram import NgramProposer
+from penstock.engine.observer import EngineObserver
 from penstock.engine.policies import Scheduling
-from penstock.engine.speculation import Speculation
+from penstock.engine.speculation import NgramProposer, Speculation
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
-from penstock.recorder.bundle import Bundle, make_bundle, pack, unpack
-from penstock.recorder.description import describe
-from penstock.recorder.recorder import RecordedExecutor, Recorder
-from penstock.recorder.records import Computed, EngineDescription
-from penstock.recorder.ring import Ring
+from penstock_lab.bench.record_history import unpack
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.recompute import LOGITS, ReplayReport, compute
 from penstock_lab.prove.replay import build_for, check_bundle
@@ -41,25 +40,15 @@ class _DeathError(BaseException):
 
 
 @dataclass(slots=True)
-class _Mortal:
-    """An executor that dies in a step instead of returning its results."""
+class _Death(EngineObserver):
+    """Ends the engine after a step was computed, before anybody else learns its results."""
 
-    executor: Executor
     steps_to_live: int
-    depth: int = 1
 
-    def submit(self, scheduler_output: SchedulerOutput) -> Any:
-        return self.executor.submit(scheduler_output)
-
-    def collect(self, handle: Any) -> StepOutput:
-        output = self.executor.collect(handle)
+    def collected(self, plan: SchedulerOutput, output: StepOutput, seconds: float) -> None:
         self.steps_to_live -= 1
         if self.steps_to_live == 0:
             raise _DeathError
-        return output
-
-    def shutdown(self) -> None:
-        """Leave the executor to the next engine."""
 
 
 class Replays:
@@ -126,8 +115,8 @@ class _Proof:
         """Run random traffic up to a death. Return the bundle, or None if nothing was recorded."""
         choose, inner = self.trials.random, self.recorded.engine.executor
         ring = Ring.create(choose.choice(RING_BYTES))
-        executor = RecordedExecutor(_Mortal(inner, choose.randint(*STEPS)), Recorder(ring, self.description))
-        engine = _engine_on(executor, self.description, self.recorded, drafts=choose.random() < 0.5)
+        observers = [_Death(choose.randint(*STEPS)), Recorder(ring, self.description)]
+        engine = _engine_on(inner, observers, self.description, self.recorded, drafts=choose.random() < 0.5)
         names: list[str] = []
         prefix = self._ids(choose.randint(20, 60))
         try:
@@ -210,7 +199,14 @@ class _Proof:
         return msgspec.structs.replace(bundle, records=records), record.step_id, index
 
 
-def _engine_on(executor: Executor, description: EngineDescription, built: BuiltEngine, *, drafts: bool) -> Engine:
+def _engine_on(
+    executor: Executor,
+    observers: list[EngineObserver],
+    description: EngineDescription,
+    built: BuiltEngine,
+    *,
+    drafts: bool,
+) -> Engine:
     """Return a new engine on an executor without requests. drafts: the engine drafts by prompt lookup."""
     made = Engine(
         executor,
@@ -223,5 +219,7 @@ def _engine_on(executor: Executor, description: EngineDescription, built: BuiltE
         eos_token_ids=built.info.eos_token_ids,
         enable_prefix_caching=built.config.cache.enable_prefix_caching,
     )
+    for observer in observers:
+        made.observe(observer)
     made.speculate(Speculation(NgramProposer(4, 1), MAX_DRAFTS, policy=EveryDraft()) if drafts else None)
     return made

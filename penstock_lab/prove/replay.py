@@ -5,13 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.assembly import BuiltEngine, build_engine
+from penstock.client.records import Begun, Bundle, EngineDescription, Planned
 from penstock.config import MAX_CONTEXT, EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.plugins.logits_processors import check_registered
-from penstock.recorder.audit import Audit
-from penstock.recorder.bundle import Bundle
-from penstock.recorder.history import Start, engine_errors, history
-from penstock.recorder.records import Begun, EngineDescription, Planned
+from penstock_lab.bench.record_audit import Audit
+from penstock_lab.bench.record_history import Start, engine_errors, history
 from penstock_lab.prove.recompute import ReplayReport, compute, num_scratch
 
 

@@ -5,13 +5,12 @@ import time
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
+from penstock.client.recorder import Recorder, describe
+from penstock.client.records import Bundle, make_bundle
+from penstock.client.ring import Ring
 from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
-from penstock.recorder.bundle import Bundle, make_bundle
-from penstock.recorder.description import describe
-from penstock.recorder.recorder import RecordedExecutor, Recorder
-from penstock.recorder.ring import Ring
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, fit_costs
 from penstock_lab.simulator.recorded import measured_steps
 
@@ -40,8 +39,7 @@ def record_mix(built: BuiltEngine) -> Bundle:
     """Return the record of a mix of loads: few and many sequences, short and long prompts, alone and beside streams."""
     engine = built.engine
     ring = Ring.create(RING_BYTES)
-    recorder = Recorder(ring, describe(engine, built.config, built.info))
-    engine.executor = RecordedExecutor(engine.executor, recorder)
+    engine.observe(Recorder(ring, describe(engine, built.config, built.info)))
     rng, ended_at, round_number = random.Random(0), time.monotonic() + SECONDS, 0
     longest = max(1, min(LONGEST, engine.max_model_len - OUTPUT_LEN))
     while round_number == 0 or time.monotonic() < ended_at:
@@ -49,7 +47,7 @@ def record_mix(built: BuiltEngine) -> Bundle:
         while count <= engine.scheduler.max_num_seqs:
             for index in range(count):
                 prompt_len = longest // rng.choice((1, 4, 16)) // max(1, count // LONG_PROMPTS)
-                _send(built, recorder, f"{round_number}-{count}-{index}", rng, prompt_len)
+                _send(built, f"{round_number}-{count}-{index}", rng, prompt_len)
             while engine.has_work:
                 engine.step()
             count *= 2
@@ -61,10 +59,8 @@ def record_mix(built: BuiltEngine) -> Bundle:
     return bundle
 
 
-def _send(built: BuiltEngine, recorder: Recorder, name: str, rng: random.Random, prompt_len: int) -> None:
+def _send(built: BuiltEngine, name: str, rng: random.Random, prompt_len: int) -> None:
     ids = rng.choices(range(built.info.vocab_size), k=max(1, prompt_len))
     output_len = rng.randint(2, OUTPUT_LEN)  # requests end one after the other, so that all numbers of sequences occur
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    request = EngineRequest(name, ids, params)
-    built.engine.add_request(request)
-    recorder.arrived(request)
+    built.engine.add_request(EngineRequest(name, ids, params))

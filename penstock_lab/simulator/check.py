@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import EngineError
-from penstock.recorder.bundle import unpack
 from penstock_lab.bench.datasets import Dataset, Vocabulary, draw_samples
 from penstock_lab.bench.http_client import HttpClient
 from penstock_lab.bench.outcomes import Load
+from penstock_lab.bench.record_history import unpack
 from penstock_lab.bench.serving import Target, measure_serving
 from penstock_lab.simulator.calibrate import measure_steps
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, fit_costs

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.pace import is_stream
+from penstock.engine.policies import is_stream
 from penstock.errors import InvalidRequestError, check_float, one_line
 from penstock.interface.step import ScheduledRequest, SchedulerOutput
 

@@ -5,13 +5,12 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from penstock.client.records import MAGIC, Aborted, Arrived, Begun, Bundle, Planned, unpack_ids
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
-from penstock.recorder.bundle import MAGIC, Bundle, unpack
-from penstock.recorder.history import Start, Step, history
-from penstock.recorder.records import Aborted, Arrived, Begun, Planned, unpack_ids
+from penstock_lab.bench.record_history import Start, Step, history, unpack
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
 from penstock_lab.simulator.executor import VirtualClock
 from penstock_lab.simulator.replica import MakeEngine

@@ -77,7 +77,7 @@ class Watched:
         asyncio.run(asyncio.wait_for(self.run(), 10))
 
     async def run(self):
-        while await self.handle.wait_for_death(lambda: True):
+        while await self.handle.wait_for_death(lambda: True) is not None:
             self.losses += 1
             await self.handle.replace(explained=self.explained(self.losses))
 

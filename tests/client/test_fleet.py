@@ -32,7 +32,7 @@ class Handle:
     def __init__(self, start, deliver, *, standby, name, launch):
         self.start, self.deliver, self.name, self.standby = start, deliver, name, standby
         self.model_info = self.failure = self.engine = None
-        self.restarts, self.cache_bytes, self.last_death, self.was_let_go = 0, 77, "", False
+        self.restarts, self.was_let_go = 0, False
         self.liveness = Liveness()
         self.connection = self
 
@@ -48,7 +48,7 @@ class Handle:
 
     def ready(self, info=INFO):
         self.engine, self.model_info = Engine(HARMFUL), info
-        self.deliver(frames.Ready(0, info, EngineStats()))
+        self.deliver(frames.Ready(0, info, EngineStats(), 77))
 
     def die(self):
         """Die, and be started again later; the fleet learns of it where it awaits a death."""

@@ -82,7 +82,7 @@ class World:
         return self
 
     async def run(self):
-        while await self.handle.wait_for_death(lambda: self.may_start_standby):
+        while await self.handle.wait_for_death(lambda: self.may_start_standby) is not None:
             self.told.append("lost")
             await self.handle.replace(explained=False)
 

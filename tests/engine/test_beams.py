@@ -123,7 +123,7 @@ class Blocks(RuleBasedStateMachine):
 
     def write(self, held: Held, count: int) -> None:
         """A step of one request: copies first, then every new position gets a number of its own."""
-        for copy in self.manager.take_copies():
+        for copy in self.manager.pop_copies():
             size, slots = GROUPS[copy.group].block_size, self.memory[copy.group]
             slots[copy.target * size : (copy.target + 1) * size] = slots[copy.source * size : (copy.source + 1) * size]
         for _ in range(count):
@@ -134,7 +134,7 @@ class Blocks(RuleBasedStateMachine):
             for position in range(start, start + count):
                 self.memory[index][self.slot(held, index, position)] = held.written[position]
         held.request.num_computed_tokens += count
-        self.manager.take_updates(held.request)
+        self.manager.pop_updates(held.request)
 
     def slot(self, held: Held, index: int, position: int) -> int:
         group, table = GROUPS[index], self.manager.tables(held.request)[index]

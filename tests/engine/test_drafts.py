@@ -8,9 +8,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.draft_costs import StepCosts
-from penstock.engine.ngram import NgramProposer
-from penstock.engine.speculation import Speculation
+from penstock.engine.draft_policy import StepCosts
+from penstock.engine.speculation import NgramProposer, Speculation
 from penstock.errors import InvalidRequestError
 from penstock.interface.drafts import DraftQuery, SpeculativeConfig
 from penstock.interface.step import SchedulerOutput

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.draft_policy import DraftPolicy
 from penstock.engine.engine import Engine
+from penstock.engine.observer import EngineObserver
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.engine.speculation import Speculation
 from penstock.interface.step import SchedulerOutput, StepOutput
@@ -30,7 +31,7 @@ from tests.fakes_engine import expected_outputs, make_engine, request, run, toke
 
 
 @dataclass
-class Watched:
+class Watched(EngineObserver):
     """Looks at the steps that an engine's executor has in flight, whenever one more is submitted.
 
     Attributes:
@@ -47,29 +48,19 @@ class Watched:
     @classmethod
     def of(cls, engine: Engine) -> "Watched":
         assert isinstance(engine.executor, ScriptedExecutor)
-        watched = engine.executor = cls(engine.executor)
+        watched = cls(engine.executor)
+        engine.observe(watched)
         return watched
 
-    @property
-    def depth(self) -> int:
-        return self.inner.depth
-
-    def submit(self, plan: SchedulerOutput) -> SchedulerOutput:
+    def submitting(self, plan: SchedulerOutput) -> None:
         self.before(plan)
-        submitted = self.inner.submit(plan)
-        names = [item.request_id for step in self.inner.submitted for item in step.scheduled]
+        steps = [*self.inner.submitted, plan]
+        names = [item.request_id for step in steps for item in step.scheduled]
         assert len(names) == len(set(names)), "a request is in two steps at once"
-        assert plan.scheduled or len(self.inner.submitted) == 1, "a step without requests"
-        self.most = max(self.most, len(self.inner.submitted))
-        assert self.most <= self.depth
+        assert plan.scheduled or len(steps) == 1, "a step without requests"
+        self.most = max(self.most, len(steps))
+        assert self.most <= self.inner.depth
         self.sizes.append(len(plan.scheduled))
-        return submitted
-
-    def collect(self, handle: SchedulerOutput) -> StepOutput:
-        return self.inner.collect(handle)
-
-    def shutdown(self) -> None:
-        self.inner.shutdown()
 
 
 @settings(max_examples=40, deadline=None)

@@ -234,8 +234,11 @@ ACTIONS = st.lists(
 def test_whatever_happens_pins_stay_salts_are_apart_and_no_block_is_lost(actions, windows, blocks, chunk):
     """Guards against a pinned block that is evicted, given to another or lost, against blocks that cross a salt,
     against requests that wait for ever, and a wrong token: pins, aborts, preemptions and resets at any moment."""
-    engine = make_engine(num_blocks=blocks, windows=windows, max_num_batched_tokens=chunk, max_model_len=MAX_LEN)
-    engine.executor = witness = Witness(engine.kv_cache.groups)
+    engine = make_engine(
+        num_blocks=blocks, windows=windows, max_num_batched_tokens=chunk, max_model_len=MAX_LEN,
+        wrap=lambda executor: Witness(executor.groups),
+    )  # fmt: skip
+    witness = engine.executor
     asked: dict[str, list[int]] = {}
     public = {"first": prompt_of(40)}
     outputs: dict[str, list] = {}

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.ranks.cuts import cut_all
-from penstock.ranks.shares import Degrees, Share
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.falcon import modeling_falcon
@@ -21,9 +19,11 @@ from penstock.kernels.ops import Ops, Packing
 from penstock.layers.attention import alibi_slopes
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.ranks.build import CutSource
+from penstock.ranks.sharding import Degrees, Share, cut_all
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.rewrite import rewrite_model
-from penstock.weights.sources import CutSource, open_source, read_parameters
+from penstock.weights.sources import open_source, read_parameters
 from tests.families import falcon
 from tests.families.case import Case
 from tests.hf_models import hf_logprobs, random_ids

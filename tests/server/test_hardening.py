@@ -129,9 +129,9 @@ def test_labels_cost_little() -> None:
 def test_bodies_have_a_common_budget() -> None:
     """Guards against memory that grows with the number of large bodies; small ones are taken all the same."""
     limits = BodyLimitMiddleware(create_app(FakeEngineClient()), options=ServerOptions(max_inflight_body_bytes=10))
-    limits.take(10)
+    limits.charge(10)
     with pytest.raises(ApiError) as caught:
-        limits.take(1)
+        limits.charge(1)
     assert caught.value.headers == {"Retry-After": "1"}
     client = app_client(options=dataclasses.replace(QUIET, max_inflight_body_bytes=1000))
     large = {"prompt": "a", "max_tokens": 1, "user": "x" * (FREE_BODY_BYTES + 2000)}

@@ -25,7 +25,7 @@ class Log:
         self.wanted: list[bytes] = []
         self.keep = keep
         self.journal = Journal(str(path), lambda: [partial(bytes, body) for body in self.wanted])
-        self.found = self.journal.take_found()
+        self.found = self.journal.pop_found()
         self.wanted += self.found
 
     def append(self, body: bytes) -> None:

@@ -162,7 +162,7 @@ def test_the_wait_that_is_named_suffices(amount: float) -> None:
     clock = Clock()
     for per_minute in (1, 7, 61, 1_000_003):
         bucket = Bucket(per_minute, clock)
-        bucket.take(per_minute + 3.3)
+        bucket.spend(per_minute + 3.3)
         clock.now += bucket.wait_s(amount)
         assert bucket.wait_s(amount) == 0.0
 

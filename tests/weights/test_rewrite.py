@@ -11,12 +11,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from penstock.assembly import convert
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.spec.param_table import ParamTable
-from penstock.weights import convert, rewrite, rows
+from penstock.weights import rewrite, rows
 from penstock.weights.destination import Destination
 from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import INDEX, SINGLE, Checkpoint, TensorEntry, num_bytes

@@ -7,13 +7,12 @@ import pytest
 
 from penstock.assembly import build_engine, plan_engine
 from penstock.cli.main import main
+from penstock.client.recorder import Recorder
+from penstock.client.records import Bundle, EngineDescription, Planned, make_bundle, pack
+from penstock.client.ring import Ring
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError
-from penstock.recorder.bundle import Bundle, make_bundle, pack
-from penstock.recorder.recorder import RecordedExecutor, Recorder
-from penstock.recorder.records import EngineDescription, Planned
-from penstock.recorder.ring import Ring
 from penstock_lab.simulator import calibrate
 from penstock_lab.simulator.calibrate import record_mix
 from penstock_lab.simulator.recorded import decisions, load_costs, measured_steps
@@ -28,17 +27,14 @@ def recorded(seed: int, **options) -> Bundle:
     """A run with prefixes, chunks, too few blocks and requests that leave, as `penstock serve` would record it."""
     engine, ring, rng = fakes_engine.make_engine(**CROWDED, **options), Ring.create(2**22), Random(seed)
     description = EngineDescription("scripted", {}, engine.kv_cache.groups, 997, 256, 5, 64)
-    recorder = Recorder(ring, description)
-    engine.executor = RecordedExecutor(engine.executor, recorder)
+    engine.observe(Recorder(ring, description))
     for index in range(22):
         prompt = [rng.randrange(2)] * 40 + [rng.randrange(997) for _ in range(rng.randrange(1, 60))]
-        source = request(f"r{index}", prompt, max_tokens=rng.randrange(1, 60))
-        engine.add_request(source)
-        recorder.arrived(source)
+        engine.add_request(request(f"r{index}", prompt, max_tokens=rng.randrange(1, 60)))
         for _ in range(rng.randrange(12)):
             engine.step()
-        if index % 7 == 6 and engine.abort(f"r{index - 1}"):
-            recorder.aborted(f"r{index - 1}")
+        if index % 7 == 6:
+            engine.abort(f"r{index - 1}")
     while engine.has_work:
         engine.step()
     assert engine.scheduler.num_preemptions > 0
@@ -48,9 +44,7 @@ def recorded(seed: int, **options) -> Bundle:
 
 def scheduler_of(**options):
     def make(executor, clock) -> Engine:
-        engine = fakes_engine.make_engine(**CROWDED, **options, clock=clock)
-        engine.executor = executor
-        return engine
+        return fakes_engine.make_engine(**CROWDED, **options, clock=clock, wrap=lambda _: executor)
 
     return make
 

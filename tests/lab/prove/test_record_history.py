@@ -8,16 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.client.recorder import Recorder
+from penstock.client.records import (
+    MAGIC,
+    Begun,
+    Bundle,
+    Computed,
+    EngineDescription,
+    Introduced,
+    Planned,
+    make_bundle,
+    pack,
+    unpack_ids,
+    without_text,
+)
+from penstock.client.ring import Ring
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.recorder.audit import Audit
-from penstock.recorder.bundle import MAGIC, Bundle, make_bundle, pack, unpack, without_text
-from penstock.recorder.history import Start, Step, history
-from penstock.recorder.recorder import RecordedExecutor, Recorder
-from penstock.recorder.records import Begun, Computed, EngineDescription, Introduced, Planned, unpack_ids
-from penstock.recorder.ring import Ring
+from penstock_lab.bench.record_audit import Audit
+from penstock_lab.bench.record_history import Start, Step, history, unpack
 from penstock_lab.prove.recompute import ReplayReport, compute, num_scratch
 from penstock_lab.prove.replay import check_bundle
 from tests.fakes_engine import VOCAB, ScriptedExecutor, make_engine, request
@@ -54,7 +65,7 @@ def recorded(shape: dict, num_bytes: int = 2**20, fail=lambda step: set()):
         max_num_seqs=shape["max_num_seqs"],
         max_num_batched_tokens=shape["max_num_batched_tokens"],
     )
-    engine.executor = RecordedExecutor(executor, Recorder(ring, description))
+    engine.observe(Recorder(ring, description))
     return engine, executor, ring
 
 

@@ -1,12 +1,19 @@
 """Turns the records of a bundle back into starts of engines and their steps."""
 
+import hashlib
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from penstock.errors import InvalidRequestError
-from penstock.interface.step import BlockCopy, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.recorder.records import (
+import msgspec
+
+from penstock.client.records import (
+    DIGEST_BYTES,
+    FORMAT,
+    MAGIC,
+    MAX_BYTES,
     Begun,
+    Bundle,
     Computed,
     EngineDescription,
     EngineFailed,
@@ -16,6 +23,8 @@ from penstock.recorder.records import (
     StepFailed,
     unpack_ids,
 )
+from penstock.errors import InvalidRequestError
+from penstock.interface.step import BlockCopy, NewRequest, ScheduledRequest, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +158,61 @@ def _finished(step: Step, record: Computed | StepFailed) -> Step:
     if not len(record.token_ids) == len(record.checksums) == len(step.plan.scheduled):
         raise malformed(f"step {record.step_id} has {len(record.token_ids)} results")
     return Step(step.plan, step.time, results=record)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def unpack(data: bytes) -> Bundle:
+    """Return the bundle in the bytes of a file.
+
+    Raises:
+        InvalidRequestError: the file is not a bundle, is damaged, or has the format of another version of Penstock.
+    """
+    body = data[len(MAGIC) + DIGEST_BYTES :]
+    if not data.startswith(MAGIC):
+        raise _broken("it is not a record of Penstock")
+    if hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest() != data[len(MAGIC) :][:DIGEST_BYTES]:
+        raise _broken("its checksum does not match: the file is damaged or cut off")
+    try:
+        inflate = zlib.decompressobj()
+        content = inflate.decompress(body, MAX_BYTES)
+        if inflate.unconsumed_tail:
+            raise _broken(f"its content is larger than {MAX_BYTES} bytes")
+        version = msgspec.msgpack.decode(content, type=_Version)
+        if version.format != FORMAT:
+            raise _broken(f"it has format {version.format}, and this version of Penstock reads format {FORMAT}")
+        bundle = msgspec.msgpack.decode(content, type=Bundle)
+    except (zlib.error, msgspec.DecodeError, RecursionError) as error:
+        raise _broken(f"its content is malformed: {error}") from None
+    if not bundle.records or not isinstance(bundle.records[0], Begun):
+        raise _broken("it does not begin with an engine")
+    return bundle
+
+
+def read_bundle(path: str) -> Bundle:
+    """Return the bundle in a file, of which no more is read than a bundle can have.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, or its content is none of a bundle, as for `unpack`.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(len(MAGIC))
+            if data == MAGIC:
+                data += file.read(MAX_BYTES)
+                if file.read(1):
+                    raise _broken(f"it is larger than {MAX_BYTES} bytes")
+        return unpack(data)
+    except OSError as error:
+        raise InvalidRequestError(f"bundle: {path}: {error.strerror}", param="bundle") from None
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.message.replace("bundle:", f"bundle: {path}:", 1), param="bundle") from None
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+def _broken(why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"bundle: {why}", param="bundle")

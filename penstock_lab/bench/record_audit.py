@@ -6,10 +6,10 @@ finding: a block that is written while another request holds it, or a cached blo
 
 from dataclasses import dataclass, field
 
+from penstock.client.records import Computed, EngineDescription
 from penstock.engine.block_pool import NO_PARENT, hash_block
 from penstock.interface.step import NO_BLOCK, CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.recorder.history import OpenRequest, Start, Step, malformed
-from penstock.recorder.records import Computed, EngineDescription
+from penstock_lab.bench.record_history import OpenRequest, Start, Step, malformed
 
 MAX_FINDINGS = 20
 MAX_CONTEXT = 2**24

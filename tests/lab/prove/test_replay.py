@@ -13,12 +13,11 @@ import pytest
 from penstock import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
 from penstock.cli.main import main
 from penstock.client import records as keeper
-from penstock.client.records import RecordKeeper, RecordOptions
+from penstock.client.records import Begun, Bundle, Computed, RecordKeeper, RecordOptions, pack
+from penstock.client.ring import Segment
 from penstock.kernels.cpu.library import best_level
-from penstock.recorder import bundle as bundle_module
-from penstock.recorder.bundle import Bundle, pack, unpack
-from penstock.recorder.records import Begun, Computed
-from penstock.recorder.ring import Segment
+from penstock_lab.bench import record_history
+from penstock_lab.bench.record_history import unpack
 from penstock_lab.prove import records as proof_module
 from penstock_lab.prove.proof import Outcome, Subject, Trials
 from penstock_lab.prove.records import Replays
@@ -130,7 +129,7 @@ def test_what_cannot_be_replayed_is_one_line(left, tmp_path, capsys, monkeypatch
     capsys.readouterr()
     assert main(["replay", "/dev/zero"]) == 2  # it has no end
     assert capsys.readouterr().err == "penstock: BUNDLE: /dev/zero: it is not a record of Penstock\n"
-    monkeypatch.setattr(bundle_module, "MAX_BYTES", 10)
+    monkeypatch.setattr(record_history, "MAX_BYTES", 10)
     assert main(["replay", left[0]]) == 2
     assert "it is larger than 10 bytes" in capsys.readouterr().err
 

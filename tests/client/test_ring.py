@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.client.ring import NUM_SEGMENTS, Ring
 from penstock.errors import EngineError
-from penstock.recorder.ring import NUM_SEGMENTS, Ring
 
 WRITER = """
 import sys
-from penstock.recorder.ring import Ring
+from penstock.client.ring import Ring
 ring, number = Ring(int(sys.argv[1])), 0
 while True:
     record = number.to_bytes(8, "little") * (1 + number % 40)

@@ -1,26 +1,18 @@
-"""Recorder: writes what one engine does into a Ring. It keeps the executor's state of every request, so that a segment
-can begin at any moment."""
+"""Recorder: the flight recorder. It writes what one engine does into a Ring, whose memory outlives the engine.
+
+It keeps the executor's state of every request, so that a segment can begin at any moment. The client reads the ring
+after a death, and makes a bundle of it (records.py). A failure of the recorder switches it off; it affects no request.
+"""
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ParamSpec
 from zlib import crc32
 
-from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import (
-    NewRequest,
-    RequestStepOutput,
-    SamplerState,
-    SchedulerOutput,
-    StepOutput,
-    TokenLogprobs,
-    num_rejected_drafts,
-)
-from penstock.recorder.records import (
+from penstock.client.records import (
     Aborted,
     Arrived,
     Begun,
@@ -34,13 +26,32 @@ from penstock.recorder.records import (
     encode,
     pack_ids,
 )
-from penstock.recorder.ring import FRAME_BYTES, Ring
+from penstock.client.ring import FRAME_BYTES, Ring
+from penstock.engine.engine import Engine
+from penstock.engine.observer import EngineObserver
+from penstock.interface.messages import EngineRequest, ModelInfo
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import (
+    NewRequest,
+    RequestStepOutput,
+    SamplerState,
+    SchedulerOutput,
+    StepOutput,
+    TokenLogprobs,
+    num_rejected_drafts,
+)
 
+if TYPE_CHECKING:
+    from penstock.config import EngineConfig
+
+P = ParamSpec("P")
 LOGGER = logging.getLogger("penstock")
 MAX_ERROR = 2000  # characters of an error that are recorded
 RESULT_BYTES = 32  # bytes reserved for the result of each request in a planned step
 DRAFT_BYTES = 5  # bytes reserved for each token that a step may give beyond one per request
 RETRY_STEPS = 256  # steps between two attempts while the open requests do not fit into a segment
+# Options that change no bit of an answer. They depend on the machine; drafts are in the record of each step.
+NOT_RECORDED = {"memory", "kv_cache_memory_bytes", "threads", "cpu_affinity", "sharding_config", "speculative_config"}
 
 
 @dataclass(slots=True)
@@ -72,41 +83,72 @@ class _Known:
         )
 
 
-@dataclass(slots=True)
-class Recorder:
+class Recorder(EngineObserver):
     """Records one engine. It leaves a gap if the ring is too small for the open requests.
+
+    If several steps are in flight, each is recorded when it is the oldest. So every plan is directly followed by its
+    results, and the steps can be computed again one after the other.
 
     Args:
         ring: only this recorder writes to it.
     """
 
-    ring: Ring
-    engine: EngineDescription
-    epoch: int = 0
-    _known: dict[str, _Known] = field(default_factory=dict)
-    _num_introduced: int = 0
-    _continued: bool = False  # whether the ring holds everything since this engine's start or its last gap
-    _steps_to_skip: int = 0
+    def __init__(self, ring: Ring, engine: EngineDescription, epoch: int = 0) -> None:
+        self.wants_checksums = True
+        self._ring, self._engine, self._epoch = ring, engine, epoch
+        self._known: dict[str, _Known] = {}
+        self._in_flight: deque[SchedulerOutput] = deque()
+        self._num_introduced = 0
+        self._continued = False  # whether the ring holds everything since this engine's start or its last gap
+        self._steps_to_skip = 0
+        self._is_off = False
 
-    # --- requests --------------------------------------------------------------------------------------------------
+    # --- what the engine does --------------------------------------------------------------------------------------
 
     def arrived(self, request: EngineRequest) -> None:
-        """Record a request that the engine has accepted."""
         num_prompt, num_outputs = len(request.prompt_token_ids), len(request.output_token_ids)
-        self._write(Arrived(time.time(), request.request_id, num_prompt, num_outputs))
+        self._guarded(self._write, Arrived(time.time(), request.request_id, num_prompt, num_outputs))
 
     def aborted(self, request_id: str) -> None:
-        """Record that a request was aborted."""
-        self._write(Aborted(time.time(), request_id))
+        self._guarded(self._write, Aborted(time.time(), request_id))
 
     def engine_failed(self, error: str) -> None:
         """Record the exception that ends the engine process."""
-        self._write(EngineFailed(time.time(), error[-MAX_ERROR:]))
+        self._guarded(self._write, EngineFailed(time.time(), error[-MAX_ERROR:]))
+
+    def submitting(self, plan: SchedulerOutput) -> None:
+        if not self._in_flight:
+            self._guarded(self._write_plan, plan)
+        self._in_flight.append(plan)
+
+    def collected(self, plan: SchedulerOutput, output: StepOutput, seconds: float) -> None:
+        self._guarded(self._write_output, plan, output, seconds)
+        self._record_next(plan)
+
+    def failed(self, plan: SchedulerOutput, error: Exception) -> None:
+        if not self._in_flight or self._in_flight[0] is not plan:  # another observer raised before or after this one
+            return
+        self._guarded(self._write_result, StepFailed(plan.step_id, f"{type(error).__name__}: {error}"[:MAX_ERROR]))
+        self._record_next(plan)
+
+    def _record_next(self, ended: SchedulerOutput) -> None:
+        oldest = self._in_flight.popleft()
+        assert oldest is ended, "steps end in the order in which they were submitted"
+        if self._in_flight:
+            self._guarded(self._write_plan, self._in_flight[0])
+
+    def _guarded(self, write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._is_off:
+            return
+        try:
+            write(*args, **kwargs)
+        except Exception:
+            LOGGER.exception("the flight recorder failed and is off from now on; no request is affected")
+            self._is_off, self.wants_checksums = True, False
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    def planned(self, plan: SchedulerOutput) -> None:
-        """Record a step before it is computed."""
+    def _write_plan(self, plan: SchedulerOutput) -> None:
         known = self._known
         introduced = [self._introduce(request) for request in plan.new_requests]
         added = {item.request_id: item for item in introduced}
@@ -151,8 +193,7 @@ class Recorder:
             sampler_state=new.sampler_state,
         )
 
-    def computed(self, plan: SchedulerOutput, output: StepOutput, duration_s: float) -> None:
-        """Record the results of the step planned last."""
+    def _write_output(self, plan: SchedulerOutput, output: StepOutput, duration_s: float) -> None:
         results = [output.results[item.request_id] for item in plan.scheduled]
         errors = {}
         for index, (item, result) in enumerate(zip(plan.scheduled, results, strict=True)):
@@ -173,10 +214,6 @@ class Recorder:
         )
         self._write_result(record)
 
-    def step_failed(self, plan: SchedulerOutput, error: BaseException) -> None:
-        """Record that the step planned last failed as a whole."""
-        self._write_result(StepFailed(plan.step_id, f"{type(error).__name__}: {error}"[:MAX_ERROR]))
-
     # --- the ring --------------------------------------------------------------------------------------------------
 
     def _write(self, record: Record, reserve: int = 0) -> None:
@@ -185,79 +222,25 @@ class Recorder:
             self._steps_to_skip -= isinstance(record, Planned)
             return
         data = encode(record)
-        if not (self._continued and self.ring.room >= len(data) + reserve):
+        if not (self._continued and self._ring.room >= len(data) + reserve):
             self._start_segment(len(data) + reserve)
         if self._steps_to_skip == 0:
-            self._continued = self.ring.append(data)
+            self._continued = self._ring.append(data)
 
     def _start_segment(self, reserve: int) -> None:
         """Begin a segment with all open requests. If they and `reserve` bytes do not fit, leave a gap."""
         requests = [row.introduced() for row in self._known.values()]
-        begun = encode(Begun(time.time(), self.epoch, self._continued, self.engine, requests))
-        if len(begun) + reserve + FRAME_BYTES > self.ring.longest_record:
+        begun = encode(Begun(time.time(), self._epoch, self._continued, self._engine, requests))
+        if len(begun) + reserve + FRAME_BYTES > self._ring.longest_record:
             self._continued, self._steps_to_skip = False, RETRY_STEPS
         else:
-            self.ring.start_segment()
-            self.ring.append(begun)
+            self._ring.start_segment()
+            self._ring.append(begun)
 
     def _write_result(self, record: Record) -> None:
         """Append the results of a step to the segment of its plan. If they do not fit, leave a gap."""
         if self._continued:
-            self._continued = self.ring.append(encode(record))
-
-
-class RecordedExecutor:
-    """A `step.Executor` that records what another executor computes. A failure of the recorder affects no request.
-
-    If several steps are in flight, each is recorded when it is the oldest. So every plan is directly followed by its
-    results, and the steps can be computed again one after the other.
-    """
-
-    def __init__(self, executor: Any, recorder: Recorder) -> None:
-        self._executor = executor
-        self.depth: int = executor.depth
-        self._recorder: Recorder | None = recorder
-        self._in_flight: deque[SchedulerOutput] = deque()
-
-    def submit(self, scheduler_output: SchedulerOutput) -> Any:
-        """Record the plan, then start the step, with checksums of its logits."""
-        plan = replace(scheduler_output, checksum_logits=self._recorder is not None)
-        if not self._in_flight:
-            self._guarded(lambda recorder: recorder.planned(plan))
-        inner = self._executor.submit(plan)
-        self._in_flight.append(plan)
-        return plan, inner
-
-    def collect(self, handle: Any) -> StepOutput:
-        """Return the results of the step, or raise its exception; record either."""
-        plan, inner = handle
-        started = time.monotonic()
-        try:
-            output: StepOutput = self._executor.collect(inner)
-        except Exception as error:
-            failure = error
-            self._guarded(lambda recorder: recorder.step_failed(plan, failure))
-            raise
-        else:
-            duration_s = time.monotonic() - started
-            self._guarded(lambda recorder: recorder.computed(plan, output, duration_s))
-            return output
-        finally:
-            self._in_flight.popleft()
-            if self._in_flight:
-                self._guarded(lambda recorder: recorder.planned(self._in_flight[0]))
-
-    def shutdown(self) -> None:
-        self._executor.shutdown()
-
-    def _guarded(self, write: Callable[[Recorder], None]) -> None:
-        if self._recorder is None:
-            return
-        try:
-            write(self._recorder)
-        except Exception:
-            LOGGER.exception("the flight recorder failed and is off from now on; no request is affected")
-            self._recorder = None
+            self._continued = self._ring.append(encode(record))
 
 
 def _update_tables(row: _Known, new_block_ids: list[list[int]], released: list[int]) -> None:
@@ -281,3 +264,23 @@ def score_checksums(results: list[RequestStepOutput]) -> dict[int, int]:
 def _scores_checksum(entries: list[TokenLogprobs]) -> int:
     values = ((entry.token_ids, [value.hex() for value in entry.logprobs], entry.rank) for entry in entries)
     return crc32(repr(list(values)).encode())
+
+
+def describe(engine: Engine, config: "EngineConfig", info: ModelInfo) -> EngineDescription:
+    """Return what a replay needs to build the engine of a resolved config again."""
+    from penstock.config import PARTS  # here, so that an engine process listens before it loads the config
+
+    options: dict[str, Any] = {"model": config.model, "imports": config.imports}
+    for part, part_class in PARTS.items():
+        names = (item.name for item in fields(part_class) if item.name not in NOT_RECORDED)
+        chosen = {name: getattr(getattr(config, part), name) for name in names}
+        options |= {name: value for name, value in chosen.items() if value is not None}
+    return EngineDescription(
+        system_fingerprint=info.system_fingerprint,
+        options=options,
+        groups=engine.kv_cache.groups,
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
+    )
