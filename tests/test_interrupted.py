@@ -40,6 +40,8 @@ class Interruption:
 
     def __call__(self, frame, event, _):
         is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+        if frame.f_code is Interruption.__exit__.__code__:
+            return  # what is to be interrupted has returned already
         self.num_events += event == "c_return" or (event == "call" and not is_generator)
         if self.num_events == self.at:
             self.at = None
