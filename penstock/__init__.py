@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Logprob,
         RequestOutput,
     )
+    from penstock.interface.plugins import register_logits_processor
     from penstock.interface.pooling import (
         EmbeddingOutput,
         EmbeddingRequestOutput,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from penstock.interface.structured_outputs import StructuredOutputsParams
     from penstock.models.registry import register_model
-    from penstock.plugins.logits_processors import register_logits_processor
 
 __version__ = "0.1.0"
 
@@ -81,7 +81,7 @@ _HOMES = {
     "ScoringOutput": "interface.pooling",
     "ScoringRequestOutput": "interface.pooling",
     "read_prompts": "client.prompts",
-    "register_logits_processor": "plugins.logits_processors",
+    "register_logits_processor": "interface.plugins",
     "register_model": "models.registry",
 }
 

@@ -16,8 +16,9 @@ Each check raises InvalidRequestError with the field's name, the value and what 
 where the fields are defined: in the frozen dataclasses that a user can fill in.
 """
 
+import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field, fields
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +27,7 @@ Options = TypeVar("Options")
 
 LOG_LEVELS = ("info", "warning", "error")
 MAX_SHOWN = 80  # characters of a wrong value that an error shows
+MAX_LISTED = 8  # most names that an error lists
 MAX_NESTING = 128  # objects and lists of a JSON value that is read recursively
 
 
@@ -119,6 +121,23 @@ def shown(value: Any) -> str:
 def one_line(error: object, limit: int = 300) -> str:
     """Return the text of another library's error in one line of at most `limit` characters."""
     return " ".join(str(error).split())[:limit]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most similar to this one."""
+    return difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return a question that suggests the most similar known name, or "" if none is similar."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (is {near[0]} meant?)" if near else ""
+
+
+def listed(names: list[str], separator: str = ", ") -> str:
+    """Join the first names for an error message, and say how many more there are."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return separator.join(names[:MAX_LISTED]) + more
 
 
 def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:

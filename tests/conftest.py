@@ -1,6 +1,7 @@
 """Shared by all tests: the list of checklist rows that the passing tests cover, printed at the end of a run."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ def empty_home(tmp_path_factory):
         yield
 
 
+def pytest_addoption(parser):
+    parser.addoption("--may-skip", metavar="REGEX", help="fail if a test is skipped for a reason that does not match")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
     """Leave the modules and the collected tests out of every later collection of garbage, which took 0.3 s each."""
@@ -39,8 +44,24 @@ def pytest_runtest_makereport(item, call):
         outcome.get_result().user_properties += [(COVERS, row) for row in rows]
 
 
+def not_allowed(config):
+    """Return the reasons of skips that --may-skip does not match: on a machine for all tests they are errors."""
+    pattern, reporter = config.getoption("--may-skip"), config.pluginmanager.get_plugin("terminalreporter")
+    if pattern is None or reporter is None:
+        return []
+    reasons = {str(report.longrepr[2]).removeprefix("Skipped: ") for report in reporter.stats.get("skipped", [])}
+    return sorted(reason for reason in reasons if not re.search(pattern, reason))
+
+
+def pytest_sessionfinish(session):
+    if not_allowed(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter):
     """A row is proved where no test of it has failed."""
+    for reason in not_allowed(terminalreporter.config):
+        terminalreporter.write_line(f"ERROR --may-skip: tests were skipped here: {reason}")
     found: dict[str, bool] = {}
     for kind in ("passed", "failed"):
         for report in terminalreporter.stats.get(kind, []):

@@ -20,7 +20,7 @@ from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, Sc
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.kernels.tensors import as_torch
-from penstock.layers.context import ForwardContext
+from penstock.layers.module import ForwardContext
 from penstock.spec.model_config import ModelConfig
 
 POISON = -(10**6)  # what a slot holds before anything is stored there

@@ -1,18 +1,64 @@
 """Engines on the ScriptedExecutor, for tests of the engine and of everything above it."""
 
+from array import array
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.engine.beam_search import BeamSearch
 from penstock.engine.engine import Engine
+from penstock.engine.mock import VOCAB_SIZE as VOCAB
+from penstock.engine.mock import MockExecutor, likely_tokens, next_token
 from penstock.engine.policies import Scheduling
-from penstock.engine.scripted import VOCAB_SIZE as VOCAB
-from penstock.engine.scripted import ScriptedExecutor, likely_tokens, next_token
 from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import BlockStore, CacheGroup, Executor
+from penstock.interface.step import BlockStore, CacheGroup, Executor, RequestStepOutput, SchedulerOutput, StepOutput
+
+
+@dataclass
+class ScriptedExecutor(MockExecutor):
+    """A mock that remembers what it was given, fails when told to, and has a store of blocks.
+
+    Attributes:
+        steps: every SchedulerOutput it was given.
+        fail: called with each step; may raise (a step that fails as a whole) or return request ids to fail alone.
+        stored: blocks that steps have saved; a test's BlockStore decides which of them it holds.
+        max_rows: the maximum number of requests that it knew at once.
+    """
+
+    steps: list[SchedulerOutput] = field(default_factory=list)
+    fail: Callable[[SchedulerOutput], set[str]] = lambda step: set()
+    stored: dict[tuple[int, bytes], "array[int]"] = field(default_factory=dict)  # by group and hash
+    max_rows: int = 0
+
+    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        self.steps.append(scheduler_output)
+        return super().submit(scheduler_output)
+
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
+        for request_id in handle.removed_request_ids:
+            self.rows.pop(request_id, None)
+        try:
+            failed = self.fail(handle)
+        except BaseException:
+            assert self.submitted.popleft() is handle
+            raise
+        self._transfer(handle)
+        output = super().collect(handle)
+        self.max_rows = max(self.max_rows, len(self.rows))
+        for request_id in failed & output.results.keys():
+            output.results[request_id] = RequestStepOutput([], error="scripted")
+        return output
+
+    def _transfer(self, step: SchedulerOutput) -> None:
+        for item in (*step.block_saves, *step.block_loads):
+            size, slots = self.groups[item.group].block_size, self.slots[item.group]
+            place, key = slice(item.block_id * size, (item.block_id + 1) * size), (item.group, item.block_hash)
+            if item in step.block_loads:
+                slots[place] = self.stored[key]
+            else:
+                self.stored[key] = slots[place]
 
 
 def expected_search(

@@ -16,7 +16,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.scheme import Scheme
-from penstock.layers.context import ForwardContext
+from penstock.layers.module import ForwardContext
 from penstock.models.config_json import load_model_config
 from penstock.runner.programs import RecordedModel
 from penstock.weights.loader import load_model

@@ -18,7 +18,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.cli.main import build_parser, main
-from penstock.plugins.user_files import import_files
+from penstock.interface.plugins import import_files
 from penstock.weights.hub import MODEL_DIR
 from tests.hf_models import hf_logprobs, random_ids, randomise
 from tests.kernels.packed import levels

@@ -18,26 +18,25 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "interface": {"errors"},
     "kernels": {"errors"},
-    "plugins": {"errors"},
-    "engine": {"errors", "interface", "plugins"},
+    "engine": {"errors", "interface"},
     "spec": {"errors", "interface"},
     "tokenizer": {"errors", "interface"},
     "config": {"errors", "interface", "kernels", "spec"},
     "layers": {"errors", "kernels", "spec"},
-    "models": {"errors", "layers", "plugins", "spec"},
+    "models": {"errors", "interface", "layers", "spec"},
     "planner": {"config", "engine", "errors", "interface", "kernels", "spec"},
-    "runner": {"config", "errors", "interface", "kernels", "layers", "plugins", "spec"},
+    "runner": {"config", "errors", "interface", "kernels", "layers", "spec"},
     "weights": {"config", "errors", "kernels", "layers", "models", "planner", "spec"},
-    "ranks": {"config", "errors", "interface", "kernels", "layers", "planner", "plugins", "runner", "spec",
+    "ranks": {"config", "errors", "interface", "kernels", "layers", "planner", "runner", "spec",
               "tokenizer", "weights"},
-    "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "planner", "plugins",
+    "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "planner",
                  "ranks", "runner", "spec", "tokenizer", "weights"},
-    "client": {"assembly", "config", "engine", "errors", "interface", "plugins", "ranks", "runner",
-               "tokenizer", "weights"},
-    "__init__": {"client", "config", "errors", "interface", "models", "plugins"},
+    "client": {"assembly", "config", "engine", "errors", "interface", "ranks", "runner", "tokenizer",
+               "weights"},
+    "__init__": {"client", "config", "errors", "interface", "models"},
     "server": {"__init__", "client", "errors", "interface", "tokenizer"},
     "cli": {"__init__", "assembly", "client", "config", "errors", "interface", "kernels", "planner",
-            "plugins", "server", "tokenizer", "weights"},
+            "server", "tokenizer", "weights"},
     "__main__": {"cli"},
 }  # fmt: skip
 # The laboratory's rooms, in the same way. What they use of the engine is LAB_USES.
@@ -57,7 +56,7 @@ LAB_ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 LAB_USES: set[str] = {
     "__init__", "assembly", "cli", "client", "config", "engine", "errors", "interface",
-    "kernels", "layers", "models", "planner", "plugins", "ranks", "runner", "server", "spec",
+    "kernels", "layers", "models", "planner", "ranks", "runner", "server", "spec",
     "tokenizer", "weights"
 }  # fmt: skip
 MOST = {"rooms": 18, "arrows": 100, "Python files": 240, "lines of code": 28_000}

@@ -16,7 +16,7 @@ from penstock.assembly import convert as converting
 from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.weights.destination import UNFINISHED, Destination
+from penstock.weights.rewrite import UNFINISHED, Destination
 from penstock.weights.safetensors import PACKED
 from tests.hf_models import make_llama
 from tests.kernels import packed

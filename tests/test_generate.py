@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from penstock import InvalidRequestError, read_prompts
+from penstock.cli.generate import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.main import dashed, main
-from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.terminal import saying
 from penstock.interface import prompts
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput

@@ -8,10 +8,11 @@ import pytest
 from penstock import LLM, InvalidRequestError, NotSupportedError, SamplingParams
 from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
-from penstock.engine.scripted import ScriptedExecutor, next_token
+from penstock.engine.mock import next_token
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock_lab.bench.meter import StepMeter
+from tests.fakes_engine import ScriptedExecutor
 from tests.hf_models import make_mistral
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12, logprobs=2)

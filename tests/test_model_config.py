@@ -31,8 +31,8 @@ from transformers import (
 
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.models.registry import DOCUMENTATION
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.unsupported import DOCUMENTATION
 
 ROOT = Path(__file__).parents[1]
 CLASSES: dict[str, type[PreTrainedConfig]] = {

@@ -24,8 +24,8 @@ from penstock.interface.pooling import MAX_POOLED_BYTES, PoolerConfig
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import _without_head, find_architecture, find_model
 from penstock.spec.pooler import read_pooler
-from penstock.weights.matching import match
 from penstock.weights.safetensors import TensorEntry
+from penstock.weights.sources import match
 from tests.families.case import Case
 from tests.hf_models import make_qwen3, random_ids
 from tests.kernels.packed import levels

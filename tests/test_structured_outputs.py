@@ -20,7 +20,7 @@ from penstock.client.text import IsolatedTokenizer
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
-from penstock.runner.worker import Worker
+from penstock.runner.structured import Worker
 from penstock.tokenizer.grammars import Grammars
 from penstock.weights.hub import resolve_model
 from tests.forms import schemas

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client.prompts import read_prompts
-from penstock.config import PARTS, EngineConfig, option_names
+from penstock.config import HINTS, PARTS, EngineConfig, option_names
 from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError, shown
-from penstock.interface.option_hints import HINTS
 from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.kernels.cpu.library import NOT_BUILT
 from penstock.models.config_json import load_model_config

@@ -22,7 +22,7 @@ import penstock
 
 PACKAGE = Path(penstock.__file__).parent
 MOST_FILES = 50
-ENGINE_ROOMS = ("engine", "plugins", "runner", "models", "layers", "kernels")
+ENGINE_ROOMS = ("engine", "runner", "models", "layers", "kernels")
 MODEL_ROOMS = ("models", "layers")
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "What is 3 + 4?"}], "max_tokens": 4, "stream": True}
 

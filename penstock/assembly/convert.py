@@ -2,7 +2,7 @@
 
 Each layer is packed as the loader packs it, then written and freed before the next one. For several ranks, their parts
 are written one after the other. config.json is written last, so the directory is a model only once all other files
-exist (weights/destination.py).
+exist (weights/rewrite.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import EngineConfig, NumericsConfig
-from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail, listed
+from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
@@ -18,26 +19,24 @@ from penstock.kernels.tensors import Array
 from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES
 from penstock.layers.weights import WeightLayer
 from penstock.models.config_json import load_model_config
-from penstock.plugins.user_files import import_files
 from penstock.ranks.build import RankPlace
 from penstock.ranks.layers import row_magnitudes
 from penstock.ranks.sharding import Share, find_degrees, heads_are_together
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
-from penstock.spec.unsupported import listed
-from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import (
     ANYWHERE,
     Place,
+    check_memory,
     dtype_for,
     empty_model,
     fill_layer,
     plain_parameters,
     weight_layers,
 )
-from penstock.weights.memory import check_memory
 from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
+from penstock.weights.rewrite import Destination
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import PACKED
 from penstock.weights.sources import ParameterSource, open_source, read_parameters

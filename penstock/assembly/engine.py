@@ -11,17 +11,18 @@ from penstock.assembly.info import describe, with_memory
 from penstock.assembly.offload import check_offload, make_store
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
+from penstock.engine.mock import MockExecutor
 from penstock.engine.policies import Clock, Scheduling
-from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface.messages import ModelInfo
+from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
-from penstock.layers.context import CausalLM, ForwardContext
 from penstock.layers.lm_head import HeadLayout
+from penstock.layers.module import CausalLM, ForwardContext
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import Ledger, MemoryPlan
 from penstock.planner.memory import (
@@ -31,7 +32,6 @@ from penstock.planner.memory import (
     plan_kv_cache,
     resident_bytes,
 )
-from penstock.plugins.user_files import import_files
 from penstock.ranks.build import RankPlan, check_split, degrees_of, explain_sharding
 from penstock.ranks.launcher import open_launcher
 from penstock.ranks.start import Leader, StartRanks, start_ranks
@@ -40,11 +40,11 @@ from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.tokenizer.grammars import Grammars, open_grammars
 from penstock.weights import packed
-from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance, Weights
 from penstock.weights.kv_scales import read_scales
 from penstock.weights.loader import Place, make_model, make_ops
+from penstock.weights.safetensors import verify_checksums
 from penstock.weights.sizes import model_sizes
 
 UNLIMITED = 2**62  # bytes
@@ -223,7 +223,7 @@ def _build_mock(
     config = replace(config, reasons=config.reasons | reason)
     plan = replace(_plan_cache(config, model_config, UNLIMITED, groups), reason="none: its cache holds token ids")
     depth = config.parallel.pipeline_parallel_size
-    executor = ScriptedExecutor(plan.groups, model_config.vocab_size, keeps_steps=False, depth=depth)
+    executor = MockExecutor(plan.groups, model_config.vocab_size, depth=depth)
     engine = _make_engine(config, model_config, executor, plan.groups)
     if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
         raise fail(
@@ -327,7 +327,7 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_eng
     if isinstance(weights, Path):
         numerics, reasons = packed.fit(numerics, weights)
         if numerics.verify_files and numerics.load_format == "auto":
-            reasons["verify_files"] = f"on: {verify(weights)}"
+            reasons["verify_files"] = f"on: {verify_checksums(weights)}"
     config = replace(config, numerics=numerics).resolve(model, num_engines)
     check_split(config, model, weights)
     return replace(config, reasons=config.reasons | reasons | explain_sharding(config, model))

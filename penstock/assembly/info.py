@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.interface.messages import ModelInfo
+from penstock.interface.plugins import files_fingerprint
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
@@ -20,7 +21,6 @@ from penstock.planner.memory import (
     mib,
     resident_bytes,
 )
-from penstock.plugins.user_files import files_fingerprint
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.pooler import read_pooler
 from penstock.weights.instance import Weights

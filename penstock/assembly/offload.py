@@ -9,8 +9,7 @@ from penstock.errors import InvalidRequestError, fail
 from penstock.interface.messages import BlockDirectory
 from penstock.interface.step import CacheGroup
 from penstock.kernels.cpu.library import chosen_level
-from penstock.runner.block_files import BlockFiles
-from penstock.runner.block_store import TieredBlockStore
+from penstock.runner.block_store import BlockFiles, TieredBlockStore
 
 
 def check_offload(config: EngineConfig) -> None:

@@ -12,8 +12,8 @@ from penstock.cli.terminal import handle_signals, note
 from penstock.client.prompts import progress
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, check_choice, check_int, check_str
-from penstock.plugins.user_files import import_files
-from penstock.weights.matching import FORMS
+from penstock.interface.plugins import import_files
+from penstock.weights.sources import FORMS
 
 PACKED = "packed"
 DEFAULT_SHARD_SIZE = 5 * 10**9

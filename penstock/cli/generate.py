@@ -1,25 +1,31 @@
-"""`penstock generate`: generates text from prompts, printed as text or as one JSON object per choice."""
+"""`penstock generate`: generates text from prompts, printed as text or as one JSON object per choice.
+
+The texts of several prompts share one terminal: in order, side by side, or all of them anew (the printers at the end).
+"""
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.cli.options import add_generation_options, load_llm, parse_size, sampling_options
-from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.terminal import handle_signals, note, show_choices
 from penstock.client.prompts import STDIN, check_text, progress, read_prompts, read_text
 from penstock.errors import InvalidRequestError, check_int
+from penstock.interface import entry_points
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.plugins import entry_points
 
 if TYPE_CHECKING:
+    from rich.console import Console, Group
+
     from penstock.client.llm import LLM
     from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
+
 
 DESCRIPTION = "Generate text from prompts, streaming to the terminal."
 EXAMPLES = """examples:
@@ -124,7 +130,7 @@ def _print_text(llm: "LLM", prompts: list[Any], params: Any, args: argparse.Name
             yield output
 
 
-def _printer(args: argparse.Namespace, texts: list[str], num_choices: int) -> Printer:
+def _printer(args: argparse.Namespace, texts: list[str], num_choices: int) -> "Printer":
     given = {} if args.print_interval is None else {"interval": args.print_interval}
     if args.reprint:
         return Reprint(texts, num_choices=num_choices, **given)
@@ -174,3 +180,157 @@ def _json_object(output: "RequestOutput", choice: "CompletionOutput") -> dict[st
 
 def _by_id(position: "LogprobsAt") -> dict[str, float]:
     return {str(token_id): entry.logprob for token_id, entry in position.items()}
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+LINE_INTERVAL = 16  # tokens, about one line of text
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The text of one choice, and the number of tokens since it was last printed."""
+
+    label: str
+    text: str
+    tokens: int = 0
+    finished: bool = False
+
+
+class Printer:
+    """Prints the DELTA outputs of several prompts to standard output.
+
+    Args:
+        prompts: the texts of the prompts, which are printed first.
+        interval: number of new tokens after which a choice is printed again.
+        num_choices: choices per prompt.
+    """
+
+    def __init__(self, prompts: Sequence[str], interval: int, num_choices: int) -> None:
+        self._interval = interval
+        self._num_choices = num_choices
+        self._streams = [
+            _Stream(f"[{number}] " if num_choices == 1 else f"[{number}.{choice}] ", prompt)
+            for number, prompt in enumerate(prompts, 1)
+            for choice in range(num_choices)
+        ]
+
+    def show(self, index: int, output: "RequestOutput") -> None:
+        """Take an output of the prompt `index`, and print the text that is due."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Print the remaining text."""
+
+    def _add(self, index: int, output: "RequestOutput") -> list[_Stream]:
+        """Add the new text to each choice in an output, and return the streams of these choices."""
+        grown = []
+        for item in output.outputs:
+            stream = self._streams[index * self._num_choices + item.index]
+            stream.text += item.text + (_failure(output) if item.finish_reason == "error" else "")
+            stream.tokens += len(item.token_ids)
+            stream.finished = stream.finished or item.finished
+            grown.append(stream)
+        return grown
+
+
+class InOrder(Printer):
+    """Prints one prompt after the other: the first unfinished one as it grows, later ones when their turn comes.
+
+    Several choices of one prompt cannot grow in the same place, so they come as final outputs.
+    """
+
+    def __init__(self, prompts: Sequence[str], interval: int = 1) -> None:
+        super().__init__([("\n" if index else "") + prompt for index, prompt in enumerate(prompts)], interval, 1)
+        self._current = 0
+
+    def show(self, index: int, output: "RequestOutput") -> None:
+        stream, several = self._streams[index], len(output.outputs) > 1
+        stream.text += "".join(f"\n[{item.index}]{item.text}" if several else item.text for item in output.outputs)
+        stream.text += _failure(output) + "\n" if output.finished else ""
+        stream.tokens += sum(len(item.token_ids) for item in output.outputs)
+        stream.finished = output.finished
+        while self._current < len(self._streams):
+            stream = self._streams[self._current]
+            if stream.finished or stream.tokens >= self._interval:
+                sys.stdout.write(stream.text)
+                stream.text, stream.tokens = "", 0
+            if not stream.finished:
+                break
+            self._current += 1
+        sys.stdout.flush()
+
+
+class Concurrent(Printer):
+    """Prints all choices as they grow, each piece on separate lines that begin with its label: [2], or [2.0] if a
+    prompt has several choices. A piece ends at the end of a word if possible, so that the lines are readable."""
+
+    def __init__(self, prompts: Sequence[str], interval: int = LINE_INTERVAL, num_choices: int = 1) -> None:
+        super().__init__(prompts, interval, num_choices)
+
+    def show(self, index: int, output: "RequestOutput") -> None:
+        for stream in self._add(index, output):
+            if stream.finished or stream.tokens >= self._interval:
+                self._print(stream)
+        sys.stdout.flush()
+
+    def _print(self, stream: _Stream) -> None:
+        end = len(stream.text) if stream.finished else max(map(stream.text.rfind, " \n")) + 1 or len(stream.text)
+        piece, stream.text, stream.tokens = stream.text[:end], stream.text[end:], 0
+        lines = (line.strip(" ") for line in piece.split("\n"))
+        sys.stdout.write("".join(f"{stream.label}{line}\n" for line in lines if line))
+
+
+class Reprint(Printer):
+    """Prints all choices anew when they have grown: on a terminal, as many of the last lines of each as fit. At the
+    end it prints the whole texts one after the other; without a terminal it prints nothing before."""
+
+    def __init__(
+        self, prompts: Sequence[str], interval: int = 1, num_choices: int = 1, console: "Console | None" = None
+    ) -> None:
+        """Print to `console` if it is given, else to standard output."""
+        from rich.console import Console
+        from rich.live import Live
+
+        super().__init__(prompts, interval, num_choices)
+        self._console = console or Console(highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def show(self, index: int, output: "RequestOutput") -> None:
+        growing = (self._streams[index * self._num_choices + item.index] for item in output.outputs)
+        if self._console.is_terminal and any(stream.tokens >= self._interval for stream in growing):
+            self._live.update(self._screen(), refresh=True)  # includes the other choices' tokens of the same step
+            for stream in self._streams:
+                stream.tokens = 0
+        self._add(index, output)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+        texts = (f"{stream.label}{stream.text}\n" for stream in self._streams)
+        self._console.file.write("\n".join(texts))
+        self._console.file.flush()
+
+    def _screen(self) -> "Group":
+        from rich.console import Group
+        from rich.text import Text
+
+        rows = max(1, (self._console.height - 1) // len(self._streams))
+        texts = (Text(f"{stream.label}{stream.text}".rstrip()) for stream in self._streams)
+        wrapped = (text.wrap(self._console, self._console.width) for text in texts)
+        return Group(*(line for lines in wrapped for line in lines[-rows:]))
+
+
+def _failure(output: "RequestOutput") -> str:
+    return "" if output.error is None else f"\n(failed: {output.error})"

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from penstock import __version__
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, PenstockError
-from penstock.plugins import entry_points
+from penstock.interface import entry_points
 
 COMMANDS = {
     "generate": "generate text from prompts",
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         """Return advice about an unknown flag as a further part of the error; "" if there is none."""
         from penstock.cli.options import flag_of
-        from penstock.interface.option_hints import hint  # here, so that difflib is imported only after a mistake
+        from penstock.config import hint  # here, because a command line without a mistake needs no advice
 
         flag = word.partition("=")[0]
         known = [name.lstrip("-").replace("-", "_") for name in self._option_string_actions]

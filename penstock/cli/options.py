@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 from penstock.cli.terminal import LOGGER, saying
 from penstock.config import PARTS, EngineConfig, option_names
@@ -32,6 +32,8 @@ FLAGS = {  # field -> name of its flag, where they differ
     "drain_timeout_s": "drain_timeout",
     "request_timeout_s": "request_timeout",
     "served_model_names": "served_model_name",
+    "allowed_hosts": "allowed_host",
+    "allowed_origins": "allowed_origin",
     "imports": "import",
 }
 WEIGHT_OPTIONS = (
@@ -228,6 +230,33 @@ def sampling_fields() -> list[Field[Any]]:
 def _switch(item: Field[Any]) -> dict[str, Any]:
     """Return the arguments of add_argument for a field that is true or false: what is on can be turned off."""
     return {"action": argparse.BooleanOptionalAction if item.default else "store_true"}
+
+
+def given_names(kind: type) -> list[str]:
+    """Return the fields of a dataclass of options that are flags."""
+    return [item.name for item in fields(kind) if item.metadata.get("help")]
+
+
+def add_fields(group: argparse._ArgumentGroup, kind: type, names: Sequence[str]) -> None:
+    """Add the flags of some fields of a dataclass of options."""
+    for item in fields(kind):
+        if item.name in names:
+            how: dict[str, Any] = {"metavar": item.metadata.get("metavar")}
+            if item.metadata["allowed"] is bool:
+                how = {"action": "store_true"}
+            elif isinstance(item.metadata["allowed"], Interval | range):
+                how["type"] = float if isinstance(item.metadata["allowed"], Interval) else int
+            elif how["metavar"] == "JSON":
+                how["type"] = parse_object
+            elif get_origin(item.type) is tuple or item.type == tuple[str, ...] | None:
+                how["action"] = "append"
+            group.add_argument(flag_of(item.name), default=UNSET, help=item.metadata["help"], **how)
+
+
+def given_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """Return the given flags as fields of a dataclass of options."""
+    flags = {name: FLAGS.get(name, name) for name in given_names(kind)}
+    return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
 
 
 def flag_of(name: str) -> str:

@@ -3,22 +3,22 @@
 import argparse
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.cli.options import (
     UNSET,
     add_engine_options,
+    add_fields,
     add_log_level,
     add_model,
     engine_options,
-    parse_object,
+    given_fields,
+    given_names,
     parse_size,
 )
 from penstock.errors import InvalidRequestError
-from penstock.plugins import entry_points
-
-if TYPE_CHECKING:
-    from penstock.server.options import ServerOptions
+from penstock.interface import entry_points
+from penstock.server.options import API_KEY_VARIABLE, ServerOptions
 
 CLIENT_OPTIONS = (  # options of AsyncLLM that are not engine options
     "standby",
@@ -37,13 +37,6 @@ RAY_OPTIONS = {  # flag -> field of ReplicaOptions
     "target_queued_tokens": "target_queued_tokens",
     "cpus_per_replica": "num_cpus",
 }
-TOOL_PARSER_HELP = (
-    "how the model writes tool calls: hermes, llama3_json, mistral, none, or auto: as its chat template shows (default)"
-)
-REASONING_PARSER_HELP = (
-    "how the model separates reasoning from the answer: qwen3, deepseek_r1, none, or auto (as above)"
-)
-API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 DESCRIPTION = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
 EXAMPLES = """examples:
   penstock serve                                        the demo model on http://127.0.0.1:8000
@@ -55,28 +48,10 @@ EXAMPLES = """examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
-    help_text = f"key that every request must carry (default: ${API_KEY_VARIABLE}, which other users cannot see)"
-    group.add_argument("--api-key", metavar="KEY", default=os.environ.get(API_KEY_VARIABLE) or None, help=help_text)
-    help_text = "TOML file of named keys with limits; read again on SIGHUP (see the page on serving)"
-    group.add_argument("--api-key-file", metavar="FILE", help=help_text)
-    help_text = "keys share no cached prefixes, so that no client can tell what another has sent (default: off)"
-    group.add_argument("--cache-salt-by-key", action="store_true", help=help_text)
-    help_text = "name of the model in requests (default: MODEL; repeatable)"
-    group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
-    help_text = "name that the Host header may have (repeatable; default: any; on loopback without a key: localhost)"
-    group.add_argument("--allowed-host", action="append", metavar="NAME", help=help_text)
-    help_text = "web origin, like https://app.example, whose pages may call the API (repeatable)"
-    group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=help_text)
-    group.add_argument("--tool-call-parser", default="auto", metavar="NAME", help=TOOL_PARSER_HELP)
-    group.add_argument("--reasoning-parser", default="auto", metavar="NAME", help=REASONING_PARSER_HELP)
-    help_text = 'variables of the chat template, like {"enable_thinking": false}; requests may override each of them'
-    group.add_argument("--default-chat-template-kwargs", type=parse_object, metavar="JSON", help=help_text)
-    help_text = "file that stores background responses and resumable streams, so that they survive a kill"
-    group.add_argument("--journal", metavar="FILE", help=help_text)
-    help_text = "seconds that open requests may go on after SIGTERM (default: 30)"
-    group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
+    late = ("otlp_traces_endpoint", "request_timeout_s")
+    add_fields(group, ServerOptions, [name for name in given_names(ServerOptions) if name not in late])
+    if key := os.environ.get(API_KEY_VARIABLE):
+        parser.set_defaults(api_key=key)
     help_text = "keep a second engine process loaded, which takes over at once when the first dies"
     group.add_argument("--standby", action="store_true", help=help_text)
     help_text = "engines that share the requests, each with the whole model and its part of the machine (default: 1)"
@@ -87,8 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--record-dir", default=UNSET, metavar="DIR", help=help_text)
     help_text = "keep the token ids of prompts and answers in these records (default: on)"
     group.add_argument("--record-text", action=argparse.BooleanOptionalAction, default=UNSET, help=help_text)
-    help_text = "OpenTelemetry collector that gets a trace of each request (needs penstock[otel]; default: none)"
-    group.add_argument("--otlp-traces-endpoint", metavar="URL", help=help_text)
+    add_fields(group, ServerOptions, late[:1])
     add_log_level(group, "what is logged to standard error; info has a line for each request")
     _add_transfer_options(parser)
     _add_load_options(parser)
@@ -130,37 +104,17 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         "seconds that a request may wait for its first token; if it would wait longer, it gets 429 (default: 60)"
     )
     group.add_argument("--max-queue-wait", type=float, default=60.0, metavar="S", help=help_text)
-    help_text = "seconds from a request's first byte to the end of its answer; later, it gets 504 (default: no limit)"
-    group.add_argument("--request-timeout", type=float, default=UNSET, metavar="S", help=help_text)
+    add_fields(group, ServerOptions, ["request_timeout_s"])
 
 
 def run(args: argparse.Namespace) -> int:
     started_at = time.monotonic()
     from penstock.client.async_llm import AsyncLLM
-    from penstock.server.options import ServerOptions
 
-    times = {f"{name}_s": getattr(args, name) for name in ("drain_timeout", "request_timeout") if hasattr(args, name)}
-    options = ServerOptions(
-        host=args.host,
-        port=args.port,
-        api_key=args.api_key,
-        served_model_names=tuple(args.served_model_name) if args.served_model_name else None,
-        allowed_hosts=None if args.allowed_host is None else tuple(args.allowed_host),
-        allowed_origins=tuple(args.allowed_origin),
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        default_chat_template_kwargs=args.default_chat_template_kwargs,
-        journal=args.journal,
-        log_level=args.log_level,
-        started_at=started_at,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-        api_key_file=args.api_key_file,
-        cache_salt_by_key=args.cache_salt_by_key,
-        **times,
-    )
+    options = ServerOptions(log_level=args.log_level, started_at=started_at, **given_fields(args, ServerOptions))
     client = {name: getattr(args, name) for name in CLIENT_OPTIONS if hasattr(args, name)}
     if "kv_prefill_urls" in client:
-        client["kv_prefill_api_key"] = args.api_key
+        client["kv_prefill_api_key"] = options.api_key
     ray_options = {name: getattr(args, flag) for flag, name in RAY_OPTIONS.items() if hasattr(args, flag)}
     if args.on_ray:
         return _serve_on_ray(options, ray_options, engine_options(args) | client)
@@ -172,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     return serve.run(llm.client, options)
 
 
-def _serve_on_ray(options: "ServerOptions", replicas: dict[str, Any], client: dict[str, Any]) -> int:
+def _serve_on_ray(options: ServerOptions, replicas: dict[str, Any], client: dict[str, Any]) -> int:
     """Serve in this process, with engines on the Ray cluster.
 
     Raises:

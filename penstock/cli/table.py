@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.cli.options import add_imports
 from penstock.errors import check_str
-from penstock.plugins.user_files import import_files
+from penstock.interface.plugins import import_files
 
 DESCRIPTION = """Print every parameter of a model as a parameter table: name, shape, sharded axis, type.
 

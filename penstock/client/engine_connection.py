@@ -166,11 +166,11 @@ class Launcher:
     """How a client gets its engines.
 
     Attributes:
-        start: makes the connection to an engine, given its first frame. None: to a child process.
+        start: starts an engine, given its first frame, and makes the connection to it.
         num_engines: most engines.
         num_initial: engines that must be ready before requests are taken; the others join when they can. None: all.
     """
 
-    start: Callable[[frames.Start], EngineConnection] | None = None
+    start: Callable[[frames.Start], EngineConnection] = EngineChild
     num_engines: int = 1
     num_initial: int | None = None

@@ -54,7 +54,7 @@ class EngineHandle:
             Failed frame that ends the first start.
         standby: whether a second process is kept ready.
         name: name of the process in the log.
-        launch: makes the connection to an engine; None: to a child process.
+        launch: starts a process, and makes the connection to it.
 
     Attributes:
         restarts: number of processes that took over after the first.
@@ -69,7 +69,7 @@ class EngineHandle:
         *,
         standby: bool = False,
         name: str = "the engine process",
-        launch: Callable[[frames.Start], EngineConnection] | None = None,
+        launch: Callable[[frames.Start], EngineConnection] = EngineChild,
     ) -> None:
         self.restarts = 0
         self.model_info: ModelInfo | None = None
@@ -77,7 +77,7 @@ class EngineHandle:
         self._start_frame = start  # of the process started last
         self._deliver = deliver
         self._name = name
-        self._launch = launch or EngineChild
+        self._launch = launch
         self._is_leaving = False  # the current process has announced its end
         self._deaths, self._standby_deaths = deque[float](), deque[float]()  # when they were
         self._failed_starts = 0  # in a row

@@ -28,7 +28,7 @@ from penstock.client.ring import Ring
 from penstock.engine.engine import Engine
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineRequest, EngineStats
-from penstock.plugins import time_limit
+from penstock.interface.plugins import install_time_limit
 from penstock.ranks.child_main import EXIT_CLIENT_GONE
 from penstock.ranks.children import Effort
 
@@ -282,7 +282,7 @@ def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
 
 def main(argv: list[str]) -> int:
     """Serve on the inherited socket whose file descriptor is argv[0]. Return only if the engine cannot be built."""
-    time_limit.install()
+    install_time_limit()
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes | _Compiling] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()

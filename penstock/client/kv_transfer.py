@@ -101,6 +101,7 @@ class KVBlocks:
 
     Attributes:
         name: name of the directory. Equal names mean equal bits.
+        files: its files; only one thread may write.
 
     Raises:
         InvalidRequestError: the directory cannot be used.
@@ -110,7 +111,7 @@ class KVBlocks:
         self.name = directory.name
         self._block_bytes = directory.block_bytes
         self.block_size = block_size
-        self._files = open_files(directory)
+        self.files = open_files(directory)
 
     def hashes(self, token_ids: Sequence[int], salt: str | None) -> list[bytes]:
         """Return the content hashes of the blocks that a prompt can reuse: whole blocks, never with the last token."""
@@ -119,7 +120,7 @@ class KVBlocks:
     def names(self, block_hash: bytes) -> list[tuple[str, int]]:
         """Return the name and the size in bytes of a block's file in each cache group."""
         sizes = enumerate(self._block_bytes)
-        return [(self._files.name_of(group, block_hash), num_bytes) for group, num_bytes in sizes]
+        return [(self.files.name_of(group, block_hash), num_bytes) for group, num_bytes in sizes]
 
     def count(self, hashes: Sequence[bytes], start: int = 0) -> int:
         """Return how many leading blocks have files in every group. The first `start` are known to have them."""
@@ -128,18 +129,7 @@ class KVBlocks:
 
     def has(self, block_hash: bytes) -> bool:
         """Return whether a block has a file in every group. Blocks behind a sliding window may never have one."""
-        return all(self._files.has(name) for name, _ in self.names(block_hash))
-
-    def has_file(self, name: str) -> bool:
-        return self._files.has(name)
-
-    def read(self, name: str) -> bytes | None:
-        """Return a whole file, with its checksum; None if there is no file of this name."""
-        return self._files.read_whole(name)
-
-    def write(self, name: str, data: bytes, num_bytes: int) -> bool:
-        """Keep what `read` returned in another process. Return False if damaged or not kept. Use one thread only."""
-        return self._files.write_whole(name, data, num_bytes)
+        return all(self.files.has(name) for name, _ in self.names(block_hash))
 
 
 class _PrefillError(PenstockError):
@@ -242,7 +232,7 @@ class RemotePrefill:
         for name, num_bytes in (pair for block_hash in hashes for pair in blocks.names(block_hash)):
             if name in self._coming:  # prompts that arrive together often begin alike
                 tasks.add(self._coming[name])
-            elif not blocks.has_file(name):
+            elif not blocks.files.has(name):
                 batch.append((name, num_bytes))
                 if sum(size for _, size in batch) >= BATCH_BYTES or len(batch) == MAX_BATCH:
                     tasks.add(self._start(url, blocks, batch, must_be_there))
@@ -284,7 +274,7 @@ class RemotePrefill:
                         raise _PrefillError(f"block {name} is missing")
                     continue
                 loop = asyncio.get_running_loop()
-                if not await loop.run_in_executor(self._writer, blocks.write, name, data, num_bytes):
+                if not await loop.run_in_executor(self._writer, blocks.files.write_whole, name, data, num_bytes):
                     raise _PrefillError(f"block {name} arrived damaged, or could not be written")
                 self.status.num_blocks += 1
                 self.status.num_bytes += num_bytes

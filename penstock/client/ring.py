@@ -94,6 +94,8 @@ class Ring:
         start += FRAME_BYTES
         self._memory[start : start + len(record)] = record
         self._used += FRAME_BYTES + len(record)
+        assert _HEAD + self._used <= self.segment_bytes, "a record runs into the next segment"
+        # Last, because a reader trusts everything below it: if this process is killed before, the record never was.
         self._set_word(index, 1, self._used)
         return True
 

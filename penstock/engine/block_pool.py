@@ -33,7 +33,11 @@ def salt_bytes(salt: str | None) -> bytes:
 
 
 class BlockPool:
-    """Allocates and frees the block ids 0 .. num_blocks - 1.
+    """Allocates and frees the block ids 0 .. num_blocks - 1. A block is in exactly one of the states above.
+
+    An assertion that fails here means that a table and this pool disagree about who uses a block. The engine then drops
+    both and computes all requests anew (Scheduler.reset), because a wrong count would sooner or later give a request
+    another one's keys and values.
 
     evicted: called for each block whose content can no longer be found here; it stays there until it is overwritten.
     """
@@ -48,14 +52,15 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in the order of allocation
 
     @property
-    def num_free(self) -> int:
-        """Return the number of blocks that `allocate` could return, cached ones included."""
+    def num_free(self) -> int:  # cached ones included
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks and drop their hashes. The caller has checked that enough are free."""
+        assert 0 <= count <= len(self._free), "the caller has not checked that enough blocks are free"
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
+            assert self._ref_counts[block_id] == 0, "a free block has a user"
             if (block_hash := self._hashes[block_id]) is not None:
                 self.num_cached_blocks -= 1
                 if self._evicted is not None:
@@ -75,6 +80,7 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """Remove a user from each block. A block without users is free; of cached ones, the first is reused first."""
         for block_id in block_ids:
+            assert self._ref_counts[block_id] > 0, "a block is released that nobody uses"
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 cached = self._hashes[block_id] is not None
@@ -87,7 +93,6 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def is_shared(self, block_id: int) -> bool:
-        """Return whether the block has more than one user."""
         return self._ref_counts[block_id] > 1
 
     def is_free(self, block_id: int) -> bool:
@@ -95,6 +100,8 @@ class BlockPool:
 
     def register(self, block_id: int, block_hash: bytes) -> bool:
         """Make a full block, which is in use, known by its content. Return False if an equal block already is."""
+        # A free block may be given away at any moment, so nobody can know what it will hold when it is found.
+        assert self._ref_counts[block_id] > 0, "a block becomes known that nobody uses"
         if block_hash in self._by_hash:
             return False
         self._forget(block_id)

@@ -19,6 +19,7 @@ from penstock.engine.timeline import StepLog
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
+from penstock.interface.plugins import check_registered
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     BlockStore,
@@ -29,7 +30,6 @@ from penstock.interface.step import (
     SchedulerOutput,
     num_rejected_drafts,
 )
-from penstock.plugins.logits_processors import check_registered
 
 MAX_FAILED_STEPS = 3  # in a row that blame a request, or cannot be planned: the engine is then broken
 
@@ -361,6 +361,7 @@ class Engine:
             output = self._ended(request, start, result.error)
             self._finish(request)
             return output
+        assert request.num_computed_tokens == item.num_computed_tokens, "a request has moved while it was computed"
         num_rejected = num_rejected_drafts(item, result) if item.draft_token_ids else 0
         computed = request.num_computed_tokens + item.num_new_tokens - num_rejected
         if isinstance(request, Beam):
@@ -372,7 +373,9 @@ class Engine:
             reason = FinishReason.STOP
         if result.sampler_state is not None:
             request.sampler_state = result.sampler_state
-        request.num_computed_tokens = min(computed, len(request.token_ids))  # it may have ended within its drafts
+        num_tokens = len(request.token_ids)
+        assert computed < num_tokens or reason is not None, "a request goes on with nothing to compute"
+        request.num_computed_tokens = min(computed, num_tokens)  # it may have ended within its drafts
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)

@@ -283,7 +283,13 @@ class KVCacheManager:
         changed, if too few blocks are free for all its tokens.
         """
         hashes, count = prefix.hashes, prefix.num_blocks
+        assert request.request_id not in self._tables, "a running request is admitted again"
+        assert count * self.block_size < request.num_tokens, "at least the last token is computed, to sample after it"
+        assert max_new_tokens > 0
         shared = [self._shared(group, pool, hashes, count) for group, pool in zip(self.groups, self.pools, strict=True)]
+        # The room for all its tokens is asked for, not only for this step's: a request that is admitted on the promise
+        # of blocks that others hold would be preempted before it is done, and its work lost. Shared blocks that nobody
+        # uses (`revived`) count as free until they are shared.
         for group, pool, block_ids in zip(self.groups, self.pools, shared, strict=True):
             revived = sum(1 for block_id in block_ids if block_id != NO_BLOCK and pool.is_free(block_id))
             peak = peak_blocks(group, request.num_tokens, max_new_tokens)
@@ -331,6 +337,8 @@ class KVCacheManager:
 
         The executor must not know the child yet: its table changes when it writes for the first time.
         """
+        assert child.request_id not in self._tables, "a fork runs already"
+        assert parent.num_computed_tokens <= child.num_tokens, "a fork begins with all that is computed of its parent"
         tables = self._tables[parent.request_id]
         self._settled.pop(parent.request_id, None)
         for pool, table in zip(self.pools, tables, strict=True):
@@ -379,6 +387,7 @@ class KVCacheManager:
         shared = self._shared_ends(request, tables) if request.request_id in self._forked else {}
         if max(missing) <= 0 and not shared:
             return True
+        # All groups are checked before any block moves, so that a refusal leaves every table as it was.
         for group, (count, pool) in enumerate(zip(missing, self.pools, strict=True)):
             if max(0, count) + (group in shared) > pool.num_free:
                 return False
@@ -386,6 +395,7 @@ class KVCacheManager:
             self._copy(group, tables[group], index)
         for count, pool, table in zip(missing, self.pools, tables, strict=True):
             table.block_ids.extend(pool.allocate(max(0, count)))
+            assert len(table.block_ids) >= table.num_sent >= 0, "the executor knows blocks that the table has not"
         return True
 
     def _shared_ends(self, request: Request, tables: list[BlockTable]) -> dict[int, int]:
@@ -425,6 +435,8 @@ class KVCacheManager:
         tables = self._tables[request.request_id]
         if num_full <= tables[0].num_registered:  # most decodes: no block was filled
             return
+        assert request.num_computed_tokens <= request.num_tokens, "more is computed than there are tokens"
+        assert num_full <= len(tables[0].block_ids), "tokens are computed that have no block"
         self._extend_hashes(request, num_full)
         start = tables[0].num_registered
         self._end_progress(request, start, num_full)
@@ -444,6 +456,7 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request. The last ones are reused first, so that prefixes live longest."""
+        # Its id must leave every book of this manager: a request of the same name may come in the next step.
         self._settled.pop(request.request_id, None)
         for pool, table in zip(self.pools, self._tables.pop(request.request_id), strict=True):
             pool.release(block_id for block_id in reversed(table.block_ids) if block_id != NO_BLOCK)

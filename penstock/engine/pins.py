@@ -53,7 +53,6 @@ class Pins:
         return len(self._pins)
 
     def is_public(self, block_hash: bytes) -> bool:
-        """Return whether a public pin has this block."""
         return block_hash in self._public
 
     def room(self, hashes: Sequence[bytes]) -> list[int]:
@@ -64,7 +63,6 @@ class Pins:
 
     @property
     def num_held(self) -> int:
-        """Return the number of blocks that are held now, over all groups."""
         return sum(map(len, self._held))
 
     def held(self, group: int) -> Iterable[int]:
@@ -113,6 +111,7 @@ class Pins:
         for group, block_id in zip(missing, found, strict=True):
             if None in found or block_id is None:
                 return False
+            # Shared like a request's block: the pool needs no rule for pins, and cannot give the block away.
             self._pools[group].share([block_id])
             self._held[group][block_hash] = block_id
         return True

@@ -97,8 +97,11 @@ class InFlight:
 
     def add(self, step: InFlightStep, requests: dict[str, Request]) -> None:
         """Add the youngest step. `requests` has its requests, by id."""
+        assert self.has_room, "more steps are in flight than the executor can hold"
         self.steps.append(step)
+        num_before = len(self._requests)
         self._requests.update({item.request_id: requests[item.request_id] for item in step.plan.scheduled})
+        assert len(self._requests) == num_before + len(step.plan.scheduled), "a request is in two steps at once"
 
     def lose(self, request: Request) -> None:
         """Note that a request has lost its blocks and, if it is in flight, its results."""
@@ -234,6 +237,8 @@ class Scheduler:
 
     def isolate(self, failed: SchedulerOutput) -> None:
         """Compute each request of a failed step alone, until it has a token, fails or ends; the others wait."""
+        # Whoever is to blame fails again alone, and everybody else gets the same token alone as in the batch. So the
+        # price of a fault is time, never another request.
         self._removed = [*failed.removed_request_ids, *self._removed]  # the executor may not have seen them
         if not self._alone:  # otherwise the first of them was tried, and is again
             ids = {item.request_id for item in failed.scheduled}
@@ -298,6 +303,8 @@ class Scheduler:
         checksum_logits: as in SchedulerOutput.
         """
         plan = _Plan(self.max_num_batched_tokens, self._fair_share())
+        # Nothing below may depend on a step in flight: its results may be lost, and then its requests are planned again
+        # from the state that is committed now.
         self._make_way()
         others = self._schedule_streams(plan)
         for request in sorted(others, key=lambda item: (item.num_missing_tokens > 1, self.policy.rank(item))):
@@ -308,6 +315,8 @@ class Scheduler:
         if drafts and not plan.preempted and not plan.waits_for_blocks and not self._short_of_blocks:
             self._add_drafts(plan, drafts)
         self._schedule_waiting(plan)
+        assert plan.budget >= 0, "a step has more tokens than the executor was built for"
+        assert len(self.running) <= self.max_num_seqs, "more requests run than there are rows"
         output = self._output(plan, checksum_logits)
         self._removed = []
         self._next_step_id += 1
@@ -315,6 +324,8 @@ class Scheduler:
 
     def withdraw(self, plan: SchedulerOutput) -> None:
         """Undo the plan of a step without requests, which was not submitted."""
+        assert not plan.scheduled, "a plan with requests has moved blocks, and cannot be undone"
+        assert plan.step_id == self._next_step_id - 1, "only the last plan can be undone"
         self._next_step_id -= 1
         self.repeat_removals(plan)
 
@@ -408,6 +419,8 @@ class Scheduler:
         return num_new if plan.allowance is None else plan.allowance.fit(num_new, num_computed)
 
     def _grant(self, plan: _Plan, request: Request, num_new: int) -> None:
+        assert 0 < num_new <= min(plan.budget, request.num_missing_tokens), "tokens that are not there are granted"
+        assert request.request_id not in plan.tokens, "a request is twice in a step"
         plan.tokens[request.request_id] = num_new
         plan.budget -= num_new
         if self.pace is None:
@@ -421,6 +434,7 @@ class Scheduler:
         """Free a running request's blocks; it waits at the head of the queue to be recomputed."""
         self.running.remove(request)
         self._free(request)
+        assert request.num_computed_tokens == 0, "its blocks are gone, so all of it is recomputed"
         self.waiting.appendleft(request)
         self.num_preempted += 1
         self.policy.preempted(request)
@@ -487,6 +501,8 @@ class Scheduler:
         new_requests = [self._new_request(request) for request in chosen if request.request_id in new] if new else []
         self._forked.difference_update(plan.tokens)
         scheduled = [ready.get(request.request_id) or self._scheduled_request(request, plan) for request in chosen]
+        # A request that runs and is left out of the plan keeps its blocks; one in the plan that does not run has none.
+        assert len(scheduled) == len(plan.tokens), "a request is in the plan and does not run"
         copies, offload = self.kv_cache.pop_copies(), self.kv_cache.offload
         saves, loads = ([], []) if offload is None else offload.pop_transfers()
         return SchedulerOutput(

@@ -184,7 +184,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class BlockDirectory:
-    """Where an engine keeps full blocks of its cache as files (runner/block_files.py).
+    """Where an engine keeps full blocks of its cache as files (runner/block_store.py).
 
     Attributes:
         root, name: the files are in root/name. Engines with the same name compute the same bits and lay out their

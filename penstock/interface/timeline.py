@@ -129,6 +129,7 @@ class Timeline:
         return copied
 
     def _append(self, interval: Interval) -> None:
+        assert interval.start == self.end <= interval.end, "intervals overlap, or leave a gap"
         self.end = interval.end
         if self.intervals and self.intervals[-1].kind is interval.kind:
             self.intervals[-1].absorb(interval)

@@ -20,7 +20,7 @@ def load_ops(
     Args:
         dtype: a np.dtype or a torch.dtype; results are of the same kind. The reference backend computes with torch.
         threads: number of threads of the native kernels.
-        cores: the CPUs of each of these threads (kernels/cpu/cores.py); empty: threads are not bound to CPUs.
+        cores: the CPUs of each of these threads (kernels/cpu/host.py); empty: threads are not bound to CPUs.
 
     Raises:
         NotSupportedError: the backend is not built yet.

@@ -1,6 +1,7 @@
-"""SamplingTensors: the sampling parameters of one step's rows, as arrays that a kernel can read.
+"""SamplingTensors: the sampling parameters of one step's rows, as arrays that a kernel can read; and the arithmetic of
+them that is Python: `adjust` and `philox4x32` compute with numpy's arrays and torch's tensors alike.
 
-A backend applies them in this fixed order, which is also vLLM's:
+A backend applies the parameters in this fixed order, which is also vLLM's:
 
     log-probabilities are taken first, from the raw logits
     mask           ids that may not be chosen (min_tokens, bad words)         -> -inf
@@ -19,8 +20,12 @@ other draw uses another last word, and so has a stream of its own (`uniform_at`)
 """
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from penstock.kernels.tensors import Tensor
+
+Word: TypeAlias = Any  # an int or an int64 tensor
+Words: TypeAlias = tuple[Word, Word, Word, Word]
 
 NO_TOKEN = -1  # never an id
 XTC_STREAM = 1
@@ -56,13 +61,46 @@ class SamplingTensors:
     counts: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
 
+def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Apply mask, bias and penalties to logits [M, V] float32, in place. Return the logits."""
+    if params.masked is not None:
+        logits[params.masked[:, 0], params.masked[:, 1]] = -float("inf")
+    if params.bias is not None:
+        pairs, values = params.bias
+        logits[pairs[:, 0], pairs[:, 1]] += values
+    if params.repetition is not None:
+        penalty, pairs = params.repetition
+        rows, ids = pairs[:, 0], pairs[:, 1]
+        likely = logits[rows, ids] > 0
+        logits[rows[likely], ids[likely]] /= penalty[rows[likely]]
+        logits[rows[~likely], ids[~likely]] *= penalty[rows[~likely]]
+    if params.counts is not None:
+        frequency, presence, pairs, counts = params.counts
+        rows, ids = pairs[:, 0], pairs[:, 1]
+        logits[rows, ids] -= frequency[rows] * counts
+        logits[rows, ids] -= presence[rows]
+    return logits
+
+
+def philox4x32(counter: Words, key: tuple[Word, Word]) -> Words:
+    """Compute ten rounds. Counter, key and results are 32-bit words, as ints or in int64 tensors, which broadcast to
+    one shape. There the product of two words wraps, but has the right 64 bits."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = high(product1) ^ c1 ^ k0, product1 & MASK, high(product0) ^ c3 ^ k1, product0 & MASK
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+    return c0, c1, c2, c3
+
+
+def high(product: Word) -> Word:
+    """Return the upper 32 of each 64 bits."""
+    return (product >> 32) & MASK
+
+
 def uniform_at(noise_key: tuple[int, int, int], stream: int) -> float:
     """Return the stream's uniform number, between 0 and 1 and never either, for (seed, choice, output position)."""
     seed, choice, position = noise_key
-    c0, c1, c2, c3 = choice & MASK, position & MASK, 0, stream
-    k0, k1 = seed & MASK, (seed >> 32) & MASK
-    for _ in range(ROUNDS):
-        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & MASK, (product0 >> 32) ^ c3 ^ k1, product0 & MASK
-        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
-    return ((c0 >> 9) + 0.5) * 2.0**-23
+    words = philox4x32((choice & MASK, position & MASK, 0, stream), (seed & MASK, high(seed)))
+    return float(((words[0] >> 9) + 0.5) * 2.0**-23)

@@ -4,9 +4,8 @@ import numpy as np
 
 from penstock.kernels.metadata import AttentionParams, RotaryParams
 from penstock.kernels.tensors import FLOAT32, Array, Tensor
-from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
-from penstock.layers.module import Module
+from penstock.layers.module import ForwardContext, Module
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.kernels.tensors import Tensor
-from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
-from penstock.layers.module import Module
+from penstock.layers.module import ForwardContext, Module
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
@@ -16,7 +15,7 @@ MakeBlock = Callable[[ModelConfig, LayerFactory, int, Rotary | None], Any]
 
 
 class DecoderLM(Module):
-    """A CausalLM (context.py): a decoder under the name that the parameter table gives it, and the LM head."""
+    """A CausalLM (layers/module.py): a decoder under the name that the parameter table gives it, and the LM head."""
 
     def __init__(
         self,

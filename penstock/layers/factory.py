@@ -20,9 +20,8 @@ from penstock.kernels.tensors import Array, Tensor, array_type
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.rotary import Rotary
 from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, LayerNorm, Linear, LinearSpec, RMSNorm
-from penstock.spec.model_config import ModelConfig
+from penstock.spec.model_config import ModelConfig, RopeConfig
 from penstock.spec.param_table import Parameter
-from penstock.spec.rope_config import RopeConfig
 
 # as Ops.experts
 Mixture = Callable[..., Tensor]

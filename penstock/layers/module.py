@@ -1,15 +1,63 @@
-"""Module: a node in the tree of a model's layers. It offers what the loader and `check` need of torch.nn.Module,
-without torch.
+"""What a model is: CausalLM, its interface; ForwardContext, what a pass needs besides token ids and weights; Module, a
+node in the tree of its layers.
 
-A model may mix both kinds: a torch.nn.Module may have our modules as attributes, and the other way round.
+The context is passed down as an argument. There is no global context, so several engines can run in one process. Module
+offers what the loader and `check` need of torch.nn.Module, without torch. A model may mix both kinds: a torch.nn.Module
+may have our modules as attributes, and the other way round.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from penstock.kernels.metadata import AttentionMetadata, KVCache
 from penstock.kernels.tensors import Tensor
 
-__all__ = ["Module", "Tensor", "get_submodule", "is_torch_module", "named_modules"]
+__all__ = [
+    "CausalLM",
+    "ForwardContext",
+    "Module",
+    "Tensor",
+    "get_submodule",
+    "is_torch_module",
+    "named_modules",
+    "replaced",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """One step's positions and caches.
+
+    Attributes:
+        positions: [T] int64, each token's absolute position in its own sequence.
+        kv_caches: one cache per decoder layer.
+        attention: metadata of each cache group.
+        layer_group: index into `attention` for each decoder layer.
+    """
+
+    positions: Tensor
+    kv_caches: tuple[KVCache, ...]
+    attention: tuple[AttentionMetadata, ...]
+    layer_group: tuple[int, ...]
+
+    def layer(self, index: int) -> tuple[KVCache, AttentionMetadata]:
+        """Return the cache and the metadata of a decoder layer."""
+        return self.kv_caches[index], self.attention[self.layer_group[index]]
+
+
+class CausalLM(Protocol):
+    """A decoder and its head. The head is called separately, so that logits are computed only where they are needed.
+
+    Its class is called with (ModelConfig, LayerFactory).
+    """
+
+    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """Map ids [T] int64 to [T, hidden] dtype after the final norm. Stores keys and values in the caches of ctx."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden states [M, hidden] dtype, at the wanted positions only, to logits [M, V] float32."""
 
 
 class Module:
@@ -48,6 +96,21 @@ def children(module: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
         elif isinstance(value, list) and value and all(map(is_module, value)):
             yield from ((f"{name}.{index}", item) for index, item in enumerate(value))
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module another attribute inside the block: how a pass is watched without a line of it in the layers."""
+    own = vars(module)  # a method that stands in the class is not in it
+    before, had = own.get(name), name in own
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(module, name, before)
+        else:
+            delattr(module, name)
 
 
 def is_module(value: object) -> bool:

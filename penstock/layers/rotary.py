@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import FLOAT32, FLOAT64, Array, empty
-from penstock.spec.rope_config import RopeConfig
+from penstock.spec.model_config import RopeConfig
 
 SAMPLED_POSITIONS = np.arange(0, 2**17, 509, dtype=FLOAT64)
 BLOCK = 4096  # positions computed at once, so that the float64 values of a long context are never all in memory

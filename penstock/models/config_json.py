@@ -10,13 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ModelLoadError, NotSupportedError, shown
+from penstock.errors import ModelLoadError, NotSupportedError, nearest, shown
 from penstock.models.registry import ARCHITECTURES, HEADLESS, find_architecture, unsupported
-from penstock.spec.config_file import read_config, read_json
-from penstock.spec.config_reader import ConfigReader
+from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported
+from penstock.spec.config_reader import ConfigReader, read_json
 from penstock.spec.generation_config import read_ignored, read_sampling
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.unsupported import SUPPORTED, nearest, why_unsupported
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, fail
+from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, fail, nearest
+from penstock.interface import entry_points
 from penstock.models.falcon.config import read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
@@ -20,11 +21,11 @@ from penstock.models.llama.config import read_llama, read_ministral, read_mistra
 from penstock.models.mixtral.config import read_mixtral, read_qwen3_moe
 from penstock.models.olmo2.config import read_olmo2
 from penstock.models.phi3.config import read_phi3
-from penstock.plugins import entry_points
+from penstock.spec.config_file import SUPPORTED, why_unsupported
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.param_table import ParamTable
-from penstock.spec.unsupported import DOCUMENTATION, SUPPORTED, nearest, why_unsupported
 
+DOCUMENTATION = "https://github.com/penstock/penstock/tree/main/docs"  # for users who have only installed the package
 OWN_CONVENTION = "penstock"
 DEFAULT_VERSION = "default"
 MAX_NAME = 80  # maximum number of characters of a name that an error message repeats
@@ -203,7 +204,7 @@ def register_model(
         config: for a new architecture, the function that reads its config.json, or the name of an architecture whose
             function can be used.
         version: name of this implementation if there are several; the engine option `model_impl` chooses among them.
-        convention: "penstock", forward(input_ids [T], ctx) and compute_logits as in layers/context.py; or
+        convention: "penstock", forward(input_ids [T], ctx) and compute_logits as in layers/module.py; or
             "jetstream", forward(tokens [B, S], input_pos [B, S], caches, mask); penstock_lab/conventions/jetstream.py
             explains both.
 

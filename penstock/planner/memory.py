@@ -16,7 +16,7 @@ from penstock.engine.kv_cache_manager import peak_blocks, table_length
 from penstock.errors import InvalidRequestError, fail
 from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import GRANULE, cache_token_bytes
-from penstock.kernels.cpu.control_groups import memory_left, read_text
+from penstock.kernels.cpu.host import memory_left, read_text
 from penstock.spec.model_config import ModelConfig
 
 ENGINE_RUNTIME = 57 * 2**20  # memory of an engine's process before it loads, without torch; measured

@@ -103,11 +103,6 @@ class Group:
         """The bytes that the leader has received from the other ranks so far."""
         return self.links.bytes_received
 
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the other ranks."""
-        return [process.pid for process in self._processes]
-
     def wait_until_ready(self) -> None:
         """Wait until every rank is ready.
 

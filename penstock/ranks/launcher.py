@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig
-from penstock.plugins import entry_points
+from penstock.interface import entry_points
 from penstock.ranks.children import spawn
 
 PROCESS = "penstock.ranks.process"  # the module that a rank runs

@@ -12,7 +12,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from penstock.errors import ExecutorLostError, PenstockError
-from penstock.plugins.user_files import import_files
+from penstock.interface.plugins import import_files
 from penstock.ranks.build import Begin, RankPlan, make_runner
 from penstock.ranks.group import RANK_OF_GROUP, CannotStart, Ready, StepOrder
 from penstock.ranks.links import Links, inherit_links

@@ -26,11 +26,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.errors import ModelLoadError, shown
+from penstock.errors import ModelLoadError, hint, listed, shown
 from penstock.ranks.sharding import EXPERT, Degrees, Form, depth_degree, general, is_beginning, is_looked_up, module_of
+from penstock.spec.config_reader import read_text, read_yaml
 from penstock.spec.param_table import Layout, Parameter, ParamTable
-from penstock.spec.table_rows import read_text, read_yaml
-from penstock.spec.unsupported import hint, listed
 
 REPLICATED = -1
 Hints = Mapping[str, bool]  # module of a branch, with * for numbers -> whether the features in it are split

@@ -1,24 +1,42 @@
-"""TieredBlockStore: keeps full blocks outside the cache, in main memory and in files. It is the runner's counterpart of
-engine/offload.py.
+"""TieredBlockStore: keeps full blocks outside the cache, in main memory and in files (BlockFiles). It is the runner's
+counterpart of the engine's offload.
 
     save: cache -> a copy -> memory, at once; -> files, by a thread beside the steps
     load: memory, or a file that was read and checked when the step was planned -> cache
 
 The content of a block is its bytes in every layer of its group, one after the other. Its key is group and hash.
+
+    DIR / fingerprint / group-hash:   magic, checksum over name and content (16 bytes each) | content
+
+A file is written under a temporary name and then renamed, so it is complete or absent, and several engines may share
+the directory. Files are checked when they are read; a damaged file is deleted, and counts as absent. An error of the
+disk is never raised after the start: it counts as a miss, and the first error of each kind is logged.
 """
 
+import hashlib
+import itertools
 import logging
+import os
 import queue
+import re
 import threading
+import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 from penstock.interface.messages import BlockDirectory
-from penstock.runner.block_files import BlockFiles
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, bytes]  # cache group, block hash
 MAX_QUEUED_BYTES = 2**28  # of contents that wait to be written; further blocks get no file
+MAGIC = b"penstock block 1"
+HEADER_BYTES = len(MAGIC) + 16
+TEMPORARY = ".writing-"
+OLD_S = 3600.0  # the age from which a temporary file counts as abandoned
+NAME = re.compile(r"[0-9]+-[0-9a-f]{32}")  # nothing else is ever deleted
+KEPT = 0.9  # share of the bound that remains when files are deleted, so that this happens rarely
+RESCAN = 64  # how many files are written before other engines' files are counted again
 
 
 class TieredBlockStore:
@@ -31,7 +49,7 @@ class TieredBlockStore:
         max_bytes: the bound in main memory; 0 keeps no blocks there.
     """
 
-    def __init__(self, block_bytes: list[int], max_bytes: int, files: BlockFiles | None) -> None:
+    def __init__(self, block_bytes: list[int], max_bytes: int, files: "BlockFiles | None") -> None:
         self.survives = files is not None
         self._block_bytes, self._max_bytes, self._files = block_bytes, max_bytes, files
         self._memory: OrderedDict[Key, bytes] = OrderedDict()  # the least recently used block is first
@@ -123,7 +141,7 @@ class TieredBlockStore:
             self._num_bytes -= len(self._memory.popitem(last=False)[1])
         return True
 
-    def _write(self, files: BlockFiles) -> None:
+    def _write(self, files: "BlockFiles") -> None:
         while (item := self._queue.get()) is not None:
             key, content = item
             try:
@@ -141,3 +159,164 @@ class TieredBlockStore:
         ever falls."""
         self._num_saved += is_saved
         self._num_unsaved += not is_saved
+
+
+class BlockFiles:
+    """Blocks of the cache as files below root / name, which outlive the process. The bound applies to the files of all
+    names below root together.
+
+    The engine's thread calls `read` and `has`; one other thread calls `write`.
+    """
+
+    def __init__(self, root: Path, name: str, max_bytes: int) -> None:
+        """Make the directory, readable by its owner alone, and count the files in it.
+
+        Raises:
+            OSError: the directory cannot be made, read or written to.
+        """
+        self.root, self.name, self.max_bytes = root, name, max_bytes
+        self._own = root / name
+        self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._known: set[str] = set()  # names of files that this engine has seen
+        self._broken: set[str] = set()  # names of files that could not be read, until they are written again
+        self._count = itertools.count()
+        self._num_bytes = self._num_written = 0
+        self._complained: set[str] = set()
+        self.num_unreadable = 0
+        probe = self._own / f"{TEMPORARY}{os.getpid()}-probe"
+        probe.touch(0o600)
+        probe.unlink()
+        self._shrink()
+
+    @staticmethod
+    def name_of(group: int, block_hash: bytes) -> str:
+        """Return the name of a block's file."""
+        return f"{group}-{block_hash.hex()}"
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file of this name, which another engine may have written."""
+        if name not in self._known:
+            if name in self._broken or not os.path.exists(self._own / name):
+                return False
+            self._known.add(name)
+        return True
+
+    def read(self, name: str, num_bytes: int) -> bytes | None:
+        """Return the content of a file; None if it does not exist, cannot be read or is damaged."""
+        path = self._own / name
+        try:
+            with path.open("rb") as file:
+                data = file.read(HEADER_BYTES + num_bytes + 1)
+            content = _content(name, data, num_bytes)
+            if content is not None:
+                os.utime(path)
+                return content
+            self._complain("damaged", f"{path} is damaged; it is deleted, and its tokens are computed again")
+            _delete(path)
+            self._lose(name)
+        except OSError as error:
+            self._lose(name, error)
+        return None
+
+    def _lose(self, name: str, error: OSError | None = None) -> None:
+        """Note that a file is gone or, until it is written again, of no use."""
+        self._known.discard(name)
+        if isinstance(error, FileNotFoundError):  # another engine has deleted it
+            return
+        if error is not None:
+            self._complain("read", f"{self._own / name} cannot be read: {error}; its tokens are computed again")
+        self.num_unreadable += 1
+        self._broken.add(name)
+
+    def read_whole(self, name: str) -> bytes | None:
+        """Return a file with its header, for `write_whole` on another machine; None if it cannot be read."""
+        if NAME.fullmatch(name):
+            try:
+                return (self._own / name).read_bytes()
+            except OSError as error:
+                self._lose(name, error)
+        return None
+
+    def write_whole(self, name: str, data: bytes, num_bytes: int) -> bool:
+        """Write a file that `read_whole` returned elsewhere. Return False if it is damaged or cannot be written."""
+        content = _content(name, data, num_bytes)
+        return content is not None and self.write(name, content)
+
+    def write(self, name: str, content: bytes) -> bool:
+        """Write a file, and delete the least recently used ones if the bound requires it. Return False if it cannot be
+        written."""
+        size = HEADER_BYTES + len(content)
+        if size > self.max_bytes:
+            self._complain("bound", f"a block of {size} bytes exceeds the {self.max_bytes} of {self.root}")
+            return False
+        temporary = self._own / f"{TEMPORARY}{os.getpid()}-{id(self):x}-{next(self._count)}"
+        try:
+            self._num_written += 1
+            if self._num_bytes + size > self.max_bytes or self._num_written % RESCAN == 0:
+                self._shrink(size)
+            with open(temporary, "xb", opener=_private) as file:
+                file.write(_header(name, content))
+                file.write(content)
+            temporary.replace(self._own / name)
+        except OSError as error:
+            self._complain("write", f"{self._own / name} cannot be written: {error}; blocks are not kept until it can")
+            _delete(temporary)
+            return False
+        self._num_bytes += size
+        self._broken.discard(name)
+        self._known.add(name)
+        return True
+
+    def _shrink(self, more: int = 0) -> None:
+        """Count all files. Unless `more` bytes still fit, delete those used longest ago."""
+        found: list[tuple[int, int, Path]] = []
+        for path in self.root.glob("penstock-*/*"):
+            try:
+                status = path.stat()
+            except OSError:  # deleted meanwhile
+                continue
+            if NAME.fullmatch(path.name):
+                found.append((status.st_mtime_ns, status.st_size, path))
+            elif path.name.startswith(TEMPORARY) and status.st_mtime < time.time() - OLD_S:
+                _delete(path)
+        total = sum(size for _, size, _ in found)
+        if total + more > self.max_bytes:
+            for _, size, path in sorted(found):
+                if total + more <= self.max_bytes * KEPT:
+                    break
+                total -= size if _delete(path) else 0
+                self._known.discard(path.name)
+        self._num_bytes = total
+
+    def _complain(self, kind: str, message: str) -> None:
+        """Log a message, if it is the first of its kind."""
+        if kind not in self._complained:
+            self._complained.add(kind)
+            logger.warning("kv_offload_dir: %s", message)
+
+
+def _content(name: str, data: bytes, num_bytes: int) -> bytes | None:
+    """Return the content from a file's data; None if the data is not what was written under this name."""
+    content = data[HEADER_BYTES:]
+    if len(content) != num_bytes or data[:HEADER_BYTES] != _header(name, content):
+        return None
+    return content
+
+
+def _header(name: str, content: bytes) -> bytes:
+    """Return the header of a file. Its checksum covers the name, so that no file passes for another."""
+    digest = hashlib.blake2b(name.encode(), digest_size=16)
+    digest.update(content)
+    return MAGIC + digest.digest()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _delete(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True

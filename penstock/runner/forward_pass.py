@@ -23,8 +23,7 @@ from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads,
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array, is_torch
 from penstock.layers.attention import Attention
-from penstock.layers.context import CausalLM, ForwardContext
-from penstock.layers.module import named_modules
+from penstock.layers.module import CausalLM, ForwardContext, named_modules, replaced
 from penstock.runner.model_runner import allocate_kv_caches, layer_groups
 from penstock.spec.model_config import ModelConfig
 
@@ -190,16 +189,14 @@ class ForwardPass:
 @contextmanager
 def _watching(blocks: list[tuple[Any, Attention]], seen: _Seen, wanted: Wanted) -> Iterator[None]:
     """Copy the residual stream before each block, and each layer's queries."""
-    from unittest.mock import patch  # imported here because an engine does not need it to start
-
     with ExitStack() as stack:
         for layer, (block, attention) in enumerate(blocks):
             if wanted.hidden_states:
                 watched = partial(_watched_block, block.forward, seen.states[layer])
-                stack.enter_context(patch.object(block, "forward", watched))
+                stack.enter_context(replaced(block, "forward", watched))
             if wanted.attentions:
                 watching = _WatchedOps(attention.ops, seen.queries[layer])
-                stack.enter_context(patch.object(attention, "ops", watching))
+                stack.enter_context(replaced(attention, "ops", watching))
         yield
 
 

@@ -30,23 +30,19 @@ from penstock.interface.step import (
 from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
-from penstock.kernels.sampling import NO_TOKEN
-from penstock.kernels.tensors import Array, Bools, Tensor, as_array, dtype_of, is_torch
-from penstock.layers.context import CausalLM, ForwardContext
+from penstock.kernels.tensors import Array, Tensor, as_array, dtype_of, is_torch
+from penstock.layers.module import CausalLM, ForwardContext
 from penstock.runner.block_store import TieredBlockStore
-from penstock.runner.checksums import logits_checksums
-from penstock.runner.custom_processors import apply_custom_processors
 from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.packed_step import PackedStep, PromptPiece
 from penstock.runner.pooler import Pooler
 from penstock.runner.programs import RecordedModel
-from penstock.runner.sampler import Sampled, Sampler, token_logprobs
+from penstock.runner.sampler import NOT_FINITE, Sampled, Sampler, token_logprobs
 from penstock.runner.structured import Forms, StructuredRows
 from penstock.spec.model_config import ModelConfig
 
 HIDDEN_NOT_FINITE = "the model's hidden states are not finite (NaN or infinity)"
-NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-ALL_MASKED = "no token may be chosen: min_tokens, bad words and other masks leave none that the model allows"
+WINDOW = 2048  # columns of a checksum; an even number, because two float32 are added as one 64-bit word
 
 
 class ModelRunner:
@@ -233,7 +229,7 @@ class ModelRunner:
         if step.prompt_pieces:  # nothing else can have failed yet
             failed = np.array([results[b].error is not None for b in sequences], dtype=np.bool_)
         positions = Positions(step.sampled_rows, step.offsets)
-        sampled, errors = self._choose(logits, positions, failed)
+        sampled, errors = self._sampler.choose(logits, self.batch, positions, self._structured, failed)
         for index, state in sampled.sampler_state.items():  # a request that has one has no drafts
             self.batch.sampling.sampler_state[positions.rows[index]] = results[sequences[index]].sampler_state = state
         chosen_ids = sampled.token_ids
@@ -245,9 +241,9 @@ class ModelRunner:
                 results[b].new_token_ids = [token_id]
                 results[b].logprobs = None if entry is None else [entry]
         self.batch.append(positions.rows, chosen_ids, positions.offsets)
-        self._take_forced(step, results)
+        self._append_forced(step, results)
 
-    def _take_forced(self, step: PackedStep, results: list[RequestStepOutput]) -> None:
+    def _append_forced(self, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Append the tokens that a sequence's form dictates, unless the sequence had wrong drafts.
 
         They are outputs as if sampled. The next step computes them together.
@@ -261,36 +257,6 @@ class ModelRunner:
                 forced[row] = self._structured.forced(row)
                 result.new_token_ids += forced[row]
         self.batch.extend(forced)
-
-    def _choose(self, logits: Tensor, positions: Positions, failed: Bools | None) -> tuple[Sampled, dict[int, str]]:
-        """Sample the rows of logits [M, V] that have no error. Also return the error messages of rows that fail here.
-
-        failed: [M], rows whose sequence has an error already; None if no row has.
-        """
-        healthy = as_array(self.ops.finite_rows(logits)).astype(bool)
-        usable = healthy if failed is None else healthy & ~failed
-        if np.count_nonzero(usable) == len(usable):
-            return self._choose_healthy(logits, positions)
-        errors, kept = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE), np.flatnonzero(usable)
-        found = Sampled(np.full(len(usable), NO_TOKEN, dtype=np.int64), [None] * len(usable))
-        if len(kept):
-            sampled, wrong = self._choose_healthy(logits[self.ops.tensor(kept)], positions.at(kept))
-            found.token_ids[kept] = sampled.token_ids
-            for index, entry in zip(kept.tolist(), sampled.logprobs, strict=True):
-                found.logprobs[index] = entry
-            found.sampler_state.update((int(kept[index]), state) for index, state in sampled.sampler_state.items())
-            errors |= {int(kept[index]): error for index, error in wrong.items()}
-        return found, errors
-
-    def _choose_healthy(self, logits: Tensor, positions: Positions) -> tuple[Sampled, dict[int, str]]:
-        """Do the work of `_choose` for logits whose rows are all finite."""
-        processed, wrong = apply_custom_processors(logits, self.batch, positions, self.ops)
-        processed, unfit = self._structured.apply(processed, positions)
-        sampled = self._sampler.sample(logits, self.batch, positions, processed)
-        masked = sampled.token_ids == NO_TOKEN
-        if unfit or wrong or np.count_nonzero(masked):
-            return sampled, dict.fromkeys(np.flatnonzero(masked).tolist(), ALL_MASKED) | unfit | wrong
-        return sampled, {}
 
     def without_padding(self, logits: Tensor) -> Tensor:
         """Remove the LM head's padding, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""
@@ -397,6 +363,23 @@ def _accept(
             result.logprobs = [*(result.logprobs or ()), entry]
         is_open[b] = token_ids[index] == draft
     return taken
+
+
+def logits_checksums(logits: Array, step_id: int) -> list[int]:
+    """Return, for each row of logits [M, V] float32, the sum modulo 2**64 of the words in this step's window. It shows
+    the flight recorder's replay a changed bit even in a step that chose the same tokens.
+
+    A checksum covers a window of the vocabulary, because all of it would cost as much as sampling does: 4 MiB a step
+    with 32 requests and 32,000 tokens. A bit that changes before the LM head changes nearly every logit. The window
+    moves with the step, so that a change in the LM head alone is seen within vocab_size / WINDOW steps.
+    """
+    vocab_size = logits.shape[1]
+    width = min(WINDOW, vocab_size // 2 * 2)
+    if width == 0:
+        return [int(row.view(np.uint32)[0]) for row in logits]
+    start = min(step_id % -(-vocab_size // width) * width, vocab_size - width)
+    words = logits[:, start : start + width].view(np.uint64)
+    return list(np.add.reduce(words, axis=1, dtype=np.uint64).tolist())
 
 
 def _failed(result: RequestStepOutput) -> RequestStepOutput:

@@ -1,13 +1,104 @@
-"""PackedStep: one step as a flat batch. Layout: the part of it that stays the same from decode step to decode step."""
+"""A step as flat arrays: PackedStep, which the model and the sampler read; BlockTable, from which its slots come;
+Layout, which stays the same from decode step to decode step; DecodeStep, which packs the next one in place.
 
-from dataclasses import dataclass
+    step k      rows [ 4 | 7 | 2 ]    seq_lens [ 18 | 33 |  9 ]
+    step k+1    the same arrays                [ 19 | 34 | 10 ]
+
+From one decode step to the next only lengths, slots, last tokens and drafts change. They are written into the arrays of
+the step before, so that attention metadata and the addresses in a recorded program, which refer to them, stay valid.
+Nothing here knows requests, only rows of the InputBatch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.errors import EngineError
+from penstock.interface.step import NO_BLOCK, CacheGroup
 from penstock.kernels.tensors import Bools, Int32, Int64
 
 NO_DRAFT = -1
+NO_SLOT = -1
+
+
+class BlockTable:
+    """The block ids of all rows of the InputBatch, for one cache group, by position // block_size; -1 where no
+    block is allocated.
+
+        row:  [ -1 released (before the window) | block ids | -1 not allocated yet ]
+              0                    num_released     num_entries          max_blocks
+
+    A row of a ring repeats its only block id up to max_model_len, so that readers need no special case for rings.
+
+    Attributes:
+        group: the cache group that the table addresses.
+        version: incremented by every change of a row.
+    """
+
+    def __init__(self, group: CacheGroup, max_num_seqs: int, max_model_len: int) -> None:
+        max_blocks = -(-max_model_len // group.block_size)
+        self.group = group
+        self._ids: Int32 = np.full((max_num_seqs, max_blocks), NO_BLOCK, dtype=np.int32)
+        self._num_entries = [0] * max_num_seqs
+        self._num_released = [0] * max_num_seqs
+        self.version = 0
+
+    def append(self, row: int, block_ids: list[int]) -> None:
+        """Append block ids to a row.
+
+        Raises:
+            EngineError: the row would exceed max_model_len, or a ring would have two blocks.
+        """
+        if self.group.ring and block_ids:
+            if len(block_ids) > 1 or self._num_entries[row]:
+                raise EngineError("a ring is one block, and more were given")
+            block_ids = block_ids * int(self._ids.shape[1])
+        start = self._num_entries[row]
+        end = start + len(block_ids)
+        if end > self._ids.shape[1]:
+            raise EngineError(f"a block table holds {self._ids.shape[1]} blocks, and {end} were given")
+        self.version += 1
+        self._ids[row, start:end] = block_ids
+        self._num_entries[row] = end
+
+    def release(self, row: int, num_released: int) -> None:
+        """Set the first num_released entries to -1, counted from the start of the row."""
+        start = self._num_released[row]
+        if num_released > start:
+            self.version += 1
+            self._ids[row, start:num_released] = NO_BLOCK
+            self._num_released[row] = num_released
+
+    def clear(self, row: int) -> None:
+        """Empty a row."""
+        self.version += 1
+        self._ids[row, : self._num_entries[row]] = NO_BLOCK
+        self._num_entries[row] = self._num_released[row] = 0
+
+    def slots(self, rows: Int64, positions: Int64, ends: Int64) -> Int64:
+        """Return the slots [T] int64 of the tokens at `positions` [T] of `rows` [T].
+
+        In a ring, a token is not stored (NO_SLOT) if a later token of the same step takes its place. ends: [T], the
+        length of each token's sequence after the step.
+
+        Raises:
+            EngineError: a token has no block.
+        """
+        block_size = self.group.block_size
+        block_ids = self._ids[rows, positions // block_size].astype(np.int64)
+        if np.count_nonzero(block_ids < 0):
+            raise EngineError("a token was scheduled whose block is not allocated")
+        slots = block_ids * block_size + positions % block_size
+        return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots
+
+    def begins_block(self, positions: Int64) -> bool:
+        """Return whether any of `positions` is the first position of a block."""
+        return bool(np.count_nonzero(positions % self.group.block_size) < len(positions))
+
+    def gather(self, rows: Int64, longest: int) -> Int32:
+        """Copy `rows` [B], cut to the blocks that `longest` tokens need: [B, max_blocks] int32."""
+        return self._ids[rows, : -(-longest // self.group.block_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +234,83 @@ class Layout:
     def positions(self, computed: Int64) -> Int64:
         """Return the position of each token, [T], if `computed` [B] tokens of each sequence are cached."""
         return computed[self.token_sequences] + self.token_offsets
+
+
+class DecodeStep:
+    """A packed step that is packed again in place, as long as the same rows have as many new tokens each. In it
+    every token is sampled: each sequence has one token and its drafts."""
+
+    def __init__(self, step: PackedStep, layout: Layout, block_tables: Sequence[BlockTable], longest: int) -> None:
+        """longest: the number of tokens of the longest sequence of the step."""
+        self._step = step
+        self._layout = layout
+        self._longest = longest
+        self._tables = tuple(zip(block_tables, step.block_tables, step.slot_mappings, strict=True))
+        self._versions = [table.version for table in block_tables]
+        # A longer sequence needs wider tables, and so a newly packed step.
+        self._room = min(ids.shape[1] * table.group.block_size for table, ids, _ in self._tables)
+
+    def precedes(self, layout: Layout, computed: Int64, num_tokens: Int64) -> bool:
+        """Return whether this step can be packed again as the next one.
+
+        Each row must have as many new tokens as in this step, and they must be its last ones; without drafts, each row
+        must have one token more than in this step.
+
+        computed: [B], tokens cached before that step. num_tokens: [max_num_seqs], the number of tokens of each row.
+        """
+        if layout is not self._layout:
+            return False
+        if layout.is_decode:
+            is_next = (computed == self._step.seq_lens) & (num_tokens[layout.rows] == computed + 1)
+            return self._longest < self._room and bool(np.count_nonzero(is_next) == len(computed))
+        ends = computed + layout.new
+        known = num_tokens[layout.rows] + layout.num_drafts
+        return int(ends.max()) <= self._room and not np.count_nonzero(known != ends)
+
+    def advance(self, token_ids: Int32) -> PackedStep:
+        """Pack the step that follows, without drafts. It is the same object if no sequence begins a new block.
+
+        token_ids: [max_num_seqs, max_model_len], the tokens of each row.
+
+        Raises:
+            EngineError: a token has no block. The next step must then be packed from the beginning.
+        """
+        step, rows, stays = self._step, self._layout.rows, True
+        self._longest += 1
+        step.positions[:] = step.seq_lens
+        step.seq_lens[:] += 1
+        step.input_ids[:] = token_ids[rows, step.positions]
+        for index, (table, ids, slots) in enumerate(self._tables):
+            if table.version == self._versions[index] and not table.begins_block(step.positions):
+                slots[:] += 1
+                continue
+            self._versions[index], stays = table.version, False
+            ids[:] = table.gather(rows, self._longest)
+            slots[:] = table.slots(rows, step.positions, step.positions + 1)
+        if not stays:
+            self._step = replace(step)
+        return self._step
+
+    def advance_with_drafts(self, token_ids: Int32, computed: Int64, drafts: Int64) -> PackedStep:
+        """Pack the step that follows, with as many drafts of each row. It is the same object if no block table changed.
+
+        Args:
+            token_ids: [max_num_seqs, max_model_len], the tokens of each row and then its drafts.
+            computed, drafts: as in `precedes` and PackedStep.
+
+        Raises: as `advance`.
+        """
+        step, layout, stays = self._step, self._layout, True
+        step.positions[:] = layout.positions(computed)
+        step.seq_lens[:] = computed + layout.new
+        step.input_ids[:] = token_ids[layout.token_rows, step.positions]
+        step.drafts[:] = drafts
+        ends = (computed + layout.new)[layout.token_sequences]
+        for index, (table, ids, slots) in enumerate(self._tables):
+            if table.version != self._versions[index]:
+                self._versions[index], stays = table.version, False
+                ids[:] = table.gather(layout.rows, ids.shape[1] * table.group.block_size)
+            slots[:] = table.slots(layout.token_rows, step.positions, ends)
+        if not stays:
+            self._step = replace(step)
+        return self._step

@@ -8,7 +8,7 @@ from penstock.kernels.arena import FIXED_ROWS
 from penstock.kernels.metadata import KVCache
 from penstock.kernels.ops import Program, RecordingOps
 from penstock.kernels.tensors import Array, Tensor, as_array
-from penstock.layers.context import CausalLM, ForwardContext
+from penstock.layers.module import CausalLM, ForwardContext
 
 
 @dataclass(slots=True, eq=False)

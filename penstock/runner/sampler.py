@@ -1,31 +1,36 @@
-"""Sampler: chooses one token per row of logits, and computes the log-probabilities that were asked for.
+"""Sampler: from the logits of a step to one token per row, and the log-probabilities that were asked for.
 
-Log-probabilities are of the raw distribution: they are taken before masks, bias, penalties and temperature. The
-backend does the arithmetic (`ops.log_softmax`, `ops.sample`); this module collects its parameters and ranks tokens. A
-parameter that no row of a step needs is None in SamplingTensors, so that its pass over the logits is skipped. Rows
-without LogitAdjustments cost a few indexed reads and no Python per row. Rows that ask for an option that the kernels
-do not have are shaped in numpy first (logit_adjustments.py); the kernels then only draw from them.
+    custom processors -> forms (structured.py) -> rows that the kernels cannot adjust are warped (logits.py) -> draw
+
+Rows that are not finite, or in which no token may be chosen, get an error; the others are sampled all the same.
+Log-probabilities are of the raw distribution: they are taken before all of this. The backend does the arithmetic
+(`ops.log_softmax`, `ops.sample`); this module collects its parameters and ranks tokens. A parameter that no row of a
+step needs is None in SamplingTensors, so that its pass over the logits is skipped. Rows without LogitAdjustments cost a
+few indexed reads and no Python per row.
 
 Order: higher log-probability first, the lower id first on a tie. Rank: 1 + the number of tokens with a strictly
 greater log-probability, so tied tokens share a rank.
 """
 
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from penstock.interface.plugins import PROCESSORS, TimeLimitError, call_limited, takes_ids
 from penstock.interface.step import SamplerState, TokenLogprobs
 from penstock.kernels.ops import Ops
-from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
-from penstock.kernels.tensors import Array, Float32, Int64, Tensor, as_array
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, adjust
+from penstock.kernels.tensors import Array, Bools, Float32, Int64, Tensor, as_array, as_torch
 from penstock.runner.input_batch import InputBatch, Positions
-from penstock.runner.logit_adjustments import LogitAdjustments
-from penstock.runner.truncations import Draw, next_state
+from penstock.runner.logits import AdjustedRow, Draw, adjusted_pairs, next_state
+from penstock.runner.structured import StructuredRows
 
-_Part = tuple[int, Int64, Float32]  # a row of the step, ids [P], their values [P] or NO_VALUES
-NO_VALUES: Float32 = np.zeros(0, dtype=np.float32)
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+ALL_MASKED = "no token may be chosen: min_tokens, bad words and other masks leave none that the model allows"
+PROCESSOR_LIMIT_S = 2.0  # for one call of a custom logits processor; every request waits meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Sampled:
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class _Cached:
     """What stays the same from step to step as long as the rows and their requests do.
 
     Attributes:
@@ -72,7 +77,43 @@ class Sampler:
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
-        self._known: _Known | None = None  # of the last step
+        self._cached: _Cached | None = None  # of the last step
+
+    def choose(
+        self, logits: Tensor, batch: InputBatch, positions: Positions, structured: StructuredRows, failed: Bools | None
+    ) -> tuple[Sampled, dict[int, str]]:
+        """Sample the rows of logits [M, V] that have no error. Also return the error messages of rows that fail here.
+
+        failed: [M], rows whose sequence has an error already; None if no row has.
+        """
+        assert logits.shape[0] == len(positions.rows), "one row of logits per position"
+        healthy = as_array(self._ops.finite_rows(logits)).astype(bool)
+        usable = healthy if failed is None else healthy & ~failed
+        if np.count_nonzero(usable) == len(usable):
+            return self._choose_healthy(logits, batch, positions, structured)
+        errors, kept = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE), np.flatnonzero(usable)
+        found = Sampled(np.full(len(usable), NO_TOKEN, dtype=np.int64), [None] * len(usable))
+        if len(kept):
+            some = logits[self._ops.tensor(kept)]
+            sampled, wrong = self._choose_healthy(some, batch, positions.at(kept), structured)
+            found.token_ids[kept] = sampled.token_ids
+            for index, entry in zip(kept.tolist(), sampled.logprobs, strict=True):
+                found.logprobs[index] = entry
+            found.sampler_state.update((int(kept[index]), state) for index, state in sampled.sampler_state.items())
+            errors |= {int(kept[index]): error for index, error in wrong.items()}
+        return found, errors
+
+    def _choose_healthy(
+        self, logits: Tensor, batch: InputBatch, positions: Positions, structured: StructuredRows
+    ) -> tuple[Sampled, dict[int, str]]:
+        """Do the work of `choose` for logits whose rows are all finite."""
+        processed, wrong = apply_custom_processors(logits, batch, positions, self._ops)
+        processed, unfit = structured.apply(processed, positions)
+        sampled = self.sample(logits, batch, positions, processed)
+        masked = sampled.token_ids == NO_TOKEN
+        if unfit or wrong or np.count_nonzero(masked):
+            return sampled, dict.fromkeys(np.flatnonzero(masked).tolist(), ALL_MASKED) | unfit | wrong
+        return sampled, {}
 
     def sample(
         self, logits: Tensor, batch: InputBatch, positions: Positions, processed: Tensor | None = None
@@ -82,8 +123,8 @@ class Sampler:
         processed: the logits to sample from, if custom processors or forms have changed them.
         """
         rows = positions.rows
-        known = self._remembered(batch, rows, logits.shape[1])
-        asked, raw = known.asked, None
+        cached = self._cached_for(batch, rows, logits.shape[1])
+        asked, raw = cached.asked, None
         if asked.size:
             some = logits if len(asked) == len(rows) else logits[self._ops.tensor(asked)]
             raw = as_array(self._ops.log_softmax(some))
@@ -92,74 +133,135 @@ class Sampler:
                 for index in searches.tolist():
                     raw[index, np.isneginf(as_array(processed)[asked[index]])] = -np.inf
         chosen_from = logits if processed is None else processed
-        params, shaped = self._tensors(known, batch, positions, chosen_from)
-        if shaped:
-            chosen_from = self._with_shaped(chosen_from, shaped)
+        params, warped = self._tensors(cached, batch, positions, chosen_from)
+        if warped:
+            replaced = as_array(chosen_from).copy()
+            for index, row in warped.items():
+                replaced[index] = row
+            chosen_from = self._ops.tensor(replaced)
         token_ids = as_array(self._ops.sample(chosen_from, params))
+        assert token_ids.shape == rows.shape, "one token per row"
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             chosen = np.maximum(token_ids[asked], 0)  # entries at NO_TOKEN are not used
             found = token_logprobs(raw, chosen, batch.sampling.num_logprobs[rows[asked]].tolist())
             for index, entry in zip(asked.tolist(), found, strict=True):
                 logprobs[index] = entry
-        return Sampled(token_ids, logprobs, _next_states(batch, rows, shaped, token_ids) if shaped else {})
+        return Sampled(token_ids, logprobs, _next_states(batch, rows, warped, token_ids) if warped else {})
 
-    def _remembered(self, batch: InputBatch, rows: Int64, vocab_size: int) -> _Known:
+    def _cached_for(self, batch: InputBatch, rows: Int64, vocab_size: int) -> _Cached:
         """Return what is known of these rows; collect it anew if they or their requests differ from the last step's."""
-        known = self._known
-        if known is None or not known.holds_for(batch, rows, vocab_size):
+        cached = self._cached
+        if cached is None or not cached.holds_for(batch, rows, vocab_size):
             asked = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
-            known = self._known = _Known(batch, rows, batch.sampling.version, vocab_size, asked)
-        return known
+            cached = self._cached = _Cached(batch, rows, batch.sampling.version, vocab_size, asked)
+        return cached
 
     def _tensors(
-        self, known: _Known, batch: InputBatch, positions: Positions, logits: Tensor
+        self, cached: _Cached, batch: InputBatch, positions: Positions, logits: Tensor
     ) -> tuple[SamplingTensors, dict[int, Float32]]:
-        """Return `sampling_tensors`, from the last step if they are still valid, and `shaped_rows`."""
-        if known.params is None:
-            shaped = shaped_rows(logits, batch, positions)
-            made = sampling_tensors(batch, positions, logits.shape[1], self._ops, shaped)
-            if all(batch.sampling.adjustments[row] is None for row in positions.rows.tolist()):
-                known.params = made
-            return made, shaped
-        if known.params.noise_key is not None:
-            known.params = replace(known.params, noise_key=self._ops.tensor(_noise_key(batch, positions)))
-        return known.params, {}
-
-    def _with_shaped(self, logits: Tensor, shaped: dict[int, Float32]) -> Tensor:
-        """Return a copy of logits [M, V] in which shaped rows replace the original ones."""
-        found = as_array(logits).copy()
-        for index, row in shaped.items():
-            found[index] = row
-        return self._ops.tensor(found)
+        """Return `sampling_tensors`, from the last step if they are still valid, and `warped_rows`."""
+        if cached.params is None:
+            adjusted = adjusted_rows(batch, positions)
+            warped = warped_rows(logits, batch, positions, adjusted)
+            params = sampling_tensors(batch, positions, logits.shape[1], self._ops, adjusted, warped)
+            if not adjusted:
+                cached.params = params
+            return params, warped
+        if cached.params.noise_key is not None:
+            cached.params = replace(cached.params, noise_key=self._ops.tensor(_noise_key(batch, positions)))
+        return cached.params, {}
 
 
-def shaped_rows(logits: Tensor, batch: InputBatch, positions: Positions) -> dict[int, Float32]:
-    """Return the shaped logits [V] of the rows that need shaping, by index in [M]. Changes nothing."""
-    found: dict[int, Float32] = {}
+# --- the parameters of the kernels -----------------------------------------------------------------------------------
+
+
+def adjusted_rows(batch: InputBatch, positions: Positions) -> list[AdjustedRow]:
+    """Return the rows of a step whose requests have LogitAdjustments."""
+    found = []
     for index, (row, offset) in positions:
         item = batch.sampling.adjustments[row]
-        history = batch.history(row, offset)
-        if item is not None and item.shapes(history):
+        if item is not None:
+            history = batch.history(row, offset)
             num_outputs = batch.num_outputs(row) + offset
-            seed, choice = batch.sampling.noise_key[row].tolist()
-            draw = Draw((seed, choice, num_outputs), batch.sampling.sampler_state[row])
-            item = item.after(history[len(history) - offset :])
-            found[index] = item.shape(as_array(logits)[index], history, num_outputs, draw)
+            found.append(AdjustedRow(index, item.after(history[len(history) - offset :]), history, num_outputs))
+    return found
+
+
+def warped_rows(
+    logits: Tensor, batch: InputBatch, positions: Positions, adjusted: Sequence[AdjustedRow]
+) -> dict[int, Float32]:
+    """Return the logits [V] of the rows that the kernels cannot adjust, ready for the draw, by index in [M]. Changes
+    nothing."""
+    rows = [row for row in adjusted if row.item.warps(row.history)]
+    if not rows:
+        return {}
+    some = as_array(logits)[[row.place for row in rows]]  # a copy
+    numbered = [row._replace(place=number) for number, row in enumerate(rows)]
+    adjust(some, SamplingTensors(np.zeros(len(rows), np.float32), **adjusted_pairs(numbered, *some.shape)))
+    found: dict[int, Float32] = {}
+    for values, (place, item, history, num_outputs) in zip(some, rows, strict=True):
+        row = positions.rows[place]
+        seed, choice = batch.sampling.noise_key[row].tolist()
+        draw = Draw((seed, choice, num_outputs), batch.sampling.sampler_state[row])
+        found[place] = item.warp(values, history, num_outputs, draw)
     return found
 
 
 def _next_states(
-    batch: InputBatch, rows: Int64, shaped: dict[int, Float32], token_ids: Array
+    batch: InputBatch, rows: Int64, warped: dict[int, Float32], token_ids: Array
 ) -> dict[int, SamplerState]:
-    """Return the next state, by index, of the shaped rows that have one and drew a token."""
+    """Return the next state, by index, of the warped rows that have one and drew a token."""
     found: dict[int, SamplerState] = {}
-    for index, logits in shaped.items():
+    for index, logits in warped.items():
         row, token_id = int(rows[index]), int(token_ids[index])
         state, item = batch.sampling.sampler_state[row], batch.sampling.adjustments[row]
         if state is not None and item is not None and token_id != NO_TOKEN:
             found[index] = next_state(logits, token_id, item.params, state)
     return found
+
+
+def sampling_tensors(
+    batch: InputBatch,
+    positions: Positions,
+    vocab_size: int,
+    ops: Ops,
+    adjusted: Sequence[AdjustedRow],
+    warped: Collection[int] = (),
+) -> SamplingTensors:
+    """Collect the parameters for logits [M, vocab_size]. A parameter that no row needs is None.
+
+    warped: indices of rows whose logits are warped already, so that only the draw remains.
+    """
+    own, rows = batch.sampling, positions.rows
+    temperature = own.temperature[rows]
+    top_k, top_p, min_p = own.top_k[rows], own.top_p[rows], own.min_p[rows]
+    if warped:
+        done = list(warped)
+        temperature[done] = temperature[done] > 0
+        top_k[done], top_p[done], min_p[done] = 0, 1.0, 0.0
+    left = [row for row in adjusted if row.place not in warped]
+    pairs = adjusted_pairs(left, len(rows), vocab_size) if left else {}
+    limited = (top_k > 0) & (top_k < vocab_size)
+    tensor = ops.tensor
+    return SamplingTensors(
+        temperature=tensor(temperature),
+        top_k=tensor(np.where(limited, top_k, vocab_size)) if limited.any() else None,
+        top_p=tensor(top_p) if (top_p < 1.0).any() else None,
+        min_p=tensor(min_p) if (min_p > 0.0).any() else None,
+        noise_key=tensor(_noise_key(batch, positions)) if temperature.any() else None,
+        **{name: tuple(map(tensor, item)) if isinstance(item, tuple) else tensor(item) for name, item in pairs.items()},
+    )
+
+
+def _noise_key(batch: InputBatch, positions: Positions) -> Int64:
+    """Return [M, 3] int64: seed, choice, and the number of outputs so far, which is the position of the next output."""
+    rows = positions.rows
+    num_outputs = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + positions.offsets
+    return np.concatenate([batch.sampling.noise_key[rows], num_outputs[:, None]], axis=1)
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
 def top_ids(logprobs: Array, count: int) -> Int64:
@@ -185,87 +287,70 @@ def token_logprobs(logprobs: Array, token_ids: Int64, num_top: Sequence[int]) ->
     return [TokenLogprobs(ids[: top + 1], found[: top + 1], rank) for ids, found, rank, top in rows]
 
 
-def sampling_tensors(
-    batch: InputBatch, positions: Positions, vocab_size: int, ops: Ops, shaped: Collection[int] = ()
-) -> SamplingTensors:
-    """Collect the parameters for logits [M, vocab_size]. A parameter that no row needs is None.
+# --- custom logits processors (interface/plugins.py) -----------------------------------------------------------------
+# Every call of one is limited in time and gets copies. Whatever it does wrong ends its own request only.
 
-    shaped: indices of rows whose logits are shaped already, so that only the draw remains.
+
+def apply_custom_processors(
+    logits: Tensor, batch: InputBatch, positions: Positions, ops: Ops
+) -> tuple[Tensor, dict[int, str]]:
+    """Run custom logits processors on the rows whose requests name any.
+
+    Returns processed logits [M, V] float32, a copy if any row names a processor, and the error messages of the rows
+    that failed, by index. These rows keep their logits, so that a faulty function fails only the requests that named
+    it.
     """
-    own, rows = batch.sampling, positions.rows
-    temperature = own.temperature[rows]
-    top_k, top_p, min_p = own.top_k[rows], own.top_p[rows], own.min_p[rows]
-    if shaped:
-        done = list(shaped)
-        temperature[done] = temperature[done] > 0
-        top_k[done], top_p[done], min_p[done] = 0, 1.0, 0.0
-    limited = (top_k > 0) & (top_k < vocab_size)
-    tensor = ops.tensor
-    return SamplingTensors(
-        temperature=tensor(temperature),
-        top_k=tensor(np.where(limited, top_k, vocab_size)) if limited.any() else None,
-        top_p=tensor(top_p) if (top_p < 1.0).any() else None,
-        min_p=tensor(min_p) if (min_p > 0.0).any() else None,
-        noise_key=tensor(_noise_key(batch, positions)) if temperature.any() else None,
-        **_adjustments(batch, positions, vocab_size, ops, shaped),
-    )
+    if not batch.sampling.custom_processors:
+        return logits, {}
+    rows, offsets = positions.rows.tolist(), positions.offsets.tolist()
+    asked = [index for index, row in enumerate(rows) if row in batch.sampling.custom_processors]
+    if not asked:
+        return logits, {}
+    raw, errors = as_array(logits), {}
+    processed = raw.copy()
+    for index in asked:
+        row = int(rows[index])
+        wanted = batch.sampling.custom_processors[row]
+        found = _process_row(raw[index : index + 1], wanted, batch.history(row, offsets[index]).tolist())
+        if isinstance(found, str):
+            errors[index] = found
+        elif not bool(ops.finite_rows(ops.tensor(found))[0]):
+            errors[index] = f"logits_processors: {', '.join(wanted)}: returned NaN or +inf, or left no token to choose"
+        else:
+            processed[index : index + 1] = found
+    return ops.tensor(processed), errors
 
 
-def _adjustments(
-    batch: InputBatch, positions: Positions, vocab_size: int, ops: Ops, shaped: Collection[int]
-) -> dict[str, Any]:
-    """Return those of masked, bias, repetition and counts of SamplingTensors that any row's LogitAdjustments need."""
-    rows = positions.rows
-    adjusted: list[tuple[int, int, int, LogitAdjustments]] = [
-        (index, row, offset, item)
-        for index, (row, offset) in positions
-        if (item := batch.sampling.adjustments[row]) is not None and index not in shaped
-    ]
-    if not adjusted:
-        return {}
-    repetition, frequency, presence = np.ones(len(rows), np.float32), *np.zeros((2, len(rows)), np.float32)
-    masked, bias, seen, counts = list[_Part](), list[_Part](), list[_Part](), list[_Part]()
-    for index, row, offset, known in adjusted:
-        history = batch.history(row, offset)
-        item = known.after(history[len(history) - offset :])
-        masked += [(index, ids, NO_VALUES) for ids in item.masked_ids(history, batch.num_outputs(row) + offset)]
-        if (added := item.bias(history)) is not None:
-            bias.append((index, *added))
-        if item.seen is not None:
-            repetition[index] = item.params.repetition_penalty
-            seen.append((index, item.seen.ids, NO_VALUES))
-        if item.generated is not None:
-            frequency[index], presence[index] = item.params.frequency_penalty, item.params.presence_penalty
-            counts.append((index, item.generated.ids, item.generated.counts))
-    found: dict[str, Any] = {}
-    if pairs := _pairs(masked, vocab_size, ops):
-        found["masked"] = pairs[0]
-    if pairs := _pairs(bias, vocab_size, ops):
-        found["bias"] = pairs
-    if pairs := _pairs(seen, vocab_size, ops):
-        found["repetition"] = ops.tensor(repetition), pairs[0]
-    if pairs := _pairs(counts, vocab_size, ops):
-        found["counts"] = ops.tensor(frequency), ops.tensor(presence), *pairs
-    return found
+def _process_row(logits: Array, wanted: dict[str, Any], token_ids: list[int]) -> Array | str:
+    """Apply the named functions to logits [1, V], in order. Return the result, or an error message.
 
-
-def _pairs(parts: list[_Part], vocab_size: int, ops: Ops) -> tuple[Tensor, Tensor] | None:
-    """Return all (row, id) pairs [P, 2] int64 and their values, [P] float32 or [0] without; None if there are no pairs.
-
-    Ids beyond the vocabulary are left out, because they have no logit.
+    Every function gets its own torch.Tensor and lists, so that it cannot change what other functions see.
     """
-    if not parts:
-        return None
-    rows, ids, values = zip(*parts, strict=True)
-    pairs = np.stack([np.repeat(rows, [len(part) for part in ids]), np.concatenate(ids)], axis=1)
-    numbers, inside = np.concatenate(values), pairs[:, 1] < vocab_size
-    if not inside.all():
-        pairs, numbers = pairs[inside], numbers[inside] if len(numbers) else numbers
-    return (ops.tensor(pairs), ops.tensor(numbers)) if len(pairs) else None
+    for name, args in wanted.items():
+        function = PROCESSORS[name]
+        more = (list(token_ids),) if takes_ids(function) else ()
+        try:
+            found = call_limited(function, as_torch(logits.copy()), deepcopy(args), *more, seconds=PROCESSOR_LIMIT_S)
+        except KeyboardInterrupt:
+            raise
+        except TimeLimitError:
+            return f"logits_processors: {name}: it took longer than {PROCESSOR_LIMIT_S:g} s for one token"
+        except BaseException as error:  # sys.exit() in a user's function must not end the engine either
+            text = " ".join(str(error).split())
+            return f"logits_processors: {name}: {type(error).__name__}: {text}"
+        wrong = _wrong_result(found, logits.shape)
+        if wrong is not None:
+            return f"logits_processors: {name}: returned {wrong}; it must be a tensor {list(logits.shape)} of floats"
+        logits = as_array(found.detach().to("cpu").float().contiguous())
+    return logits
 
 
-def _noise_key(batch: InputBatch, positions: Positions) -> Int64:
-    """Return [M, 3] int64: seed, choice, and the number of outputs so far, which is the position of the next output."""
-    rows = positions.rows
-    num_outputs = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + positions.offsets
-    return np.concatenate([batch.sampling.noise_key[rows], num_outputs[:, None]], axis=1)
+def _wrong_result(found: Any, shape: tuple[int, ...]) -> str | None:
+    """Describe what a processor returned instead of a float tensor of this shape; None if it returned one."""
+    import torch
+
+    if not isinstance(found, torch.Tensor):
+        return type(found).__name__
+    if tuple(found.shape) != tuple(shape):
+        return str(list(found.shape))
+    return None if found.is_floating_point() and found.layout == torch.strided else str(found.dtype)

@@ -5,11 +5,16 @@
     forced  tokens that the form dictates; they become outputs without another step
 
 If a form cannot be followed any further, its request fails. Matchers (tokenizer/grammars.py) follow the history of a
-row forwards and backwards, and have no other state.
+row forwards and backwards, and have no other state. A row whose tokens take too long to find is given up together with
+the thread; the limit is processor time, so a thread that waits for a core does not use it up.
 """
 
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,14 +25,14 @@ from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array, Bools, Int64, Tensor, as_array
 from penstock.runner.input_batch import InputBatch, Positions
-from penstock.runner.masks import is_on
+from penstock.runner.logits import OPTIONS, is_on
 from penstock.runner.packed_step import PackedStep
-from penstock.runner.worker import Worker
 
 LIMIT_S = 1.0  # processor time after the model's pass to find one row's allowed tokens; all requests wait meanwhile
 MAX_FORCED = 64  # maximum number of tokens forced at once
-MASKS_OF_TEXT = ("bad_words_token_ids", "bad_words_ids", "no_repeat_ngram_size", "suppress_tokens",
-                 "begin_suppress_tokens")  # fmt: skip
+MASKS_OF_TEXT = [option.field for option in OPTIONS if option.mask is not None and not option.of_length]
+
+Item = TypeVar("Item")
 
 
 class Matcher(Protocol):
@@ -237,3 +242,86 @@ def _may_force(params: SamplingParams) -> bool:
         params.logprobs is not None or params.has_sampler_state or params.use_beam_search or params.logits_processors
     )
     return not drawn and not any(is_on(params, name) for name in MASKS_OF_TEXT)
+
+
+# --- the thread ------------------------------------------------------------------------------------------------------
+
+
+class Worker(Generic[Item]):
+    """Calls `work` with items, in a thread of its own that is started with the first items."""
+
+    def __init__(self, name: str, work: Callable[[Item], None]) -> None:
+        self._name, self._work = name, work
+        self._thread: _Thread[Item] | None = None
+
+    def start(self, items: Sequence[Item]) -> None:
+        """Begin to work on these items. The caller has waited for the items before."""
+        if self._thread is None:
+            self._thread = _Thread(self._name, self._work)
+        self._thread.start(items)
+
+    def wait(self, limit_s: float) -> list[Item]:
+        """Wait until all items are done or given up. Return those given up.
+
+        An item is given up if it is not done after about `limit_s` of processor time, counted from this call or from
+        the item's start, whichever is later.
+
+        Raises whatever `work` raised; the items after that one are not begun.
+        """
+        given_up = list[Item]()
+        while self._thread is not None and not self._thread.ends_within(limit_s):
+            item, others = self._thread.give_up()
+            given_up.append(item)
+            self._thread = None
+            self.start(others)
+        return given_up
+
+
+class _Thread(Generic[Item]):
+    """A thread and the clock of its processor time."""
+
+    def __init__(self, name: str, work: Callable[[Item], None]) -> None:
+        self._work = work
+        self._pool = ThreadPoolExecutor(1, name, self._note_clock)
+        self._clock: int | None = None
+        self._lock = threading.Lock()
+        self._items: Sequence[Item] = ()
+        self._index, self._began_s = 0, 0.0  # the current item, and the clock when it began
+        self._is_given_up = False
+        self._done: Future[None] | None = None
+
+    def _note_clock(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def _clock_s(self) -> float:
+        return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+
+    def start(self, items: Sequence[Item]) -> None:
+        self._done = self._pool.submit(self._run, items)
+
+    def _run(self, items: Sequence[Item]) -> None:
+        self._items = items
+        for index, item in enumerate(items):
+            with self._lock:
+                if self._is_given_up:
+                    return
+                self._index, self._began_s = index, self._clock_s()
+            self._work(item)
+
+    def ends_within(self, limit_s: float) -> bool:
+        since_s, done, self._done = self._clock_s(), self._done, None
+        while done is not None:
+            try:
+                done.result(limit_s)
+                return True
+            except TimeoutError:
+                if self._clock_s() - max(since_s, self._began_s) > 0.9 * limit_s:
+                    return False
+        return True
+
+    def give_up(self) -> tuple[Item, Sequence[Item]]:
+        """Begin no further item. Return the current item and those after it."""
+        with self._lock:
+            self._is_given_up = True
+            self._pool.shutdown(wait=False)
+            return self._items[self._index], self._items[self._index + 1 :]

@@ -135,7 +135,7 @@ async def create_blocks(request: Request) -> Response:
     body = await read_body(request, BlocksRequest)
     string_tuple("names", body.names, max_items=MAX_BATCH, max_length=MAX_NAME)
     blocks = _blocks(context_of(request))
-    files = await asyncio.to_thread(lambda: [blocks.read(name) for name in body.names])
+    files = await asyncio.to_thread(lambda: [blocks.files.read_whole(name) for name in body.names])
     return Response(msgspec.msgpack.encode(files), media_type="application/msgpack")
 
 

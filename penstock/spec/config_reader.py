@@ -1,17 +1,25 @@
-"""Typed reads of one JSON object: every key is read with its type and range, and unread keys are found.
+"""Read JSON and YAML files that nobody has checked, and one object of them key by key. No torch.
 
-The reader knows no keys and no models. Every error is a ModelLoadError that names the file, the key, its value and what
-is allowed.
+Files are read within limits on size and nesting, so that a hostile one cannot exhaust memory or time. ConfigReader then
+reads every key with its type and range, and finds the keys that nobody read. It knows no keys and no models. Every
+error is a ModelLoadError that names the file, the key, its value and what is allowed.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping
+from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
-from penstock.errors import ModelLoadError, shown
+import yaml
+
+from penstock.errors import ModelLoadError, one_line, shown
 
 MAX_SIZE = 2**31 - 1  # larger than any size in a config.json
+MAX_BYTES = 2**27  # size limit of a JSON file; the largest, indexes of many shards, have a few million bytes
+MAX_YAML = 2**20  # characters in a YAML file; tables and maps have a few thousand
+MAX_DEPTH = 64  # nested brackets in YAML
 
 
 def same(value: Any, expected: Any) -> bool:
@@ -116,3 +124,69 @@ class ConfigReader:
     def _value_or(self, key: str, default: Any) -> Any:
         value = self.raw(key)
         return default if value is None and default is not ... else value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise ModelLoadError if there is none."""
+    if path.exists() and not path.is_file():
+        raise ModelLoadError(f"{path}: is not a file")  # reading a pipe would never end
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes; at most {MAX_BYTES} are allowed")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path}: no such file; a model directory needs it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: cannot be read as JSON: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: holds {shown(value)}; it must be an object")
+    return value
+
+
+def read_text(file: Path) -> str:
+    """Read a text file. Raise ModelLoadError if it cannot be read."""
+    if file.exists() and not file.is_file():
+        raise ModelLoadError(f"{file}: is not a file")  # reading a pipe would never end
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """Parse YAML, refusing duplicate keys. Raise ModelLoadError if it is not YAML, or a key is repeated."""
+    if len(text) > MAX_YAML:
+        raise ModelLoadError(f"{where}: has {len(text)} characters; at most {MAX_YAML} are allowed")
+    try:
+        _check_depth(text)
+        return yaml.load(text, _UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ModelLoadError(f"{where}: not YAML: {place}{one_line(error.problem or error.context)}") from None
+    except RecursionError:
+        raise ModelLoadError(f"{where}: not YAML that can be read: it is nested too deep") from None
+    except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ModelLoadError(f"{where}: not YAML: {one_line(error)}") from None  # or a bad date, base64 value or key
+
+
+def _check_depth(text: str) -> None:
+    """Raise RecursionError for brackets nested too deeply, on which the scanner takes quadratic time."""
+    depth = 0
+    for char in text:
+        depth = max(0, depth + (char in "[{") - (char in "]}"))
+        if depth > MAX_DEPTH:
+            raise RecursionError
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """The safe loader, but duplicate keys are refused instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+            raise yaml.YAMLError("a key must be a word")
+        names = Counter(key.value for key, _ in node.value)
+        name, count = names.most_common(1)[0] if names else ("", 0)
+        if count > 1:
+            raise yaml.YAMLError(f"duplicate key {shown(name)}")
+        return super().construct_mapping(node, deep)

@@ -1,13 +1,16 @@
-"""Rules for reading a config.json that families share: shapes, activations, biases, windows. No torch.
+"""Rules for reading a config.json that families share: shapes, activations, windows, rotary embedding. No torch.
 
 A family's config.py (models/<family>/) calls the rules that apply to it, with its own spellings and defaults.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from penstock.spec.config_reader import MAX_SIZE, ConfigReader
-from penstock.spec.rope_config import read_rope
+from penstock.errors import NotSupportedError, shown
+from penstock.spec.config_reader import MAX_SIZE, ConfigReader, same
+from penstock.spec.model_config import RopeConfig
 
 ACTIVATIONS = {  # Hugging Face's name -> the mathematical one in kernels/ops.py
     "silu": "silu",
@@ -26,6 +29,9 @@ LARGEST = {
     "max_position_embeddings": 2**24,
 }
 MAX_HEAD_DIM = 2**16
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+UNSUPPORTED_ROPE_TYPES = ("axial", "mrope", "proportional")
+OLDER_ROPE_TYPES = {"su": "longrope"}
 DEFAULT_WINDOW = 4096  # Transformers' default for sliding_window
 
 Numbers = dict[str, Any]  # fields of ModelConfig
@@ -163,3 +169,129 @@ def harmless(read: ConfigReader, *keys: str) -> Numbers:
     for key in keys:
         read.raw(key)
     return {}
+
+
+def read_rope(
+    read: ConfigReader,
+    max_position_embeddings: int,
+    default_theta: float = 10000.0,
+    *,
+    partial_rotary: float | None = None,
+    original_context: int | None = None,
+) -> RopeConfig:
+    """Read `rope_parameters`, or `rope_scaling` and `rope_theta` from older files.
+
+    partial_rotary: the default fraction of a head that is rotated; None: the architecture rotates the whole head, and
+        the file must not say otherwise.
+    original_context: the default of `original_max_position_embeddings`, for an architecture that has this key outside
+        the section; inside, it may only be repeated. None: it is read from the section, and the default is the context.
+    """
+    theta = read.number("rope_theta", 1.001, MAX_SIZE, default_theta)
+    context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, original_context or max_position_embeddings)
+    plain = RopeConfig(
+        theta=theta,
+        partial_rotary_factor=_read_partial(read, partial_rotary),
+        original_max_position_embeddings=context,
+    )
+    if read.has("rope_parameters") and read.has("rope_scaling"):
+        raise read.fail("rope_scaling", "absent beside rope_parameters")
+    scaling = read.section("rope_parameters") or read.section("rope_scaling")
+    if scaling is None:
+        return plain
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if read.has(key) and scaling.has(key) and scaling.raw(key) != read.raw(key):
+            raise scaling.fail(key, f"the same as {key} beside it, {shown(read.raw(key))}")
+    inside = scaling.raw("original_max_position_embeddings")
+    if original_context is not None and inside not in (None, context):
+        raise scaling.fail("original_max_position_embeddings", f"{context}, as this architecture has it")
+    return read_scaling(scaling, plain, max_position_embeddings, partial_rotary=partial_rotary is not None)
+
+
+def read_scaling(
+    read: ConfigReader, plain: RopeConfig, max_position_embeddings: int, *, partial_rotary: bool = False
+) -> RopeConfig:
+    """Read one section; `plain` has the defaults. Keys that do not belong to its rope_type are refused."""
+    kind = _read_kind(read)
+    rope = replace(
+        plain,
+        theta=read.number("rope_theta", 1.001, MAX_SIZE, plain.theta),
+        rope_type=kind,
+        partial_rotary_factor=_read_partial(read, plain.partial_rotary_factor if partial_rotary else None),
+        **_read_numbers(read, kind, plain.original_max_position_embeddings, max_position_embeddings),
+    )
+    read.finish(())
+    return rope
+
+
+def _read_kind(read: ConfigReader) -> str:
+    if read.has("type") and read.has("rope_type") and read.raw("type") != read.raw("rope_type"):
+        raise read.fail("type", f"the same as rope_type, {shown(read.raw('rope_type'))}")
+    key = "rope_type" if read.has("rope_type") else "type"
+    if read.raw(key) in UNSUPPORTED_ROPE_TYPES:
+        supported = ", ".join(ROPE_TYPES)
+        raise NotSupportedError(
+            f"{read.where}: {key} = {read.raw(key)} is not supported; supported are {supported}", param="model"
+        )
+    kind = read.choice(key, (*ROPE_TYPES, *OLDER_ROPE_TYPES), "default")
+    return OLDER_ROPE_TYPES.get(kind, kind)
+
+
+def _read_partial(read: ConfigReader, default: float | None) -> float:
+    if default is not None:
+        return read.number("partial_rotary_factor", 1e-6, 1.0, default)
+    if read.has("partial_rotary_factor") and not same(read.raw("partial_rotary_factor"), 1):
+        raise read.fail("partial_rotary_factor", "1 for this architecture, or absent")
+    return 1.0
+
+
+def _read_numbers(read: ConfigReader, kind: str, context: int, max_position_embeddings: int) -> dict[str, Any]:
+    """Return the RopeConfig fields specific to a rope_type. context: the default of the context before scaling."""
+    if kind == "default":
+        return {}
+    if kind == "dynamic":  # max_position_embeddings is the context before scaling; frequencies change beyond it
+        factor = read.number("factor", 1.0, MAX_SIZE)
+        return {"factor": factor, "original_max_position_embeddings": max_position_embeddings}
+    if kind == "linear":
+        return {"factor": read.number("factor", 1e-6, MAX_SIZE)}
+    context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, context)
+    if kind == "longrope":
+        numbers = _read_longrope(read, context, max_position_embeddings)
+    else:
+        numbers = {"factor": read.number("factor", 1e-6, MAX_SIZE)}
+        numbers |= _read_llama3(read) if kind == "llama3" else _read_yarn(read, numbers["factor"])
+    return numbers | {"original_max_position_embeddings": context}
+
+
+def _read_llama3(read: ConfigReader) -> dict[str, Any]:
+    low, high = (read.number(key, 1e-6, MAX_SIZE) for key in ("low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise read.fail("high_freq_factor", f"above low_freq_factor = {low:g}")
+    return {"low_freq_factor": low, "high_freq_factor": high}
+
+
+def _read_longrope(read: ConfigReader, context: int, max_position_embeddings: int) -> dict[str, Any]:
+    """Read the fields of "longrope". By default attention_factor depends on the growth of the context."""
+    factor = read.number("factor", 1e-6, MAX_SIZE, max_position_embeddings / context)
+    by_factor = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(context))
+    return {
+        "factor": factor,
+        "short_factor": read.numbers("short_factor", 1e-6, MAX_SIZE),
+        "long_factor": read.numbers("long_factor", 1e-6, MAX_SIZE),
+        "attention_factor": read.number("attention_factor", 0.0, MAX_SIZE, by_factor),
+    }
+
+
+def _read_yarn(read: ConfigReader, factor: float) -> dict[str, Any]:
+    """Read the fields of "yarn". By default attention_factor depends on the factor, by YaRN's or DeepSeek's formula."""
+    slow, fast = read.number("beta_slow", 1e-6, MAX_SIZE, 1.0), read.number("beta_fast", 1e-6, MAX_SIZE, 32.0)
+    if fast <= slow:
+        raise read.fail("beta_fast", f"above beta_slow = {slow:g}")
+    scales = [read.number(key, 0.0, MAX_SIZE, 0.0) for key in ("mscale", "mscale_all_dim")]
+    growth = 0.1 * math.log(max(factor, 1.0))
+    by_factor = (growth * scales[0] + 1) / (growth * scales[1] + 1) if all(scales) else growth + 1
+    return {
+        "beta_slow": slow,
+        "beta_fast": fast,
+        "truncate": read.boolean("truncate", True),
+        "attention_factor": read.number("attention_factor", 0.0, MAX_SIZE, by_factor),
+    }

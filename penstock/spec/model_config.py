@@ -1,9 +1,61 @@
-"""ModelConfig: the numbers of one model, as models/config_json.py reads them."""
+"""ModelConfig and RopeConfig: the numbers of one model, as models/config_json.py reads them. No torch."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.spec.rope_config import RopeConfig
+from penstock.errors import ModelLoadError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding with the frequencies theta^(-2i/D), scaled as `rope_type` says (layers/rotary.py).
+
+    Attributes:
+        rope_type: "default"; "linear" divides all frequencies by factor; "llama3" and "yarn" divide only the slow ones;
+            "dynamic" raises theta with the position; "longrope" divides each frequency by a number of its own.
+        partial_rotary_factor: the fraction of each head that is rotated, starting with its first element.
+        original_max_position_embeddings: the context before scaling.
+        low_freq_factor, high_freq_factor: for "llama3". A frequency is divided if it makes fewer turns than the first
+            within the original context, and kept if it makes more turns than the second.
+        beta_slow, beta_fast: for "yarn", the same two bounds; `truncate` widens them to whole dimensions.
+        short_factor, long_factor: for "longrope", divisors of each frequency: the short ones if the served context is
+            within the original context, otherwise the long ones.
+        attention_factor: for "yarn" and "longrope", a factor of cosines and sines.
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    beta_slow: float = 1.0
+    beta_fast: float = 32.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return D, the number of rotated elements of a head. If D is odd, one more element is rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def check(self, head_dim: int) -> None:
+        """Raise ModelLoadError unless 2 .. head_dim elements are rotated, with one factor per frequency."""
+        rotary_dim = self.rotary_dim(head_dim)
+        frequencies = (rotary_dim + 1) // 2
+        if not 2 <= 2 * frequencies <= head_dim:
+            raise ModelLoadError(
+                f"config.json: partial_rotary_factor = {self.partial_rotary_factor:g} makes {2 * frequencies} elements "
+                f"of a head rotate; it must be from 2 to head_dim = {head_dim}"
+            )
+        for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
+            if self.rope_type == "longrope" and len(factors) != frequencies:
+                raise ModelLoadError(
+                    f"config.json: {name} has {len(factors)} numbers; it must have {frequencies}, one per pair of the "
+                    f"{rotary_dim} elements that are rotated"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

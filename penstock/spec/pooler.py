@@ -13,7 +13,8 @@ from typing import Any
 
 from penstock.errors import ModelLoadError, one_line, shown
 from penstock.interface.pooling import MAX_DIMENSIONS, PoolerConfig
-from penstock.spec.config_file import CONFIG, read_json
+from penstock.spec.config_file import CONFIG
+from penstock.spec.config_reader import read_json
 
 MODULES = "modules.json"
 MAX_BYTES = 2**20

@@ -12,27 +12,26 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config import EngineConfig
-from penstock.errors import ModelLoadError, NotSupportedError, check_choice
+from penstock.errors import ModelLoadError, NotSupportedError, check_choice, listed
 from penstock.kernels.backends import load_ops
-from penstock.kernels.cpu.cores import pinned_cores
+from penstock.kernels.cpu.host import pinned_cores
 from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
-from penstock.layers.context import CausalLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout, LMHead
-from penstock.layers.module import is_torch_module, named_modules
+from penstock.layers.module import CausalLM, is_torch_module, named_modules
 from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
-from penstock.spec.unsupported import listed
 from penstock.weights.instance import Weights
-from penstock.weights.memory import check_memory, rotary_bytes
 from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import ParameterSource, open_source, read_parameters
+
+ROTARY_BYTES = 4  # per element of a table; float64 is used for only a few positions at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,3 +283,20 @@ def fill_layer(prefix: str, layer: WeightLayer, make: LayerFactory, source: Para
     except ValueError as error:
         names = ", ".join(name for value in values for name in make.parameters[f"{prefix}.{value}"].sources)
         raise ModelLoadError(f"{names}: {error}") from None
+
+
+def rotary_bytes(model_config: ModelConfig, max_model_len: int | None = None) -> int:
+    """Return the bytes of the cosine and sine tables of each kind of rotary embedding that the model has."""
+    positions = max_model_len or model_config.context
+    ropes = [rope for rope in (model_config.rope, model_config.local_rope) if rope is not None]
+    return sum(ROTARY_BYTES * positions * rope.rotary_dim(model_config.head_dim) for rope in ropes)
+
+
+def check_memory(needs: Mapping[str, int], free: int) -> None:
+    """Raise ModelLoadError if one of the needs (description -> bytes) exceeds `free` bytes."""
+    for what, needed in needs.items():
+        if needed > free:
+            raise ModelLoadError(
+                f"the {what} need {needed / 2**20:,.1f} MiB according to config.json; only {free / 2**20:,.1f} MiB "
+                f"are free"
+            )

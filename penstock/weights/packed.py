@@ -4,7 +4,7 @@ The file is in the safetensors format and takes the place of a checkpoint in a m
 that PackedLinear.state() returns, named `layer.values` for instance, and the parameters of all other layers in the type
 in which they are computed. Each begins at a multiple of ALIGNMENT bytes; tensors named FILLER.. fill the gaps. A
 process that loads the file reads the header and maps the rest: nothing is copied, and processes share the pages. The
-header has checksums of the data (weights/checksums.py), which are compared only on request, because that reads every
+header has checksums of the data (weights/safetensors.py), which are compared only on request, because that reads every
 byte.
 
 A model packed for several ranks has their parts one after the other, with names such as `rank.1.layer.values`.
@@ -28,8 +28,15 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import ALIGNMENT, BFLOAT16, FLOAT32, INT16, UINT8, Array, Tensor, array_type, as_array
 from penstock.layers.weights import WeightLayer
-from penstock.weights.checksums import with_checksums
-from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, pack_header, read_entries, read_metadata
+from penstock.weights.safetensors import (
+    LENGTH_BYTES,
+    PACKED,
+    TensorEntry,
+    pack_header,
+    read_entries,
+    read_metadata,
+    with_checksums,
+)
 
 FORMAT = "penstock-packed"
 FORMAT_VERSION = "1"  # increases with every change of the layout in native/abi.h

@@ -2,6 +2,11 @@
 
 Rows are read, not mapped, because the pages of a map would count as this process's memory in addition to the packed
 model. Pickled checkpoints are refused, because reading one runs code from it.
+
+Packed weights have checksums, which are compared on request (`verify_files`, `penstock check --files`). The header's
+metadata field `crc32` lists the CRC-32 of each tensor, in file order, and then the CRC-32 of the rest of the header.
+CRC-32 is in the standard library and finds damage by disks and copies at 1.7 GiB/s on one core. It does not reveal a
+deliberately hidden change; BLAKE2 would, at a fifth of that speed.
 """
 
 import hashlib
@@ -9,8 +14,9 @@ import json
 import math
 import os
 import struct
+import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +25,8 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelLoadError, one_line, shown
 from penstock.kernels.tensors import NAMES, UINT8, Array, empty
-from penstock.spec.config_file import OTHER_KINDS, read_json
+from penstock.spec.config_file import OTHER_KINDS
+from penstock.spec.config_reader import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,6 +40,8 @@ MAX_HEADER = 100_000_000  # bytes, the format's own limit
 MAX_NAME = 512  # characters in a tensor's name
 SAMPLES = 16  # places in each file that a fingerprint reads
 SAMPLE_BYTES = 4096
+CHECKSUMS = "crc32"  # key of the header's metadata
+CHUNK = 2**22  # bytes of a tensor summed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,3 +270,66 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return result
     name = Counter(key for key, _ in pairs).most_common(1)[0][0]
     raise ValueError(f"duplicate key {shown(name)}")
+
+
+def with_checksums(header: Mapping[str, Any], sums: Sequence[int]) -> dict[str, Any]:
+    """Return a file's header with the checksums of its tensors, given in file order, and the header's own checksum."""
+    words = [f"{value:08x}" for value in (*sums, _header_sum(header))]
+    return {**header, "__metadata__": {**header["__metadata__"], CHECKSUMS: " ".join(words)}}
+
+
+def verify_checksums(directory: Path) -> str:
+    """Compare every weight file of a directory with its checksums. Return a short description of the result.
+
+    Raises:
+        ModelLoadError: a tensor or the header differs from what was written, or a file is malformed.
+    """
+    files = find_files(directory)
+    counts = [(file, _verify_file(file)) for file in files]
+    without = [file.name for file, count in counts if count is None]
+    if without:
+        return f"{', '.join(without[:3])}: no checksums in it, only its structure is verified"
+    return f"{sum(count or 0 for _, count in counts)} tensors have the checksums that were written with them"
+
+
+def _verify_file(file: Path) -> int | None:
+    """Compare one file. Return the number of its tensors, or None if it has no checksums."""
+    read_entries(file)  # raises if the structure is malformed
+    text = read_header(file)
+    header = parse_header(file, text)
+    metadata = header.get("__metadata__") or {}
+    if CHECKSUMS not in metadata:
+        return None
+    try:
+        *sums, own = [int(word, 16) for word in str(metadata[CHECKSUMS]).split()]
+    except ValueError:
+        raise ModelLoadError(f"{file}: its checksums are damaged; convert the checkpoint again") from None
+    plain = {name: value for name, value in metadata.items() if name != CHECKSUMS}
+    entries = {name: item for name, item in header.items() if name != "__metadata__"}
+    if own != _header_sum({**entries, "__metadata__": plain}) or len(sums) != len(entries):
+        raise ModelLoadError(f"{file}: its header is damaged; convert the checkpoint again")
+    start = LENGTH_BYTES + len(text)
+    places = sorted((item["data_offsets"], name) for name, item in entries.items())
+    try:
+        with file.open("rb", buffering=0) as stream:
+            for (place, name), expected in zip(places, sums, strict=True):
+                stream.seek(start + place[0])
+                if _sum_of(stream, place[1] - place[0]) != expected:
+                    raise ModelLoadError(
+                        f"{file}: {name} is damaged: its checksum differs; convert the checkpoint again"
+                    )
+    except OSError as error:
+        raise ModelLoadError(f"{file}: cannot be read: {error.strerror or error}") from None
+    return len(sums)
+
+
+def _sum_of(stream: Any, length: int) -> int:
+    """Return the checksum of the next `length` bytes, or -1 if the file ends before that."""
+    value, left = 0, length
+    while left and (chunk := stream.read(min(CHUNK, left))):
+        value, left = zlib.crc32(chunk, value), left - len(chunk)
+    return value if not left else -1
+
+
+def _header_sum(header: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(header, sort_keys=True).encode())

@@ -1,6 +1,6 @@
 """The text of `penstock table`: a model's parameter table, or a template for a new architecture. No torch.
 
-Only the headers of a checkpoint are read. Each line is a row of a table (spec/table_rows.py), with the type and shape
+Only the headers of a checkpoint are read. Each line is a row of a table (spec/param_table.py), with the type and shape
 of the tensor in a comment.
 """
 
@@ -14,11 +14,10 @@ from typing import Any
 from penstock.errors import ModelLoadError
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_model
-from penstock.spec.config_file import has_config, read_config, read_json
+from penstock.spec.config_file import has_config, modern_falcon, read_config
+from penstock.spec.config_reader import read_json
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import Parameter, num_elements
-from penstock.spec.refined_web import modern_falcon
-from penstock.spec.table_rows import Row
+from penstock.spec.param_table import Parameter, Row, num_elements
 from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
 
 LINE = 120  # columns
@@ -143,7 +142,7 @@ def _unknown(directory: Path, config: dict[str, Any], name: Any) -> tuple[list[s
     head = [
         f"# {name or 'unknown architecture'}: a template, made from the names, types and shapes in the checkpoint.",
         "# The first * stands for the layer, a second one for the expert. Fill in the axis to shard (-1: none) and",
-        "# the other fields of spec/table_rows.py that apply: quant, leaves, unit, tied_to, pieces of an axis.",
+        "# the other fields of spec/param_table.py that apply: quant, leaves, unit, tied_to, pieces of an axis.",
     ]
     sizes = size_words(config)
     patterns: dict[str, list[TensorEntry]] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.abi import ABI
+from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import empty
 from penstock_lab.bench.samples import READ, Rates, Sample, Work, settled, spread, summary

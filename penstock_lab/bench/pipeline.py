@@ -22,8 +22,8 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from penstock.engine.engine import Engine
+from penstock.engine.mock import VOCAB_SIZE, MockExecutor
 from penstock.engine.policies import Scheduling
-from penstock.engine.scripted import VOCAB_SIZE, ScriptedExecutor
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
@@ -75,7 +75,7 @@ class SleepingStages:
         self.depth = depth
         self.spans: list[StageSpan] = []
         self._stage_s = stage_s
-        self._inner = ScriptedExecutor(GROUPS, depth=depth, keeps_steps=False)
+        self._inner = MockExecutor(GROUPS, depth=depth)
         self._queues: list[SimpleQueue[SchedulerOutput | None]] = [SimpleQueue() for _ in range(num_stages + 1)]
         self._threads = [threading.Thread(target=self._work, args=(stage,)) for stage in range(num_stages)]
         for thread in self._threads:

@@ -23,7 +23,7 @@ from penstock.interface.step import (
     SchedulerOutput,
     StepOutput,
 )
-from penstock.runner.checksums import logits_checksums
+from penstock.runner.model_runner import logits_checksums
 
 NUM_REQUESTS = 32
 PROMPT = 512

@@ -13,10 +13,9 @@ from penstock.client.text import TOKENIZER_FILES, TextWorker
 from penstock.errors import PenstockError
 from penstock.models.config_json import load_model_config
 from penstock.spec.config_file import CONFIG
-from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.packed import find_packed, read_info
-from penstock.weights.safetensors import find_files, read_entries
+from penstock.weights.safetensors import find_files, read_entries, verify_checksums
 from penstock.weights.sources import open_source
 
 
@@ -58,7 +57,7 @@ def check_files(model: str) -> FilesReport:
     parts: tuple[tuple[str, Callable[[Path], str]], ...] = (
         (CONFIG, _config),
         ("weights", _structure),
-        ("weights, their data", verify),
+        ("weights, their data", verify_checksums),
         ("tokenizer and chat template", _tokenizer),
     )
     return FilesReport(model, tuple(_finding(name, read, folder) for name, read in parts))

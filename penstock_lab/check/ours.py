@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.ops import Ops
 from penstock.layers.attention import Attention
-from penstock.layers.context import ForwardContext
-from penstock.layers.module import named_modules
+from penstock.layers.module import ForwardContext, named_modules, replaced
 from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.models.config_json import load_model_config
 from penstock.planner.memory import free_memory_bytes
@@ -106,7 +104,7 @@ def _watching(model: object, follow: Trace | None) -> Iterator[Trace]:
     with watching(model, follow) as trace, ExitStack() as stack:
         for name, norm in named_modules(model):
             if isinstance(norm, RMSNorm | LayerNorm):
-                stack.enter_context(patch.object(norm, "add", partial(_recorded_add, norm.add, trace, name)))
+                stack.enter_context(replaced(norm, "add", partial(_recorded_add, norm.add, trace, name)))
         yield trace
 
 

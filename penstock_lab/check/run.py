@@ -22,7 +22,7 @@ from penstock.planner.memory import free_memory_bytes
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import num_elements
 from penstock.weights.hub import resolve_model
-from penstock.weights.memory import check_memory
+from penstock.weights.loader import check_memory
 from penstock.weights.sources import read_parameters
 from penstock_lab.check.cause import find_cause
 from penstock_lab.check.ours import OurModel

@@ -5,11 +5,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 
-from penstock.layers.module import named_modules
+from penstock.layers.module import named_modules, replaced
 
 Tensors = tuple[Tensor, ...]
 
@@ -62,7 +61,7 @@ def watching(model: object, follow: Trace | None = None) -> Iterator[Trace]:
 
     with ExitStack() as stack:
         for name, module in list(named_modules(model)):
-            stack.enter_context(patch.object(module, "forward", partial(call, name, module.forward)))
+            stack.enter_context(replaced(module, "forward", partial(call, name, module.forward)))
         yield trace
 
 

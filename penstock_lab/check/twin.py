@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.layers.module import replaced
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_architecture
 from penstock_lab.check.trace import Trace, watching
@@ -55,7 +55,7 @@ class Twin:
     def run(self, ids: list[int]) -> tuple[Trace, Tensor]:
         """Run one pass over a prompt. Return its trace and the logits after each token, [T, V] float32."""
         # Some models round constants (alibi's slopes) to bfloat16 even in float32.
-        with patch.object(Tensor, "bfloat16", Tensor.float), watching(self.model) as trace:
+        with replaced(Tensor, "bfloat16", Tensor.float), watching(self.model) as trace:
             logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
         return trace, logits.float()
 

@@ -10,7 +10,7 @@ from penstock.cli.options import add_imports, add_model
 from penstock.cli.terminal import handle_signals, note
 from penstock.config import DTYPES, KERNELS
 from penstock.errors import InvalidRequestError
-from penstock.plugins.user_files import import_files
+from penstock.interface.plugins import import_files
 
 if TYPE_CHECKING:
     from rich.table import Table

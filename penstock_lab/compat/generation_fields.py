@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.errors import InvalidRequestError, ModelLoadError, fail
-from penstock.plugins.logits_processors import PROCESSORS as REGISTERED
+from penstock.interface.plugins import PROCESSORS as REGISTERED
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.generation_config import read_refused, read_sampling
 

@@ -1,4 +1,4 @@
-"""The argument list of Huawei's IncreFlashAttention operator, computed in plain torch (kernels/reference/parts.py).
+"""The argument list of Huawei's IncreFlashAttention operator, computed in plain torch (kernels/reference/attention.py).
 
 One new token of each of B sequences attends to the keys of its own sequence:
 
@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.kernels.reference import parts
+from penstock.kernels.reference import attention as parts
 from penstock.kernels.reference import quantized_kv as kv
-from penstock.kernels.reference.parts import Part, Scoring
+from penstock.kernels.reference.attention import Part, Scoring
 
 SLICES = {0: 3, 1: 2}  # inner_precise -> the number of int8 rows that represent a row multiplied with int8
 QUERY_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the operator has only the first two

@@ -25,8 +25,8 @@ from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, No
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
-from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
+from penstock.layers.module import ForwardContext
 from penstock.layers.swap import swap_linears
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.conventions.caches import CacheInterface, PagedCacheView

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.reference.attention import visible_keys
-from penstock.kernels.reference.parts import Scoring, attend_part, finish
+from penstock.kernels.reference.attention import Scoring, attend_part, finish, visible_keys
 
 
 def local_mask(query_len: int, key_len: int, window: int | None = None) -> Tensor:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError, fail
+from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
@@ -13,7 +14,6 @@ from penstock.kernels.tensors import is_torch
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import ModelSizes
-from penstock.plugins.user_files import import_files
 from penstock.ranks.build import NoLinks, RankPlace
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together

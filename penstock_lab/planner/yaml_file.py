@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.errors import InvalidRequestError, ModelLoadError, fail, one_line, shown
-from penstock.spec.table_rows import read_text, read_yaml
+from penstock.spec.config_reader import read_text, read_yaml
 
 MOST_BYTES = 2**60
 Found = TypeVar("Found")

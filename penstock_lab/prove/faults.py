@@ -24,7 +24,7 @@ from penstock.engine.block_pool import BlockPool
 from penstock.engine.observer import EngineObserver
 from penstock.interface.step import SchedulerOutput
 from penstock.planner.memory import plan_kv_cache
-from penstock.runner.block_files import BlockFiles
+from penstock.runner.block_store import BlockFiles
 from penstock.runner.model_runner import ModelRunner
 from penstock_lab.prove import axes
 from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone

@@ -20,10 +20,9 @@ from penstock.kernels.backends import load_ops
 from penstock.models.config_json import load_model_config
 from penstock.ranks.sharding_map import ShardingMap
 from penstock.spec.param_table import ParamTable
-from penstock.weights.checksums import verify
 from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.loader import load_model
-from penstock.weights.safetensors import FLOATS, Checkpoint, fingerprint
+from penstock.weights.safetensors import FLOATS, Checkpoint, fingerprint, verify_checksums
 from penstock.weights.sources import open_source, read_parameters
 
 CPU_S, MEMORY = 10.0, 2**30  # limits for one file; each file is smaller than a megabyte
@@ -55,14 +54,14 @@ def read_checkpoint(file: Path) -> None:
                 rows.read(0, rows.shape[0])
     open_source(checkpoint, load_model_config(file.parent), "auto")
     fingerprint(file.parent)
-    verify(file.parent)
+    verify_checksums(file.parent)
 
 
 def read_packed(file: Path) -> None:
     config = load_model_config(file.parent)
     load_model(file.parent, config, load_ops("cpu", np.dtype("float32")))
     fingerprint(file.parent)
-    verify(file.parent)
+    verify_checksums(file.parent)
 
 
 def read_table(file: Path) -> None:

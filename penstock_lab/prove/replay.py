@@ -8,7 +8,7 @@ from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.records import Begun, Bundle, EngineDescription, Planned
 from penstock.config import MAX_CONTEXT, EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.plugins.logits_processors import check_registered
+from penstock.interface.plugins import check_registered
 from penstock_lab.bench.record_audit import Audit
 from penstock_lab.bench.record_history import Start, engine_errors, history
 from penstock_lab.prove.recompute import ReplayReport, compute, num_scratch

@@ -1,6 +1,6 @@
 """The server's application over the real engine with a model that is a formula, all in this process.
 
-Everything is as in production except the sockets, the process boundary and the arithmetic (engine/scripted.py): routes,
+Everything is as in production except the sockets, the process boundary and the arithmetic (engine/mock.py): routes,
 decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so a million can be tried.
 """
 
@@ -20,8 +20,8 @@ from penstock.client.records import SavedRecord
 from penstock.client.step_client import InProcessClient
 from penstock.client.text import choose_tokenizer
 from penstock.engine.engine import Engine
+from penstock.engine.mock import MockExecutor
 from penstock.engine.policies import Scheduling
-from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
@@ -46,7 +46,7 @@ class ScriptedClient:
         size = tokenizer.vocab_size
         self.model_info = ModelInfo("scripted", MAX_MODEL_LEN, size, ends, "float32", "scripted")
         groups = [CacheGroup((0,), None, NUM_BLOCKS, BLOCK_SIZE)]
-        self.executor = ScriptedExecutor(groups, size, keeps_steps=False)
+        self.executor = MockExecutor(groups, size)
         self.engine = Engine(
             self.executor,
             groups,

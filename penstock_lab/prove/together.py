@@ -17,8 +17,8 @@ from penstock.config import SCHEDULING_POLICIES, EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.errors import EngineError, InvalidRequestError, check_int
 from penstock.interface.outputs import RequestOutput
-from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
-from penstock.runner.model_runner import ALL_MASKED
+from penstock.interface.plugins import PROCESSORS, register_logits_processor
+from penstock.runner.sampler import ALL_MASKED
 from penstock_lab.prove import axes, features
 from penstock_lab.prove.features import Asked, Maker
 from penstock_lab.prove.proof import Trials

@@ -1,7 +1,7 @@
 """LeaseRouter: chooses the replica for a lease, through Serve's request-router interface, and reports leaving replicas.
 
 Any free replica is suitable if its machine computes the same bits as the others. Requests are not routed here but by
-the dispatcher of the client that holds the leases, which knows what each engine has cached and has to compute.
+the fleet of the client that holds the leases, which knows what each engine has cached and has to compute.
 """
 
 import random

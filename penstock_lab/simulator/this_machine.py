@@ -17,7 +17,7 @@ import yaml
 
 from penstock.config import EngineConfig, available_threads
 from penstock.errors import EngineError
-from penstock.kernels.cpu.abi import ABI
+from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.scheme import Scheme

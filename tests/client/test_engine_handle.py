@@ -71,9 +71,8 @@ class Watched:
             self.children.append(ScriptedChild(script(next(epochs)), first))
             return self.children[-1]
 
-        monkeypatch.setattr(engine_handle, "EngineChild", start)
         monkeypatch.setattr(engine_handle, "BACK_OFF_S", 0.0)
-        self.handle = engine_handle.EngineHandle(frames.Start(-1, {}), self.received)
+        self.handle = engine_handle.EngineHandle(frames.Start(-1, {}), self.received, launch=start)
         asyncio.run(asyncio.wait_for(self.run(), 10))
 
     async def run(self):

@@ -72,10 +72,9 @@ class World:
             self.children.append(Child(first))
             return self.children[-1]
 
-        monkeypatch.setattr(engine_handle, "EngineChild", start)
         monkeypatch.setattr(engine_handle, "STANDBY_CHECK_S", 0.001)
         monkeypatch.setattr(engine_handle, "BACK_OFF_S", 0.0)
-        self.handle = engine_handle.EngineHandle(frames.Start(-1, OPTIONS), self.received, standby=True)
+        self.handle = engine_handle.EngineHandle(frames.Start(-1, OPTIONS), self.received, standby=True, launch=start)
 
     async def __aenter__(self):
         self.task = asyncio.create_task(self.run())

@@ -6,10 +6,9 @@ import pytest
 
 from penstock.client.step_client import InProcessClient
 from penstock.engine.engine import Engine
-from penstock.engine.scripted import ScriptedExecutor
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SchedulerOutput
-from tests.fakes_engine import VOCAB, make_engine, model_info, request
+from tests.fakes_engine import VOCAB, ScriptedExecutor, make_engine, model_info, request
 
 
 class Watcher:

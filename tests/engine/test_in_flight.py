@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from penstock.engine.draft_policy import DraftPolicy
 from penstock.engine.engine import Engine
 from penstock.engine.observer import EngineObserver
-from penstock.engine.scripted import ScriptedExecutor
 from penstock.engine.speculation import Speculation
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock_lab.bench.pipeline import (
@@ -27,7 +26,7 @@ from penstock_lab.bench.pipeline import (
 )
 from tests.engine.timed import Clock
 from tests.fakes_drafts import Oracle
-from tests.fakes_engine import expected_outputs, make_engine, request, run, token_ids
+from tests.fakes_engine import ScriptedExecutor, expected_outputs, make_engine, request, run, token_ids
 
 
 @dataclass

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.scripted import ScriptedExecutor
-from tests.fakes_engine import expected_outputs, make_engine, request, run, token_ids
+from tests.fakes_engine import ScriptedExecutor, expected_outputs, make_engine, request, run, token_ids
 
 pytestmark = pytest.mark.covers("J23")
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client import frames
-from penstock.engine.scripted import HIDDEN_SIZE
+from penstock.engine.mock import HIDDEN_SIZE
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.outputs import FinishReason
 from penstock.interface.pooling import MAX_POOLED_BYTES, PoolingParams

@@ -9,7 +9,6 @@ import pytest
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.engine.policies import POLICIES
-from penstock.engine.scripted import ScriptedExecutor
 from penstock.engine.speculation import Speculation
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest
@@ -17,7 +16,7 @@ from penstock.interface.outputs import FinishReason
 from penstock.interface.step import SchedulerOutput, StepOutput
 from tests.engine.timed import Clock, Timed, linear_cost
 from tests.fakes_drafts import Oracle
-from tests.fakes_engine import expected_outputs, expected_search, make_engine, request, run, token_ids
+from tests.fakes_engine import ScriptedExecutor, expected_outputs, expected_search, make_engine, request, run, token_ids
 
 ENDS = (3, 11)
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps, attention
-from penstock.kernels.reference.cache import ReferenceKVCache
-from penstock.kernels.reference.parts import (
+from penstock.kernels.reference.attention import (
     Part,
+    ReferenceKVCache,
     Scoring,
     attend_part,
     attend_tiles,

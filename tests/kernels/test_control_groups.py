@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.cpu.control_groups import UNLIMITED, cpu_quota, memory_left
+from penstock.kernels.cpu.host import UNLIMITED, cpu_quota, memory_left
 
 DOCKER = "/docker/abc"
 V1_MOUNTS = (

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.kernels.cpu.cores import Machine, parse_cpus, pinned_cores, show_cpus
+from penstock.kernels.cpu.host import Machine, parse_cpus, pinned_cores, show_cpus
 from penstock.kernels.cpu.library import load_library
 from tests.fakes import tiny_config
 from tests.kernels.test_control_groups import v2, write

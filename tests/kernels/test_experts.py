@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.ops import REMEMBERED_EXPERTS, CpuOps
 from penstock.kernels.cpu.packed import CpuLinear
-from penstock.kernels.cpu.products import REMEMBERED_EXPERTS
 from penstock.kernels.ops import Ops, PackedLinear, Packing
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import SLICES, Scheme

@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu.abi import ABI
-from penstock.kernels.cpu.library import load_library
+from penstock.kernels.cpu.library import ABI, load_library
 from tools.fuzz_native.__main__ import TARGETS, main, run
 from tools.fuzz_native.target import Fuzz, Guarded
 from tools.structure import ROOT

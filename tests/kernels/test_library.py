@@ -11,7 +11,7 @@ import penstock.kernels.cpu
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu import library
-from penstock.kernels.cpu.abi import ABI, Abi
+from penstock.kernels.cpu.library import ABI, Abi
 from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model
 from tests.kernels.packed import levels

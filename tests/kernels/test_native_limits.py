@@ -7,8 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu.abi import ABI
-from penstock.kernels.cpu.library import PenstockSpan
+from penstock.kernels.cpu.library import ABI, PenstockSpan
 from tests.kernels.packed import Native, aligned, levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import PenstockSampling, load_library
 from penstock.kernels.reference.ops import ReferenceOps
-from penstock.kernels.reference.sampling import MASK, adjust, gumbel_noise, high, philox4x32
-from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
+from penstock.kernels.reference.sampling import gumbel_noise
+from penstock.kernels.sampling import MASK, NO_TOKEN, SamplingTensors, adjust, high, philox4x32
 from tests.kernels.packed import Native, levels
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the native library was not built")
@@ -114,7 +114,7 @@ def every_id(logits: Tensor, params: SamplingTensors, samplers: list[Sampler]) -
 
 def explained(logits: Tensor, params: SamplingTensors, row: int, chosen: int) -> bool:
     """Whether this id is the reference's but for a near tie, by float64."""
-    x = adjust(logits, params)[row] / params.temperature[row]
+    x = adjust(logits.clone(), params)[row] / params.temperature[row]
     p = x.double().softmax(-1)
     doubtful = torch.zeros(len(x), dtype=torch.bool)  # may be dropped or stay
     stays = x > NEVER

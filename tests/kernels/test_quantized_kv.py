@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.metadata import CacheSpec, KVScales
-from penstock.kernels.reference.cache import Int8KVCache
+from penstock.kernels.reference.attention import Int8KVCache
 from penstock.kernels.reference.quantized_kv import dequantize, quantize_channels, quantize_tokens, slices, split
 from penstock.kernels.reference.quantized_weights import SMALLEST
 

@@ -20,7 +20,8 @@ from penstock.layers import rotary
 from penstock.layers.rotary import Rotary, inverse_frequencies
 from penstock.models.config_json import load_model_config
 from penstock.spec.config_reader import ConfigReader
-from penstock.spec.rope_config import RopeConfig, read_rope
+from penstock.spec.config_rules import read_rope
+from penstock.spec.model_config import RopeConfig
 from penstock.weights.loader import load_model
 from tests.hf_models import LLAMA3_ROPE, hf_logprobs, make_llama, random_ids
 from tests.paged import PagedModel

@@ -11,8 +11,7 @@ from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.layers.factory import LayerFactory
 from penstock.models.config_json import load_model_config, parse_model_config
-from penstock.weights.loader import empty_model
-from penstock.weights.memory import rotary_bytes
+from penstock.weights.loader import empty_model, rotary_bytes
 from penstock.weights.sources import read_parameters
 from tests.families.case import Case
 from tests.families.gemma import CASES, FULL, SLIDING, TWO_BASES

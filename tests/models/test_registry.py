@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.interface.plugins import files_fingerprint, import_files
 from penstock.models import registry
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import ARCHITECTURES, find_architecture, find_model
-from penstock.plugins.user_files import files_fingerprint, import_files
 from tests.hf_models import hf_logprobs, make_llama, random_ids
 from tests.lab.compat.user_file import imported, registry_as_before
 from tests.paged import PagedModel
@@ -102,7 +102,7 @@ def test_a_name_of_ours_is_taken_before_its_module_is_imported(
     and breaks its relatives later. A process of its own, because here all are imported."""
     file = tmp_path / "twice.py"
     file.write_text(TWICE.format(name=name, version=version, own=own))
-    code = f"from penstock.plugins.user_files import import_files; import_files([{str(file)!r}])"
+    code = f"from penstock.interface.plugins import import_files; import_files([{str(file)!r}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"{file}:5: {name} is already registered by" in done.stderr
 

@@ -118,7 +118,7 @@ def test_any_sharding_map_has_the_bits_of_one_process(
     models: dict[str, str], name: str, seed: int, tmp_path: Path
 ) -> None:
     """Guards against a map whose weights are put together in another order. `penstock prove --only parallel` draws
-    more; tests/ranks/test_shares.py has what every map must fulfil."""
+    more; tests/ranks/test_sharding.py has what every map must fulfil."""
     chance, file = random.Random(seed), tmp_path / "map.yaml"
     file.write_text(draw_map(Path(models[name]), chance))
     options = {
@@ -154,7 +154,7 @@ def received(model: str, **options: Any) -> tuple[list[int], dict[str, Any], lis
         outputs, _ = meter.step(built.engine.step)
         token_ids += [token_id for output in outputs for token_id in output.new_token_ids]
     meter.end_run()
-    meter.shutdown()
+    built.engine.shutdown()
     return token_ids, meter.between_processes(), profile.events
 
 

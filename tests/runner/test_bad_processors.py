@@ -12,10 +12,8 @@ import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.client import engine_handle
-from penstock.plugins import time_limit
-from penstock.plugins.logits_processors import PROCESSORS
-from penstock.plugins.user_files import import_files
-from penstock.runner import custom_processors
+from penstock.interface.plugins import PROCESSORS, TimeLimitError, call_limited, import_files, install_time_limit
+from penstock.runner import sampler
 from tests.hf_models import make_llama, random_ids
 
 OWN = """
@@ -161,7 +159,7 @@ def test_arguments_are_the_requests_own(llm: LLM) -> None:
 
 def test_a_slow_one_is_measured_in_the_users_process(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a slow function that everybody waits for at every token."""
-    monkeypatch.setattr(custom_processors, "PROCESSOR_LIMIT_S", 0.0)
+    monkeypatch.setattr(sampler, "PROCESSOR_LIMIT_S", 0.0)
     error = in_company(llm, params(logits_processors={"first_argument": [9]}))
     assert error == "logits_processors: first_argument: it took longer than 0 s for one token"
 
@@ -170,10 +168,10 @@ def test_the_alarm_hits_only_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against an alarm that comes late and interrupts the engine, and against the loss of a user's handler."""
     before = signal.getsignal(signal.SIGALRM)
     try:
-        time_limit.install()
-        with pytest.raises(time_limit.TimeLimitError):
-            time_limit.call_limited(threading.Event().wait, seconds=0.02)
-        assert time_limit.call_limited(lambda: 5, seconds=5.0) == 5
+        install_time_limit()
+        with pytest.raises(TimeLimitError):
+            call_limited(threading.Event().wait, seconds=0.02)
+        assert call_limited(lambda: 5, seconds=5.0) == 5
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
         os.kill(os.getpid(), signal.SIGALRM)  # nothing is under way
     finally:

@@ -10,9 +10,8 @@ import pytest
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.runner import block_files
-from penstock.runner.block_files import HEADER_BYTES, BlockFiles
-from penstock.runner.block_store import TieredBlockStore
+from penstock.runner import block_store
+from penstock.runner.block_store import HEADER_BYTES, BlockFiles, TieredBlockStore
 from tests.answers import MAX_MODEL_LEN, PROMPTS, WATCHED, ask, ask_alone, check, request
 from tests.kernels.packed import levels
 
@@ -85,7 +84,7 @@ def test_a_disk_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert files.has(NAME)
     assert files.read(NAME, 10) is None
     assert not files.has(NAME)
-    monkeypatch.setattr(block_files, "_header", full)
+    monkeypatch.setattr(block_store, "_header", full)
     store = TieredBlockStore([10], 0, files)
     for i in range(3):
         store.save(0, bytes([i]) * 16, bytes(10))

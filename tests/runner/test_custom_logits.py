@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 import penstock
 from penstock import LLM, AsyncLLM, InvalidRequestError, SamplingParams
-from penstock.plugins.logits_processors import PROCESSORS
+from penstock.interface.plugins import PROCESSORS
 from penstock.server.inputs import completion_params
 from penstock.server.openai_requests import CompletionRequest
 from penstock_lab.compat.colossalai import InferenceConfig, InferenceEngine, register_logit_processor

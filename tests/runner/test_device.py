@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from penstock.layers.context import ForwardContext
+from penstock.layers.module import ForwardContext
 from tests.fakes import FakeOps, TinyModel
 
 ELSEWHERE = torch.device("cuda", 7)  # a name; nothing is ever put there

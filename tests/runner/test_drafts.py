@@ -10,7 +10,7 @@ from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.speculation import Speculation
-from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
+from penstock.interface.plugins import PROCESSORS, register_logits_processor
 from penstock_lab.prove import axes, tiny_models
 from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock_lab.prove.askers import Offline

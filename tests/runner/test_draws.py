@@ -1,4 +1,4 @@
-"""Draws against the exact distribution, through the sampler: shaped in numpy, drawn by the kernels."""
+"""Draws against the exact distribution, through the sampler: warped in numpy, drawn by the kernels."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.sampling import philox4x32, uniform
-from penstock.kernels.sampling import XTC_STREAM, uniform_at
+from penstock.kernels.reference.sampling import uniform
+from penstock.kernels.sampling import XTC_STREAM, philox4x32, uniform_at
 from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.sampler import Sampler
 from tests.kernels.packed import levels

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest
+from penstock.kernels.sampling import SamplingTensors
 from penstock.runner.input_batch import InputBatch, Positions
-from penstock.runner.logit_adjustments import TokenCounts
-from penstock.runner.sampler import sampling_tensors
+from penstock.runner.logits import TokenCounts
+from penstock.runner.sampler import adjusted_rows, sampling_tensors
 from tests.fakes import FakeOps, adjusted
 
 VOCAB = 12
@@ -71,13 +72,18 @@ def fill(rows: list[Any]) -> tuple[InputBatch, np.ndarray]:
     return batch, np.array([batch.row(str(index)) for index in range(len(rows))])
 
 
+def tensors_of(batch: InputBatch, indices: np.ndarray) -> SamplingTensors:
+    positions = Positions.after_outputs(indices)
+    return sampling_tensors(batch, positions, VOCAB, FakeOps(), adjusted_rows(batch, positions))
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(row_strategy, min_size=1, max_size=4))
 def test_processors_equal_reference(rows: list[Any]) -> None:
     """Guards against incremental counts that drift from the history, and pairs that land in a neighbour's row."""
     batch, indices = fill(rows)
     logits = torch.linspace(-3, 3, VOCAB).repeat(len(rows), 1)
-    found = adjusted(logits, sampling_tensors(batch, Positions.after_outputs(indices), VOCAB, FakeOps()))
+    found = adjusted(logits, tensors_of(batch, indices))
     for row, (params, prompt, outputs) in zip(found, rows, strict=True):
         sampling = SamplingParams(temperature=0.0, max_tokens=None, **params)
         assert row == pytest.approx(reference(logits[0].tolist(), sampling, prompt, outputs), abs=1e-5)
@@ -87,7 +93,7 @@ def test_plain_greedy_rows_need_nothing() -> None:
     """Guards against passes over the logits that no row asked for; greedy rows ignore top_k, top_p and min_p."""
     rows = [({"top_k": 3, "top_p": 0.5, "min_p": 0.1}, [1], []), ({}, [2], [1])]
     batch, indices = fill(rows)
-    tensors = sampling_tensors(batch, Positions.after_outputs(indices), VOCAB, FakeOps())
+    tensors = tensors_of(batch, indices)
     assert tensors.temperature.tolist() == [0.0, 0.0]
     others = [tensors.top_k, tensors.top_p, tensors.min_p, tensors.noise_key, tensors.masked, tensors.bias]
     assert all(item is None for item in [*others, tensors.repetition, tensors.counts])
@@ -100,7 +106,7 @@ def test_sampled_rows_carry_their_limits() -> None:
         params = SamplingParams(seed=9, top_k=top_k, top_p=0.5 if name == "a" else 1.0)
         batch.learn(NewRequest(name, [1, 2, 3], 1, params, 6, [[]]))
     indices = np.array([batch.row(name) for name in "abcd"])
-    tensors = sampling_tensors(batch, Positions.after_outputs(indices), VOCAB, FakeOps())
+    tensors = tensors_of(batch, indices)
     assert tensors.top_k is not None
     assert tensors.top_k.tolist() == [VOCAB, VOCAB, 5, VOCAB]
     assert tensors.top_p is not None
@@ -114,7 +120,7 @@ def test_ids_outside_the_vocabulary_are_dropped() -> None:
     params = {"min_tokens": 1, "stop_token_ids": [VOCAB + 5, 2], "bad_words_token_ids": ((VOCAB,),)}
     rows = [({**params, "logit_bias": {VOCAB: 1.0, 4: 2.0}, "repetition_penalty": 2.0}, [VOCAB + 1, 1], [])]
     batch, indices = fill(rows)
-    tensors = sampling_tensors(batch, Positions.after_outputs(indices), VOCAB, FakeOps())
+    tensors = tensors_of(batch, indices)
     assert tensors.masked is not None
     assert sorted(tensors.masked.tolist()) == [[0, 2], [0, 3], [0, 7]]
     assert tensors.bias is not None

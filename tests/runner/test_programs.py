@@ -16,7 +16,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
 from penstock.kernels.arena import FIXED_ROWS
 from penstock.kernels.backends import load_ops
-from penstock.layers.context import ForwardContext
+from penstock.layers.module import ForwardContext
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.programs import RecordedModel
 from tests.fakes import FakeOps, TinyModel, resolved_config, tiny_config

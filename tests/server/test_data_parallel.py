@@ -11,7 +11,7 @@ import pytest
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, SamplingParams
 from penstock.config import EngineConfig
-from penstock.kernels.cpu.cores import Machine
+from penstock.kernels.cpu.host import Machine
 from penstock.kernels.cpu.library import load_library
 from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model

@@ -129,7 +129,7 @@ class FakePrefillServer:
         return Response(b"?" if self.damage == "all" else msgspec.msgpack.encode(files))
 
     def file(self, name: str) -> bytes | None:
-        data = self.source.read(name)
+        data = self.source.files.read_whole(name)
         assert data is not None
         if re.match(self.missing, name):
             return None
@@ -140,7 +140,7 @@ class FakePrefillServer:
         self.source = source
         for block_hash in hashes:
             for name, _ in source.names(block_hash):
-                source._files.write(name, b"1234")
+                source.files.write(name, b"1234")
 
 
 OTHER_GROUP = r"1-.*"
@@ -179,10 +179,10 @@ def test_whatever_it_answers(case: str, tmp_path: Path) -> None:
     status = asyncio.run(fetch()).status
     assert (status.num_blocks, status.num_failures, status.num_prompts) == (num_blocks, num_failures, 1)
     names = [name for block_hash in hashes for name, _ in target.names(block_hash)]
-    assert [target.read(name) for name in names if target.has_file(name)] == [
-        source.read(name) for name in names if target.has_file(name)
+    assert [target.files.read_whole(name) for name in names if target.files.has(name)] == [
+        source.files.read_whole(name) for name in names if target.files.has(name)
     ]
-    assert sum(target.has_file(name) for name in names) == num_blocks
+    assert sum(target.files.has(name) for name in names) == num_blocks
 
 
 def test_a_server_that_failed_is_left_alone(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from penstock import LLM, AsyncLLM
 from penstock.errors import ModelLoadError
 from penstock.models.config_json import load_model_config, parse_model_config
-from penstock.spec.params_json import config_of
+from penstock.spec.config_file import config_of_params as config_of
 from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import INDEX, MISTRAL, SINGLE
 from penstock.weights.table_template import table_text

@@ -17,10 +17,9 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import as_torch
 from penstock.models.config_json import load_model_config
-from penstock.weights.checksums import verify
 from penstock.weights.loader import load_model, weight_layers
 from penstock.weights.packed import fit, read_info
-from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries
+from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries, verify_checksums
 from penstock_lab.check.files import check_files
 from tests.hf_models import make_llama, make_qwen2
 from tests.kernels import packed
@@ -252,12 +251,12 @@ def rewrite_header(file: Path, change: Any) -> None:
 @pytest.mark.parametrize("place", [0.3, 0.6, 0.999])
 def test_damaged_data_are_found(place: float, int8_directory: Path) -> None:
     """Guards against a bit that a disk has turned: without checksums it is a slightly other model, and nobody knows."""
-    assert "tensors have the checksums" in verify(int8_directory)
+    assert "tensors have the checksums" in verify_checksums(int8_directory)
     content = bytearray((int8_directory / PACKED).read_bytes())
     content[int(place * len(content))] ^= 1
     (int8_directory / PACKED).write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"penstock.safetensors: \S+ is damaged: its checksum differs"):
-        verify(int8_directory)
+        verify_checksums(int8_directory)
     with pytest.raises(ModelLoadError, match="is damaged"):
         build_engine(EngineConfig.from_options(model=str(int8_directory), verify_files=True))
     report = check_files(str(int8_directory))
@@ -273,13 +272,13 @@ def test_a_damaged_header_is_found(int8_directory: Path) -> None:
 
     rewrite_header(int8_directory / PACKED, swap)
     with pytest.raises(ModelLoadError, match="its header is damaged"):
-        verify(int8_directory)
+        verify_checksums(int8_directory)
 
 
 def test_files_without_checksums_are_served(int8_directory: Path, tmp_path: Path) -> None:
     """Guards against files that an older version has written, and checkpoints, which have none."""
     rewrite_header(int8_directory / PACKED, lambda header: header["__metadata__"].pop("crc32"))
-    assert verify(int8_directory) == f"{PACKED}: no checksums in it, only its structure is verified"
+    assert verify_checksums(int8_directory) == f"{PACKED}: no checksums in it, only its structure is verified"
     load(int8_directory, scheme=Scheme.parse("int8"))
 
 

@@ -18,8 +18,7 @@ from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.spec.param_table import ParamTable
 from penstock.weights import rewrite, rows
-from penstock.weights.destination import Destination
-from penstock.weights.rewrite import rewrite_model
+from penstock.weights.rewrite import Destination, rewrite_model
 from penstock.weights.safetensors import INDEX, SINGLE, Checkpoint, TensorEntry, num_bytes
 from penstock.weights.sources import CheckpointSource
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, random_ids

@@ -6,8 +6,8 @@ import struct
 
 import numpy as np
 
-from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.library import (
+    ABI,
     ABI_VERSION,
     LEVELS,
     MAX_ARGUMENTS,

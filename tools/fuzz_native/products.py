@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.kernels.cpu.abi import ABI
-from penstock.kernels.cpu.library import PenstockWeight
+from penstock.kernels.cpu.library import ABI, PenstockWeight
 from penstock.kernels.cpu.packed import INT8, CpuLinear, Layout
 from penstock.kernels.ops import Packing
 from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme

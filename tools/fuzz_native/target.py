@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.kernels.cpu.abi import ABI
+from penstock.kernels.cpu.library import ABI
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT64, Array, ArrayType
 
 SIZES = (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 129, 1000)

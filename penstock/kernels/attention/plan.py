@@ -21,7 +21,18 @@ from types import MappingProxyType
 
 import numpy as np
 
-from penstock.kernels.attention.items import STREAM_ROWS, Items, combines, cut
+from penstock.kernels.attention.items import (
+    STREAM_ROWS,
+    Items,
+    RowBlocks,
+    Sequences,
+    combines,
+    cut,
+    look_alike,
+    ragged,
+    row_blocks,
+    share_prefixes,
+)
 from penstock.kernels.attention.layout import (
     GRANULE,
     MAX_ITEM_ROWS,
@@ -30,14 +41,6 @@ from penstock.kernels.attention.layout import (
     AttentionShape,
     scratch_bytes,
     workspace_bytes,
-)
-from penstock.kernels.attention.rows import (
-    RowBlocks,
-    Sequences,
-    look_alike,
-    ragged,
-    row_blocks,
-    share_prefixes,
 )
 from penstock.kernels.tensors import Bools, Int32, Int64
 

@@ -17,9 +17,8 @@ from penstock.kernels.attention.layout import (
     padded_head_dim,
 )
 from penstock.kernels.attention.plan import Planner
-from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.calls import address, check_tensor
-from penstock.kernels.cpu.library import PenstockAttention, PenstockCache
+from penstock.kernels.cpu.library import ABI, PenstockAttention, PenstockCache
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
 from penstock.kernels.tensors import (
     BFLOAT16,

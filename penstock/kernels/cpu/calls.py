@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from penstock.errors import EngineError, InvalidRequestError, check_choice
-from penstock.kernels.cpu.abi import ABI
-from penstock.kernels.cpu.cores import show_cpus
+from penstock.kernels.cpu.host import show_cpus
 from penstock.kernels.cpu.library import (
+    ABI,
     LEVELS,
     PenstockCall,
     PenstockSpan,

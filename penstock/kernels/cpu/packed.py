@@ -14,9 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.calls import address
-from penstock.kernels.cpu.library import MAX_LEAVES, PenstockWeight
+from penstock.kernels.cpu.library import ABI, MAX_LEAVES, PenstockWeight
 from penstock.kernels.metadata import own
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
 from penstock.kernels.scheme import GROUP_SIZES
@@ -238,3 +237,34 @@ def _in_columns(layout: Layout, bias: Array) -> Array:
         raise ValueError(f"bias: {list(bias.shape)}, but [{layout.n}] is needed")
     columns = layout.columns()
     return np.where(columns < 0, np.float32(0.0), bias[np.maximum(columns, 0)])
+
+
+class NativeExperts:
+    """The experts of a layer as arrays of PenstockWeight, which keep the weights and their memory alive.
+
+    Attributes:
+        count: number of experts.
+        depth, outputs: columns of the input and of the output.
+        gate_up, down: addresses of the arrays [count].
+    """
+
+    def __init__(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> None:
+        """Check and copy the weights.
+
+        Raises:
+            ValueError: the numbers of weights differ, or not all experts have the same shapes.
+            TypeError: a weight was packed by another backend.
+        """
+        gates = [own_linear(item, gated=True) for item in gate_up]
+        downs = [own_linear(item, gated=False) for item in down]
+        shapes = {(gate.shape, plain.shape) for gate, plain in zip(gates, downs, strict=True)}
+        if len(shapes) != 1 or gates[0].outputs != downs[0].depth or gates[0].depth != downs[0].outputs:
+            raise ValueError(f"experts: weights of these shapes do not follow each other: {sorted(shapes)}")
+        self.count, self.depth, self.outputs = len(gates), gates[0].depth, downs[0].outputs
+        self._weights = gates, downs
+        self._arrays = _array(gates), _array(downs)
+        self.gate_up, self.down = (ctypes.addressof(array) for array in self._arrays)
+
+
+def _array(weights: list[CpuLinear]) -> "ctypes.Array[PenstockWeight]":
+    return (PenstockWeight * len(weights))(*(item.weight for item in weights))

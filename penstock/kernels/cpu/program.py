@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.library import (
+    ABI,
     MAX_ARGUMENTS,
     RECORDABLE,
     PenstockAttentionStep,

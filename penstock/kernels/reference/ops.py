@@ -33,7 +33,7 @@ from penstock.kernels.metadata import (
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
 from penstock.kernels.reference import attention, sampling
 from penstock.kernels.reference import quantized_kv as kv
-from penstock.kernels.reference.cache import Int8KVCache, ReferenceKVCache
+from penstock.kernels.reference.attention import Int8KVCache, ReferenceKVCache
 from penstock.kernels.reference.quantized_weights import (
     dequantize_int4,
     dequantize_int8,

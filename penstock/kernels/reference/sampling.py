@@ -1,22 +1,16 @@
-"""Sampling in plain torch, in the order of kernels/sampling.py, with Philox4x32-10 noise.
-
-A random word is a function of key and counter alone. Words are held in int64: its product of two 32-bit words wraps,
-but has the right 64 bits.
-"""
+"""Sampling in plain torch, in the order of kernels/sampling.py, with Philox4x32-10 noise."""
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.sampling import MASK, MULTIPLIERS, NO_TOKEN, ROUNDS, WEYL, SamplingTensors
+from penstock.kernels.sampling import MASK, NO_TOKEN, SamplingTensors, adjust, high, philox4x32
 
 NEVER = float("-inf")
-
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Choose one id per row of logits [M, V] float32: [M] int64; NO_TOKEN where no id may be chosen."""
-    logits = adjust(logits, params)
+    logits = adjust(logits.clone(), params)
     chosen = logits.argmax(dim=-1)  # the first on a tie
     nothing_left = logits.gather(-1, chosen[:, None])[:, 0] == NEVER
     if params.noise_key is not None:
@@ -24,27 +18,6 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
         if len(rows):
             chosen[rows] = _draw(logits[rows], params, params.noise_key[rows], rows)
     return chosen.masked_fill(nothing_left, NO_TOKEN)
-
-
-def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Apply mask, bias and penalties, which affect the greedy choice, too. Return a new tensor."""
-    logits = logits.clone()
-    if params.masked is not None:
-        logits[params.masked[:, 0], params.masked[:, 1]] = NEVER
-    if params.bias is not None:
-        pairs, values = params.bias
-        logits[pairs[:, 0], pairs[:, 1]] += values
-    if params.repetition is not None:
-        penalty, pairs = params.repetition
-        row, token = pairs[:, 0], pairs[:, 1]
-        seen = logits[row, token]
-        logits[row, token] = torch.where(seen > 0, seen / penalty[row], seen * penalty[row])
-    if params.counts is not None:
-        frequency, presence, pairs, times = params.counts
-        row, token = pairs[:, 0], pairs[:, 1]
-        logits[row, token] -= frequency[row] * times
-        logits[row, token] -= presence[row]
-    return logits
 
 
 def _draw(logits: Tensor, params: SamplingTensors, noise_key: Tensor, rows: Tensor) -> Tensor:
@@ -83,22 +56,6 @@ def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: 
         gone &= top_p[:, None] < 1
         ordered = ordered.masked_fill(gone, NEVER)
     return torch.empty_like(logits).scatter_(1, ids, ordered)
-
-
-def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Compute ten rounds. Counter, key and results are 32-bit words in int64 tensors, which broadcast to one shape."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = high(product1) ^ c1 ^ k0, product1 & MASK, high(product0) ^ c3 ^ k1, product0 & MASK
-        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
-    return c0, c1, c2, c3
-
-
-def high(product: Tensor) -> Tensor:
-    """Return the upper 32 of each 64 bits."""
-    return (product >> 32) & MASK
 
 
 def uniform(words: Tensor) -> Tensor:

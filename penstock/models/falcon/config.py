@@ -3,7 +3,7 @@
 Three generations share one architecture. 7B and RW state their features: `parallel_attn`, `multi_query`, `alibi`. 40B
 has `new_decoder_architecture`, which means parallel branches and key/value groups, regardless of the older keys. 11B
 also has the new architecture, with one norm instead of two. The very first files are translated by
-spec/refined_web.py.
+spec/config_file.py.
 """
 
 from penstock.spec.config_reader import ConfigReader
@@ -14,10 +14,10 @@ from penstock.spec.config_rules import (
     fixed,
     harmless,
     no_windows,
+    read_rope,
     require_even_heads,
     spelled,
 )
-from penstock.spec.rope_config import read_rope
 
 OLDEST = {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
 CONTEXT = 2048  # Transformers' default

@@ -9,11 +9,10 @@ not here: the layout of the fused query_key_value (table.yaml), arithmetic and r
 """
 
 from penstock.layers.attention import Attention
-from penstock.layers.context import ForwardContext
 from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import MLP
-from penstock.layers.module import Module, Tensor
+from penstock.layers.module import ForwardContext, Module, Tensor
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 

@@ -4,8 +4,15 @@ import math
 
 from penstock.models.llama.config import attention_biases
 from penstock.spec.config_reader import ConfigReader
-from penstock.spec.config_rules import ACTIVATIONS, Numbers, activation, decoder_shape, no_windows, require_even_heads
-from penstock.spec.rope_config import read_rope
+from penstock.spec.config_rules import (
+    ACTIVATIONS,
+    Numbers,
+    activation,
+    decoder_shape,
+    no_windows,
+    read_rope,
+    require_even_heads,
+)
 
 HEAD_DIM = 256  # this and the following: Transformers' defaults
 GATE = "gelu_pytorch_tanh"

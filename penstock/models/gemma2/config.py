@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from penstock.models.gemma.config import WINDOW, gate, scaled_decoder
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
-from penstock.spec.config_rules import LARGEST, Numbers, sliding_window, windows_by_type
-from penstock.spec.rope_config import RopeConfig, read_rope, read_scaling
+from penstock.spec.config_rules import LARGEST, Numbers, read_rope, read_scaling, sliding_window, windows_by_type
+from penstock.spec.model_config import RopeConfig
 
 QUERY_SCALAR = 256
 GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4

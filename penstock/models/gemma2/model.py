@@ -8,11 +8,10 @@ not here: parameter names and sharding (table.yaml), KV layout (runner), arithme
 """
 
 from penstock.layers.attention import Attention
-from penstock.layers.context import ForwardContext
 from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.module import Module, Tensor
+from penstock.layers.module import ForwardContext, Module, Tensor
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 

@@ -7,11 +7,10 @@ not here: [in, out] weights and the names in checkpoints (table.yaml), arithmeti
 """
 
 from penstock.layers.attention import Attention
-from penstock.layers.context import ForwardContext
 from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import MLP
-from penstock.layers.module import Module, Tensor
+from penstock.layers.module import ForwardContext, Module, Tensor
 from penstock.spec.model_config import ModelConfig
 
 

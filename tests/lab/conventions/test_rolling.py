@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.parts import Scoring, attend_part, finish
+from penstock.kernels.reference.attention import Scoring, attend_part, finish
 from penstock_lab.conventions.rolling import (
     RollingBuffer,
     decode_mask,

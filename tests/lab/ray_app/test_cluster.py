@@ -34,11 +34,7 @@ def expected() -> tuple[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with contextlib.ExitStack() as stack:
-        try:
-            found = stack.enter_context(cluster_of(3))
-        except Exception as error:  # Ray gives its own processes 30 s, which a busy machine may not have
-            pytest.skip(f"Ray cannot start three nodes here: {error}")
+    with cluster_of(3) as found:
         yield found
 
 

@@ -12,9 +12,20 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.generation import logits_process as theirs
 
 from penstock.interface.sampling_params import SamplingParams
-from penstock.runner.logit_adjustments import LogitAdjustments
-from penstock.runner.repetitions import Repetitions, _repeats, _repeats_of_all
-from penstock.runner.truncations import TRUNCATIONS, Draw, log_probabilities, next_state, truncate
+from penstock.kernels.sampling import SamplingTensors, adjust
+from penstock.runner.logits import (
+    OPTIONS,
+    AdjustedRow,
+    Draw,
+    LogitAdjustments,
+    Repetitions,
+    _repeats,
+    _repeats_of_all,
+    adjusted_pairs,
+    log_probabilities,
+    next_state,
+    truncate,
+)
 from tests.hf_models import make_llama
 
 VOCAB, EOS = 500, (3, 7)
@@ -27,10 +38,13 @@ def history_of(*parts: list[int]) -> np.ndarray:
     return np.array(list(itertools.chain(*parts)), dtype=np.int32)
 
 
-def shaped(logits: np.ndarray, prompt: list[int], output: list[int], draw: Draw = DRAW, **fields: Any) -> np.ndarray:
+def warped(logits: np.ndarray, prompt: list[int], output: list[int], draw: Draw = DRAW, **fields: Any) -> np.ndarray:
     params = SamplingParams(seed=0, **{"max_tokens": 40, **fields})
-    made = LogitAdjustments(params, history_of(prompt, output), len(prompt), 64, EOS)
-    return made.shape(logits, history_of(prompt, output), len(output), draw)
+    history, some = history_of(prompt, output), logits[None].copy()
+    made = LogitAdjustments(params, history, len(prompt), 64, EOS)
+    pairs = adjusted_pairs([AdjustedRow(0, made, history, len(output))], *some.shape)
+    adjust(some, SamplingTensors(np.zeros(1, np.float32), **pairs))
+    return made.warp(some[0], history, len(output), draw)
 
 
 def random_logits(seed: int, scale: float = 3.0) -> np.ndarray:
@@ -101,7 +115,7 @@ def test_each_field_is_transformers(model: LlamaForCausalLM, fields: dict[str, A
     for seed, (prompt, output) in enumerate(PLACES):
         logits = random_logits(seed)
         expected = of_transformers(model, logits, prompt, output, **fields)
-        np.testing.assert_allclose(shaped(logits, prompt, output, **fields), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(warped(logits, prompt, output, **fields), expected, rtol=1e-5, atol=1e-6)
 
 
 TOGETHER: dict[str, list[Any]] = {
@@ -133,7 +147,7 @@ def test_all_together_in_their_order(model: LlamaForCausalLM, seed: int, data: s
     logits = random_logits(seed)
     expected = of_transformers(model, logits, PROMPT, OUTPUT, **fields)
     given_here = {name: value for name, value in fields.items() if value is not None}
-    np.testing.assert_allclose(shaped(logits, PROMPT, OUTPUT, **given_here), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(warped(logits, PROMPT, OUTPUT, **given_here), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_long_tail_is_cut_where_transformers_cuts_it(model: LlamaForCausalLM) -> None:
@@ -141,13 +155,13 @@ def test_a_long_tail_is_cut_where_transformers_cuts_it(model: LlamaForCausalLM) 
     logits = np.random.default_rng(5).standard_normal(VOCAB).astype(np.float32) * 0.01
     for fields in ({"top_p": 0.97}, {"typical_p": 0.97}, {"top_k": 400}, {"top_h": 0.5}):
         expected = of_transformers(model, logits, PROMPT, [], **fields)
-        assert np.array_equal(np.isinf(shaped(logits, PROMPT, [], **fields)), np.isinf(expected)), fields
+        assert np.array_equal(np.isinf(warped(logits, PROMPT, [], **fields)), np.isinf(expected)), fields
 
 
 @pytest.mark.covers("C11")
 def test_an_overwhelming_end_token_stays_finite_at_a_low_temperature() -> None:
     """Guards against a logit that the temperature makes infinite: the softmax of two of them is not a number."""
-    found = shaped(
+    found = warped(
         random_logits(3), PROMPT, [9] * 39, exponential_decay_length_penalty=(1, 12.0), temperature=0.5, top_p=0.9
     )
     assert np.isfinite(found.max())
@@ -158,7 +172,7 @@ def test_greedy_requests_are_not_truncated() -> None:
     """Guards against a greedy request whose most likely token is dropped: Transformers truncates only what it draws."""
     logits = random_logits(1)
     off: dict[str, Any] = {"typical_p": 0.01, "xtc_probability": 1.0, "xtc_threshold": 0.0, "mirostat": 2}
-    assert np.array_equal(shaped(logits, PROMPT, OUTPUT, temperature=0.0, **off), logits)
+    assert np.array_equal(warped(logits, PROMPT, OUTPUT, temperature=0.0, **off), logits)
 
 
 # --- XTC, mirostat --------------------------------------------------------------------------------------------------
@@ -167,17 +181,17 @@ def test_greedy_requests_are_not_truncated() -> None:
 def test_xtc_leaves_the_least_likely_of_the_likely() -> None:
     """Guards against XTC that drops the last likely token, or drops where one alone is likely."""
     logits = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))
-    kept = np.isfinite(shaped(logits, [1], [], xtc_probability=1.0, xtc_threshold=0.12))
+    kept = np.isfinite(warped(logits, [1], [], xtc_probability=1.0, xtc_threshold=0.12))
     assert kept.tolist() == [False, False, True, True, True]
-    assert np.isfinite(shaped(logits, [1], [], xtc_probability=1.0, xtc_threshold=0.35)).all()
-    assert np.isfinite(shaped(logits, [1], [], xtc_probability=1.0, xtc_threshold=0.51)).all()
+    assert np.isfinite(warped(logits, [1], [], xtc_probability=1.0, xtc_threshold=0.35)).all()
+    assert np.isfinite(warped(logits, [1], [], xtc_probability=1.0, xtc_threshold=0.51)).all()
 
 
 def test_mirostat_2_keeps_surprises_up_to_mu() -> None:
     """Guards against surprises in nats, and a cut that leaves nothing."""
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], dtype=np.float32))
     for mu, count in ((-1.0, 1), (0.5, 1), (1.001, 1), (2.001, 2), (3.001, 4)):
-        found = shaped(logits, [1], [], Draw((0, 0, 0), (mu,)), mirostat=2)
+        found = warped(logits, [1], [], Draw((0, 0, 0), (mu,)), mirostat=2)
         assert np.isfinite(found).sum() == count, mu
         assert np.isfinite(found[0])
 
@@ -191,11 +205,11 @@ def test_mirostat_1_follows_the_paper() -> None:
     excess = exponent - 1.0
     for mu in (2.0, 5.0, 9.0):
         count = int((excess * 2.0**mu / (1 - VOCAB**-excess)) ** (1 / exponent))
-        found = shaped(logits, [1], [], Draw((0, 0, 0), (mu,)), mirostat=1)
+        found = warped(logits, [1], [], Draw((0, 0, 0), (mu,)), mirostat=1)
         assert np.isfinite(found).sum() == min(max(count, 1), VOCAB)
     flat = np.zeros(VOCAB, dtype=np.float32)
     for mu in (-50.0, 0.0, 1e9):  # no estimate overflows or divides by 0
-        assert np.isfinite(shaped(flat, [1], [], Draw((0, 0, 0), (mu,)), mirostat=1)).any()
+        assert np.isfinite(warped(flat, [1], [], Draw((0, 0, 0), (mu,)), mirostat=1)).any()
 
 
 def test_mirostat_finds_its_target() -> None:
@@ -226,7 +240,7 @@ def test_every_truncation_leaves_something_of_anything() -> None:
         "top_h": [1e-6, 1.0], "min_p": [1.0], "top_k": [1], "top_p": [1e-6], "typical_p": [1e-6, 0.999999],
         "epsilon_cutoff": [0.999], "eta_cutoff": [0.999], "xtc_probability": [1.0], "mirostat": [1, 2],
     }  # fmt: skip
-    assert set(extremes) == set(TRUNCATIONS)
+    assert set(extremes) == {option.field for option in OPTIONS if option.truncation}
     for row, (name, values) in itertools.product(rows, extremes.items()):
         for value in values:
             found = truncate(row.astype(np.float32), SamplingParams(**{name: value}), Draw((0, 0, 0), (-5.0,)))
@@ -292,4 +306,4 @@ def test_dry_of_a_text_that_repeats_one_token_takes_no_longer() -> None:
     ids, values = Repetitions(params).penalties(np.ones(2**17, dtype=np.int32))
     assert ids.tolist() == [1]
     assert np.isfinite(values).all()
-    assert shaped(random_logits(3), [1] * 30, [], dry_multiplier=100.0, dry_base=100.0).min() < -1e37
+    assert warped(random_logits(3), [1] * 30, [], dry_multiplier=100.0, dry_base=100.0).min() < -1e37

@@ -1,4 +1,4 @@
-"""ScriptedExecutor: an Executor without a model, for tests of what is above it: the engine, servers and clients.
+"""MockExecutor: an Executor without a model, for `--load-format mock` and for proofs of what is above an executor.
 
 It checks memory like a real one: token ids stand for keys and values, are written to the slots that the block tables
 name, and every step reads a request's whole context back through its table. So a block that is shared, freed or reused
@@ -8,7 +8,6 @@ wrongly makes a step fail. The next token is a fixed function of the (visible) c
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -71,35 +70,25 @@ class _Row:
 
 
 @dataclass
-class ScriptedExecutor:
+class MockExecutor:
     """Carries out steps on a cache of token ids.
 
     Attributes:
-        steps: every SchedulerOutput it was given, if `keeps_steps`.
         depth: steps in flight that it allows. They are computed when they are collected.
-        fail: called with each step; may raise (a step that fails as a whole) or return request ids to fail alone.
-        stored: blocks that steps have saved; a test's BlockStore decides which of them it holds.
-        max_rows: the maximum number of requests that it knew at once.
+        rows: the requests that it knows, by id.
     """
 
     groups: list[CacheGroup]
     vocab_size: int = VOCAB_SIZE
-    keeps_steps: bool = True
     num_end_tokens: int = 8  # most end tokens of a model; a search needs more candidates for each
     depth: int = 1
-    steps: list[SchedulerOutput] = field(default_factory=list)
-    fail: Callable[[SchedulerOutput], set[str]] = lambda step: set()
     rows: dict[str, _Row] = field(default_factory=dict)
-    max_rows: int = 0
     submitted: deque[SchedulerOutput] = field(default_factory=deque)
-    stored: dict[tuple[int, bytes], "array[int]"] = field(default_factory=dict)  # blocks saved, by group and hash
 
     def __post_init__(self) -> None:
         self.slots = [array("i", [STALE]) * (group.num_blocks * group.block_size) for group in self.groups]
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        if self.keeps_steps:
-            self.steps.append(scheduler_output)
         self.submitted.append(scheduler_output)
         return scheduler_output
 
@@ -112,16 +101,11 @@ class ScriptedExecutor:
         _demand(self.submitted.popleft() is handle, f"step {handle.step_id} is not the oldest")
         for request_id in handle.removed_request_ids:
             self.rows.pop(request_id, None)
-        failed = self.fail(handle)
-        self._transfer(handle)
         for copy in handle.block_copies:
             self._copy(copy)
         for new in handle.new_requests:
             self._learn(new)
-        self.max_rows = max(self.max_rows, len(self.rows))
-        reads = {item.request_id: self._run(item) for item in handle.scheduled}  # all read before any sampling
-        error = RequestStepOutput([], error="scripted")
-        return StepOutput(handle.step_id, {key: error if key in failed else value for key, value in reads.items()})
+        return StepOutput(handle.step_id, {item.request_id: self._run(item) for item in handle.scheduled})
 
     def shutdown(self) -> None:
         self.rows.clear()
@@ -131,16 +115,6 @@ class ScriptedExecutor:
         size, slots = self.groups[copy.group].block_size, self.slots[copy.group]
         source, target = copy.source * size, copy.target * size
         slots[target : target + size] = slots[source : source + size]
-
-    def _transfer(self, step: SchedulerOutput) -> None:
-        """Save blocks to the store of token ids, and load some from it."""
-        for item in (*step.block_saves, *step.block_loads):
-            size, slots = self.groups[item.group].block_size, self.slots[item.group]
-            place, key = slice(item.block_id * size, (item.block_id + 1) * size), (item.group, item.block_hash)
-            if item in step.block_loads:
-                slots[place] = self.stored[key]
-            else:
-                self.stored[key] = slots[place]
 
     def _learn(self, new: NewRequest) -> None:
         _demand(new.request_id not in self.rows, f"{new.request_id} is introduced twice")
