@@ -165,13 +165,13 @@ def test_a_bad_number_costs_its_own_request(made: tuple[Any, Path]) -> None:
     """Guards against NaN in an answer, and against one that ends the requests beside it."""
     with LLM(str(made[1]), dtype="float32", max_model_len=128) as llm:
         runner = llm.built.engine.executor._runner  # type: ignore[attr-defined]
-        take = runner._pooler.take
+        take = runner._pooler.pool
 
         def poisoned(hidden: Any, *args: Any) -> Any:
             hidden[0] = np.nan  # the first token of the first request
             return take(hidden, *args)
 
-        runner._pooler.take = poisoned
+        runner._pooler.pool = poisoned
         with pytest.raises(RequestFailedError, match="not finite"):
             vectors(llm, "MEAN")
         assert np.isfinite(vectors(llm, "LAST", PROMPTS[1:])[0]).all()  # whose first token it does not use

@@ -72,7 +72,7 @@ def _check_options(args: argparse.Namespace) -> None:
 def _write(args: argparse.Namespace, config: EngineConfig) -> int:
     """Write the checkpoint in the chosen form and return the number of bytes of its weights."""
     from penstock.assembly.convert import convert_model
-    from penstock.planner.memory import free_memory_bytes
+    from penstock.kernels.cpu.host import free_memory_bytes
     from penstock.weights.rewrite import rewrite_model
 
     handle_signals(terminate=True)

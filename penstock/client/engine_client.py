@@ -63,7 +63,7 @@ class EngineStatus:
     journal_tokens: int = 0  # tokens received for them
     queued_tokens: float = 0.0  # tokens still to be computed for them, as far as can be foreseen
     num_aborted_total: int = 0  # requests that ended because their caller left
-    planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose (planner/ledger.py)
+    planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose (assembly/memory.py)
     peak_memory_bytes: int | None = None  # the most physical memory that the engine process ever had
     standby: StandbyStatus | None = None  # None if no standby is wanted
     replicas: tuple["EngineStatus", ...] = ()

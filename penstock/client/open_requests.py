@@ -367,7 +367,7 @@ class Choice:
 
     def enter(self, state: IntervalKind, at: float) -> None:
         """Note in the timeline the state from the time `at` on, whatever an engine has reported."""
-        self.timeline.turn(state, at, len(self.token_ids) - len(self.request.output_token_ids))
+        self.timeline.enter(state, at, len(self.token_ids) - len(self.request.output_token_ids))
 
     def add(self, output: EngineOutput) -> None:
         """Add an output of the engine. Tokens received before are skipped; a gap ends the choice with an error."""

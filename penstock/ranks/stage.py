@@ -155,7 +155,7 @@ class RankRunner(ModelRunner):
 
     def append_sampled(self, sampled: Mapping[str, Sequence[int]]) -> None:
         """Append tokens that another rank has sampled, by request id. Tokens of removed requests are dropped."""
-        self.batch.extend({self.batch.row(name): ids for name, ids in sampled.items() if self.batch.knows(name)})
+        self.batch.extend({self.batch.row(name): ids for name, ids in sampled.items() if self.batch.has_request(name)})
 
     def compute_stage(self, scheduler_output: SchedulerOutput) -> Any:
         """Compute a step with a stage that is not the last. Return its x and h; None for a step without tokens."""
@@ -208,7 +208,10 @@ class StageRunner:
 
         activations: what the stage before returned; None for the first stage.
         """
+        has_input = not self._stage.is_first and bool(plan.scheduled)
+        assert (activations is not None) == has_input, "a stage would compute with the x and h of an earlier step"
         if activations is not None:
+            assert len(activations[0]) == plan.num_tokens, "the stages are at different steps"
             self._stage.receive(activations[0], activations[1])
         return self._compute(plan, sampled)
 

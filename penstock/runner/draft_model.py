@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.interface.drafts import DraftQuery
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.interface.step import DraftQuery, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.kernels.attention.plan import steps_with_same_tiles
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import Int32, Int64, as_array
@@ -88,19 +87,14 @@ class GreedyDecoder:
             zeros = np.zeros_like(layout.rows)
             self._first_slots = [table.slots(layout.rows, zeros, zeros + 1) for table in batch.block_tables]
             self._step = PackedStep(
-                rows=layout.rows,
+                layout=layout,
                 input_ids=zeros,
                 positions=zeros.copy(),
-                query_start_loc=layout.query_start_loc,
                 seq_lens=zeros.astype(np.int32),
                 block_tables=tuple(table.gather(layout.rows, 1) for table in batch.block_tables),
                 slot_mappings=tuple(np.zeros_like(zeros) for _ in batch.block_tables),
                 logits_indices=layout.indices,
-                sampled=layout.sampled,
-                sampled_rows=layout.sampled_rows,
-                offsets=layout.offsets,
                 drafts=layout.no_drafts,
-                has_drafts=False,
                 prompt_pieces=[],
             )
             self._rows, self._versions, self._context = rows, versions, None
@@ -163,7 +157,7 @@ class _Sequence:
         return self.length - self.num_computed
 
     def follow(self) -> None:
-        """Take the current text. Drafts that did not become part of it no longer count as cached."""
+        """Go on to the current text. Drafts that did not become part of it no longer count as cached."""
         right = 0
         for draft, token_id in zip(self.drafts, self.token_ids[self.length :], strict=False):
             if draft != token_id:
@@ -172,6 +166,7 @@ class _Sequence:
         # At least the last token is computed again, because the next draft needs its logits.
         self.num_computed = min(self.num_computed, self.length + right, len(self.token_ids) - 1)
         self.length, self.drafts = len(self.token_ids), []
+        assert 0 <= self.num_computed < self.length, "the last token is never cached"
 
 
 class DraftModelProposer:
@@ -186,8 +181,7 @@ class DraftModelProposer:
     is_free = False
 
     def __init__(self, runner: ModelRunner, num_blocks: int, max_num_batched_tokens: int) -> None:
-        self._runner: ModelRunner | None = runner
-        self._decoder: GreedyDecoder | None = GreedyDecoder(runner)
+        self._runner, self._decoder = runner, GreedyDecoder(runner)
         self._max_tokens = max_num_batched_tokens
         self._max_length = int(runner.batch.token_ids.shape[1])
         self._free = list(range(num_blocks))
@@ -207,7 +201,7 @@ class DraftModelProposer:
         ]
 
     def _follow(self, query: DraftQuery) -> bool:
-        """Take a request's text. Return whether it can have drafts."""
+        """Follow a request's text. Return whether it can have drafts."""
         if len(query.token_ids) >= self._max_length:
             return False
         if query.request_id not in self._sequences and not self._introduce(query):
@@ -217,9 +211,9 @@ class DraftModelProposer:
 
     def _introduce(self, query: DraftQuery) -> bool:
         """Give a new request a block. Return False if none is free."""
-        runner = self._runner
-        if runner is None or not self._free:
+        if not self._free:
             return False
+        runner = self._runner
         block = self._free.pop()
         tables = [[block] for _ in runner.batch.block_tables]
         new = NewRequest(query.request_id, query.token_ids[:1], 1, GREEDY, 0, tables)
@@ -231,8 +225,6 @@ class DraftModelProposer:
     def _catch_up(self, names: list[str]) -> None:
         """Compute as many of these requests' missing tokens as fit into a step, up to the last but one."""
         runner = self._runner
-        if runner is None:
-            return
         room, scheduled = self._max_tokens, []
         nothing: list[list[int]] = [[] for _ in runner.batch.block_tables]
         for name in names:
@@ -247,8 +239,6 @@ class DraftModelProposer:
 
     def _execute(self, new: list[NewRequest], scheduled: list[ScheduledRequest]) -> None:
         """Compute a step. Raises RuntimeError if the draft model fails for a request."""
-        if self._runner is None:
-            return
         self._num_steps += 1
         removed, self._removed = self._removed, []
         results = self._runner.execute(SchedulerOutput(self._num_steps, new, scheduled, removed)).results
@@ -258,8 +248,6 @@ class DraftModelProposer:
 
     def _draft(self, sequences: list[_Sequence], counts: list[int]) -> None:
         """Make at least the given number of drafts of each sequence, fewer where the longest sequence has no room."""
-        if self._decoder is None:
-            return
         pairs = zip(sequences, counts, strict=True)
         steps = max(sequence.num_missing + count - 1 for sequence, count in pairs)
         steps = min([steps, *(self._max_length - sequence.num_computed for sequence in sequences)])
@@ -280,5 +268,5 @@ class DraftModelProposer:
             self._removed.append(request_id)
 
     def shutdown(self) -> None:
-        self._runner = self._decoder = None
-        self._sequences.clear()
+        """Free the model and its cache. Nothing may be called afterwards."""
+        del self._runner, self._decoder

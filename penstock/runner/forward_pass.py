@@ -6,9 +6,8 @@ the results are those that the engine computes for a request with these tokens.
 """
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,18 +16,20 @@ import numpy as np
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.interface.step import CacheGroup
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest
 from penstock.kernels.arena import LOGITS_ROWS
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales
+from penstock.kernels.metadata import AttentionParams, KVScales
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array, is_torch
+from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
 from penstock.layers.attention import Attention
-from penstock.layers.module import CausalLM, ForwardContext, named_modules, replaced
-from penstock.runner.model_runner import allocate_kv_caches, layer_groups
+from penstock.layers.module import CausalLM, named_modules, replaced
+from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig
 
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # the name of the decoder block that a module is in, up to the first number
 BLOCK_SIZE = 16
+NAME, GREEDY = "forward", SamplingParams(temperature=0.0)  # of the request that the pass is
 MAX_BYTES = 2**30  # limit of the results' size, unless the caller sets another
 
 
@@ -94,12 +95,12 @@ class ForwardPass:
         blocks = self._blocks()
         self._check_size(len(token_ids), wanted, max_bytes)
         seen = _Seen([[] for _ in blocks], [[] for _ in blocks])
-        with self._computing(), _watching(blocks, seen, wanted):
-            caches = self._caches(len(token_ids))
-            step = self._config.scheduler.max_num_batched_tokens or len(token_ids)
-            for start in range(0, len(token_ids), step):
-                self._chunk(token_ids, slice(start, min(start + step, len(token_ids))), caches, seen, wanted)
-            attentions = self._attentions(blocks, caches, seen) if wanted.attentions else None
+        runner = self._runner(token_ids)
+        most = self._config.scheduler.max_num_batched_tokens or len(token_ids)
+        with runner.computing(), _watching(blocks, seen, wanted):
+            for start in range(0, len(token_ids), most):
+                self._compute(runner, start, min(most, len(token_ids) - start), seen, wanted)
+            attentions = self._attentions(blocks, runner, seen) if wanted.attentions else None
         last = np.concatenate(seen.last)
         states = (*map(np.concatenate, seen.states), last) if wanted.hidden_states else None
         logits = np.concatenate(seen.logits) if wanted.logits else None
@@ -133,53 +134,30 @@ class ForwardPass:
                 param=largest,
             )
 
-    def _computing(self) -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = nullcontext()
-        return sys.modules["torch"].inference_mode() if is_torch(self._ops.dtype) else context
+    def _runner(self, token_ids: Sequence[int]) -> ModelRunner:
+        """Return a runner that knows the tokens, with caches for them alone: a token's slot is its position."""
+        num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+        groups = [CacheGroup(layers, window, num_blocks, BLOCK_SIZE) for layers, window in self._numbers.cache_groups()]
+        runner = ModelRunner(self._model, self._ops, groups, self._config, self._numbers, self._kv_scales)
+        tables = [list(range(num_blocks)) for _ in groups]
+        runner.batch.add_request(NewRequest(NAME, list(token_ids), len(token_ids), GREEDY, 0, tables))
+        return runner
 
-    def _groups(self, tokens: int) -> list[CacheGroup]:
-        num_blocks = -(-tokens // BLOCK_SIZE)
-        return [CacheGroup(layers, window, num_blocks, BLOCK_SIZE) for layers, window in self._numbers.cache_groups()]
-
-    def _caches(self, tokens: int) -> tuple[KVCache, ...]:
-        return allocate_kv_caches(self._ops, self._groups(tokens), self._config, self._numbers, self._kv_scales)
-
-    def _chunk(
-        self, token_ids: Sequence[int], rows: slice, caches: tuple[KVCache, ...], seen: _Seen, wanted: Wanted
-    ) -> None:
-        """Compute the tokens at `rows`, which follow those in the caches."""
-        ops, positions = self._ops, np.arange(rows.start, rows.stop)
-        groups = self._groups(len(token_ids))
-        attention = tuple(self._plan(group, positions, caches[group.layers[0]]) for group in groups)
-        layers = layer_groups(groups, self._numbers.num_hidden_layers)
-        ctx = ForwardContext(ops.tensor(positions), caches, attention, layers)
-        hidden = self._model(ops.tensor(np.array(token_ids[rows], dtype=np.int64)), ctx)
+    def _compute(self, runner: ModelRunner, start: int, count: int, seen: _Seen, wanted: Wanted) -> None:
+        """Compute `count` tokens, which follow those in the caches."""
+        nothing: list[list[int]] = [[] for _ in runner.groups]
+        step = runner.batch.pack([ScheduledRequest(NAME, start, count, nothing, [0] * len(nothing), 0)])
+        hidden = self._model(self._ops.tensor(step.input_ids), runner.context(step))
         seen.last.append(_copy(hidden))
-        for start in range(0, len(positions) if wanted.logits else 0, LOGITS_ROWS):
-            logits = self._model.compute_logits(hidden[start : start + LOGITS_ROWS])
+        for first in range(0, count if wanted.logits else 0, LOGITS_ROWS):
+            logits = self._model.compute_logits(hidden[first : first + LOGITS_ROWS])
             seen.logits.append(_copy(logits[:, : self._numbers.vocab_size]))
 
-    def _plan(self, group: CacheGroup, positions: Array, cache: KVCache) -> AttentionMetadata:
-        numbers = self._numbers
-        meta = AttentionMetadata(
-            query_start_loc=np.array([0, len(positions)], dtype=np.int32),
-            seq_lens=np.array([positions[-1] + 1], dtype=np.int32),
-            block_table=np.arange(group.num_blocks, dtype=np.int32)[None],
-            slot_mapping=positions,
-            block_size=group.block_size,
-            sliding_window=group.sliding_window,
-        )
-        return self._ops.plan(
-            meta, Heads(numbers.num_attention_heads, numbers.num_key_value_heads, numbers.head_dim), cache
-        )
-
-    def _attentions(
-        self, blocks: list[tuple[Any, Attention]], caches: tuple[KVCache, ...], seen: _Seen
-    ) -> tuple[Array, ...]:
+    def _attentions(self, blocks: list[tuple[Any, Attention]], runner: ModelRunner, seen: _Seen) -> tuple[Array, ...]:
         """Return each layer's weights [H, T, T], computed with the keys as its cache holds them."""
         found = []
         windows = self._numbers.layer_windows
-        for (_, attention), cache, queries, window in zip(blocks, caches, seen.queries, windows, strict=True):
+        for (_, attention), cache, queries, window in zip(blocks, runner.kv_caches, seen.queries, windows, strict=True):
             q = np.concatenate(queries)
             keys, _ = self._ops.load_kv(cache, self._ops.tensor(np.arange(len(q))))
             found.append(attention_weights(q, _copy(keys), attention.params, window))

@@ -53,7 +53,7 @@ class SamplingRows:
         self._eos_token_ids = tuple(eos_token_ids)
 
     def set(self, row: int, request: NewRequest, token_ids: Int32) -> None:
-        """Take the parameters of a request with the history token_ids [num_tokens] int32.
+        """Set the parameters of a request with the history token_ids [num_tokens] int32.
 
         Raises:
             EngineError: the request is sampled and has no seed.
@@ -102,11 +102,6 @@ class Positions:
     rows: Int64
     offsets: Int64
 
-    @classmethod
-    def after_outputs(cls, rows: Int64) -> "Positions":
-        """Return the next position of each of `rows` [M], without drafts."""
-        return cls(rows, np.zeros(len(rows), dtype=np.int64))
-
     def at(self, chosen: Int64) -> "Positions":
         """Return the positions with the indices `chosen` [m]."""
         return Positions(self.rows[chosen], self.offsets[chosen])
@@ -150,15 +145,16 @@ class InputBatch:
                 once all requests of the step have been removed.
         """
         for request_id in scheduler_output.removed_request_ids:
-            self.forget(request_id)
+            self.remove_request(request_id)
         for request in scheduler_output.new_requests:
-            self.learn(request)
+            self.add_request(request)
         for item in scheduler_output.scheduled:
             if any(item.new_block_ids) or any(item.num_released_blocks):  # rare in decode steps
                 self._update_blocks(item)
+        assert len(self._row_of) + len(self._free_rows) == len(self.num_tokens), "every row is free or has one request"
 
-    def forget(self, request_id: str) -> None:
-        """Free the request's row. An unknown id is ignored: the request's first step may have failed before `learn`."""
+    def remove_request(self, request_id: str) -> None:
+        """Free the request's row. An unknown id is ignored: the request's first step may have failed before that."""
         row = self._row_of.pop(request_id, None)
         if row is None:
             return
@@ -166,7 +162,7 @@ class InputBatch:
             table.clear(row)
         self._free_rows.append(row)
 
-    def learn(self, request: NewRequest) -> None:
+    def add_request(self, request: NewRequest) -> None:
         """Assign a row to a request.
 
         Raises:
@@ -179,6 +175,7 @@ class InputBatch:
             raise EngineError(f"more than max_num_seqs = {len(self.num_tokens)} requests")
         if num_tokens > self.token_ids.shape[1]:
             raise EngineError(f"{num_tokens} tokens, more than max_model_len = {self.token_ids.shape[1]}")
+        assert 0 < request.num_prompt_tokens <= num_tokens, "the history begins with the prompt"
         row = self._row_of[request.request_id] = self._free_rows.pop()
         self.token_ids[row, :num_tokens] = request.token_ids
         self.num_tokens[row] = num_tokens
@@ -211,6 +208,7 @@ class InputBatch:
         Raises:
             EngineError: a request has max_model_len tokens already.
         """
+        assert len(rows) == len(token_ids) == len(offsets), "one token per position"
         ends = self.num_tokens[rows] + offsets
         if np.count_nonzero(ends >= self.token_ids.shape[1]):
             raise EngineError(f"a request grew beyond max_model_len = {self.token_ids.shape[1]}")
@@ -228,8 +226,7 @@ class InputBatch:
             offsets = np.concatenate([np.arange(len(ids)) for ids in token_ids.values()])
             self.append(rows, new_ids, offsets)
 
-    def knows(self, request_id: str) -> bool:
-        """Return whether a request has a row."""
+    def has_request(self, request_id: str) -> bool:
         return request_id in self._row_of
 
     def row(self, request_id: str) -> int:
@@ -258,14 +255,14 @@ class InputBatch:
         Raises:
             EngineError: a scheduled token is not in the batch or has no block.
         """
-        layout, has_drafts = self._lay_out(scheduled)
+        layout = self._lay_out(scheduled)
         rows, new = layout.rows, layout.new
         computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
         decode, self._decode = self._decode, None  # it stays None if this call fails
-        if has_drafts:
+        if layout.has_drafts:
             self._write_drafts(scheduled, rows)
         if decode is not None and decode.precedes(layout, computed, self.num_tokens):
-            if has_drafts:
+            if layout.has_drafts:
                 step = decode.advance_with_drafts(self.token_ids, computed, _drafts_at(scheduled))
             else:
                 step = decode.advance(self.token_ids)
@@ -280,27 +277,24 @@ class InputBatch:
         prompt_indices, pieces = self._prompt_positions(rows, computed, seq_lens, layout.starts)
         longest = int(seq_lens.max())
         step = PackedStep(
-            rows=rows,
+            layout=layout,
             input_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
-            query_start_loc=layout.query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
             block_tables=tuple(table.gather(rows, longest) for table in self.block_tables),
             slot_mappings=tuple(table.slots(token_rows, positions, token_ends) for table in self.block_tables),
             logits_indices=np.concatenate([layout.indices, *prompt_indices]) if pieces else layout.indices,
-            sampled=layout.sampled,
-            sampled_rows=layout.sampled_rows,
-            offsets=layout.offsets,
-            drafts=_drafts_at(scheduled) if has_drafts else layout.no_drafts,
-            has_drafts=has_drafts,
+            drafts=_drafts_at(scheduled) if layout.has_drafts else layout.no_drafts,
             prompt_pieces=pieces,
         )
+        assert len(step.input_ids) == len(step.positions) == layout.starts[-1], "T tokens, as laid out"
+        assert len(step.drafts) == len(layout.sampled), "one draft, or none, per sampled position"
         if layout.samples_all and not pieces:
             self._decode = DecodeStep(step, layout, self.block_tables, longest)
         return step
 
-    def _lay_out(self, scheduled: Sequence[ScheduledRequest]) -> "tuple[Layout, bool]":
-        """Return the layout of a step, which is the last step's object if it is equal, and whether there are drafts."""
+    def _lay_out(self, scheduled: Sequence[ScheduledRequest]) -> Layout:
+        """Return the layout of a step, which is the last step's object if it is equal."""
         row_of = self._row_of
         key = [
             (row_of.get(item.request_id), item.num_new_tokens, item.num_samples, len(item.draft_token_ids))
@@ -310,7 +304,7 @@ class InputBatch:
             for item in scheduled:
                 self.row(item.request_id)  # raises EngineError
             self._layout = Layout.of(key)
-        return self._layout, self._layout.has_drafts
+        return self._layout
 
     def _write_drafts(self, scheduled: Sequence[ScheduledRequest], rows: Int64) -> None:
         for item, row in zip(scheduled, rows.tolist(), strict=True):
@@ -321,7 +315,7 @@ class InputBatch:
                     raise EngineError(f"drafts reach beyond max_model_len = {self.token_ids.shape[1]}")
                 self.token_ids[row, start:end] = item.draft_token_ids
 
-    def _check(self, layout: "Layout", seq_lens: Int64) -> None:
+    def _check(self, layout: Layout, seq_lens: Int64) -> None:
         """Check that the batch has the scheduled tokens. seq_lens: [B], the lengths after the step."""
         missing = self.num_tokens[layout.rows] + layout.num_drafts - seq_lens
         if not np.count_nonzero(missing):  # as in most steps

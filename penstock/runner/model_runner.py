@@ -54,6 +54,7 @@ class ModelRunner:
         vocab_size: the number of tokens, without the LM head's padding.
         computing: returns the context in which the model must be called.
         batch: the state of its requests.
+        kv_caches: one per decoder layer.
         cache_bytes: the bytes of all its KV caches.
     """
 
@@ -94,8 +95,8 @@ class ModelRunner:
         self.groups = tuple(groups)
         self._layer_group = layer_groups(groups, model_config.num_hidden_layers)
         self._own_layers = own_layers or range(model_config.num_hidden_layers)
-        self._kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales, self._own_layers)
-        self.cache_bytes = sum(self._kv_caches[layer].num_bytes for layer in self._own_layers)
+        self.kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales, self._own_layers)
+        self.cache_bytes = sum(self.kv_caches[layer].num_bytes for layer in self._own_layers)
         owned = {index: set(group.layers) & set(self._own_layers) for index, group in enumerate(groups)}
         self._first_layers = {index: min(found) for index, found in owned.items() if found}
         self._sampler = Sampler(ops)
@@ -136,7 +137,7 @@ class ModelRunner:
 
     def _block(self, group: int, block_id: int) -> list[Array]:
         """Return the memory of a block in each layer of its group."""
-        return [self.ops.block_bytes(self._kv_caches[layer], block_id) for layer in self.groups[group].layers]
+        return [self.ops.block_bytes(self.kv_caches[layer], block_id) for layer in self.groups[group].layers]
 
     def _transfer_blocks(self, plan: SchedulerOutput) -> None:
         """Save blocks to the store, and load blocks that the store has fetched."""
@@ -157,7 +158,7 @@ class ModelRunner:
         for copy in copies:
             for layer in self.groups[copy.group].layers:
                 if layer in self._own_layers:
-                    self.ops.copy_block(self._kv_caches[layer], copy.source, copy.target)
+                    self.ops.copy_block(self.kv_caches[layer], copy.source, copy.target)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None
@@ -166,7 +167,7 @@ class ModelRunner:
         results = [RequestStepOutput([]) for _ in scheduler_output.scheduled]
         input_ids, ctx = self.ops.tensor(step.input_ids), self.context(step)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
-        if isinstance(self.model, RecordedModel) and len(step.sampled) == len(step.input_ids) <= FIXED_ROWS:
+        if isinstance(self.model, RecordedModel) and len(step.layout.sampled) == len(step.input_ids) <= FIXED_ROWS:
             self._sample(self.model.logits(input_ids, ctx), step, results)
         else:
             hidden = self.model(input_ids, ctx)
@@ -178,13 +179,13 @@ class ModelRunner:
 
     def _pool(self, hidden: Tensor, step: PackedStep, plan: SchedulerOutput, results: list[RequestStepOutput]) -> None:
         """Pass hidden [T, hidden] to the pooler, and note the vectors of finished pooling requests."""
-        for b, pooled in self._pooler.take(hidden, step.query_start_loc, plan.scheduled).items():
+        for b, pooled in self._pooler.pool(hidden, step.layout.query_start_loc, plan.scheduled).items():
             results[b].pooled = pooled
             results[b].error = HIDDEN_NOT_FINITE if pooled is None else None
 
     def _finish(self, hidden: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Sample and score hidden [T, hidden], with logits only at the positions that need them."""
-        num_sampled = len(step.sampled)
+        num_sampled = len(step.layout.sampled)
         if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled, in order
             hidden = hidden[self.ops.tensor(step.logits_indices)]
         if step.prompt_pieces:
@@ -199,18 +200,18 @@ class ModelRunner:
             self._packed = step
             self._unplanned = {index: self._attention(step, index) for index in self._first_layers}
         planned = {
-            index: self.ops.plan(meta, self._heads, self._kv_caches[self._first_layers[index]])
+            index: self.ops.plan(meta, self._heads, self.kv_caches[self._first_layers[index]])
             for index, meta in self._unplanned.items()
         }
         unused = next(iter(planned.values()))  # a placeholder for groups whose layers are all on other stages
         attention = tuple(planned.get(index, unused) for index in range(len(self.groups)))
-        return ForwardContext(self.ops.tensor(step.positions), self._kv_caches, attention, self._layer_group)
+        return ForwardContext(self.ops.tensor(step.positions), self.kv_caches, attention, self._layer_group)
 
     def _attention(self, step: PackedStep, index: int) -> AttentionMetadata:
         """Return the metadata of a cache group, without a plan."""
         group = self.groups[index]
         return AttentionMetadata(
-            query_start_loc=step.query_start_loc,
+            query_start_loc=step.layout.query_start_loc,
             seq_lens=step.seq_lens,
             block_table=step.block_tables[index],
             slot_mapping=step.slot_mappings[index],
@@ -221,19 +222,19 @@ class ModelRunner:
     def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Sample a token from each row of logits [M, V'], and give each sequence its valid tokens."""
         logits = self.without_padding(logits)
-        sequences = step.sampled.tolist()
+        sequences = step.layout.sampled.tolist()
         if self._checksum_step is not None:
             for b, checksum in zip(sequences, logits_checksums(as_array(logits), self._checksum_step), strict=True):
                 results[b].checksum = ((results[b].checksum or 0) + checksum) % 2**64
         failed = None
         if step.prompt_pieces:  # nothing else can have failed yet
             failed = np.array([results[b].error is not None for b in sequences], dtype=np.bool_)
-        positions = Positions(step.sampled_rows, step.offsets)
+        positions = Positions(step.layout.sampled_rows, step.layout.offsets)
         sampled, errors = self._sampler.choose(logits, self.batch, positions, self._structured, failed)
         for index, state in sampled.sampler_state.items():  # a request that has one has no drafts
             self.batch.sampling.sampler_state[positions.rows[index]] = results[sequences[index]].sampler_state = state
         chosen_ids = sampled.token_ids
-        if errors or step.has_drafts or failed is not None:
+        if errors or step.layout.has_drafts or failed is not None:
             chosen = np.array(_accept(sampled, errors, step, results), dtype=np.int64)
             positions, chosen_ids = positions.at(chosen), chosen_ids[chosen]
         else:  # as in most steps
@@ -251,8 +252,8 @@ class ModelRunner:
         if not self._structured:
             return
         forced: dict[int, list[int]] = {}
-        counts = np.bincount(step.sampled, minlength=len(results)).tolist()
-        for row, result, count in zip(step.rows.tolist(), results, counts, strict=True):
+        counts = np.bincount(step.layout.sampled, minlength=len(results)).tolist()
+        for row, result, count in zip(step.layout.rows.tolist(), results, counts, strict=True):
             if result.error is None and 0 < count == len(result.new_token_ids):
                 forced[row] = self._structured.forced(row)
                 result.new_token_ids += forced[row]
@@ -349,7 +350,7 @@ def _accept(
     is dropped, too: it occurs again in the next step.
     """
     token_ids, taken, is_open = sampled.token_ids.tolist(), [], [result.error is None for result in results]
-    for index, (b, draft) in enumerate(zip(step.sampled.tolist(), step.drafts.tolist(), strict=True)):
+    for index, (b, draft) in enumerate(zip(step.layout.sampled.tolist(), step.drafts.tolist(), strict=True)):
         if not is_open[b]:
             continue
         result = results[b]

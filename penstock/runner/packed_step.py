@@ -64,6 +64,7 @@ class BlockTable:
 
     def release(self, row: int, num_released: int) -> None:
         """Set the first num_released entries to -1, counted from the start of the row."""
+        assert num_released <= self._num_entries[row], "only entries that the row has are released"
         start = self._num_released[row]
         if num_released > start:
             self.version += 1
@@ -116,45 +117,6 @@ class PromptPiece:
     num_top: int
 
 
-@dataclass(frozen=True, slots=True)
-class PackedStep:
-    """One step as a flat batch of B sequences with T tokens. M positions are sampled, P are scored as prompt.
-
-        tokens  [ sequence 0 | sequence 1 | ... ]          query_start_loc points at the bars
-        logits  [ M sampled positions | P prompt positions ]
-
-    A sequence with drafts is sampled several times, at neighbouring positions.
-
-    Attributes:
-        rows: [B] int64, each sequence's row.
-        input_ids, positions: [T] int64.
-        query_start_loc: [B+1] int32.    seq_lens: [B] int32, cached plus new tokens.
-        block_tables: per cache group [B, max_blocks] int32, cut to the longest sequence of the step.
-        slot_mappings: per cache group [T] int64; -1 for tokens that are not stored, which only a ring has.
-        logits_indices: [M + P] int64 into the T tokens.
-        sampled, sampled_rows: [M] int64, the sequence of each sampled position, and its row.
-        offsets: [M] int64, how many of the sequence's drafts precede the token that is sampled.
-        drafts: [M] int64, the draft at the place of the token that is sampled; NO_DRAFT after the last draft.
-        has_drafts: whether any of `drafts` is not NO_DRAFT.
-        prompt_pieces: the P positions, in order.
-    """
-
-    rows: Int64
-    input_ids: Int64
-    positions: Int64
-    query_start_loc: Int32
-    seq_lens: Int32
-    block_tables: tuple[Int32, ...]
-    slot_mappings: tuple[Int64, ...]
-    logits_indices: Int64
-    sampled: Int64
-    sampled_rows: Int64
-    offsets: Int64
-    drafts: Int64
-    has_drafts: bool
-    prompt_pieces: list[PromptPiece]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """The part of a packed step that depends on which requests take part with how many tokens, but not on their
@@ -163,14 +125,17 @@ class Layout:
 
     Attributes:
         key: what it was made from: the row, new tokens, samples and drafts of each sequence.
-        rows, new, num_drafts, starts: [B] int64, but [B+1] for starts, which is query_start_loc as int64.
+        rows, new, num_drafts: [B] int64.
+        has_drafts: whether any of num_drafts is above 0.
+        starts, query_start_loc: [B+1], where each sequence's tokens begin, as int64 and as int32.
         is_decode: whether every sequence has one token and no draft, and is sampled.
         catches_up: [B] bool, sequences whose last token must be in the step.
         samples_all: whether every token is sampled: each sequence has one token and its drafts.
         token_rows, token_sequences, token_offsets: [T] int64, of each token its row, its sequence, and its index among
             the sequence's new tokens.
         indices: [M] int64, logits_indices of the sampled positions.
-        query_start_loc, sampled, sampled_rows, offsets: see PackedStep.
+        sampled, sampled_rows: [M] int64, the sequence of each sampled position, and its row.
+        offsets: [M] int64, how many of the sequence's drafts precede the token that is sampled.
         no_drafts: `drafts` of PackedStep for a step without drafts.
     """
 
@@ -236,6 +201,36 @@ class Layout:
         return computed[self.token_sequences] + self.token_offsets
 
 
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """One step as a flat batch of B sequences with T tokens. M positions are sampled, P are scored as prompt.
+
+        tokens  [ sequence 0 | sequence 1 | ... ]          query_start_loc points at the bars
+        logits  [ M sampled positions | P prompt positions ]
+
+    A sequence with drafts is sampled several times, at neighbouring positions.
+
+    Attributes:
+        input_ids, positions: [T] int64.
+        seq_lens: [B] int32, cached plus new tokens.
+        block_tables: per cache group [B, max_blocks] int32, cut to the longest sequence of the step.
+        slot_mappings: per cache group [T] int64; -1 for tokens that are not stored, which only a ring has.
+        logits_indices: [M + P] int64 into the T tokens.
+        drafts: [M] int64, the draft at the place of the token that is sampled; NO_DRAFT after the last draft.
+        prompt_pieces: the P positions, in order.
+    """
+
+    layout: Layout
+    input_ids: Int64
+    positions: Int64
+    seq_lens: Int32
+    block_tables: tuple[Int32, ...]
+    slot_mappings: tuple[Int64, ...]
+    logits_indices: Int64
+    drafts: Int64
+    prompt_pieces: list[PromptPiece]
+
+
 class DecodeStep:
     """A packed step that is packed again in place, as long as the same rows have as many new tokens each. In it
     every token is sampled: each sequence has one token and its drafts."""
@@ -276,6 +271,7 @@ class DecodeStep:
             EngineError: a token has no block. The next step must then be packed from the beginning.
         """
         step, rows, stays = self._step, self._layout.rows, True
+        assert len(step.input_ids) == len(rows), "one token per row"
         self._longest += 1
         step.positions[:] = step.seq_lens
         step.seq_lens[:] += 1
@@ -301,6 +297,7 @@ class DecodeStep:
         Raises: as `advance`.
         """
         step, layout, stays = self._step, self._layout, True
+        assert len(drafts) == len(step.drafts), "as many drafts as in the step before"
         step.positions[:] = layout.positions(computed)
         step.seq_lens[:] = computed + layout.new
         step.input_ids[:] = token_ids[layout.token_rows, step.positions]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.errors import EngineError
 from penstock.interface.pooling import PoolingParams
-from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.interface.step import ScheduledRequest, SchedulerOutput
 from penstock.kernels.tensors import FLOAT32, FLOAT64, Float32, Float64, Tensor, as_array
 
 ROWS_AT_ONCE = 64  # rows copied at once; a copy of a whole chunk would take megabytes
@@ -35,8 +35,8 @@ class _Pooled:
     kept: list[Float32] = field(default_factory=list)
     total: Float64 | None = None
 
-    def take(self, rows: Tensor, start: int) -> None:
-        """Take the hidden states [n, hidden] of the tokens from position `start` on."""
+    def add(self, rows: Tensor, start: int) -> None:
+        """Add the hidden states [n, hidden] of the tokens from position `start` on."""
         kind, is_last = self.params.pooling_type, start + rows.shape[0] == self.num_tokens
         if self.params.needs_whole_prompt and start > 0 and not self.kept and self.total is None:
             raise EngineError("a request was pooled that found its prefix in the cache")
@@ -80,13 +80,16 @@ class Pooler:
         for request_id in scheduler_output.removed_request_ids:
             self._requests.pop(request_id, None)
         for request in scheduler_output.new_requests:
-            if request.params.pooling is not None:
-                self._requests[request.request_id] = _learnt(request, request.params.pooling)
+            params = request.params.pooling
+            if params is not None:
+                if params.pooling_type is None:
+                    raise EngineError("a pooling request is settled before it is computed")
+                self._requests[request.request_id] = _Pooled(params, request.num_prompt_tokens)
 
-    def take(
+    def pool(
         self, hidden: Tensor, starts: npt.NDArray[np.int32], scheduled: Sequence[ScheduledRequest]
     ) -> dict[int, bytes | None]:
-        """Take a step's hidden states [T, hidden]. Return the vectors of prompts that end in it, by index in the step.
+        """Pool a step's hidden states [T, hidden]. Return the vectors of prompts that end in it, by index in the step.
 
         starts: where each request's rows begin. A vector with numbers that are not finite is None.
         """
@@ -99,16 +102,10 @@ class Pooler:
                 continue
             start = int(starts[index])
             rows = hidden[start : start + item.num_new_tokens]
-            pooled.take(rows, item.num_computed_tokens)
+            pooled.add(rows, item.num_computed_tokens)
             if item.num_computed_tokens + item.num_new_tokens == pooled.num_tokens:
                 found[index] = pooled.result()
         return found
-
-
-def _learnt(request: NewRequest, params: PoolingParams) -> _Pooled:
-    if params.pooling_type is None:
-        raise EngineError("a pooling request is settled before it is computed")
-    return _Pooled(params, request.num_prompt_tokens)
 
 
 def _copy(rows: Tensor) -> Float32:

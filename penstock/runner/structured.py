@@ -133,8 +133,8 @@ class StructuredRows:
         if not self._of_row:
             return
         self._worker.wait(LIMIT_S)  # for the rows of an earlier step that failed before it applied its masks
-        asked, counts = [], np.bincount(step.sampled, minlength=len(step.rows))
-        for row, count in zip(step.rows.tolist(), counts.tolist(), strict=True):
+        asked, counts = [], np.bincount(step.layout.sampled, minlength=len(step.layout.rows))
+        for row, count in zip(step.layout.rows.tolist(), counts.tolist(), strict=True):
             known = self._of_row.get(row)
             if known is not None and count:
                 known.answer = self._batch.history(row, count - 1)[known.num_prompt_tokens :].tolist()
@@ -185,6 +185,7 @@ class StructuredRows:
         masked, errors = as_array(logits).copy() if are_kept else as_array(logits), dict[int, str]()
         for index, row, offset in asked:
             known = self._of_row[row]
+            assert offset < known.count, "the masks were found for this step"
             mask = known.masks[offset] if offset < len(known.masks) else None
             if known.error is not None:
                 errors[index] = f"{FIELD}: {known.error}"

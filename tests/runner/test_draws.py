@@ -83,14 +83,18 @@ def crowd(fields: dict[str, Any]) -> InputBatch:
     params = SamplingParams(**{"seed": 1234, **fields})
     batch = InputBatch([CacheGroup((0,), None, 4, 16)], COUNT, 16)
     for choice in range(COUNT):
-        batch.learn(NewRequest(str(choice), HISTORY, len(HISTORY), params, choice, [[]]))
+        batch.add_request(NewRequest(str(choice), HISTORY, len(HISTORY), params, choice, [[]]))
     return batch
 
 
 def draws(ops: Any, batch: InputBatch) -> np.ndarray:
     """One draw of each, as a step of the runner makes it."""
     rows = np.array([batch.row(str(choice)) for choice in range(COUNT)])
-    return Sampler(ops).sample(ops.tensor(np.tile(LOGITS, (COUNT, 1))), batch, Positions.after_outputs(rows)).token_ids
+    return (
+        Sampler(ops)
+        .sample(ops.tensor(np.tile(LOGITS, (COUNT, 1))), batch, Positions(rows, np.zeros_like(rows)))
+        .token_ids
+    )
 
 
 @pytest.mark.covers("C12", "F12")

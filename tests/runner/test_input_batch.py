@@ -131,14 +131,14 @@ def brute_force(books: dict[str, Book], output: SchedulerOutput) -> dict[str, li
 def check_packed(packed: PackedStep, books: dict[str, Book], output: SchedulerOutput) -> None:
     flat, count = brute_force(books, output), len(output.scheduled)
     assert packed.input_ids.dtype == packed.positions.dtype == np.int64
-    assert packed.query_start_loc.dtype == packed.seq_lens.dtype == np.int32
-    assert packed.query_start_loc.shape == (count + 1,)
+    assert packed.layout.query_start_loc.dtype == packed.seq_lens.dtype == np.int32
+    assert packed.layout.query_start_loc.shape == (count + 1,)
     for table, slots in zip(packed.block_tables, packed.slot_mappings, strict=True):
         assert (table.dtype, slots.dtype) == (np.int32, np.int64)
         assert (len(table), slots.shape) == (count, packed.input_ids.shape)
     assert packed.input_ids.tolist() == flat["ids"]
     assert packed.positions.tolist() == flat["positions"]
-    assert packed.query_start_loc.tolist() == flat["start"]
+    assert packed.layout.query_start_loc.tolist() == flat["start"]
     assert packed.seq_lens.tolist() == flat["lens"]
     assert packed.logits_indices.tolist() == flat["sampled"] + [index for index, _ in flat["P"]]
     assert [t for piece in packed.prompt_pieces for t in piece.targets.tolist()] == [target for _, target in flat["P"]]
@@ -158,7 +158,7 @@ def test_decode_steps_of_the_same_rows_are_packed_in_place() -> None:
         [],
     )
     for computed in range(40, 52):
-        batch.append(before.rows, np.array([computed]), np.zeros(1, dtype=np.int64))
+        batch.append(before.layout.rows, np.array([computed]), np.zeros(1, dtype=np.int64))
         new_block_ids = [[7]] if computed == 48 else [[]]
         packed = run(batch, [], decode(computed, new_block_ids))
         assert packed.input_ids.tolist() == packed.positions.tolist() == [computed]
@@ -178,14 +178,15 @@ def test_steps_with_as_many_drafts_are_packed_in_place() -> None:
         blocks = [5, 9, 3, 7] if step > 4 else [5, 9, 3]
         first = NewRequest("a", list(range(length)), 40, SamplingParams(temperature=0.0), 0, [blocks])
         packed = run(batch, [first] if step == 0 else [], item)
-        other.forget("a")
+        other.remove_request("a")
         alone = run(other, [first], item)
-        for part in fields(PackedStep):
-            assert np.array_equal(getattr(packed, part.name), getattr(alone, part.name)), part.name
+        for found, expected in ((packed, alone), (packed.layout, alone.layout)):
+            for name in [part.name for part in fields(found) if part.name != "layout"]:
+                assert np.array_equal(getattr(found, name), getattr(expected, name)), name
         kept.append(packed is before)
         before = packed
         for _ in range(accepted + 1):
-            batch.append(packed.rows, np.array([length]), np.zeros(1, dtype=np.int64))
+            batch.append(packed.layout.rows, np.array([length]), np.zeros(1, dtype=np.int64))
             length += 1
     assert kept == [False, True, True, True, False, True]
 
@@ -219,14 +220,14 @@ def finish_step(
     for item in output.scheduled:
         scheduler.books[item.request_id].computed += item.num_new_tokens
     rows, tokens = [], []
-    for index in packed.sampled.tolist():
+    for index in packed.layout.sampled.tolist():
         name = output.scheduled[index].request_id
         if len(scheduler.books[name].tokens) == MAX_LEN:
             output.removed_request_ids.append(name)
-            batch.forget(name)
+            batch.remove_request(name)
             del scheduler.books[name]
             continue
-        rows.append(int(packed.rows[index]))
+        rows.append(int(packed.layout.rows[index]))
         tokens.append(rng.randrange(2**31))
         scheduler.books[name].tokens.append(tokens[-1])
     batch.append(np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64), np.zeros(len(rows), np.int64))
@@ -296,20 +297,20 @@ def test_new_requests_that_do_not_fit_are_refused() -> None:
     batch = InputBatch(GROUPS, 1, MAX_LEN)
     run(batch, [one()], item)
     with pytest.raises(EngineError, match="introduced twice"):
-        batch.learn(one())
+        batch.add_request(one())
     with pytest.raises(EngineError, match="max_num_seqs = 1"):
-        batch.learn(one(name="b"))
-    batch.forget("a")
+        batch.add_request(one(name="b"))
+    batch.remove_request("a")
     with pytest.raises(EngineError, match="max_model_len = 100"):
-        batch.learn(one(MAX_LEN + 1))
+        batch.add_request(one(MAX_LEN + 1))
     with pytest.raises(EngineError, match="seed"):
-        batch.learn(one(temperature=1.0))
+        batch.add_request(one(temperature=1.0))
 
 
 def test_a_request_stops_at_max_model_len() -> None:
     """Guards against a token written into the next request's row."""
     batch = InputBatch(GROUPS, 2, 16)
-    batch.learn(one(16))
+    batch.add_request(one(16))
     with pytest.raises(EngineError, match="max_model_len = 16"):
         batch.append(np.array([batch.row("a")]), np.array([7]), np.array([0]))
 
@@ -325,5 +326,5 @@ def test_forgetting_a_stranger_is_harmless() -> None:
 def test_seed_bits_survive(seed: int) -> None:
     """Guards against seeds above 2**63 - 1 that overflow: the 64 bits are kept as two's complement."""
     batch = InputBatch(GROUPS, MAX_SEQS, MAX_LEN)
-    batch.learn(one(temperature=1.0, seed=seed))
+    batch.add_request(one(temperature=1.0, seed=seed))
     assert int(batch.sampling.noise_key[batch.row("a"), 0]) % 2**64 == seed % 2**64

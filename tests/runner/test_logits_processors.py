@@ -66,14 +66,14 @@ def fill(rows: list[Any]) -> tuple[InputBatch, np.ndarray]:
     for index, (params, prompt, outputs) in enumerate(rows):
         known = prompt + outputs[: len(outputs) // 2]
         sampling = SamplingParams(temperature=0.0, max_tokens=None, **params)
-        batch.learn(NewRequest(str(index), known, len(prompt), sampling, 0, [[]]))
+        batch.add_request(NewRequest(str(index), known, len(prompt), sampling, 0, [[]]))
         for token in outputs[len(outputs) // 2 :]:
             batch.append(np.array([batch.row(str(index))]), np.array([token]), np.array([0]))
     return batch, np.array([batch.row(str(index)) for index in range(len(rows))])
 
 
 def tensors_of(batch: InputBatch, indices: np.ndarray) -> SamplingTensors:
-    positions = Positions.after_outputs(indices)
+    positions = Positions(indices, np.zeros_like(indices))
     return sampling_tensors(batch, positions, VOCAB, FakeOps(), adjusted_rows(batch, positions))
 
 
@@ -104,7 +104,7 @@ def test_sampled_rows_carry_their_limits() -> None:
     batch = InputBatch([CacheGroup((0,), None, 4, 16)], 4, 16)
     for name, top_k in [("a", 0), ("b", -1), ("c", 5), ("d", VOCAB + 1)]:
         params = SamplingParams(seed=9, top_k=top_k, top_p=0.5 if name == "a" else 1.0)
-        batch.learn(NewRequest(name, [1, 2, 3], 1, params, 6, [[]]))
+        batch.add_request(NewRequest(name, [1, 2, 3], 1, params, 6, [[]]))
     indices = np.array([batch.row(name) for name in "abcd"])
     tensors = tensors_of(batch, indices)
     assert tensors.top_k is not None
