@@ -160,6 +160,7 @@ class Recovery:
 
     def received(self, request_ids: Sequence[str]) -> None:
         """Note that the engine has sent tokens, or the end, of these choices."""
+        assert self._ready or not request_ids, "an output of a dead engine would count as its successor's"
         if self._trials and self._trials[0] in request_ids:
             self._withdraw([self._trials[0]])  # the next one must be alone; this one comes back after the last trial
         ended = set(request_ids).difference(self._requests.running())
