@@ -70,7 +70,7 @@ IMPORTED_WITHOUT_TORCH = [
     "penstock.models.registry",
     "penstock.models.certificate",
     "penstock.spec.param_table",
-    "penstock.weights.table_template",
+    "penstock_lab.planner.table_template",
     "penstock.engine.engine",
     "penstock.client.engine_process",
     "penstock.client.async_llm",

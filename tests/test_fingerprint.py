@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from penstock.assembly import build_engine
 from penstock.config import EngineConfig, option_names
 from penstock.layers import rotary
-from penstock.weights.table_template import table_text
+from penstock_lab.planner.table_template import table_text
 from penstock_lab.prove.answers import Answer, Query, ask_alone
 from tests.hf_models import make_llama, random_ids
 from tests.kernels.packed import levels

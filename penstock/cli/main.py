@@ -24,7 +24,6 @@ COMMANDS = {
     "serve": "serve a model over the OpenAI API",
     "run-batch": "answer a file of OpenAI's batch requests",
     "convert": "write a checkpoint in another form: packed, merged, separate",
-    "table": "print a model's parameter table, or a template for a new one",
 }
 POSITIONAL = {"model": "model", "prompt": "prompt", "src": "SRC", "dst": "DST", "bundle": "BUNDLE"}  # as errors name it
 EPILOG = """examples:

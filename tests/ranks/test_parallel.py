@@ -28,9 +28,9 @@ from penstock.ranks.group import Group
 from penstock.ranks.launcher import HostLauncher
 from penstock.ranks.links import Mesh, SharedMemoryLinks, SocketLinks
 from penstock.ranks.sharding import Degrees
-from penstock.weights.table_template import table_text
 from penstock_lab.bench.profile import Profile
 from penstock_lab.bench.split_meter import SplitMeter
+from penstock_lab.planner.table_template import table_text
 from penstock_lab.prove import tiny_models
 from penstock_lab.prove.parallel import BASE, answers, differs, draw_map, start_threads
 from tests.families.case import all_cases

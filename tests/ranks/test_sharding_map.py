@@ -13,7 +13,7 @@ from penstock.models.registry import find_model
 from penstock.ranks.sharding_map import ShardingMap
 from penstock.ranks.start import Leader
 from penstock.spec.param_table import Parameter, ParamTable
-from penstock.weights.table_template import table_text
+from penstock_lab.planner.table_template import table_text
 from tests.hf_models import make_llama, make_qwen2
 
 # The example of JetStream's document, to the letter.

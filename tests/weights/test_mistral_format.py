@@ -16,7 +16,7 @@ from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.spec.config_file import config_of_params as config_of
 from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import INDEX, MISTRAL, SINGLE
-from penstock.weights.table_template import table_text
+from penstock_lab.planner.table_template import table_text
 from tests.families.case import Case
 from tests.hf_models import TINY, hf_logprobs, make_llama, make_mistral, random_ids
 from tests.paged import PagedModel

@@ -12,9 +12,9 @@ from penstock.models.config_json import parse_model_config
 from penstock.models.registry import find_model
 from penstock.spec.param_table import num_elements
 from penstock.weights.hub import MODEL_DIR
-from penstock.weights.table_template import table_text
 from penstock_lab.compat import run_interactive
 from penstock_lab.compat.run_interactive import ID_PROMPTS, SIZES_FILE, main, read_size
+from penstock_lab.planner.table_template import table_text
 
 FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(SIZES_FILE.read_text())
 COMMON = ["--max_cache_length=64", "--max_output_length", "6", "--batch_size=4"]

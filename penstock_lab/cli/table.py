@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     check_str("model", args.model)
     import_files(getattr(args, "import", ()))
     from penstock.weights.hub import resolve_model
-    from penstock.weights.table_template import table_text
+    from penstock_lab.planner.table_template import table_text
 
     file = Path(os.path.expanduser(args.model))
     source = file if file.suffix == ".json" and file.is_file() else resolve_model(args.model, weights=False)

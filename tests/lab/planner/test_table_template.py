@@ -12,7 +12,7 @@ from penstock.errors import ModelLoadError
 from penstock.models.registry import ARCHITECTURES, find_model
 from penstock.spec.param_table import ParamTable
 from penstock.weights.safetensors import INDEX, SINGLE
-from penstock.weights.table_template import guess_axis, row_fields, table_text
+from penstock_lab.planner.table_template import guess_axis, row_fields, table_text
 from tests.hf_models import TINY, make_llama
 from tests.test_cli import called
 
