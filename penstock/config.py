@@ -57,10 +57,6 @@ Choices = dict[str, tuple[Any, str]]  # option -> the chosen value, and why
 Part = TypeVar("Part", "CacheConfig", "SchedulerConfig", "NumericsConfig")
 
 
-def _not_built(name: str, value: Any) -> NotSupportedError:
-    return NotSupportedError(f"{name}: {shown(value)} is planned but not built yet", param=name)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The key/value cache.
@@ -372,7 +368,8 @@ class NumericsConfig:
         if self.verify_files and self.load_format != "auto":
             raise fail("verify_files", True, f"false: load_format = {self.load_format} reads no weights")
         if self.kernels == "triton":
-            raise _not_built("kernels", self.kernels)
+            message = f"kernels: {shown(self.kernels)} is planned but not built yet"
+            raise NotSupportedError(message, param="kernels")
         if self.cpu_affinity not in AFFINITIES:
             try:
                 parse_cpus(self.cpu_affinity)
