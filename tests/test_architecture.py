@@ -30,12 +30,11 @@ ALLOWED: dict[str, set[str]] = {
               "tokenizer", "weights"},
     "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models",
                  "ranks", "runner", "spec", "tokenizer", "weights"},
-    "client": {"assembly", "config", "engine", "errors", "interface", "ranks", "tokenizer",
+    "client": {"assembly", "config", "engine", "errors", "interface", "ranks", "runner", "tokenizer",
                "weights"},
-    "entrypoints": {"assembly", "client", "config", "errors", "interface", "runner", "tokenizer"},
-    "__init__": {"config", "entrypoints", "errors", "interface", "models"},
+    "__init__": {"client", "config", "errors", "interface", "models"},
     "server": {"__init__", "client", "errors", "interface", "tokenizer"},
-    "cli": {"__init__", "assembly", "config", "entrypoints", "errors", "interface", "kernels",
+    "cli": {"__init__", "assembly", "client", "config", "errors", "interface", "kernels",
             "server", "tokenizer", "weights"},
     "__main__": {"cli"},
 }  # fmt: skip
@@ -49,13 +48,13 @@ LAB_ALLOWED: dict[str, set[str]] = {
     "training": set(),
     "chips": {"planner"},
     "compat": {"conventions"},
-    "prove": {"ray_app", "training"},
+    "prove": {"bench", "ray_app", "training"},
     "bench": {"chips", "planner", "training"},
     "simulator": {"bench", "planner"},
     "cli": {"bench", "check", "planner", "prove", "simulator"},
 }  # fmt: skip
 LAB_USES: set[str] = {
-    "__init__", "assembly", "cli", "client", "config", "engine", "entrypoints", "errors", "interface",
+    "__init__", "assembly", "cli", "client", "config", "engine", "errors", "interface",
     "kernels", "layers", "models", "ranks", "runner", "server", "spec",
     "tokenizer", "weights"
 }  # fmt: skip

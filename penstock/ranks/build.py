@@ -20,7 +20,7 @@ from penstock.layers.weights import HeadLayout
 from penstock.ranks.layers import RankFactory, Split
 from penstock.ranks.links import Links
 from penstock.ranks.sharding import IN_A_LAYER, Cut, Degrees, Share, cut_all, find_degrees, heads_are_together
-from penstock.ranks.sharding_map import ShardingMap, place
+from penstock.ranks.sharding_map import ShardingMap, split_by_map
 from penstock.ranks.stage import FollowingRunner, RankRunner, Stage
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig
@@ -89,7 +89,7 @@ def degrees_of(config: EngineConfig, model: ModelConfig) -> Degrees:
     if sharding is None or degrees.size == 1:
         return degrees
     try:
-        return place(degrees, *sharding, parameters)
+        return split_by_map(degrees, *sharding, parameters)
     except ValueError as error:
         raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
 

@@ -7,8 +7,8 @@ line of Python between two kernels starts cold, because weights have streamed th
 model, 1.2 ms of Python become 4 ms). Only the attention metadata changes from step to step: each cache group has one
 PenstockAttentionStep, which is rewritten before every run. A program is correct only if the forward pass did nothing
 besides native calls, which holds for the bundled families. For a model with torch's tensors, torch_watch.py tells the
-Recorder what else the pass did; any such operation makes it unrecordable. Where the ranks of a model meet, Python runs
-between native calls (`run_host`): the program then has several parts, in order.
+Recorder what else the pass did; any such operation makes it unrecordable. Where the ranks of a model exchange arrays,
+Python runs between native calls (`run_host`): the program then has several parts, in order.
 """
 
 import ctypes
