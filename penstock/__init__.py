@@ -13,9 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.client.async_llm import AsyncLLM
+    from penstock.client.llm import LLM
+    from penstock.client.prompts import read_prompts
     from penstock.config import EngineConfig
-    from penstock.entrypoints.async_llm import AsyncLLM
-    from penstock.entrypoints.llm import LLM
     from penstock.errors import (
         EngineDeadError,
         EngineError,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from penstock.interface.prompts import read_prompts
     from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from penstock.interface.structured_outputs import StructuredOutputsParams
     from penstock.models.registry import register_model
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncLLM": "entrypoints.async_llm",
+    "AsyncLLM": "client.async_llm",
     "BeamSearchOutput": "interface.outputs",
     "BeamSearchParams": "interface.sampling_params",
     "BeamSearchSequence": "interface.outputs",
@@ -65,7 +65,7 @@ _HOMES = {
     "EngineOverloadedError": "errors",
     "FinishReason": "interface.outputs",
     "InvalidRequestError": "errors",
-    "LLM": "entrypoints.llm",
+    "LLM": "client.llm",
     "Logprob": "interface.outputs",
     "ModelLoadError": "errors",
     "NotSupportedError": "errors",
@@ -80,7 +80,7 @@ _HOMES = {
     "StructuredOutputsParams": "interface.structured_outputs",
     "ScoringOutput": "interface.pooling",
     "ScoringRequestOutput": "interface.pooling",
-    "read_prompts": "interface.prompts",
+    "read_prompts": "client.prompts",
     "register_logits_processor": "interface.plugins",
     "register_model": "models.registry",
 }

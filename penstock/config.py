@@ -15,6 +15,7 @@ from penstock.errors import (
     POSITIVE,
     InvalidRequestError,
     NotSupportedError,
+    check_choice,
     check_int,
     check_options,
     check_str,
@@ -24,7 +25,6 @@ from penstock.errors import (
     string_tuple,
     take_options,
 )
-from penstock.interface.drafts import SpeculativeConfig
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.host import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
@@ -33,6 +33,10 @@ from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
 if TYPE_CHECKING:
     from penstock.spec.model_config import ModelConfig
 
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+SPECULATIVE_CONFIG = "speculative_config"
+DEFAULT_LOOKUP_MAX = 4
+MAX_DRAFTS, MAX_NGRAM = 32, 64  # drafts of a request in a step; tokens that are looked up
 DTYPES = ("auto", "bfloat16", "float32")
 DEGREES = (1, 2, 4, 8)  # numbers of parts into which ranks split a model: the divisors of the leaves of a sum
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
@@ -53,17 +57,13 @@ Choices = dict[str, tuple[Any, str]]  # option -> the chosen value, and why
 Part = TypeVar("Part", "CacheConfig", "SchedulerConfig", "NumericsConfig")
 
 
-def _not_built(name: str, value: Any) -> NotSupportedError:
-    return NotSupportedError(f"{name}: {shown(value)} is planned but not built yet", param=name)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The key/value cache.
 
     A block_size of max_model_len or more gives every request one block, which is a ring in layers with a window; prefix
     caching is then off. An int8 cache takes half the memory of a bfloat16 cache; kv_cache_scales is a safetensors file
-    (weights/kv_scales.py). If kv_cache_memory_bytes is None, planner.memory computes it, from what `memory` leaves if
+    (weights/kv_scales.py). If kv_cache_memory_bytes is None, assembly.memory computes it, from what `memory` leaves if
     that is given.
     """
 
@@ -239,8 +239,77 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made, in vLLM's names.
+
+    Attributes:
+        method: "ngram" looks up the last tokens in the request's own text; "draft_model" asks a smaller model. If it
+            is not given, a `model` implies "draft_model".
+        model: for "draft_model": a directory, a hub name or "demo-draft". Its vocabulary is that of the main model.
+        num_speculative_tokens: maximum number of drafts of a request in a step. Only as many as pay are computed.
+        prompt_lookup_max, prompt_lookup_min: for "ngram": most and fewest tokens that are looked up.
+
+    Raises:
+        InvalidRequestError: a value is out of range, or belongs to the other method.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int = 5
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is None and self.model is not None:
+            object.__setattr__(self, "method", DRAFT_MODEL)
+        check_choice(_speculative("method"), self.method, (NGRAM, DRAFT_MODEL))
+        check_int(_speculative("num_speculative_tokens"), self.num_speculative_tokens, 1, MAX_DRAFTS)
+        if self.method == DRAFT_MODEL:
+            check_str(_speculative("model"), self.model)
+            for name in ("prompt_lookup_max", "prompt_lookup_min"):
+                if getattr(self, name) is not None:
+                    raise fail(_speculative(name), getattr(self, name), "left out: only method = ngram uses it")
+            return
+        if self.model is not None:
+            raise fail(_speculative("model"), self.model, "left out: method = ngram has no model")
+        self._settle_lengths()
+
+    def _settle_lengths(self) -> None:
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        longest = max(DEFAULT_LOOKUP_MAX, shortest or 1) if longest is None else longest
+        check_int(_speculative("prompt_lookup_max"), longest, 1, MAX_NGRAM)
+        shortest = 1 if shortest is None else shortest
+        check_int(_speculative("prompt_lookup_min"), shortest, 1, longest)
+        object.__setattr__(self, "prompt_lookup_max", longest)
+        object.__setattr__(self, "prompt_lookup_min", shortest)
+
+    @classmethod
+    def of(cls, value: Any) -> "SpeculativeConfig":
+        """Return the config of a dictionary, as users write it.
+
+        Raises:
+            InvalidRequestError: it has unknown keys or wrong values.
+        """
+        if not isinstance(value, dict):
+            raise fail(SPECULATIVE_CONFIG, value, 'an object like {"method": "ngram"}')
+        names = [item.name for item in fields(cls)]
+        unknown = next((str(key) for key in value if key not in names), None)
+        if unknown is not None:
+            message = f"{_speculative(shown(unknown))}: unknown key; known are {', '.join(names)}"
+            raise InvalidRequestError(message, param=SPECULATIVE_CONFIG)
+        try:
+            return cls(**value)
+        except InvalidRequestError as error:  # to a user, it is one option
+            raise InvalidRequestError(str(error), param=SPECULATIVE_CONFIG) from None
+
+
+def _speculative(key: str) -> str:
+    return f"{SPECULATIVE_CONFIG}.{key}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """Speculative decoding, which changes no bit: a SpeculativeConfig (interface/drafts.py) as a dictionary."""
+    """Speculative decoding, which changes no bit: a SpeculativeConfig as a dictionary."""
 
     speculative_config: dict[str, Any] | None = option(
         None, dict, 'speculative decoding, like {"method": "ngram"} or {"model": "demo-draft"}'
@@ -299,7 +368,8 @@ class NumericsConfig:
         if self.verify_files and self.load_format != "auto":
             raise fail("verify_files", True, f"false: load_format = {self.load_format} reads no weights")
         if self.kernels == "triton":
-            raise _not_built("kernels", self.kernels)
+            message = f"kernels: {shown(self.kernels)} is planned but not built yet"
+            raise NotSupportedError(message, param="kernels")
         if self.cpu_affinity not in AFFINITIES:
             try:
                 parse_cpus(self.cpu_affinity)
@@ -444,7 +514,7 @@ class EngineConfig:
         return cls(model=model, imports=imports, **parts)
 
     def resolve(self, model: "ModelConfig", num_engines: int = 1) -> "EngineConfig":
-        """Return the config without "auto" and None (except kv_cache_memory_bytes, see planner.memory), with reasons.
+        """Return the config without "auto" and None (except kv_cache_memory_bytes, see assembly.memory), with reasons.
 
         num_engines: engines that share the machine.
 

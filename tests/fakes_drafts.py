@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from penstock.interface.drafts import DraftQuery
+from penstock.interface.step import DraftQuery
 
 
 @dataclass

@@ -24,19 +24,17 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "interface", "kernels", "spec"},
     "layers": {"errors", "kernels", "spec"},
     "models": {"errors", "interface", "layers", "spec"},
-    "planner": {"config", "engine", "errors", "interface", "kernels", "spec"},
     "runner": {"config", "errors", "interface", "kernels", "layers", "spec"},
-    "weights": {"config", "errors", "kernels", "layers", "models", "planner", "spec"},
-    "ranks": {"config", "errors", "interface", "kernels", "layers", "planner", "runner", "spec",
+    "weights": {"config", "errors", "kernels", "layers", "models", "spec"},
+    "ranks": {"config", "errors", "interface", "kernels", "layers", "runner", "spec",
               "tokenizer", "weights"},
-    "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "planner",
+    "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", 
                  "ranks", "runner", "spec", "tokenizer", "weights"},
-    "client": {"assembly", "config", "engine", "errors", "interface", "ranks", "tokenizer",
+    "client": {"assembly", "config", "engine", "errors", "interface", "ranks", "runner", "tokenizer",
                "weights"},
-    "entrypoints": {"assembly", "client", "config", "errors", "interface", "runner", "tokenizer"},
-    "__init__": {"config", "entrypoints", "errors", "interface", "models"},
+    "__init__": {"client", "config", "errors", "interface", "models"},
     "server": {"__init__", "client", "errors", "interface", "tokenizer"},
-    "cli": {"__init__", "assembly", "config", "entrypoints", "errors", "interface", "kernels", "planner",
+    "cli": {"__init__", "assembly", "client", "config", "errors", "interface", "kernels",
             "server", "tokenizer", "weights"},
     "__main__": {"cli"},
 }  # fmt: skip
@@ -56,8 +54,8 @@ LAB_ALLOWED: dict[str, set[str]] = {
     "cli": {"bench", "check", "planner", "prove", "simulator"},
 }  # fmt: skip
 LAB_USES: set[str] = {
-    "__init__", "assembly", "cli", "client", "config", "engine", "entrypoints", "errors", "interface",
-    "kernels", "layers", "models", "planner", "ranks", "runner", "server", "spec",
+    "__init__", "assembly", "cli", "client", "config", "engine", "errors", "interface",
+    "kernels", "layers", "models", "ranks", "runner", "server", "spec",
     "tokenizer", "weights"
 }  # fmt: skip
 MOST = {"rooms": 18, "arrows": 100, "Python files": 240, "lines of code": 28_000}

@@ -26,6 +26,7 @@ from penstock import (
 )
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.cli.main import main
+from penstock.client.prompts import PromptRequest
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
@@ -389,7 +390,7 @@ def test_leaving_ends_the_search() -> None:
     async def scenario() -> None:
         server = ScriptedServer("demo")
         params = SamplingParams(n=4, use_beam_search=True, max_tokens=60, ignore_eos=True)
-        async with aclosing(server.client.generate(STORY, params)) as outputs:
+        async with aclosing(server.client.generate(PromptRequest.of(STORY, params))) as outputs:
             pending: asyncio.Task[RequestOutput] = asyncio.ensure_future(anext(outputs))
             while not server.client.engine.stats().num_running:
                 await asyncio.sleep(0)

@@ -39,8 +39,8 @@ sys.exit(main(sys.argv[1:]))
 FULL = """
 import sys
 from penstock.cli.main import main
-from penstock.planner import memory
-memory.free_memory_bytes = lambda: 1000
+from penstock.kernels.cpu import host
+host.free_memory_bytes = lambda: 1000
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -11,8 +11,8 @@ from random import Random
 import pytest
 
 from penstock import LLM, InvalidRequestError, SamplingParams
-from penstock.client.held_signals import HeldSignals
-from penstock.client.open_requests import OpenRequests
+from penstock.client.open_requests import OpenRequest
+from penstock.client.step_client import HeldSignals
 from penstock.errors import EngineDeadError
 from penstock.interface.sampling_params import RequestOutputKind
 
@@ -40,6 +40,8 @@ class Interruption:
 
     def __call__(self, frame, event, _):
         is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+        if frame.f_code is Interruption.__exit__.__code__:
+            return  # what is to be interrupted has returned already
         self.num_events += event == "c_return" or (event == "call" and not is_generator)
         if self.num_events == self.at:
             self.at = None
@@ -229,14 +231,14 @@ def test_blocks_to_save_are_no_requests(tmp_path):
 
 def test_an_output_that_cannot_be_made_text_ends_its_request_only(llm, monkeypatch):
     """Guards against a tokenizer's error that loses the outputs of the same step for all other requests."""
-    take = OpenRequests.take
+    make_output = OpenRequest.make_output
 
-    def broken(requests, request, outputs):
-        if request.prepared.request_id == "bad":
+    def broken(request):
+        if request.request_id == "bad":
             raise KeyError("scripted")
-        return take(requests, request, outputs)
+        return make_output(request)
 
-    monkeypatch.setattr(OpenRequests, "take", broken)
+    monkeypatch.setattr(OpenRequest, "make_output", broken)
     params = SamplingParams(temperature=0.0, max_tokens=5, output_kind="delta")
     for name in ("bad", "good"):
         llm.engine.add_request(name, "Once", params)

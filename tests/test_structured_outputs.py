@@ -16,7 +16,7 @@ from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client import frames
 from penstock.client.engine_process import EngineServer, Outbox
-from penstock.client.isolation import IsolatedTokenizer
+from penstock.client.text import IsolatedTokenizer
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest

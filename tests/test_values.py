@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.client.prompts import read_prompts
 from penstock.config import HINTS, PARTS, EngineConfig, option_names
 from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError, shown
-from penstock.interface.prompts import read_prompts
 from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.kernels.cpu.library import NOT_BUILT
 from penstock.models.config_json import load_model_config

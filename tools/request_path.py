@@ -67,7 +67,7 @@ async def server_side() -> list[str]:
     headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
     async with AsyncLLM(model="demo") as llm:
-        app = create_app(llm)
+        app = create_app(llm.client)
         with traced() as paths:
             await app(scope, receive, send)
     return paths

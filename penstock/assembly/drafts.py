@@ -4,25 +4,22 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.assembly.memory import Ledger, cached_token_bytes
+from penstock.assembly.sizes import model_sizes
 from penstock.config import BLOCK_SIZE_UNIT, CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
 from penstock.engine.speculation import NgramProposer, Speculation
 from penstock.errors import InvalidRequestError
 from penstock.interface.step import CacheGroup
+from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.tensors import is_torch
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
-from penstock.planner.ledger import Ledger
-from penstock.planner.memory import (
-    cached_token_bytes,
-    free_memory_bytes,
-)
 from penstock.runner.draft_model import DraftModelProposer
 from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import Weights
 from penstock.weights.loader import Place, make_model, make_ops
-from penstock.weights.sizes import model_sizes
 
 MAX_DRAFTED = 16  # requests that a draft model follows; steps with more rows are busy enough without drafts
 INDEX_BYTES = 64  # bytes per token of the index for prompt lookup; measured on texts with few equal tokens

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
+from penstock.assembly.memory import CachePlan, Ledger, MemoryPlan, plan_given_cache, plan_kv_cache
 from penstock.assembly.offload import check_offload, make_store
+from penstock.assembly.sizes import model_sizes
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.mock import MockExecutor
@@ -18,20 +20,13 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
+from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
 from penstock.layers.lm_head import HeadLayout
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.models.config_json import load_model_config
-from penstock.planner.ledger import Ledger, MemoryPlan
-from penstock.planner.memory import (
-    CachePlan,
-    free_memory_bytes,
-    plan_given_cache,
-    plan_kv_cache,
-    resident_bytes,
-)
 from penstock.ranks.build import RankPlan, check_split, degrees_of, explain_sharding
 from penstock.ranks.launcher import open_launcher
 from penstock.ranks.start import Leader, StartRanks, start_ranks
@@ -45,7 +40,6 @@ from penstock.weights.instance import ModelInstance, Weights
 from penstock.weights.kv_scales import read_scales
 from penstock.weights.loader import Place, make_model, make_ops
 from penstock.weights.safetensors import verify_checksums
-from penstock.weights.sizes import model_sizes
 
 UNLIMITED = 2**62  # bytes
 

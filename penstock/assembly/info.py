@@ -6,21 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.assembly.memory import CachePlan, MemoryPlan, mib
 from penstock.config import EngineConfig
 from penstock.interface.messages import ModelInfo
 from penstock.interface.plugins import files_fingerprint
 from penstock.interface.pooling import PoolerConfig
+from penstock.kernels.cpu.host import resident_bytes
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.layers.rotary import rotary_fingerprint
 from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.registry import ModelVersion, find_architecture, find_model
-from penstock.planner.ledger import MemoryPlan
-from penstock.planner.memory import (
-    CachePlan,
-    mib,
-    resident_bytes,
-)
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.pooler import read_pooler
 from penstock.weights.instance import Weights

@@ -11,10 +11,10 @@ from penstock.cli.options import add_generation_options, load_llm, sampling_opti
 from penstock.cli.terminal import handle_signals, note, show_choices
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.tokenizer.conversation import render_chat
+from penstock.tokenizer.chat_template import render_chat
 
 if TYPE_CHECKING:
-    from penstock.entrypoints.llm import LLM
+    from penstock.client.llm import LLM
 
 MAX_LINE = 2**24  # characters of a line that is not typed
 DESCRIPTION = "Talk to a model in the terminal."

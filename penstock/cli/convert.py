@@ -9,8 +9,8 @@ from pathlib import Path
 
 from penstock.cli.options import UNSET, WEIGHT_OPTIONS, add_engine_options, engine_options, parse_size
 from penstock.cli.terminal import handle_signals, note
+from penstock.client.prompts import progress
 from penstock.config import EngineConfig
-from penstock.entrypoints.progress import progress
 from penstock.errors import InvalidRequestError, check_choice, check_int, check_str
 from penstock.interface.plugins import import_files
 from penstock.weights.sources import FORMS
@@ -72,7 +72,7 @@ def _check_options(args: argparse.Namespace) -> None:
 def _write(args: argparse.Namespace, config: EngineConfig) -> int:
     """Write the checkpoint in the chosen form and return the number of bytes of its weights."""
     from penstock.assembly.convert import convert_model
-    from penstock.planner.memory import free_memory_bytes
+    from penstock.kernels.cpu.host import free_memory_bytes
     from penstock.weights.rewrite import rewrite_model
 
     handle_signals(terminate=True)

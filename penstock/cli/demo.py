@@ -18,7 +18,7 @@ Next steps:
 def main() -> int:
     note("Penstock: the bundled demo model, on this machine's CPU\n")
     started = time.perf_counter()
-    from penstock.entrypoints.llm import LLM
+    from penstock.client.llm import LLM
     from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
     with LLM(model="demo") as llm:

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.cli.options import add_generation_options, load_llm, parse_size, sampling_options
 from penstock.cli.terminal import handle_signals, note, show_choices
-from penstock.entrypoints.progress import progress
+from penstock.client.prompts import STDIN, check_text, progress, read_prompts, read_text
 from penstock.errors import InvalidRequestError, check_int
 from penstock.interface import entry_points
-from penstock.interface.prompts import STDIN, check_text, read_prompts, read_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-    from penstock.entrypoints.llm import LLM
+    from penstock.client.llm import LLM
     from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
 
 

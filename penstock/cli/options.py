@@ -20,7 +20,7 @@ from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.weights.hub import find_local
 
 if TYPE_CHECKING:
-    from penstock.entrypoints.llm import LLM
+    from penstock.client.llm import LLM
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -291,6 +291,6 @@ def load_llm(args: argparse.Namespace) -> "LLM":
     find_local(args.model)
     LOGGER.setLevel(args.log_level.upper())
     with saying(f"penstock: loading {args.model} ..."):
-        from penstock.entrypoints.llm import LLM
+        from penstock.client.llm import LLM
 
         return LLM(**options)

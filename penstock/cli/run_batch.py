@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.options import add_engine_options, add_model, engine_options
 from penstock.cli.terminal import handle_signals, note
-from penstock.entrypoints.progress import progress
+from penstock.client.prompts import progress
 from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(options: dict[str, object], lines: "list[Line]", output: "Output", concurrency: int) -> "Counts":
-    from penstock.entrypoints.async_llm import AsyncLLM
+    from penstock.client.async_llm import AsyncLLM
     from penstock.server.batch import run_batch
 
     seed = options.get("seed", 0)
     async with AsyncLLM(**options) as llm:  # type: ignore[arg-type]  # checked by engine_options
         with progress("requests", len(lines)) as advance:
             return await run_batch(
-                llm, lines, output, seed=int(str(seed)), max_concurrency=concurrency, advance=advance
+                llm.client, lines, output, seed=int(str(seed)), max_concurrency=concurrency, advance=advance
             )

@@ -109,7 +109,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     started_at = time.monotonic()
-    from penstock.entrypoints.async_llm import AsyncLLM
+    from penstock.client.async_llm import AsyncLLM
 
     options = ServerOptions(log_level=args.log_level, started_at=started_at, **given_fields(args, ServerOptions))
     client = {name: getattr(args, name) for name in CLIENT_OPTIONS if hasattr(args, name)}
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     llm = AsyncLLM(**engine_options(args), **client)  # the engine loads while the server's modules are imported
     from penstock.server import serve
 
-    return serve.run(llm, options)
+    return serve.run(llm.client, options)
 
 
 def _serve_on_ray(options: ServerOptions, replicas: dict[str, Any], client: dict[str, Any]) -> int:

@@ -21,9 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.client.choice import Choice
-from penstock.client.input_processor import PreparedRequest
-from penstock.client.open_requests import OpenRequests, Wait
+from penstock.client.open_requests import Choice, OpenRequest, OpenRequests, Wait
 from penstock.errors import EngineOverloadedError, check_float, check_int
 from penstock.interface.messages import EngineOutput, EngineStats
 
@@ -145,11 +143,10 @@ class Admission:
         if num > limit and mine.num_queued_tokens + num_prompt_tokens > limit // share:
             raise _full(f"{queue.num_queued_tokens} of {limit} tokens", place_s)
 
-    def admit(self, prepared: PreparedRequest) -> Wait | None:
+    def admit(self, request: OpenRequest) -> Wait | None:
         """Let a request in, or raise EngineOverloadedError. Return None if its wait is not limited."""
-        num_prompt_tokens, params = len(prepared.prompt_token_ids), prepared.params
-        flow = prepared.engine_requests[0].flow
-        priority = prepared.engine_requests[0].priority
+        num_prompt_tokens, params = len(request.prompt_token_ids), request.params
+        flow, priority = request.engine_requests[0].flow, request.engine_requests[0].priority
         forecast_s = self.check(flow, params.n, num_prompt_tokens, priority)
         waits = self._queue.must_wait
         for index in range(params.n):  # one row for each choice or beam

@@ -4,24 +4,21 @@ Text lives on this side: prompts are tokenised, ids become text and stop strings
 lost when an engine dies.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from penstock.client.prompts import PromptRequest
 from penstock.client.records import SavedRecord
 from penstock.interface.kv_transfer import RemotePrefillStatus
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from penstock.client.kv_transfer import KVBlocks
-
-# A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
-Prompt = str | list[int] | Mapping[str, Any]
 
 
 class EngineState(StrEnum):
@@ -66,7 +63,7 @@ class EngineStatus:
     journal_tokens: int = 0  # tokens received for them
     queued_tokens: float = 0.0  # tokens still to be computed for them, as far as can be foreseen
     num_aborted_total: int = 0  # requests that ended because their caller left
-    planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose (planner/ledger.py)
+    planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose (assembly/memory.py)
     peak_memory_bytes: int | None = None  # the most physical memory that the engine process ever had
     standby: StandbyStatus | None = None  # None if no standby is wanted
     replicas: tuple["EngineStatus", ...] = ()
@@ -74,7 +71,7 @@ class EngineStatus:
 
 
 class EngineClient(Protocol):
-    """An engine as AsyncLLM offers it."""
+    """An engine as ProcessClient offers it."""
 
     @property
     def model_info(self) -> ModelInfo:
@@ -107,29 +104,11 @@ class EngineClient(Protocol):
     async def check_form(self, form: StructuredOutputsParams) -> None:
         """Raise InvalidRequestError for a form of answers that the model cannot follow, as `generate` does."""
 
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        flow: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        output_token_ids: Sequence[list[int]] = (),
-    ) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
         """Stream the request's outputs as SamplingParams.output_kind says; leaving the loop aborts the request.
 
         The request is validated and sent at the first `anext`. Each `anext` may come from another task. A delta has at
         most one token of each choice.
-
-        Args:
-            flow: the engine is fair among flows, and all requests of one flow share its turns. None: this request only.
-            priority: lower comes first, with scheduling_policy = "priority"; with other policies it must be 0.
-            timeout: seconds until the answer is due, with scheduling_policy = "deadline"; None with other policies.
-                It orders requests, and ends none.
-            output_token_ids: tokens from an earlier computation of the request, one list per choice. They come first,
-                and the engine continues after them, with the seed of `sampling_params`.
 
         Raises (inside the iteration):
             InvalidRequestError: the prompt or a parameter is wrong.
@@ -138,7 +117,7 @@ class EngineClient(Protocol):
             RequestFailedError: the computation of this request failed.
         """
 
-    async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
+    async def pin_prefix(self, prompt: PromptRequest, name: str | None = None) -> PrefixUse:
         """Compute the whole blocks of a prompt and keep them in the cache of every engine from now on.
 
         Without a cache_salt the prefix is public: requests with any salt find it. An existing pin of the same name and

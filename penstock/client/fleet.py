@@ -456,7 +456,7 @@ class Fleet:
 
     def _assign(self, request: OpenRequest, ids: Sequence[str], able: Sequence[Replica]) -> None:
         """Let one of these engines compute running choices of a request."""
-        prompt, params = request.prepared.prompt_token_ids, request.prepared.params
+        prompt, params = request.prompt_token_ids, request.params
         hashes = self._hashes(prompt, request)
         target = self._replicas[
             self.router.choose(hashes, len(prompt), {replica.index: replica.queued.total for replica in able})
@@ -480,17 +480,17 @@ class Fleet:
             place.replica.queued.remove(request_id)
             if len(self) > 1 and place.replica.recovery.accepts:
                 of_it = (one for one in place.request.choices if one.request.request_id == request_id)
-                tokens = place.request.prepared.prompt_token_ids + next((one.token_ids for one in of_it), [])
+                tokens = place.request.prompt_token_ids + next((one.token_ids for one in of_it), [])
                 self.router.note(place.replica.index, self._hashes(tokens, place.request, place.hashes))
         return place
 
     def _hashes(self, token_ids: list[int], request: OpenRequest, known: Sequence[bytes] = ()) -> list[bytes]:
         """Return the content hashes of full blocks; none if there is only one engine, and so nothing to compare."""
-        salt = request.prepared.engine_requests[0].cache_salt
+        salt = request.engine_requests[0].cache_salt
         return block_hashes(token_ids, salt, self._block_size, known) if len(self) > 1 else []
 
 
 def _rows(request: OpenRequest) -> int:
     """Return the rows that a choice takes; the beams of a search are one choice."""
-    params = request.prepared.params
+    params = request.params
     return params.n if params.use_beam_search else 1

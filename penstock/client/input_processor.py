@@ -1,52 +1,35 @@
-"""InputProcessor: turns a user's prompt and SamplingParams into checked, tokenised EngineRequests, one per choice.
+"""InputProcessor: the one place where a prompt is tokenised, and where prompt and parameters are checked.
 
-A PreparedRequest leaves nothing open: ids, lengths and seed are settled, so it gives the same tokens on any engine. The
-InputProcessor knows no engine and keeps no request. `process` may run in several threads at once, because tokenising a
-long text takes a while.
+A PromptRequest goes in, and an OpenRequest comes out that leaves nothing open: ids, lengths and seed are settled, so it
+gives the same tokens on any engine. The InputProcessor knows no engine and keeps no request. `process` may run in
+several threads at once, because tokenising a long text takes a while.
 """
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from penstock.client.sequence_breakers import SequenceBreakers, Sequences
+from penstock.client.open_requests import OpenRequest
+from penstock.client.prompts import PromptRequest, check_num_tokens, check_salt, check_text
 from penstock.errors import InvalidRequestError, check_float, check_ids, check_int, check_str, check_unicode, fail
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.pooling import PoolingParams
-from penstock.interface.prompts import PROMPT_KEYS, check_text
-from penstock.interface.sampling_params import SamplingParams
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
+from penstock.interface.sampling_params import MAX_BREAKER_IDS, SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_all
 
 MAX_REQUEST_ID_LENGTH = 128
-MAX_SALT_LENGTH = 1024
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
 
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """One user's request, ready to run.
-
-    Attributes:
-        request_id: the user's, or a new one. OpenRequests checks whether it is in use.
-        prompt: the text, if one was given.
-        params: as the user gave them (stop strings included), with max_tokens and seed settled.
-        engine_requests: one per choice, in order; a single one for a beam search. Their ids are never used twice, even
-            if a request_id is.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    engine_requests: tuple[EngineRequest, ...]
+Sequences = tuple[tuple[int, ...], ...]
 
 
 class InputProcessor:
-    """Makes PreparedRequests for one model. Without a tokenizer it takes prompts as ids only.
+    """Makes OpenRequests for one model. Without a tokenizer it takes prompts as ids only.
 
     A request without a seed gets one from the engine's `seed` and its arrival number.
 
@@ -64,58 +47,65 @@ class InputProcessor:
         self._breakers = None if tokenizer is None else SequenceBreakers(tokenizer)
         self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
-    def process(
-        self,
-        prompt: Any,
-        params: SamplingParams | Any = None,
-        request_id: str | None = None,
-        flow: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> PreparedRequest:
+    def process(self, request: PromptRequest) -> OpenRequest:
         """Check and prepare a request.
-
-        Args:
-            prompt: a text, ids (a list, or an array of one axis), or a mapping with `prompt` or `prompt_token_ids`;
-                with both, the ids are the prompt and the text is only repeated in the output. A mapping may have a
-                `cache_salt`; other keys must be None.
-            params: None takes the model's defaults.
-            request_id: None makes one.
-            flow: the flow of the request (EngineRequest.flow); None: one of its own, with all its choices.
-            priority: lower comes first, with scheduling_policy = priority.
-            timeout: seconds until the answer is due, with scheduling_policy = deadline.
 
         Raises:
             InvalidRequestError: a value is wrong; code "context_length_exceeded" if the prompt leaves no room for an
                 answer.
         """
+        request_id = request.request_id
         if request_id is not None:
             check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
             check_unicode(request_id, param="request_id")
-        params = SamplingParams(**self._info.default_sampling) if params is None else params
+        params = SamplingParams(**self._info.default_sampling) if request.params is None else request.params
         if not isinstance(params, SamplingParams):  # a dict is a common mistake
             raise fail("sampling_params", params, "a SamplingParams")
         params.check_vocabulary(self._info.vocab_size)
-        deadline = self._check_turn(priority, timeout)
+        deadline = self._check_order(request.priority, request.timeout)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError("stop: stop strings need a tokenizer, and the model has none", param="stop")
-        text, ids = self._read_prompt(prompt, params.pooling)
+        ids = self.read_prompt(request, params.pooling)
         params = self._settle_pooling(params, len(ids))
-        salt = _salt_of(prompt)
         arrival = next(self._arrivals)
         request_id = request_id or f"request-{arrival}"
-        params = self._settle(params, len(ids), arrival)
+        params = self._settle(params if request.seed is None else params.settled(seed=request.seed), len(ids), arrival)
+        known = _check_known(request.output_token_ids or (), params)
         unique = f"{request_id}#{arrival}"
-        flow = unique if flow is None else flow
-        turn = EngineRequest(unique, ids, params, flow=flow, priority=priority, deadline=deadline)
-        choices = _choices(replace(turn, cache_salt=salt, arrived_at=time.monotonic()))
-        return PreparedRequest(request_id, text, ids, params, choices)
+        source = EngineRequest(
+            unique,
+            ids,
+            params,
+            flow=unique if request.flow is None else request.flow,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            deadline=deadline,
+            arrived_at=time.monotonic(),
+        )
+        return OpenRequest(request_id, request.text, params, _of_choices(source, known), self._tokenizer)
 
-    def read_prefix(self, prompt: Any) -> tuple[list[int], str | None]:
-        """Return the ids and the salt of a prompt. Raise InvalidRequestError as `process` does."""
-        return self._read_prompt(prompt)[1], _salt_of(prompt)
+    def read_prompt(self, request: PromptRequest, pooling: PoolingParams | None = None) -> list[int]:
+        """Return the ids of a prompt, checked; a prompt that is pooled may be cut. Raise as `process` does."""
+        text, ids = request.text, request.token_ids
+        check_salt(request.cache_salt)
+        if not ids:
+            if self._tokenizer is None:
+                raise InvalidRequestError("prompt: the model has no tokenizer; give token ids", param="prompt")
+            check_text(text or "")
+            check_prompt_length(text or "", self._info.max_model_len)
+        if text is not None:
+            check_unicode(text, param="prompt")
+        if not ids and self._tokenizer is not None:
+            ids = self._tokenizer.encode(text or "")
+            if not ids:
+                raise fail("prompt", ids, "a text, or a list of at least one token id")
+        if pooling is not None:
+            ids = pooling.truncated(ids, self._info.max_model_len)
+        check_num_tokens(request.param, len(ids), self._info.max_model_len, is_pooled=pooling is not None)
+        check_ids(request.param, ids, self._info.vocab_size)
+        return list(ids)
 
-    def _check_turn(self, priority: Any, timeout: Any) -> float | None:
+    def _check_order(self, priority: Any, timeout: Any) -> float | None:
         """Return the deadline. Raise InvalidRequestError for an option that the engine's policy does not use."""
         check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if timeout is not None:
@@ -131,53 +121,6 @@ class InputProcessor:
     def assign_seed(self) -> int:
         """Return the seed that a request without one would get now."""
         return assigned_seed(self._seed, next(self._arrivals))
-
-    # --- the prompt ------------------------------------------------------------------------------------------------
-
-    def _read_prompt(self, prompt: Any, pooling: PoolingParams | None = None) -> tuple[str | None, list[int]]:
-        """Return the prompt's text, if it has one, and its ids."""
-        if isinstance(prompt, str):
-            return prompt, self._ids_of_text(prompt, pooling)
-        if not isinstance(prompt, Mapping):
-            return None, self._checked_ids("prompt", prompt, pooling)
-        unknown = [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]
-        if unknown or not prompt:
-            allowed = f"a mapping with {' or '.join(PROMPT_KEYS[:2])}, and perhaps {PROMPT_KEYS[2]}"
-            raise fail("prompt", unknown[0] if unknown else {}, allowed)
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is not None and not isinstance(text, str):
-            raise fail("prompt", text, "a text")
-        if ids is None:
-            return text, self._ids_of_text(text or "", pooling)
-        if text is not None:
-            check_unicode(text, param="prompt")
-        return text, self._checked_ids("prompt_token_ids", ids, pooling)
-
-    def _ids_of_text(self, text: str, pooling: PoolingParams | None) -> list[int]:
-        if self._tokenizer is None:
-            raise InvalidRequestError("prompt: the model has no tokenizer; give token ids", param="prompt")
-        check_text(text)
-        check_prompt_length(text, self._info.max_model_len)
-        check_unicode(text, param="prompt")
-        return self._checked_ids("prompt", self._tokenizer.encode(text), pooling)
-
-    def _checked_ids(self, name: str, ids: Any, pooling: PoolingParams | None) -> list[int]:
-        if hasattr(ids, "tolist"):  # an array of numpy or a tensor of torch
-            ids = ids.tolist()
-        if not isinstance(ids, list | tuple) or not ids:
-            raise fail(name, ids, "a text, or a list of at least one token id")
-        if pooling is not None:
-            ids = pooling.truncated(ids, self._info.max_model_len)
-            check_pooled_length(name, len(ids), self._info.max_model_len)
-        elif len(ids) >= self._info.max_model_len:
-            raise InvalidRequestError(
-                f"{name}: {len(ids)} tokens are too many; the context of {self._info.max_model_len} tokens must hold "
-                "the prompt and at least one token of the answer",
-                param=name,
-                code="context_length_exceeded",
-            )
-        check_ids(name, ids, self._info.vocab_size)
-        return list(ids)
 
     def _settle_pooling(self, params: SamplingParams, num_tokens: int) -> SamplingParams:
         """Return the parameters with pooling settled. Refuse to generate without a language-model head."""
@@ -227,51 +170,35 @@ class InputProcessor:
         return tuple(ids for ids in found if ids)
 
 
-def check_pooled_length(name: str, num_tokens: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError if a pooled prompt does not fit the context, which holds nothing else."""
-    if num_tokens > max_model_len:
-        message = f"{name}: {num_tokens} tokens exceed the context of {max_model_len}; truncate_prompt_tokens cuts them"
-        raise InvalidRequestError(message, param=name, code="context_length_exceeded")
-
-
-def _salt_of(prompt: Any) -> str | None:
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    check_salt(salt)
-    return salt
-
-
-def check_salt(salt: Any) -> None:
-    """Raise InvalidRequestError unless `salt` is a valid cache_salt or None."""
-    check_str("cache_salt", salt, max_length=MAX_SALT_LENGTH, optional=True)
-    if salt is not None:
-        check_unicode(salt, param="cache_salt")
-
-
-def _choices(source: EngineRequest) -> tuple[EngineRequest, ...]:
+def _of_choices(source: EngineRequest, known: Sequence[list[int]]) -> list[EngineRequest]:
     """Return one request per choice, without texts. Only the first computes the prompt's log-probabilities.
 
     The hypotheses of a beam search are the choices of one request.
     """
     first = source.params.settled(stop=(), bad_words=(), dry_sequence_breakers=())
     later = first.settled(prompt_logprobs=None)
-    return tuple(
-        replace(source, request_id=f"{source.request_id}-{choice}", params=later if choice else first, choice=choice)
-        for choice in range(1 if source.params.use_beam_search else source.params.n)
-    )
+    count = 1 if source.params.use_beam_search else source.params.n
+    return [
+        replace(
+            source,
+            request_id=f"{source.request_id}-{choice}",
+            params=later if choice else first,
+            choice=choice,
+            output_token_ids=list(known[choice]) if known else [],
+        )
+        for choice in range(count)
+    ]
 
 
-def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) -> PreparedRequest:
-    """Return the request with the tokens that its choices got before, one list per choice; unchanged without lists.
+def _check_known(output_token_ids: Sequence[list[int]], params: SamplingParams) -> Sequence[list[int]]:
+    """Return the tokens that the choices got before, one list per choice, or none.
 
     Raises:
         InvalidRequestError: the lists do not fit the choices, or log-probabilities or mirostat are requested, whose
             state is not kept.
     """
-    if not output_token_ids:
-        return prepared
-    params = prepared.params
-    if params.use_beam_search and not any(output_token_ids):
-        return prepared
+    if not output_token_ids or (params.use_beam_search and not any(output_token_ids)):
+        return ()
     if params.use_beam_search:
         message = "output_token_ids: not allowed with use_beam_search: a search cannot be resumed"
         raise InvalidRequestError(message, param="output_token_ids")
@@ -284,9 +211,7 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
             "output_token_ids: not allowed with log-probabilities or mirostat; compute the request from its beginning"
         )
         raise InvalidRequestError(message, param="output_token_ids")
-    pairs = zip(prepared.engine_requests, output_token_ids, strict=True)
-    continued = tuple(replace(request, output_token_ids=list(ids)) for request, ids in pairs)
-    return replace(prepared, engine_requests=continued)
+    return output_token_ids
 
 
 def assigned_seed(engine_seed: int, arrival: int) -> int:
@@ -296,3 +221,53 @@ def assigned_seed(engine_seed: int, arrival: int) -> int:
     """
     digest = blake2b(f"{engine_seed}:{arrival}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
+
+
+MAX_TAIL = 20  # tokens of the rest of a breaker
+KEPT = 64  # breakers whose ids are kept, because the search goes through the whole vocabulary
+
+
+class SequenceBreakers:
+    """Finds the token ids that stand for DRY's sequence breakers, which are texts. Thread-safe.
+
+    A breaker may lie inside a token ("\\n" in ".\\n\\n"), or begin in one token and continue in the next. So, as in
+    llama.cpp, it is represented by every token that contains it, and by every token that ends with its beginning,
+    followed by the tokens of its rest.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: list[bytes] = []  # read when it is first needed
+        self._of_one = lru_cache(KEPT)(self._search)
+
+    def ids_of(self, breakers: Iterable[str]) -> Sequences:
+        """Return the sequences of ids that stand for these texts.
+
+        Raises:
+            InvalidRequestError: too many tokens contain them.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for breaker in breakers:
+            check_unicode(breaker, param="dry_sequence_breakers")
+            found |= dict.fromkeys(self._of_one(breaker))
+        if len(found) > MAX_BREAKER_IDS:
+            message = f"dry_sequence_breakers: {len(found)} tokens contain one; at most {MAX_BREAKER_IDS} are allowed"
+            raise InvalidRequestError(message, param="dry_sequence_breakers")
+        return tuple(found)
+
+    def _search(self, breaker: str) -> Sequences:
+        if not self._vocabulary:
+            count = self._tokenizer.vocab_size
+            self._vocabulary = [self._tokenizer.token_to_bytes(token_id) for token_id in range(count)]
+        whole = breaker.encode()
+        starts = [breaker[:length].encode() for length in range(1, len(breaker))]
+        rests = encode_all(self._tokenizer, [breaker[length:] for length in range(1, len(breaker))])
+        tails = [tuple(ids[:MAX_TAIL]) for ids in rests]
+        found: list[tuple[int, ...]] = []
+        for token_id, text in enumerate(self._vocabulary):
+            if whole in text:
+                found.append((token_id,))
+            else:
+                pairs = zip(starts, tails, strict=True)
+                found += [(token_id, *tail) for start, tail in pairs if tail and text.endswith(start)]
+        return tuple(found)

@@ -27,7 +27,7 @@ import httpx
 import msgspec
 
 from penstock.assembly.offload import open_files
-from penstock.client.input_processor import PreparedRequest
+from penstock.client.open_requests import OpenRequest
 from penstock.client.router import Router, block_hashes
 from penstock.errors import PenstockError
 from penstock.interface.kv_transfer import MAX_BATCH, KVTransferOptions, Progress, RemotePrefillStatus
@@ -65,7 +65,7 @@ class KVTransfer:
         """A snapshot; None if the role is not decode."""
         return None if self._remote is None else replace(self._remote.status)
 
-    async def prefill(self, prepared: PreparedRequest) -> None:
+    async def prefill(self, request: OpenRequest) -> None:
         """Get the blocks of a prompt to where the engine finds them, if it will look for them.
 
         What another server cannot do is computed here. Raise InvalidRequestError if the directory of blocks cannot be
@@ -73,9 +73,9 @@ class KVTransfer:
         """
         if self._remote is None:
             return
-        params, blocks = prepared.params, self._own_blocks()
+        params, blocks = request.params, self._own_blocks()
         if blocks is not None and params.prompt_logprobs is None and params.pooling is None:
-            await self._remote.fetch(prepared.engine_requests[0], blocks)
+            await self._remote.fetch(request.engine_requests[0], blocks)
 
     def _own_blocks(self) -> "KVBlocks | None":
         info = self._info

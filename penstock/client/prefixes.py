@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from penstock.client.input_processor import PreparedRequest
 from penstock.errors import InvalidRequestError, fail
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import PrefixUse
@@ -48,11 +47,6 @@ class Pin:
     use: PrefixUse
     is_computed: bool = False
     num_deaths: int = 0
-
-    def prepared(self) -> PreparedRequest:
-        """Return the request that computes the pin in the form of a user's request."""
-        source = self.request
-        return PreparedRequest(f"pin {self.name}", None, source.prompt_token_ids, source.params, (source,))
 
     def is_found_by(self, token_ids: list[int], salt: str | None) -> bool:
         """Return whether a request with this salt, whose prompt begins with these cached tokens, has found it."""

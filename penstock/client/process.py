@@ -1,7 +1,8 @@
-"""ProcessClient: requests to one or several engines in child processes. The base of `AsyncLLM`; it imports no torch.
+"""ProcessClient: requests to one or several engines in child processes. It imports no torch.
 
 Fleet keeps the children running and gives them the requests of OpenRequests (client/fleet.py), so no stream ends with
-the process that computes it. A request that cannot be handled ends alone.
+the process that computes it. A request that cannot be handled ends alone. From the socket, an output comes by
+`received`, OpenRequests.add and Choice.add into the mailbox of its request, where its reader waits.
 """
 
 import asyncio
@@ -13,18 +14,19 @@ import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
-from penstock.client.engine_client import EngineState, EngineStatus, Prompt
+from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.engine_connection import Launcher
 from penstock.client.fleet import MAX_REPLICAS, Fleet
-from penstock.client.input_processor import InputProcessor, PreparedRequest, resumed
-from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, token_by_token
+from penstock.client.input_processor import InputProcessor
+from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, request_of
+from penstock.client.prompts import PromptRequest
 from penstock.client.records import RecordOptions, SavedRecord
 from penstock.client.recovery import DEATHS_BEFORE_TRIAL
+from penstock.client.text import IsolatedTokenizer
 from penstock.errors import (
     EngineDeadError,
     EngineOverloadedError,
@@ -37,7 +39,6 @@ from penstock.errors import (
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.interface.timeline import IntervalKind
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -85,12 +86,14 @@ class ProcessClient:
         self._seed: int = options.get("seed", 0)
         self._inputs: InputProcessor | None = None  # made when the model is known
         self._arrivals = itertools.count()
-        self._requests = OpenRequests(tokenizer)
+        self._requests = OpenRequests()
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
         start = frames.Start(-1, options, num_engines=launcher.num_engines)
         outputs_left, record = self._admission.outputs_left, record or RecordOptions()
         self._fleet = Fleet(start, self._requests, self, outputs_left, record, standby=standby, launcher=launcher)
         when_dropped(self, _dropped, self._fleet)
+        if isinstance(tokenizer, IsolatedTokenizer):
+            when_dropped(self, tokenizer.close)
         self._transfer = None if transfer is None or transfer.kv_role is None else _transfer_of(transfer)
         self._fingerprint: str | None = None  # of the model that self._inputs was made for
         self._draining = False
@@ -141,67 +144,45 @@ class ProcessClient:
         self._check_serving()
         self._admission.check(flow, num_arriving=num_arriving)
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        flow: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        output_token_ids: Sequence[list[int]] = (),
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs. See EngineClient.generate for what it raises.
 
         Leaving the loop aborts the request as soon as nothing refers to the stream any more. A program that keeps the
         stream in a variable must close it (`contextlib.aclosing`).
         """
-        request = await self.open(
-            prompt,
-            sampling_params,
-            request_id,
-            flow=flow,
-            priority=priority,
-            timeout=timeout,
-            output_token_ids=output_token_ids,
-        )
+        opened = await self.open(request)
         try:
             finished = False
             while not finished:
-                output = await self.next_output(request)
+                output = await self.next_output(opened)
                 finished = output.finished
                 yield output
         finally:  # the request has finished, or its reader has left
-            self.close(request)
+            self.close(opened)
 
-    async def open(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        *,
-        flow: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        output_token_ids: Sequence[list[int]] = (),
-    ) -> OpenRequest:
+    async def open(self, request: PromptRequest) -> OpenRequest:
         """Check a request and give it to the engine. Its reader calls `next_output` until the end, then `close`.
 
         Raises:
             InvalidRequestError, EngineDeadError, EngineOverloadedError: as for EngineClient.generate.
         """
         await self.start()
-        self.check_admission(flow)
-        form = getattr(sampling_params, "structured_outputs", None)
+        self.check_admission(request.flow)
+        params = request.params
+        form = getattr(params, "structured_outputs", None)
         if form is not None:
             await self.check_form(form)
-        request_id = self.new_request_id() if request_id is None else request_id
-        process = partial(self._input_processor().process, prompt, sampling_params, request_id, flow, priority, timeout)
-        prepared = resumed(await self._prepare(prompt, sampling_params, process), output_token_ids)
+        if request.request_id is None:
+            request = replace(request, request_id=self.new_request_id())
+        process = self._input_processor().process
+        others = getattr(params, "bad_words", None) or getattr(params, "dry_multiplier", None)
+        if not request.token_ids or others:  # texts to tokenise: streams go on meanwhile
+            opened = await asyncio.to_thread(process, request)
+        else:
+            opened = process(request)
         if self._transfer is not None:
-            await self._transfer.prefill(prepared)
-        return self._admit(prepared)
+            await self._transfer.prefill(opened)
+        return self._admit(opened)
 
     def new_request_id(self) -> str:
         """Return an id that no open request has."""
@@ -220,24 +201,23 @@ class ProcessClient:
         async with self._checking:  # other forms wait here, and not in a thread
             await asyncio.to_thread(check, form, info.vocab_size, info.eos_token_ids)
 
-    def _admit(self, prepared: PreparedRequest) -> OpenRequest:
+    def _admit(self, request: OpenRequest) -> OpenRequest:
         self._check_serving()  # the engine may have failed while the prompt was tokenised
-        wait = self._admission.admit(prepared)
-        request = self._requests.open(prepared)
-        request.wait = wait
+        request.wait = self._admission.admit(request)
+        self._requests.open(request)
         self._fleet.submit(request)
         return request
 
-    async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
+    async def pin_prefix(self, prompt: PromptRequest, name: str | None = None) -> PrefixUse:
         await self.start()
         self.check_admission()
-        ids, salt = await asyncio.to_thread(self._input_processor().read_prefix, prompt)
-        pin = self._requests.prefixes.pin(name, ids, salt, self.model_info.block_size)
+        ids = await asyncio.to_thread(self._input_processor().read_prompt, prompt)
+        pin = self._requests.prefixes.pin(name, ids, prompt.cache_salt, self.model_info.block_size)
         if pin.is_computed:
             return replace(pin.use)
         try:
             self._fleet.pin(pin)
-            request = self._admit(pin.prepared())
+            request = self._admit(request_of(pin))
             try:
                 await self.next_output(request)
             finally:
@@ -282,15 +262,6 @@ class ProcessClient:
         if self._draining:
             raise EngineDeadError("the engine takes no requests: it is draining")
 
-    async def _prepare(
-        self, prompt: Prompt, params: SamplingParams | None, process: Callable[[], PreparedRequest]
-    ) -> PreparedRequest:
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        others = getattr(params, "bad_words", None) or getattr(params, "dry_multiplier", None)
-        if isinstance(text, str) or others:  # texts to tokenise: streams go on meanwhile
-            return await asyncio.to_thread(process)
-        return process()
-
     async def _first(self, request: OpenRequest, wait: Wait) -> RequestOutput:
         """Return a request's first output. Refuse the request if it waits too long, unless an engine died meanwhile."""
         restarts, began = self._fleet.restarts, time.monotonic()
@@ -322,11 +293,19 @@ class ProcessClient:
             await asyncio.sleep(0.02)
 
     async def shutdown(self) -> None:
-        """End the engines. A second call only waits for their processes."""
+        """End the engines and the text processes. A second call only waits for the engines' processes."""
         self._fleet.stop()
         if self._transfer is not None:
             await self._transfer.close()
         await self._fleet.wait()
+        if isinstance(self._tokenizer, IsolatedTokenizer):
+            self._tokenizer.close()
+
+    def end(self) -> None:
+        """End everything at once, and wait until it has ended; for use without an event loop."""
+        self._fleet.end()
+        if isinstance(self._tokenizer, IsolatedTokenizer):
+            self._tokenizer.close()
 
     async def record(self, engine: int = 0) -> SavedRecord:
         check_int("engine", engine, 0, len(self._fleet) - 1)
@@ -355,6 +334,17 @@ class ProcessClient:
         for request in self._requests:
             self._end(request, error)
 
+    def received(self, index: int, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
+        self._admission.note(outputs, stats, index)
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is not None:
+            self._fleet.records(index).request_failed(failed.request_id)
+        for request, output, to_abort in self._requests.add(outputs, token_by_token=True):
+            self._fleet.abort(to_abort)
+            if output is not None:
+                request.mailbox.put(output)
+                self._pause_if_unread(request)
+
     def rejected(self, request_id: str, error: InvalidRequestError) -> None:
         request = self._requests.owner(request_id)
         if request is not None:
@@ -363,26 +353,6 @@ class ProcessClient:
             LOGGER.error("the prefix %s is no longer pinned: %s", pin.name, error.message)
             self.unpin_prefix(pin.name)
 
-    def received(self, index: int, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
-        self._admission.note(outputs, stats, index)
-        failed = next((output for output in outputs if output.error is not None), None)
-        if failed is not None:
-            self._fleet.records(index).request_failed(failed.request_id)
-        for request, its_outputs in self._requests.by_request(outputs).items():
-            self._take(request, its_outputs)
-
-    def _take(self, request: OpenRequest, outputs: Sequence[EngineOutput]) -> None:
-        """Hand a request's outputs of a step to its reader. A step with several tokens gives several outputs."""
-        steps = [outputs]
-        if any(len(output.new_token_ids) > 1 for output in outputs):
-            steps = [[output] for output in token_by_token(outputs)]
-        for step in steps:
-            output, abort_ids = self._requests.take_or_fail(request, step)
-            self._fleet.abort(abort_ids)
-            if output is not None:
-                request.mailbox.put(output)
-                self._pause_if_unread(request)
-
     def _pause_if_unread(self, request: OpenRequest) -> None:
         """Take a request from its engine if its reader has left too much unread."""
         num_unread = request.mailbox.num_unread
@@ -390,7 +360,7 @@ class ProcessClient:
             return
         if not request.paused:
             what = f"its reader has left {num_unread} tokens and log-probabilities unread"
-            LOGGER.info("request %s is paused: %s", request.prepared.request_id, what)
+            LOGGER.info("request %s is paused: %s", request.request_id, what)
         request.paused = True
         ids = self._requests.running_of(request)
         self._requests.interrupted(ids, IntervalKind.PAUSED, time.monotonic())

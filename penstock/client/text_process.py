@@ -2,10 +2,10 @@
 limits.
 
 Model files may contain a regular expression that backtracks for ever, a normalizer that turns a letter into gigabytes,
-or a template that loops. This process loads and runs them, one call after another; text_worker.py starts it and sends
-the calls. Before each call it limits its own processor time and memory. Beyond the time, the kernel ends it with
-SIGPROF; beyond the memory, the call fails or the process ends. It holds no state, so another process can take its
-place.
+or a template that loops. This process loads and runs them, one call after another; TextWorker (client/text.py) starts
+it and sends the calls. Before each call it limits its own processor time and memory. Beyond the time, the kernel ends
+it with SIGPROF; beyond the memory, the call fails or the process ends. It holds no state, so another process can take
+its place.
 """
 
 import contextlib

@@ -242,7 +242,6 @@ class Searches:
         self._requests[beam.request_id] = beam
 
     def first_beam(self, request_id: str) -> Beam:
-        """Return a beam of an open search."""
         return self._open[request_id].beams[0]
 
     def forget(self, request: Request) -> list[Request]:

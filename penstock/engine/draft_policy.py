@@ -55,7 +55,6 @@ class StepCosts:
         return num_tokens in self._usual
 
     def has_seen(self, num_tokens: int) -> bool:
-        """Return whether there was any step of this size."""
         return num_tokens in self._times
 
     def estimate(self, num_tokens: int) -> float:
@@ -91,7 +90,6 @@ class StepCosts:
         return self._usual[largest] + slope * (num_tokens - largest)
 
     def knows_beyond(self, num_tokens: int) -> bool:
-        """Return whether a step with more tokens was measured."""
         return bisect_right(self._sizes, num_tokens) < len(self._sizes)
 
 
@@ -142,7 +140,6 @@ class Budget:
         return self.seconds < 0.0
 
     def allows_trial(self, num_steps: int) -> bool:
-        """Return whether drafts may be tried for a number of steps."""
         return 0.0 < num_steps * TRIAL_CREDIT * self._base <= self.seconds
 
     @property
@@ -225,7 +222,6 @@ class DraftPolicy:
 
     @property
     def may_enter(self) -> bool:
-        """Return whether requests that had no drafts yet may have some."""
         return self.budget.may_enter
 
     def choose(self, limits: Mapping[str, int], num_requests: int) -> dict[str, int]:
@@ -383,7 +379,6 @@ class EveryDraft(DraftPolicy):
 
 
 def _counted(drafts: list[tuple[float, int, str]]) -> dict[str, int]:
-    """Return the number of drafts by request."""
     counts: dict[str, int] = {}
     for _, place, name in drafts:
         counts[name] = max(place, counts.get(name, 0))

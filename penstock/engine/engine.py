@@ -265,7 +265,6 @@ class Engine:
                 return
 
     def _collected(self, step: InFlightStep) -> dict[str, RequestStepOutput]:
-        """Return the results of a step, or raise what it raised."""
         started = time.monotonic()
         try:
             if step.error is not None:
@@ -422,7 +421,6 @@ class Engine:
             self.scheduler.acquit(beam)
 
     def _ended(self, request: Request, start: int, error: str | None) -> EngineOutput:
-        """Return the last output of a request that failed with `start` outputs."""
         cached, intervals = request.num_cached_tokens or 0, self._log.finished(request)
         return EngineOutput(
             request.source_id, start, [], finish_reason=FinishReason.ERROR, num_cached_tokens=cached, error=error,

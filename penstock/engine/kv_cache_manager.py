@@ -147,7 +147,6 @@ class KVCacheManager:
     # --- looking up ------------------------------------------------------------------------------------------------
 
     def tables(self, request: Request) -> list[list[int]]:
-        """Return copies of the request's block tables, one per group."""
         return [list(table.block_ids) for table in self._tables[request.request_id]]
 
     def pop_updates(self, request: Request) -> TableUpdates:
@@ -239,7 +238,6 @@ class KVCacheManager:
         return 0
 
     def _holds(self, group: int, block_hash: bytes) -> bool:
-        """Return whether the cache or the store has a block with this hash."""
         if self.pools[group].lookup(block_hash) is not None:
             return True
         return self.offload is not None and self.offload.store.holds(group, block_hash)

@@ -66,7 +66,6 @@ class Pins:
         return sum(map(len, self._held))
 
     def held(self, group: int) -> Iterable[int]:
-        """Return the blocks of a group that are held now."""
         return self._held[group].values()
 
     def add(self, name: str, pin: Pin) -> None:

@@ -56,8 +56,7 @@ class Request:
         self.sampler_state = source.sampler_state
 
     @property
-    def has_run(self) -> bool:
-        """Return whether it was admitted before. If it waits now, it was preempted."""
+    def has_run(self) -> bool:  # if it waits now, it was preempted
         return self.num_cached_tokens is not None
 
     @property

@@ -83,7 +83,6 @@ class InFlight:
         return request_id in self._requests
 
     def __len__(self) -> int:
-        """Return the number of requests that wait for results."""
         return sum(request is not None for request in self._requests.values())
 
     @property
@@ -92,7 +91,6 @@ class InFlight:
 
     @property
     def num_streams(self) -> int:
-        """Return how many of the requests are streams."""
         return sum(request is not None and request.is_stream for request in self._requests.values())
 
     def add(self, step: InFlightStep, requests: dict[str, Request]) -> None:
@@ -153,6 +151,7 @@ class Scheduler:
             among them.
         running: each holds blocks and a row.
         in_flight: the steps that are being computed.
+        is_short_of_blocks: whether the last plan had no blocks for a waiting request.
         num_preempted: how many of the waiting requests have run before.
         num_preemptions, num_prompt_tokens, num_prefix_queries (prompt tokens that were looked up in the cache),
             num_cached_tokens: totals since the start; a prompt counts once, when it is first admitted.
@@ -180,7 +179,7 @@ class Scheduler:
         self._alone: deque[Request] = deque()  # to be computed alone; the first one is now
         self._removed: list[str] = []  # since the last step; the executor frees their rows
         self._forked: set[str] = set()  # running, and not known to the executor yet
-        self._short_of_blocks = False  # the last step had no blocks for a waiting request
+        self.is_short_of_blocks = False  # the last step had no blocks for a waiting request
         self._next_step_id = 0
 
     def add(self, request: Request) -> None:
@@ -278,11 +277,6 @@ class Scheduler:
         self._forked.clear()
 
     @property
-    def is_short_of_blocks(self) -> bool:
-        """Return whether the last plan had no blocks for a waiting request."""
-        return self._short_of_blocks
-
-    @property
     def has_work(self) -> bool:
         offload = self.kv_cache.offload
         has_blocks_to_save = offload is not None and offload.has_work
@@ -290,7 +284,6 @@ class Scheduler:
 
     @property
     def ready(self) -> list[Request]:
-        """Return the running requests that are not in flight."""
         if not self.in_flight.steps:
             return self.running
         return [request for request in self.running if request.request_id not in self.in_flight]
@@ -312,7 +305,7 @@ class Scheduler:
                 break
             if request.request_id not in plan.preempted:  # by an earlier one in this loop
                 self._schedule_running(request, plan)
-        if drafts and not plan.preempted and not plan.waits_for_blocks and not self._short_of_blocks:
+        if drafts and not plan.preempted and not plan.waits_for_blocks and not self.is_short_of_blocks:
             self._add_drafts(plan, drafts)
         self._schedule_waiting(plan)
         assert plan.budget >= 0, "a step has more tokens than the executor was built for"
@@ -342,7 +335,7 @@ class Scheduler:
         """
         if self.in_flight.depth == 1:
             return self.max_num_seqs
-        num_new = 0 if self._short_of_blocks else min(len(self.waiting), self.max_num_seqs - len(self.running))
+        num_new = 0 if self.is_short_of_blocks else min(len(self.waiting), self.max_num_seqs - len(self.running))
         num_free = self.in_flight.depth - len(self.in_flight.steps)
         of_all = -(-(len(self.running) + num_new) // self.in_flight.depth)
         return max(1, min(of_all, -(-(len(self.ready) + num_new) // num_free)))
@@ -352,7 +345,7 @@ class Scheduler:
 
         At most one per step, so that the others recompute only a few rows for each flow that arrives.
         """
-        if self._alone or not self.waiting or not (self._short_of_blocks or len(self.running) == self.max_num_seqs):
+        if self._alone or not self.waiting or not (self.is_short_of_blocks or len(self.running) == self.max_num_seqs):
             return
         victim = self.policy.victim(self.waiting, self.running)
         if victim is not None and victim.request_id not in self.in_flight:  # otherwise once its step is done
@@ -449,7 +442,7 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: _Plan) -> None:
         """Start waiting requests in the policy's order; none in a step that had to preempt for lack of blocks."""
-        self._short_of_blocks = False
+        self.is_short_of_blocks = False
         if plan.preempted or plan.waits_for_blocks or not self.waiting or len(self.running) == self.max_num_seqs:
             return
         if not self._alone and not self.policy.is_time_to_start(self.waiting, len(self.running)):
@@ -475,7 +468,7 @@ class Scheduler:
             room = self._fit(plan, request, prefix.num_blocks * self.kv_cache.block_size)
             num_new = self.kv_cache.admit(request, prefix, room) if room else None
             if num_new is None:
-                self._short_of_blocks = room > 0
+                self.is_short_of_blocks = room > 0
                 held_back.append(request)
                 break
             self._start(request, num_new, plan)

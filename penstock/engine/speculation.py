@@ -16,8 +16,7 @@ from typing import Any
 
 from penstock.engine.draft_policy import DraftPolicy
 from penstock.engine.request import Request
-from penstock.interface.drafts import DraftQuery, Proposer
-from penstock.interface.step import CacheGroup, ScheduledRequest
+from penstock.interface.step import CacheGroup, DraftQuery, Proposer, ScheduledRequest
 
 MAX_PAUSE = 15  # maximum number of steps without asking while no draft pays, because asking takes time too
 MAX_MODEL_PAUSE = 63  # the same with a draft model, whose worth depends less on the text
@@ -169,7 +168,6 @@ class Speculation:
         self.policy.note_drafts(request_id, num_drafts, num_accepted)
 
     def counters(self) -> dict[str, Any]:
-        """Return the counters as fields of EngineStats."""
         return {
             "num_drafts_total": self.num_drafts,
             "num_draft_tokens_total": self.num_draft_tokens,
@@ -203,7 +201,6 @@ def ring_slack(group: CacheGroup) -> int:
 
 
 def _num_right(drafts: list[int], token_ids: list[int]) -> int:
-    """Return how many leading drafts equal the tokens."""
     pairs = enumerate(zip(drafts, token_ids, strict=False))
     return next((place for place, (draft, token) in pairs if draft != token), min(len(drafts), len(token_ids)))
 

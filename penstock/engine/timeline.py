@@ -76,7 +76,7 @@ class StepLog:
             self._stalled.pop(request_id, None)
             request = _alone(requests.get(request_id))
             if request is not None and self._tracks[request_id].state is not IntervalKind.QUEUED:
-                self._turn(request, IntervalKind.PREEMPTED, self.ended)
+                self._enter(request, IntervalKind.PREEMPTED, self.ended)
         for new in plan.new_requests:
             self._started(live.get(new.request_id), began)
         if self._stalled or len(plan.scheduled) < len(scheduler.running):
@@ -96,7 +96,7 @@ class StepLog:
         if request is None or self._tracks[request.source_id].state in COMPUTED:  # a beam, forked from another one
             return
         has_lost = request.num_output_tokens > 0 or self._tracks[request.source_id].state is IntervalKind.PREEMPTED
-        self._turn(request, IntervalKind.RECOMPUTE if has_lost else IntervalKind.PREFILL, began)
+        self._enter(request, IntervalKind.RECOMPUTE if has_lost else IntervalKind.PREFILL, began)
 
     def _note_stalls(
         self, plan: SchedulerOutput, requests: Mapping[str, Request], scheduler: Scheduler, began: float
@@ -105,7 +105,7 @@ class StepLog:
         for request_id in self._stalled.keys() & scheduled:
             request, kind = requests.get(request_id), self._stalled.pop(request_id)
             if request is not None:
-                self._turn(request, kind, began)
+                self._enter(request, kind, began)
         for request in scheduler.running:
             name = request.request_id
             if name in scheduled or name in scheduler.in_flight or _alone(request) is None:
@@ -113,7 +113,7 @@ class StepLog:
             state = self._tracks[request.source_id].state
             if state in COMPUTED:
                 self._stalled[request.request_id] = state
-                self._turn(request, IntervalKind.STALLED, self.ended)
+                self._enter(request, IntervalKind.STALLED, self.ended)
 
     def committed(self, request: Request, *, has_token: bool, has_ended: bool) -> list[Interval] | None:
         """Note what the last step has computed for a request. Return the intervals to send, if there are any."""
@@ -129,7 +129,7 @@ class StepLog:
     def has_token(self, request: Request) -> None:
         """Note that the last step gave a request its next token: from now on it decodes."""
         if self._tracks[request.source_id].state is not IntervalKind.DECODE:
-            self._turn(request, IntervalKind.DECODE, self.ended)
+            self._enter(request, IntervalKind.DECODE, self.ended)
 
     def closed(self, request: Request) -> list[Interval] | None:
         """Return the intervals that have ended since the last call; None if there are none."""
@@ -144,7 +144,7 @@ class StepLog:
         track = self._tracks.get(request.source_id)
         if track is None:
             return None
-        self._turn(request, IntervalKind.DELIVERY, self.ended)
+        self._enter(request, IntervalKind.DELIVERY, self.ended)
         found = self.closed(request)
         self.forget(request)
         return found
@@ -153,7 +153,7 @@ class StepLog:
         self._tracks.pop(request.source_id, None)
         self._stalled.pop(request.request_id, None)
 
-    def _turn(self, request: Request, state: IntervalKind, at: float) -> None:
+    def _enter(self, request: Request, state: IntervalKind, at: float) -> None:
         """End the present interval of a request, and begin another one."""
         track, totals = self._tracks[request.source_id], self.totals
         at, reading = max(at, track.since), track.reading

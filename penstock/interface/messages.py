@@ -212,7 +212,7 @@ class ModelInfo:
         scheduling_policy: which request comes next (engine/policies.py).
         certificate: what `penstock check` has proved (models/certificate.py), with `same_weights`: whether it was
             proved with these weights; None if nothing was proved.
-        memory: planned bytes by purpose (planner/ledger.py); empty where torch computes.
+        memory: planned bytes by purpose (assembly/memory.py); empty where torch computes.
         pooler: how the model's hidden states become embeddings.
         has_lm_head: whether the model can generate; without a head it gives embeddings only.
         block_directory: None without kv_offload_dir.

@@ -72,7 +72,7 @@ class ScheduledRequest:
             sliding window has passed).
         num_samples: number of tokens to sample, after the last num_samples computed tokens: 1 + the number of drafts at
             the end of token_ids, 0 in the middle of the prompt and with params.pooling.
-        draft_token_ids: guesses of the next tokens (interface/drafts.py); num_new_tokens counts them too. Each position
+        draft_token_ids: guesses of the next tokens (Proposer); num_new_tokens counts them too. Each position
             is sampled as if the drafts before it were outputs. The result has the leading drafts that were sampled at
             their own positions, and the token sampled after them.
     """
@@ -231,3 +231,40 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Free everything. No call may follow. A second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftQuery:
+    """A request that wants drafts.
+
+    Attributes:
+        token_ids: prompt and outputs so far: the engine's own list, not to be changed. It only grows until the request
+            is forgotten.
+        count: maximum number of drafts wanted, at least 1.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    count: int
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of requests, so that one step can compute several positions.
+
+    A draft is accepted exactly when it is the token that the step samples at its position. So drafts change the number
+    of steps of an answer, but no bit of it, and a Proposer may guess as it likes.
+
+    Attributes:
+        is_free: whether a guess takes next to no time, so that the engine asks first and then decides what to use.
+    """
+
+    is_free: bool
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
+        """Return at most `count` tokens for each query, perhaps none. An exception affects drafts only, no request."""
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended; it may be unknown."""
+
+    def shutdown(self) -> None:
+        """Free everything. No call may follow."""

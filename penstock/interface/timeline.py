@@ -110,7 +110,7 @@ class Timeline:
         for interval in intervals:
             self.add(interval)
 
-    def turn(self, state: IntervalKind, at: float, num_tokens: int | None = None) -> None:
+    def enter(self, state: IntervalKind, at: float, num_tokens: int | None = None) -> None:
         """Change the state at a time. num_tokens: tokens of the request so far, if no interval accounts for some."""
         generated = 0 if num_tokens is None else max(0, num_tokens - self.num_generated)
         self.advance(at, generated if self.state is IntervalKind.DECODE else 0)

@@ -11,17 +11,17 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.interface.step import CacheGroup
 from penstock.kernels.arena import LOGITS_ROWS
+from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array, as_array, is_torch
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import HeadLayout
-from penstock.planner.memory import free_memory_bytes
 from penstock.ranks.layers import RankFactory, Split
 from penstock.ranks.links import Links
 from penstock.ranks.sharding import IN_A_LAYER, Cut, Degrees, Share, cut_all, find_degrees, heads_are_together
-from penstock.ranks.sharding_map import ShardingMap, place
+from penstock.ranks.sharding_map import ShardingMap, split_by_map
 from penstock.ranks.stage import FollowingRunner, RankRunner, Stage
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig
@@ -90,7 +90,7 @@ def degrees_of(config: EngineConfig, model: ModelConfig) -> Degrees:
     if sharding is None or degrees.size == 1:
         return degrees
     try:
-        return place(degrees, *sharding, parameters)
+        return split_by_map(degrees, *sharding, parameters)
     except ValueError as error:
         raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
 

@@ -75,7 +75,7 @@ class Degrees:
     Attributes:
         size: number of ranks.
         inner: parts of each expert; `experts` times `inner` is at most `size`.
-        forms: the form of each weight, by its name with * for numbers, if a sharding map says it (sharding_map.place);
+        forms: the form of each weight, by its name with * for numbers, if a sharding map says it (sharding_map.py);
             None: as the table says.
     """
 

@@ -12,8 +12,8 @@ The name of a module that computes a branch is a hint: it gives the split axis o
 
     layers.*.mlp : 1         each rank computes some of the neurons; with -1 every rank computes all of them
 
-`place` turns the axes of a map into the form of every weight, which alone determines what each rank computes and what
-the ranks exchange (sharding.py). Three kinds of parameters do not follow the map exactly:
+`split_by_map` turns the axes of a map into the form of every weight, which alone determines what each rank computes and
+what the ranks exchange (sharding.py). Three kinds of parameters do not follow the map exactly:
 
 - A weight whose depth one process sums in one piece cannot be cut along its depth without changing the order of the
   sum. It is cut along its rows instead, which gives every rank a share of the same size.
@@ -165,7 +165,7 @@ class ShardingMap:
         return 1 - axis if layout.transposed else axis
 
 
-def place(
+def split_by_map(
     degrees: Degrees, axes: Mapping[str, int | None], hints: Hints, parameters: Mapping[str, Parameter]
 ) -> Degrees:
     """Return how ranks split a model according to a sharding map.

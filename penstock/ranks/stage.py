@@ -208,7 +208,10 @@ class StageRunner:
 
         activations: what the stage before returned; None for the first stage.
         """
+        has_input = not self._stage.is_first and bool(plan.scheduled)
+        assert (activations is not None) == has_input, "a stage would compute with the x and h of an earlier step"
         if activations is not None:
+            assert len(activations[0]) == plan.num_tokens, "the stages are at different steps"
             self._stage.receive(activations[0], activations[1])
         return self._compute(plan, sampled)
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.interface.drafts import DraftQuery
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.interface.step import DraftQuery, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.kernels.attention.plan import steps_with_same_tiles
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import Int32, Int64, as_array

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.client.input_processor import check_salt
+from penstock.client.prompts import PromptRequest, check_salt
 from penstock.errors import InvalidRequestError, PenstockError, check_ids, string_tuple
 from penstock.interface.kv_transfer import MAX_BATCH, Progress
 from penstock.interface.messages import ModelInfo
@@ -31,7 +31,6 @@ from penstock.server.context import (
 )
 from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, check_one_prompt, completion_prompts, salted
-from penstock.server.kept_calls import EncodedPrompt
 from penstock.server.openai_requests import BlocksRequest, ChatRequest, CompletionRequest, PinRequest, PrefillRequest
 from penstock.server.timelines import RequestLog
 
@@ -52,11 +51,11 @@ async def create_pin(request: Request) -> Response:
     if body.cache_salt is None:  # the pin is public, even where requests are salted by key
         prompt = replace(prompt, cache_salt=None)
     log.num_prompt_tokens = len(prompt.token_ids)
-    use = await until_disconnect(request.receive, context.client.pin_prefix(prompt.as_given(), body.name))
+    use = await until_disconnect(request.receive, context.client.pin_prefix(prompt, body.name))
     return json_response(pin_object(use))
 
 
-async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> EncodedPrompt:
+async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> PromptRequest:
     """Return the prefix: a text, token ids, or the beginning of a conversation rendered by the chat template."""
     check_one_prompt(body)
     if body.messages is not None:
@@ -175,9 +174,9 @@ async def _lines(
 
 async def _compute(context: ServerContext, log: RequestLog, body: PrefillRequest) -> str | None:
     """Compute the prompt; the engine saves its blocks. Return the error message if that failed, else None."""
-    prompt = {"prompt_token_ids": body.prompt_token_ids, "cache_salt": body.cache_salt}
+    prompt = PromptRequest(body.prompt_token_ids, cache_salt=body.cache_salt, params=PARAMS, flow=log.flow)
     try:
-        async with aclosing(context.client.generate(prompt, PARAMS, flow=log.flow)) as outputs:
+        async with aclosing(context.client.generate(prompt)) as outputs:
             async for output in outputs:
                 log.num_cached_tokens = output.num_cached_tokens or 0
     except PenstockError as error:

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.client.prompts import PromptRequest
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -20,7 +21,7 @@ from penstock.server import openai_responses as shapes
 from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import EventStream, Generation, sse_data, until_disconnect
 from penstock.server.inputs import chat_params, chat_prompts, check_form, completion_params, completion_prompts, salted
-from penstock.server.kept_calls import EncodedPrompt, Failure, Frame, KeptCall, Source
+from penstock.server.kept_calls import Failure, Frame, KeptCall, Source
 from penstock.server.keys import priority_of
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.resumption import continued, keep, stream_of
@@ -42,7 +43,7 @@ async def _create(
     kind: str,
     body_type: type[Body],
     params_of: Callable[[Body, ModelInfo], SamplingParams],
-    prompts_of: Callable[[ServerContext, Body, ModelInfo], Awaitable[list[EncodedPrompt]]],
+    prompts_of: Callable[[ServerContext, Body, ModelInfo], Awaitable[list[PromptRequest]]],
 ) -> Response:
     """Validate the request, run it, and send the answer whole or as a stream."""
     context, log = context_of(request), log_of(request)
@@ -221,7 +222,8 @@ class ChatShape(Shape[ChatRequest]):
                 yield self._chunk(role, prompt_token_ids=prompt_ids)
             deltas = self._answers.deltas(choice)
             self.generation.num_reasoning_tokens = self._answers.num_reasoning_tokens
-            if not deltas and choice.token_ids and self._shows_tokens():
+            shows_tokens = self.body.logprobs or self.body.return_token_ids or self.body.usage_always
+            if not deltas and choice.token_ids and shows_tokens:  # a token that completes no text still gets a chunk
                 deltas = [shapes.Delta(content="")]
             for number, delta in enumerate(deltas):  # only the first delta shows the tokens
                 shaped = self._content(choice, delta=delta) if number == 0 else None
@@ -232,10 +234,6 @@ class ChatShape(Shape[ChatRequest]):
 
     def _ending(self, choice: CompletionOutput) -> dict[str, Any]:
         return {**Shape._ending(self, choice), "finish_reason": self._answers.finish_reason(choice)}
-
-    def _shows_tokens(self) -> bool:
-        """Return whether a token that completes no text still gets a chunk."""
-        return bool(self.body.logprobs or self.body.return_token_ids or self.body.usage_always)
 
     def _content(self, choice: CompletionOutput, **more: Any) -> shapes.ChatChoice:
         logprobs = None

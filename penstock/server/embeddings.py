@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client.input_processor import check_pooled_length
+from penstock.client.prompts import PromptRequest, check_num_tokens
 from penstock.errors import InvalidRequestError, RequestFailedError, check_ids, check_int, fail
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
@@ -27,7 +27,6 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.server.context import ServerContext, account_of, context_of, log_of, read_body
 from penstock.server.generation import Generation, until_disconnect
 from penstock.server.inputs import encode, salted
-from penstock.server.kept_calls import EncodedPrompt
 from penstock.server.keys import priority_of
 from penstock.server.openai_requests import Strict, check_timeout
 from penstock.tokenizer.tokenizer import check_prompt_length
@@ -230,7 +229,7 @@ async def _pooled(
     special = body.add_special_tokens is not False
     prompts = []
     for name, item in items:
-        prompts.append(EncodedPrompt(await _ids(context, info, name, item, params, special, total)))
+        prompts.append(PromptRequest(await _ids(context, info, name, item, params, special, total)))
         await asyncio.sleep(0)  # let other requests run in between
     prompts = salted(request, body.cache_salt, prompts)
     sampling, account = SamplingParams.for_pooling(params), account_of(request)
@@ -281,7 +280,7 @@ async def _ids(
     if not ids:
         raise InvalidRequestError(f"{name}: a text has no tokens", param=name)
     ids = params.truncated(ids, info.max_model_len)
-    check_pooled_length(name, len(ids), info.max_model_len)
+    check_num_tokens(name, len(ids), info.max_model_len, is_pooled=True)
     return ids
 
 

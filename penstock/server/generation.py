@@ -18,12 +18,12 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.client.prompts import PromptRequest
 from penstock.errors import EngineOverloadedError, PenstockError, RequestFailedError
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
 from penstock.server.context import ServerContext
-from penstock.server.kept_calls import EncodedPrompt
 from penstock.server.openai_responses import CompletionTokensDetails, PromptTokensDetails, Seed, Usage
 from penstock.server.timelines import CallTimeline, RequestLog
 
@@ -54,7 +54,7 @@ class Generation:
 
     context: ServerContext
     id: str
-    prompts: Sequence[EncodedPrompt]
+    prompts: Sequence[PromptRequest]
     params: SamplingParams
     log: RequestLog
     on_output: Callable[[int, RequestOutput], None] | None = None
@@ -145,20 +145,16 @@ class Generation:
         return seeds[0] if len(seeds) == 1 else seeds
 
     async def _generate(self, index: int) -> AsyncGenerator[RequestOutput, None]:
-        prompt = self.prompts[index]
-        params = self.params if prompt.seed is None else self.params.settled(seed=prompt.seed)
-        before, flow = prompt.output_token_ids or (), self.log.flow or self.id
+        request = replace(
+            self.prompts[index],
+            params=self.params,
+            request_id=f"{self.id}-{index}",
+            flow=self.log.flow or self.id,
+            priority=self.log.priority,
+        )
         self.context.arrived(self.log)
         while True:
-            outputs = self.context.client.generate(
-                prompt.as_given(),
-                params,
-                f"{self.id}-{index}",
-                flow=flow,
-                priority=self.log.priority,
-                timeout=self._time_left_s(),
-                output_token_ids=before,
-            )
+            outputs = self.context.client.generate(replace(request, timeout=self._time_left_s()))
             try:
                 async with aclosing(outputs):
                     async for output in outputs:

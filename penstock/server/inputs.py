@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 from starlette.requests import Request
 
-from penstock.client.input_processor import check_salt
+from penstock.client.prompts import PromptRequest, check_num_tokens, check_salt
 from penstock.errors import (
     InvalidRequestError,
     NotSupportedError,
@@ -34,7 +34,6 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams, fields_of
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.server.context import ServerContext, account_of, context_of
-from penstock.server.kept_calls import EncodedPrompt
 from penstock.server.openai_requests import (
     Body,
     ChatRequest,
@@ -46,8 +45,14 @@ from penstock.server.openai_requests import (
     check_tools,
 )
 from penstock.server.unsupported import MAX_MESSAGES
-from penstock.tokenizer.chat_template import KWARGS, check_template_kwargs
-from penstock.tokenizer.conversation import RenderedChat, effort_variables, render_chat, turn_of
+from penstock.tokenizer.chat_template import (
+    KWARGS,
+    RenderedChat,
+    check_template_kwargs,
+    effort_variables,
+    render_chat,
+    turn_of,
+)
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
@@ -87,7 +92,7 @@ async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) 
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-async def completion_prompts(context: ServerContext, body: CompletionRequest, info: ModelInfo) -> list[EncodedPrompt]:
+async def completion_prompts(context: ServerContext, body: CompletionRequest, info: ModelInfo) -> list[PromptRequest]:
     """Return the prompts of a call in order; `body.prompt` is a text, token ids, or a list of either."""
     items = _split(body.prompt)
     limit = context.options.max_choices
@@ -105,11 +110,11 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
         if isinstance(item, str):
             special = body.add_special_tokens is not False
             ids = await _encode(context, item, info, "prompt", add_special_tokens=special, total=total)
-            prompts.append(EncodedPrompt(ids, item))
+            prompts.append(PromptRequest(ids, item))
         else:
             skip = body.skip_special_tokens is not False
             text = await decode(context, item, skip_special_tokens=skip) if body.echo else None
-            prompts.append(EncodedPrompt(item, text))
+            prompts.append(PromptRequest(item, text))
         await asyncio.sleep(0)
     return prompts
 
@@ -126,16 +131,15 @@ def _split(prompt: str | list[Any]) -> Sequence[str | list[int]]:
 def _check_ids(ids: list[Any], info: ModelInfo) -> None:
     if not ids:
         raise fail("prompt", ids, "at least one token id")
-    if len(ids) >= info.max_model_len:
-        raise _too_long("prompt", len(ids), info)
+    check_num_tokens("prompt", len(ids), info.max_model_len)
     check_ids("prompt", ids, info.vocab_size)
 
 
-async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[EncodedPrompt]:
+async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[PromptRequest]:
     """Return the call's only prompt: the conversation as the model's own template renders it."""
     chat = await _render(context, body, info, body.offered, body.documents)
     ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
-    return [EncodedPrompt(ids)]
+    return [PromptRequest(ids)]
 
 
 async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
@@ -175,17 +179,8 @@ async def _encode(
     ids = await encode(context, prompt, add_special_tokens=add_special_tokens, total=total)
     if not ids:
         raise InvalidRequestError(f"{param}: the text has no tokens", param=param)
-    if len(ids) >= info.max_model_len:
-        raise _too_long(param, len(ids), info)
+    check_num_tokens(param, len(ids), info.max_model_len)
     return ids
-
-
-def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
-    message = (
-        f"{param}: {length} tokens are too many; the context of {info.max_model_len} tokens must hold the prompt and "
-        "at least one token of the answer"
-    )
-    return InvalidRequestError(message, param=param, code="context_length_exceeded")
 
 
 async def _render(
@@ -245,7 +240,7 @@ def _turn(message: Message) -> dict[str, Any]:
     )
 
 
-def salted(request: Request, given: str | None, prompts: list[EncodedPrompt]) -> list[EncodedPrompt]:
+def salted(request: Request, given: str | None, prompts: list[PromptRequest]) -> list[PromptRequest]:
     """Return the prompts with the call's cache_salt, which includes the key's name where requests are salted by key.
 
     Raises:

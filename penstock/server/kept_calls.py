@@ -16,12 +16,12 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
+from penstock.client.prompts import PromptRequest
 from penstock.errors import EngineDeadError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -31,28 +31,6 @@ from penstock.server.journal import Journal, JournalError
 # --- the journal's records --------------------------------------------------------------------------------------------
 # Typed msgpack. Only `Begun` is needed to answer a call. The other records save work, and any of them may be lost,
 # because the same request gives the same tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A prompt as the engine takes it.
-
-    Attributes:
-        text: present only where the answer may repeat it.
-        seed: the seed to use; None leaves it to the parameters.
-        output_token_ids: tokens from an earlier computation, one list per choice.
-        cache_salt: includes the name of the key where requests are salted by key.
-    """
-
-    token_ids: list[int]
-    text: str | None = None
-    seed: int | None = None
-    output_token_ids: list[list[int]] | None = None
-    cache_salt: str | None = None
-
-    def as_given(self) -> dict[str, Any]:
-        """Return the prompt in the form that an engine client takes."""
-        return {"prompt_token_ids": self.token_ids, "cache_salt": self.cache_salt}
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -80,7 +58,7 @@ class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     model: str
     fingerprint: str
     params: SamplingParams
-    prompts: list[EncodedPrompt]
+    prompts: list[PromptRequest]
     grace_s: float | None
     keep_s: float
     key: str = ""

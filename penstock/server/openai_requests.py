@@ -16,7 +16,7 @@ import msgspec
 from penstock.errors import InvalidRequestError, check_float, fail, shown
 from penstock.interface.sampling_params import TYPES, fields_of
 from penstock.server.unsupported import strip_unsupported
-from penstock.tokenizer.answers.grammar import Function
+from penstock.tokenizer.answers import Function
 
 # --- tools ------------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,10 @@ from penstock.errors import (
     option,
     string_tuple,
 )
-from penstock.tokenizer.answers.answer import REASONING_PARSERS
-from penstock.tokenizer.answers.formats import TOOL_FORMATS
+from penstock.server.keys import read_key_file
+from penstock.tokenizer.answer_formats import TOOL_FORMATS
+from penstock.tokenizer.answers import REASONING_PARSERS
+from penstock.tokenizer.chat_template import check_template_kwargs
 
 MIB = 1 << 20
 SECONDS = Interval(0.0, 86400.0, low_open=True)
@@ -48,7 +50,6 @@ def _key(name: str, value: Any) -> str:
 
 
 def _key_file(name: str, value: Any) -> str:
-    from penstock.server.keys import read_key_file  # here, so that `penstock serve --help` does not wait for it
 
     check_str(name, value)
     read_key_file(Path(value))
@@ -56,7 +57,6 @@ def _key_file(name: str, value: Any) -> str:
 
 
 def _template_kwargs(name: str, value: Any) -> Mapping[str, Any]:
-    from penstock.tokenizer.chat_template import check_template_kwargs  # here, as it imports jinja2
 
     check_template_kwargs(value, name)
     return dict(value)

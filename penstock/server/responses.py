@@ -274,14 +274,6 @@ def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
     return sampling_params(body, info, {"max_tokens": max_tokens}, streams=True)
 
 
-def continuing(body: ResponseRequest, previous: ResponseRequest, output: list[Any]) -> ResponseRequest:
-    """Return the body with the conversation of an earlier response before its own input.
-
-    The earlier response's instructions are left out.
-    """
-    return msgspec.structs.replace(body, input=[*items_of(previous.input), *output, *items_of(body.input)])
-
-
 # --- routes -----------------------------------------------------------------------------------------------------------
 
 
@@ -342,7 +334,8 @@ def _with_previous(request: Request, body: ResponseRequest) -> ResponseRequest:
         message = "previous_response_id: that response has no answer to continue"
         raise InvalidRequestError(message, param="previous_response_id")
     previous = msgspec.json.decode(call.begun.body, type=ResponseRequest)
-    return continuing(body, previous, answer["output"])
+    # The earlier response's instructions are left out.
+    return msgspec.structs.replace(body, input=[*items_of(previous.input), *answer["output"], *items_of(body.input)])
 
 
 async def _finished(context: ServerContext, call: KeptCall) -> None:

@@ -17,7 +17,7 @@ from penstock.server.generation import Generation
 from penstock.server.kept_calls import Failure, Frame, KeptCall
 from penstock.server.responses import ResponseRequest, chat_of
 from penstock.server.tools import ChatAnswers, rules_of
-from penstock.tokenizer.answers.reader import Kind, Part
+from penstock.tokenizer.answer_formats import Kind, Part
 
 # --- items of the output ----------------------------------------------------------------------------------------------
 

@@ -15,13 +15,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.client.prompts import PromptRequest
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError
 from penstock.server.context import ServerContext, context_of, log_of
 from penstock.server.generation import DONE, MIN_TIMEOUT_S, EventStream, Generation
-from penstock.server.kept_calls import MAX_LANES, Begun, EncodedPrompt, KeptCall, Source, position_of
+from penstock.server.kept_calls import MAX_LANES, Begun, KeptCall, Source, position_of
 from penstock.server.middleware import sent_key
 from penstock.server.openai_requests import Strict
 from penstock.server.timelines import RequestLog
@@ -37,7 +38,7 @@ def owner_of(request: Request) -> str:
 
 
 async def keep(
-    request: Request, call_id: str, kind: str, body: Strict, params: SamplingParams, prompts: Sequence[EncodedPrompt],
+    request: Request, call_id: str, kind: str, body: Strict, params: SamplingParams, prompts: Sequence[PromptRequest],
     *, grace_s: float | None, keep_s: float,
 ) -> KeptCall:  # fmt: skip
     """Accept a call to keep, settle its seeds and start computing it. See Begun for the arguments."""
@@ -68,7 +69,7 @@ async def keep(
     return call
 
 
-def _settled(context: ServerContext, prompt: EncodedPrompt, params: SamplingParams) -> EncodedPrompt:
+def _settled(context: ServerContext, prompt: PromptRequest, params: SamplingParams) -> PromptRequest:
     return replace(prompt, seed=context.client.assign_seed() if params.seed is None else params.seed)
 
 

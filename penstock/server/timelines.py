@@ -190,8 +190,8 @@ class CallTimeline:
         whole.extend(line.intervals)
         whole.state = line.state
         if line.state is IntervalKind.DELIVERY:
-            whole.turn(IntervalKind.OTHERS, line.end)
-            whole.turn(IntervalKind.DELIVERY, last)
+            whole.enter(IntervalKind.OTHERS, line.end)
+            whole.enter(IntervalKind.DELIVERY, last)
         whole.advance(at)
         return whole
 

@@ -12,19 +12,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from penstock.client.prompts import PromptRequest
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.outputs import CompletionOutput, FinishReason
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import WHITESPACE, StructuredOutputsParams
 from penstock.server.context import ServerContext
-from penstock.server.kept_calls import EncodedPrompt
 from penstock.server.openai_requests import ChatRequest, NamedChoice
 from penstock.server.openai_responses import ChatMessage, Delta, FunctionCall, ToolCall
 from penstock.server.options import ServerOptions
-from penstock.tokenizer.answers.answer import END_OF_THINKING, THINK, AnswerParser, Message, ReasoningCounter, call_id
-from penstock.tokenizer.answers.formats import ToolFormat, tool_format_of
-from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, literal
-from penstock.tokenizer.answers.reader import Kind, Part
+from penstock.tokenizer.answer_formats import Kind, Part, ToolFormat, tool_format_of
+from penstock.tokenizer.answers import (
+    END_OF_THINKING,
+    THINK,
+    AnswerParser,
+    Calls,
+    Function,
+    Message,
+    ReasoningCounter,
+    answer_grammar,
+    call_id,
+    literal,
+)
 from penstock.tokenizer.tokenizer import Tokenizer
 
 PLACE = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
@@ -60,7 +69,7 @@ class Rules:
         return (*thoughts, *(() if self.tool_format is None else self.tool_format.marks))
 
 
-def rules_of(context: ServerContext, body: ChatRequest, prompt: EncodedPrompt) -> Rules:
+def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -> Rules:
     """Return the rules for a request's answers. They depend only on data that a journal keeps."""
     tokenizer, options = context.tokenizer(), context.options
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
@@ -107,7 +116,7 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     if not is_constrained and params.structured_outputs is None:
         return params
     functions = [tool.as_function() for tool in body.offered if tool.function.name in rules.names]
-    many = body.parallel_tool_calls is not False and not _is_one(body)
+    many = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedChoice)
     calls = Calls(functions, body.must_call, many, _answer_schema(params.structured_outputs, body))
     grammar = answer_grammar(
         rules.tool_format, calls, partial(_term, tokens), reasoning=rules.reasoning, is_thinking=rules.is_thinking
@@ -136,10 +145,6 @@ def _constrains(body: ChatRequest) -> bool:
     some = len(body.callable_names) < len(body.offered)
     strict = any(tool.function.strict for tool in body.offered)
     return bool(body.offered) and (body.must_call or some or strict or body.parallel_tool_calls is False)
-
-
-def _is_one(body: ChatRequest) -> bool:
-    return isinstance(body.tool_choice, NamedChoice)
 
 
 def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> str | None:

@@ -10,6 +10,7 @@ import ctypes
 from collections import Counter
 from dataclasses import dataclass
 
+from penstock.assembly.memory import cached_token_bytes
 from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
 from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
@@ -20,7 +21,6 @@ from penstock.layers.lm_head import LMHead
 from penstock.layers.mlp import MoE
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Linear
-from penstock.planner.memory import cached_token_bytes
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.bench.samples import Work
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from penstock.assembly import build_engine
-from penstock.client.in_process import InProcessClient
+from penstock.client.step_client import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError, check_int
 from penstock.interface.messages import ModelInfo

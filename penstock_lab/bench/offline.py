@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.in_process import InProcessClient
+from penstock.client.step_client import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError, check_int
 from penstock.interface.messages import ModelInfo

@@ -18,13 +18,13 @@ import torch
 
 from penstock.config import available_threads
 from penstock.errors import InvalidRequestError, check_choice, check_int
+from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF
 from penstock.kernels.metadata import Heads
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
-from penstock.planner.memory import free_memory_bytes
 from penstock.weights.hub import resolve_model
 from penstock_lab.bench import attention, machine
 from penstock_lab.bench.attention import AttentionCase, decode_cases, prefill_cases

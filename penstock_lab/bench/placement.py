@@ -18,9 +18,9 @@ from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, TokenLogprobs
 from penstock.kernels.attention.layout import cache_token_bytes
+from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
-from penstock.planner.memory import free_memory_bytes
 from penstock.ranks.sharding import LEAVES
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig

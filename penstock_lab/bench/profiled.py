@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.assembly import BuiltEngine
+from penstock.client.llm import LLM
 from penstock.engine.observer import EngineObserver
-from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.meter import StepMeter

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client.process import ProcessClient
+from penstock.client.prompts import PromptRequest
 from penstock.config import EngineConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.ranks.sharding import Share, find_degrees
@@ -95,7 +96,7 @@ async def seconds(client: ProcessClient, prompt_len: int, output_len: int) -> fl
     ids = random.Random(0).choices(range(3, 1000), k=prompt_len)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
-    async for _ in client.generate(ids, params):
+    async for _ in client.generate(PromptRequest(ids, params=params)):
         pass
     return time.perf_counter() - started
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from penstock.client.records import Computed, EngineDescription
 from penstock.engine.block_pool import NO_PARENT, hash_block
 from penstock.interface.step import NO_BLOCK, CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock_lab.bench.record_history import OpenRequest, Start, Step, malformed
+from penstock_lab.bench.record_history import EngineStart, OpenRequest, RecordedStep, malformed
 
 MAX_FINDINGS = 20
 MAX_CONTEXT = 2**24
@@ -53,7 +53,7 @@ class Audit:
         self._users: dict[Block, set[str]] = {}
         self._content: dict[Block, bytes] = {}  # full block -> hash of the prefix that ends with it
 
-    def start(self, start: Start) -> None:
+    def start(self, start: EngineStart) -> None:
         """Process the start of an engine with its open requests."""
         _check_engine(start.engine)
         self._engine = start.engine
@@ -67,7 +67,7 @@ class Audit:
         for item in start.requests:
             self._check_open(item)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: RecordedStep) -> None:
         """Process a step with its results."""
         plan = step.plan
         for request_id in plan.removed_request_ids:

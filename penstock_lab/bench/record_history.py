@@ -36,7 +36,7 @@ class OpenRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class EngineStart:
     """An engine that began, or continued after a gap in the records, with the requests that were open."""
 
     engine: EngineDescription
@@ -45,7 +45,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """One step and its outcome.
 
     Attributes:
@@ -72,12 +72,12 @@ class _Reader:
     released: dict[int, list[int]] = field(default_factory=dict)
     num_groups: int = 0
 
-    def start(self, record: Begun) -> Start:
+    def start(self, record: Begun) -> EngineStart:
         self.ids.clear()
         self.released.clear()
         self.epoch, self.num_groups = record.epoch, len(record.engine.groups)
         found = [OpenRequest(self.request(item), item.num_computed_tokens) for item in record.requests]
-        return Start(record.engine, record.epoch, found)
+        return EngineStart(record.engine, record.epoch, found)
 
     def request(self, item: Introduced) -> NewRequest:
         if len(item.block_tables) != self.num_groups or item.number in self.ids:
@@ -113,8 +113,8 @@ class _Reader:
         return SchedulerOutput(record.step_id, new, scheduled, removed, checksum_logits=True, block_copies=copies)
 
 
-def history(records: list[Record]) -> Iterator[Start | Step]:
-    """Yield starts and steps in order. The step in which an engine died is the last before the next Start.
+def history(records: list[Record]) -> Iterator[EngineStart | RecordedStep]:
+    """Yield starts and steps in order. The step in which an engine died is the last before the next EngineStart.
 
     Raises:
         InvalidRequestError: the records contradict each other.
@@ -131,7 +131,7 @@ def history(records: list[Record]) -> Iterator[Start | Step]:
                 case Planned():
                     if step is not None:
                         yield step
-                    step = Step(reader.plan(record), record.time)
+                    step = RecordedStep(reader.plan(record), record.time)
                 case Computed() | StepFailed() if step is not None and step.plan.step_id == record.step_id:
                     yield _finished(step, record)
                     step = None
@@ -152,12 +152,12 @@ def malformed(why: str) -> InvalidRequestError:
     return InvalidRequestError(f"bundle: its records are malformed: {why}", param="bundle")
 
 
-def _finished(step: Step, record: Computed | StepFailed) -> Step:
+def _finished(step: RecordedStep, record: Computed | StepFailed) -> RecordedStep:
     if isinstance(record, StepFailed):
-        return Step(step.plan, step.time, error=record.error)
+        return RecordedStep(step.plan, step.time, error=record.error)
     if not len(record.token_ids) == len(record.checksums) == len(step.plan.scheduled):
         raise malformed(f"step {record.step_id} has {len(record.token_ids)} results")
-    return Step(step.plan, step.time, results=record)
+    return RecordedStep(step.plan, step.time, results=record)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.speculation import Speculation
 from penstock.errors import EngineError, InvalidRequestError, check_choice, check_float, check_int, fail
-from penstock.interface.drafts import DraftQuery
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import DraftQuery
 from penstock.weights.hub import MODEL_DIR
 from penstock_lab.bench.machine import Progress
 from penstock_lab.training import chats

@@ -23,6 +23,7 @@ from penstock.client.engine_client import EngineState
 from penstock.client.engine_connection import Launcher
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
+from penstock.client.prompts import PromptRequest
 from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 
@@ -103,7 +104,7 @@ async def time_deaths(*, standby: bool = False, data_parallel_size: int = 1) -> 
                 await client.start()
                 await asyncio.sleep(0.01)
             killed_at = 0.0
-            async for output in client.generate([1], params):
+            async for output in client.generate(PromptRequest([1], params=params)):
                 pid = next((one.pid for one in client.status().replicas if one.journal_requests), None)
                 if len(output.outputs[0].token_ids) >= NUM_TOKENS_BEFORE_KILL and not killed_at and pid is not None:
                     killed_at = time.perf_counter()

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.client.text_worker import TextWorker
-from penstock.client.tokenizers import TOKENIZER_FILES
+from penstock.client.text import TOKENIZER_FILES, TextWorker
 from penstock.errors import PenstockError
 from penstock.models.config_json import load_model_config
 from penstock.spec.config_file import CONFIG

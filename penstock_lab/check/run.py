@@ -13,12 +13,12 @@ import torch
 from penstock import __version__
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, check_int, check_str, fail
+from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.models.certificate import RANDOM_TINY, Certificate, find_basis, remove_certificate, write_certificate
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
-from penstock.planner.memory import free_memory_bytes
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import num_elements
 from penstock.weights.hub import resolve_model

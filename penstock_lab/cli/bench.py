@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size, read_schema
 from penstock.cli.terminal import note, saying, show_choices
-from penstock.entrypoints.progress import progress
+from penstock.client.prompts import progress
 from penstock.errors import InvalidRequestError, check_int
 from penstock_lab.cli import bench_serve
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import add_model, parse_object, parse_size
-from penstock.entrypoints.progress import progress
+from penstock.client.prompts import progress
 from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:

@@ -52,7 +52,8 @@ def budget_of(config: EngineConfig, hardware: Hardware | None, devices: Devices 
 
     Without --devices and other hardware, the ranks of a model are processes that share this machine's memory.
     """
-    from penstock.planner.memory import ENGINE_RUNTIME, free_memory_bytes, resident_bytes
+    from penstock.assembly.memory import ENGINE_RUNTIME
+    from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
     from penstock_lab.planner.fit import Budget
 
     count, size = devices or (hardware.devices if hardware is not None else 1, None)

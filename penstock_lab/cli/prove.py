@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.options import add_engine_options, add_model, engine_options
 from penstock.cli.terminal import handle_signals
-from penstock.entrypoints.progress import progress
+from penstock.client.prompts import progress
 from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:

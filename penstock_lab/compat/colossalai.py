@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.entrypoints.llm import LLM
+from penstock.client.llm import LLM
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError, check_int, fail
 from penstock.interface.plugins import register_logits_processor as register_logit_processor
 from penstock.interface.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from penstock.entrypoints.llm import LLM
+from penstock.client.llm import LLM
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 

@@ -3,7 +3,7 @@
     read         weights once per step, and the cached keys and values of every sequence
     multiply     two operations per row and weight, times the int8 slices of a row; four per pair of a token and a key.
                  If the hardware has rates by number of rows, they give the time of products of few rows
-    exchange     if ranks share a model: the parts that each receives from the others, and the latency of each meeting
+    exchange     if ranks share a model: the parts that each receives from the others, and the latency of each gather
     host         the time of a step and of each of its sequences outside products
 
 Reading and multiplying overlap, so the longer one counts; exchanges and the host add to it. The longest of the four is
@@ -13,7 +13,7 @@ the binding limit.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock.planner.ledger import Products
+from penstock.assembly.memory import Products
 from penstock.ranks.sharding import Degrees
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner.machines import Hardware
@@ -34,7 +34,7 @@ class ModelWork:
         cache_type: type of the cached values.
         pair_operations: operations for a token and one token that it attends to, in one layer.
         windows: number of layers and window of each cache group.
-        meetings: sums over ranks in a pass, each with `meeting_width` float32 values per row.
+        gathers: sums over ranks in a pass, each with `gather_width` float32 values per row.
     """
 
     layers: Products
@@ -46,8 +46,8 @@ class ModelWork:
     cache_type: str
     pair_operations: int
     windows: tuple[tuple[int, int | None], ...]
-    meetings: int = 0
-    meeting_width: int = 0
+    gathers: int = 0
+    gather_width: int = 0
     head_width: int = 0
     degrees: Degrees = field(default_factory=Degrees)
 
@@ -199,13 +199,13 @@ def _attended(work: ModelWork, step: Step) -> tuple[float, float]:
 
 
 def _exchange(work: ModelWork, hardware: Hardware, rows: float, sampled: float) -> float:
-    """Return the seconds in which each rank receives the other ranks' results, one meeting after the other."""
+    """Return the seconds in which each rank receives the other ranks' results, one gather after the other."""
     size = work.degrees.size
     if size == 1 or not hardware.link_bytes_per_s:
         return 0.0
-    received: float = work.meetings * rows * work.meeting_width * FLOAT_BYTES * (size - 1)
+    received: float = work.gathers * rows * work.gather_width * FLOAT_BYTES * (size - 1)
     received += sampled * work.head_width * FLOAT_BYTES * (size - 1) / size
-    return received / hardware.link_bytes_per_s + (work.meetings + 1) * hardware.link_latency_s
+    return received / hardware.link_bytes_per_s + (work.gathers + 1) * hardware.link_latency_s
 
 
 def model_work(
@@ -230,8 +230,8 @@ def model_work(
         cache_type=cache_type,
         pair_operations=4 * max(1, heads) * model.head_dim * max(1, slices),
         windows=tuple((len(layers), window) for layers, window in model.cache_groups()),
-        meetings=sums * model.num_hidden_layers + (degrees.vocab > 1),
-        meeting_width=model.hidden_size,
+        gathers=sums * model.num_hidden_layers + (degrees.vocab > 1),
+        gather_width=model.hidden_size,
         head_width=model.vocab_size if degrees.vocab > 1 else 0,
         degrees=degrees,
     )

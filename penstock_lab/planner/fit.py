@@ -8,19 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.config import DEGREES, EngineConfig
-from penstock.errors import InvalidRequestError
-from penstock.interface.step import CacheGroup
-from penstock.kernels.attention.layout import ELEMENT_BYTES
-from penstock.kernels.scheme import Scheme
-from penstock.planner.ledger import Ledger, ModelSizes
-from penstock.planner.memory import (
+from penstock.assembly.memory import (
     CachePlan,
+    Ledger,
+    ModelSizes,
     cached_token_bytes,
     plan_given_cache,
     plan_kv_cache,
     smallest_cache_bytes,
 )
+from penstock.config import DEGREES, EngineConfig
+from penstock.errors import InvalidRequestError
+from penstock.interface.step import CacheGroup
+from penstock.kernels.attention.layout import ELEMENT_BYTES
+from penstock.kernels.scheme import Scheme
 from penstock.ranks.sharding import Degrees, Share, find_degrees
 from penstock.spec.model_config import ModelConfig
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.assembly.memory import ModelSizes
+from penstock.assembly.sizes import model_sizes
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError, fail
 from penstock.interface.plugins import import_files
@@ -13,7 +15,6 @@ from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import is_torch
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
-from penstock.planner.ledger import ModelSizes
 from penstock.ranks.build import NoLinks, RankPlace
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together
@@ -22,7 +23,6 @@ from penstock.spec.param_table import Parameter, num_elements
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import ANYWHERE, Place, dtype_for
-from penstock.weights.sizes import model_sizes
 from penstock.weights.sources import read_parameters
 from penstock_lab.planner.placement import operation_of
 

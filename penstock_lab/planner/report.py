@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from penstock.assembly.memory import ModelSizes
 from penstock.config import EngineConfig
 from penstock.kernels.scheme import Scheme
-from penstock.planner.ledger import ModelSizes
 from penstock.ranks.sharding import Share
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner.fit import Budget, Fit, Fitter

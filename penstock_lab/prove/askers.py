@@ -14,11 +14,11 @@ from random import Random
 from typing import Any
 
 from penstock.assembly import build_engine
+from penstock.client.async_llm import AsyncLLM
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.engine.observer import EngineObserver
-from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import LogprobsAt, RequestOutput

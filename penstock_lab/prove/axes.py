@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.config import SCHEDULING_POLICIES
 from penstock.interface.pooling import PoolingParams
-from penstock.tokenizer.answers.formats import TOOL_FORMATS
-from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, literal
+from penstock.tokenizer.answer_formats import TOOL_FORMATS
+from penstock.tokenizer.answers import Calls, Function, answer_grammar, literal
 
 Axis = dict[str, dict[str, Any]]
 

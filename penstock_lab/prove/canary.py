@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from penstock.client.isolation import LONG_TEXT
+from penstock.client.text import LONG_TEXT
 from penstock.errors import EngineError
 from penstock_lab.prove.levels import Level, level_of, memory_bytes, quick_client
 from penstock_lab.prove.proof import Trials

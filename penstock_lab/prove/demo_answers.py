@@ -11,7 +11,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 
-from penstock.entrypoints.llm import LLM
+from penstock.client.llm import LLM
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock_lab.training import heldout_cases

@@ -17,13 +17,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from penstock.assembly import build_engine
+from penstock.assembly.memory import plan_kv_cache
 from penstock.client import engine_handle
 from penstock.client.engine_connection import EngineChild
 from penstock.config import EngineConfig
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.observer import EngineObserver
 from penstock.interface.step import SchedulerOutput
-from penstock.planner.memory import plan_kv_cache
 from penstock.runner.block_store import BlockFiles
 from penstock.runner.model_runner import ModelRunner
 from penstock_lab.prove import axes

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.client.text import choose_tokenizer
 from penstock.client.text_process import limited
-from penstock.client.tokenizers import choose_tokenizer
 from penstock.errors import PenstockError
 from penstock.kernels.backends import load_ops
 from penstock.models.config_json import load_model_config

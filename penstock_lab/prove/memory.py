@@ -67,7 +67,7 @@ def fill(options: dict[str, Any]) -> dict[str, int]:
     from penstock.config import EngineConfig
     from penstock.interface.messages import EngineRequest
     from penstock.interface.sampling_params import SamplingParams
-    from penstock.planner.memory import resident_bytes
+    from penstock.kernels.cpu.host import resident_bytes
 
     built = build_engine(EngineConfig.from_options(**options))
     engine = built.engine

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from penstock.client.async_llm import AsyncLLM
 from penstock.client.engine_client import EngineState
 from penstock.client.router import Router
-from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.interface.sampling_params import SamplingParams
 from penstock_lab.prove.engine_deaths import Case, Crowd, Pauses, undisturbed
 from penstock_lab.prove.processes import no_core_dumps, no_log, send_signal
@@ -121,7 +121,7 @@ async def measure_prefix_hits(llm: AsyncLLM, trials: Trials) -> None:
     if info.max_model_len < SHARED_TOKENS + 2 * OWN_TOKENS:
         return
     for name, router in (("router", Router[int](info.block_size)), ("round_robin", RoundRobin(info.block_size))):
-        llm._fleet.router = router
+        llm.client._fleet.router = router
         shared = [random.randrange(info.vocab_size) for _ in range(SHARED_TOKENS)]
         before = llm.status().stats.num_cached_tokens_total
         turns = asyncio.Semaphore(AT_ONCE)

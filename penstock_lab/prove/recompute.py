@@ -21,7 +21,7 @@ from penstock.interface.step import (
     StepOutput,
 )
 from penstock_lab.bench.record_audit import needed_blocks
-from penstock_lab.bench.record_history import Start, Step, history
+from penstock_lab.bench.record_history import EngineStart, RecordedStep, history
 
 RESTORED = "\0restored"  # request id under which cached tokens are computed again
 GREEDY = SamplingParams(temperature=0.0)
@@ -87,7 +87,7 @@ def compute(
     report.computed, report.steps = True, 0
     try:
         for event in history(bundle.records):
-            if isinstance(event, Start):
+            if isinstance(event, EngineStart):
                 replayer.start(event)
                 continue
             if event.unfinished:
@@ -121,7 +121,7 @@ class Replayer:
         self._tables: dict[str, list[list[int]]] = {}
         self._written: set[tuple[int, int]] = set()  # (group, block) with the same content as in the recorded engine
 
-    def start(self, start: Start) -> None:
+    def start(self, start: EngineStart) -> None:
         """Forget everything, then take over the requests that were open."""
         self.forget_all()
         self._engine = start.engine
@@ -130,7 +130,7 @@ class Replayer:
         self._learn([item.request for item in start.requests])
         self._prepare(SchedulerOutput(-1, [item.request for item in start.requests], []))
 
-    def step(self, step: Step) -> None:
+    def step(self, step: RecordedStep) -> None:
         """Compute a step and compare its results."""
         plan, report = step.plan, self._report
         first = {item.request_id: item.num_computed_tokens for item in plan.scheduled}
@@ -162,7 +162,7 @@ class Replayer:
         self._tables.clear()
         self._written.clear()
 
-    def _step_failed(self, step: Step, error: Exception) -> None:
+    def _step_failed(self, step: RecordedStep, error: Exception) -> None:
         if step.error is None:
             found = f"it failed: {type(error).__name__}: {error}"
             recorded = "the engine ended in it" if step.unfinished else "it was computed"

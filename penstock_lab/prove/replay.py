@@ -10,7 +10,7 @@ from penstock.config import MAX_CONTEXT, EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.plugins import check_registered
 from penstock_lab.bench.record_audit import Audit
-from penstock_lab.bench.record_history import Start, engine_errors, history
+from penstock_lab.bench.record_history import EngineStart, engine_errors, history
 from penstock_lab.prove.recompute import ReplayReport, compute, num_scratch
 
 
@@ -46,7 +46,7 @@ def check_bundle(bundle: Bundle, report: ReplayReport) -> tuple[EngineDescriptio
     """Check every step without computing it. Return the engine, and per cache group the number of blocks used."""
     audit, engine = Audit(has_text=bundle.has_text), None
     for event in history(bundle.records):
-        if isinstance(event, Start):
+        if isinstance(event, EngineStart):
             audit.start(event)
             engine = engine or event.engine
         else:

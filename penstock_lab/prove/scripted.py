@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 from starlette.types import Message
 
-from penstock.client.engine_client import EngineState, EngineStatus, Prompt
-from penstock.client.in_process import InProcessClient
+from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.open_requests import Mailbox
+from penstock.client.prompts import PromptRequest
 from penstock.client.records import SavedRecord
-from penstock.client.tokenizers import choose_tokenizer
+from penstock.client.step_client import InProcessClient
+from penstock.client.text import choose_tokenizer
 from penstock.engine.engine import Engine
 from penstock.engine.mock import MockExecutor
 from penstock.engine.policies import Scheduling
 from penstock.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.server.app import create_app
@@ -77,22 +77,12 @@ class ScriptedClient:
     def assign_seed(self) -> int:
         return next(self._seeds)
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        flow: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        output_token_ids: Sequence[list[int]] = (),
-    ) -> AsyncGenerator[RequestOutput, None]:
-        if any(output_token_ids) or timeout is not None:
+    async def generate(self, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
+        if any(request.output_token_ids or ()) or request.timeout is not None:
             raise NotImplementedError("no engine dies here, so nothing is resumed, and nothing is due")
-        params = sampling_params or SamplingParams()
-        request_id = self._client.add_request(request_id, prompt, params, priority)
-        mailbox = self._mailboxes[request_id] = Mailbox(params.output_kind)
+        opened = self._client.open(request)
+        request_id = opened.request_id
+        mailbox = self._mailboxes[request_id] = Mailbox(opened.params.output_kind)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._step_until_idle())
         finished = False
@@ -105,8 +95,8 @@ class ScriptedClient:
             del self._mailboxes[request_id]
             self._client.abort(request_id)
 
-    async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
-        return self._client.pin_prefix(prompt, name)
+    async def pin_prefix(self, prompt: PromptRequest, name: str | None = None) -> PrefixUse:
+        return self._client.pin_prefix({"prompt_token_ids": prompt.token_ids, "cache_salt": prompt.cache_salt}, name)
 
     def unpin_prefix(self, name: str) -> bool:
         return self._client.unpin_prefix(name)

@@ -11,8 +11,8 @@ from random import Random
 from typing import Any, ClassVar
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.in_process import InProcessClient
-from penstock.client.tokenizers import choose_tokenizer
+from penstock.client.step_client import InProcessClient
+from penstock.client.text import choose_tokenizer
 from penstock.config import SCHEDULING_POLICIES, EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.errors import EngineError, InvalidRequestError, check_int

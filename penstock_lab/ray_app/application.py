@@ -14,9 +14,9 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from starlette.types import Receive, Scope, Send
 
+from penstock.client.async_llm import AsyncLLM
 from penstock.client.engine_client import EngineState
 from penstock.client.fleet import MAX_REPLICAS
-from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import InvalidRequestError, check_float, check_int, take_options
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
@@ -123,7 +123,7 @@ def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> Asyn
         raise InvalidRequestError("standby: not allowed on Ray; start one more replica instead", param="standby")
     pool = EnginePool(handle, options.most, options.num_replicas)
     llm = AsyncLLM(launcher=pool.launcher, flight_recorder=0, **client_options)
-    pool.client = llm
+    pool.client = llm.client
     return llm
 
 
@@ -154,7 +154,7 @@ def serve_here(options: ServerOptions, replicas: dict[str, Any], client: dict[st
     """
     counts = ReplicaOptions(num_replicas=client.pop("data_parallel_size", 1), **replicas)
     with deployed(counts, f"penstock-{options.port or os.getpid()}") as handle:
-        return run(connect(handle, counts, **client), options)
+        return run(connect(handle, counts, **client).client, options)
 
 
 # --- for a Serve config file ------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Server:
     """
 
     def __init__(self, replicas: ReplicaOptions, server: dict[str, Any], client: dict[str, Any], handle: Any) -> None:
-        self._client = connect(handle, replicas, **client)
+        self._client = connect(handle, replicas, **client).client
         self._options = ServerOptions(host="0.0.0.0", **server)
         self._app = create_app(self._client, self._options)
         self._is_attached = False

@@ -10,7 +10,7 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
-from penstock_lab.bench.record_history import Start, Step, history, unpack
+from penstock_lab.bench.record_history import EngineStart, RecordedStep, history, unpack
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
 from penstock_lab.simulator.executor import VirtualClock
 from penstock_lab.simulator.replica import MakeEngine
@@ -39,7 +39,11 @@ def measured_steps(bundle: Bundle, since: float = 0.0) -> list[MeasuredStep]:
     """
     found = []
     for before, after in pairwise(history(bundle.records)):
-        if not (isinstance(before, Step) and isinstance(after, Step)) or before.results is None or before.time < since:
+        if (
+            not (isinstance(before, RecordedStep) and isinstance(after, RecordedStep))
+            or before.results is None
+            or before.time < since
+        ):
             continue
         ids = {item.request_id for item in before.plan.scheduled}
         if after.plan.step_id == before.plan.step_id + 1 and any(i.request_id in ids for i in after.plan.scheduled):
@@ -79,7 +83,7 @@ def decisions(bundle: Bundle, make_engine: MakeEngine) -> Iterator[tuple[Schedul
     if not isinstance(first, Begun) or first.requests or first.continued:
         raise InvalidRequestError("bundle: it begins after the engine's start, so its decisions cannot be followed")
     requests = _requests(bundle)
-    steps = iter([item for item in history(bundle.records) if not isinstance(item, Start)])
+    steps = iter([item for item in history(bundle.records) if not isinstance(item, EngineStart)])
     clock, executor = VirtualClock(), _Replayed()
     engine = make_engine(executor, clock)
     for record in bundle.records:
@@ -118,7 +122,7 @@ def _stand_in(record: Arrived) -> EngineRequest:
     return EngineRequest(record.request_id, [0] * record.num_prompt_tokens, params)
 
 
-def _results(step: Step) -> StepOutput:
+def _results(step: RecordedStep) -> StepOutput:
     if step.results is None:
         raise InvalidRequestError("bundle: a step failed, or was not finished; such a record cannot be followed")
     errors, rows = step.results.errors, enumerate(zip(step.plan.scheduled, step.results.token_ids, strict=True))

@@ -17,12 +17,12 @@ import yaml
 
 from penstock.config import EngineConfig, available_threads
 from penstock.errors import EngineError
+from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, UINT8, Tensor, address_of, empty
-from penstock.planner.memory import free_memory_bytes, resident_bytes
 from penstock_lab.bench.attention_rates import CACHE_TYPES, attention_cases
 from penstock_lab.bench.samples import spread
 from penstock_lab.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware

@@ -8,6 +8,7 @@ import pytest
 from penstock.client.admission import MARGIN, MAX_UNMEASURED, Admission, AdmissionLimits
 from penstock.client.input_processor import InputProcessor
 from penstock.client.open_requests import OpenRequest, OpenRequests, Wait
+from penstock.client.prompts import PromptRequest
 from penstock.errors import EngineOverloadedError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineStats
 from penstock.interface.outputs import FinishReason
@@ -23,7 +24,7 @@ class Queue:
 
     def __init__(self, **limits: object) -> None:
         self.now = 0.0
-        self.requests = OpenRequests(None)
+        self.requests = OpenRequests()
         self.admission = Admission(AdmissionLimits(**limits), self.requests, lambda: self.now)
         self.admission.engine_ready(ROWS)
         self._inputs = InputProcessor(None, replace(model_info(10_000, 100), scheduling_policy="priority"))
@@ -34,15 +35,16 @@ class Queue:
         priority: int = 0, **fields: Any,
     ) -> OpenRequest:  # fmt: skip
         params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=ignore_eos, detokenize=False, **fields)
-        prepared = self._inputs.process([1] * prompt, params, None, flow, priority)
-        self.wait = self.admission.admit(prepared)
-        return self.requests.open(prepared)
+        request = self._inputs.process(PromptRequest([1] * prompt, params=params, flow=flow, priority=priority))
+        self.wait = self.admission.admit(request)
+        self.requests.open(request)
+        return request
 
     def fill_rows(self, max_tokens: int = 91) -> list[OpenRequest]:
         """Requests in every row, with their first token."""
         made = [self.send(max_tokens=max_tokens) for _ in range(ROWS)]
         for request in made:
-            self.requests.take(request, [EngineOutput(request.choices[0].request.request_id, 0, [1])])
+            list(self.requests.add([EngineOutput(request.choices[0].request.request_id, 0, [1])]))
         self.now += 1
         return made
 

@@ -203,7 +203,7 @@ class Owner:
 
     def __init__(self, script):
         self.errors, self.number = [], itertools.count()
-        self.requests = OpenRequests(None)
+        self.requests = OpenRequests()
         launcher = Launcher(lambda first: ScriptedChild(script(next(self.number)), first))
         record = RecordOptions(flight_recorder=0)
         self.fleet = Fleet(frames.Start(-1, {}), self.requests, self, lambda *_: 1.0, record, launcher=launcher)

@@ -14,6 +14,7 @@ from penstock.client.engine_client import EngineState
 from penstock.client.engine_connection import Launcher
 from penstock.client.engine_handle import Liveness
 from penstock.client.open_requests import OpenRequests
+from penstock.client.prompts import PromptRequest
 from penstock.client.records import RecordOptions
 from penstock.errors import EngineDeadError
 from penstock.interface.messages import EngineStats
@@ -82,7 +83,7 @@ class Client:
     """The owner of the requests, and its fleet of scripted engines."""
 
     def __init__(self, num_engines=2, *, starts=True, standby=False, num_initial=None):
-        self.requests = OpenRequests(None)
+        self.requests = OpenRequests()
         self.blamed, self.errors, self.rows = [], [], 0
         start, none = frames.Start(-1, {}, num_engines=num_engines), RecordOptions(flight_recorder=0)
         outputs_left = lambda at_most, ignore_eos: float(at_most)  # noqa: E731
@@ -109,7 +110,7 @@ class Client:
     def engine_lost(self, index, num_rows, to_blame):
         self.rows = num_rows
         if to_blame is not None:
-            self.blamed.append(to_blame.prepared.prompt_token_ids)
+            self.blamed.append(to_blame.prompt_token_ids)
             self.fleet.abort(self.requests.cancel(to_blame))
 
     def engine_failed(self, error):
@@ -121,10 +122,11 @@ class Client:
         return [choice.token_ids for choice in request.choices]
 
     def open(self, prompt, *, n=1, harmful_at=None):
-        prepared = INPUTS.process(prompt, SamplingParams(seed=1, max_tokens=NUM_TOKENS, n=n), None)
+        params = SamplingParams(seed=1, max_tokens=NUM_TOKENS, n=n)
+        request = INPUTS.process(PromptRequest(prompt, params=params))
         if harmful_at is not None:
-            HARMFUL.update({one.request_id: harmful_at for one in prepared.engine_requests})
-        request = self.requests.open(prepared)
+            HARMFUL.update({one.request_id: harmful_at for one in request.engine_requests})
+        self.requests.open(request)
         self.fleet.submit(request)
         return request
 
@@ -140,8 +142,7 @@ class Client:
             handle.deliver(frames.Outputs(0, outputs, EngineStats()))
 
     def received(self, index, outputs, stats):
-        for request, its_outputs in self.requests.by_request(outputs).items():
-            _, abort_ids = self.requests.take(request, its_outputs)
+        for _, _, abort_ids in self.requests.add(outputs):
             self.fleet.abort(abort_ids)
 
     def places(self):
@@ -458,7 +459,7 @@ def test_whatever_happens(num_engines, actions):
     client.finish()
     client.check_nothing_is_kept()
     for number, (request, is_harmful) in enumerate(opened):
-        expected = expected_outputs(request.prepared.prompt_token_ids, NUM_TOKENS)
+        expected = expected_outputs(request.prompt_token_ids, NUM_TOKENS)
         for tokens in client.received_of(request):
             if is_harmful or number in closed:
                 assert tokens == expected[: len(tokens)]

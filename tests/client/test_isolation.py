@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, ModelLoadError, SamplingParams
-from penstock.client import text_worker
-from penstock.client.isolation import IsolatedTokenizer
+from penstock.client import text
+from penstock.client.text import IsolatedTokenizer
 from penstock.errors import EngineDeadError, RequestFailedError
 from penstock.tokenizer.hf import load_tokenizer
 from penstock.weights.hub import MODEL_DIR
@@ -119,12 +119,12 @@ def test_short_texts_do_not_wait_for_long_ones(isolated) -> None:
 def test_a_stuck_process_is_replaced(isolated, monkeypatch) -> None:
     """Guards against a call that waits for ever for a process that does nothing."""
     tokenizer = isolated(MODEL_DIR)
-    monkeypatch.setattr(text_worker, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(text_worker, "PATIENCE", 0.0)
+    monkeypatch.setattr(text, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(text, "PATIENCE", 0.0)
     os.kill(tokenizer._short._child._process.pid, signal.SIGSTOP)
     with pytest.raises(InvalidRequestError, match="stuck"):
         tokenizer.encode("text")
-    monkeypatch.setattr(text_worker, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(text, "PATIENCE_S", 30.0)
     assert tokenizer.encode("text")
 
 
@@ -137,9 +137,9 @@ def test_a_process_that_cannot_be_started_costs_no_further_request(isolated, mon
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     with monkeypatch.context() as short_of_processes:
-        short_of_processes.setattr(text_worker, "PATIENCE_S", 0.2)
-        short_of_processes.setattr(text_worker, "PATIENCE", 0.0)
-        short_of_processes.setattr(text_worker, "spawn", refuse)
+        short_of_processes.setattr(text, "PATIENCE_S", 0.2)
+        short_of_processes.setattr(text, "PATIENCE", 0.0)
+        short_of_processes.setattr(text, "spawn", refuse)
         os.kill(tokenizer._short._child._process.pid, signal.SIGSTOP)
         with pytest.raises(InvalidRequestError, match="stuck"):
             tokenizer.encode("text")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client.input_processor import InputProcessor, resumed
-from penstock.client.open_requests import OpenRequests, token_by_token
+from penstock.client.input_processor import InputProcessor
+from penstock.client.open_requests import OpenRequests
+from penstock.client.prompts import PromptRequest
 from penstock.errors import EngineDeadError, InvalidRequestError
 from penstock.interface.messages import EngineOutput
 from penstock.interface.outputs import FinishReason
@@ -39,18 +40,20 @@ class Session:
 
     def __init__(self, tokenizer=TOK):
         self.inputs = InputProcessor(tokenizer, model_info(1024, TOK.vocab_size))
-        self.requests = OpenRequests(tokenizer)
+        self.requests = OpenRequests()
 
     def add(self, request_id="r", prompt="The fox", **params):
-        prepared = self.inputs.process(prompt, SamplingParams(**{"max_tokens": None, **params}), request_id)
-        self.requests.open(prepared)
-        return [request.request_id for request in prepared.engine_requests]
+        opened = self.process(prompt, SamplingParams(**{"max_tokens": None, **params}), request_id)
+        self.requests.open(opened)
+        return [request.request_id for request in opened.engine_requests]
+
+    def process(self, prompt, params, request_id, known=None):
+        return self.inputs.process(PromptRequest.of(prompt, params, request_id, output_token_ids=known))
 
     def step(self, *outputs):
         step = Step()
-        for request, its_outputs in self.requests.by_request(outputs).items():
-            output, abort_ids = self.requests.take(request, its_outputs)
-            step.abort_ids += abort_ids
+        for request, output, to_abort in self.requests.add(outputs):
+            step.abort_ids += to_abort
             if output is not None:
                 step.outputs.append(output)
                 if output.finished:
@@ -62,7 +65,7 @@ class Session:
 
     @property
     def open_ids(self):
-        return [request.prepared.request_id for request in self.requests]
+        return [request.request_id for request in self.requests]
 
 
 def ids_of(text):
@@ -430,9 +433,10 @@ class TestJournal:
     def test_a_resumed_request_keeps_what_it_came_with(self):
         """Guards against a continuation, on another engine, whose first tokens or their text are lost."""
         session = Session()
-        prepared = session.inputs.process("The fox", SamplingParams(seed=3), "r")
-        sent = dataclasses.replace(prepared.engine_requests[0], output_token_ids=ids_of("ab"))
-        session.requests.open(dataclasses.replace(prepared, engine_requests=(sent,)))
+        opened = session.process("The fox", SamplingParams(seed=3), "r", [ids_of("ab")])
+        (sent,) = opened.engine_requests
+        assert sent.output_token_ids == ids_of("ab")
+        session.requests.open(opened)
         more = ids_of("c")
         step = session.step(out(sent.request_id, len(sent.output_token_ids), more))
         assert session.resumable()[0].output_token_ids == sent.output_token_ids + more
@@ -475,20 +479,21 @@ class TestContinuation:
         """What the reader gets of each token; the first `known` ones come with the request."""
         session = Session()
         params = SamplingParams(max_tokens=None, stop=stops, output_kind=DELTA, seed=1)
-        prepared = resumed(session.inputs.process("The fox", params, "r"), [ids[:known]])
-        request = session.requests.open(prepared)
-        told = list(request.mailbox._items)
-        (engine_request,) = prepared.engine_requests
+        request = session.process("The fox", params, "r", [ids[:known]])
+        session.requests.open(request)
+        seen = list(request.mailbox._items)
+        (engine_request,) = request.engine_requests
         for start, chunk in cut(ids[known:], places):
             finish = LENGTH if start + len(chunk) == len(ids) - known else None
-            for part in token_by_token([out(engine_request.request_id, known + start, chunk, finish_reason=finish)]):
-                told += session.step(part).outputs
-        return [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in told]
+            whole = out(engine_request.request_id, known + start, chunk, finish_reason=finish)
+            parts = session.requests.add([whole], token_by_token=True)
+            seen += [output for _, output, _ in parts if output is not None]
+        return [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in seen]
 
     def test_what_does_not_fit_is_refused(self):
         """Guards against known tokens that belong to another request, and log-probabilities that would be missing."""
-        inputs = Session().inputs
+        session = Session()
         for params, known in (({"n": 2}, [[5]]), ({"max_tokens": 2}, [[5, 6]]), ({"logprobs": 1}, [[5]])):
-            prepared = inputs.process("The fox", SamplingParams(**{"max_tokens": 9, **params}), "r")
+            params = SamplingParams(**{"max_tokens": 9, **params})
             with pytest.raises(InvalidRequestError, match="output_token_ids"):
-                resumed(prepared, known)
+                session.process("The fox", params, "r", known)

@@ -9,8 +9,9 @@ import pytest
 from penstock import LLM, AsyncLLM, InvalidRequestError, SamplingParams
 from penstock.client import frames, prefixes
 from penstock.client.input_processor import assigned_seed
-from penstock.client.open_requests import OpenRequests
+from penstock.client.open_requests import OpenRequests, request_of
 from penstock.client.prefixes import Prefixes
+from penstock.client.prompts import PromptRequest
 from penstock.client.recovery import Recovery
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams as Params
@@ -76,7 +77,7 @@ class Told:
 
     def __init__(self) -> None:
         self.frames: list[frames.ToEngine] = []
-        self.requests = OpenRequests(None)
+        self.requests = OpenRequests()
         self.recovery = Recovery(self.requests, self.frames.append, {})
         self.recovery.engine_ready()
         self.pin = self.requests.prefixes.pin("system", IDS, "a", 16)
@@ -99,12 +100,12 @@ def test_the_next_engine_is_told_of_pins_first_and_computes_them_last():
     told = Told()
     pin_id = told.pin.request.request_id
     assert told.frames == [frames.Pin("system", pin_id, IDS[:96], "a")]
-    told.requests.open(told.pin.prepared())
+    told.requests.open(request_of(told.pin))
     told.recovery.submit([pin_id])
     assert told.next_engine() == [f"Pin {pin_id}", f"AddRequest {pin_id}"]  # it is an open request still
     told.requests.close(told.requests.owner(pin_id))
     told.pin.is_computed = True
-    stream = INPUTS.process([1, 2], Params(seed=1, max_tokens=5), None)
+    stream = INPUTS.process(PromptRequest([1, 2], params=Params(seed=1, max_tokens=5)))
     told.requests.open(stream)
     stream_id = stream.engine_requests[0].request_id
     told.recovery.submit([stream_id])

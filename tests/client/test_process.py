@@ -25,7 +25,7 @@ from penstock import (
 )
 from penstock.client import engine_connection, engine_handle
 from penstock.client.engine_client import EngineState
-from penstock.client.open_requests import OpenRequests
+from penstock.client.open_requests import OpenRequest
 from penstock.kernels.cpu.library import load_library
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind="delta", seed=1)
@@ -151,15 +151,15 @@ def test_an_output_that_cannot_be_made_text_ends_its_request_only(loop, llm, mon
     """A tokenizer that raises must not silence the supervisor, and with it every other request."""
 
     async def scenario():
-        take = OpenRequests.take
+        make_output = OpenRequest.make_output
 
-        def broken(requests, request, outputs):
-            if request.prepared.request_id == "bad":
+        def broken(request):
+            if request.request_id == "bad":
                 raise KeyError("scripted")
-            return take(requests, request, outputs)
+            return make_output(request)
 
         with monkeypatch.context() as patch:
-            patch.setattr(OpenRequests, "take", broken)
+            patch.setattr(OpenRequest, "make_output", broken)
             bad = asyncio.create_task(anext(llm.generate("Once", LONG, request_id="bad")))
             good = await final(llm)
             with pytest.raises(RequestFailedError, match="scripted"):
@@ -387,7 +387,7 @@ def test_streams_do_not_go_on_with_other_bits(loop, llm):
     """Guards against a stream whose second half comes from a model that was replaced on disk."""
 
     async def scenario():
-        llm._fleet.model_info = replace(llm.model_info, system_fingerprint="penstock-2-of-other-weights")
+        llm.client._fleet.model_info = replace(llm.model_info, system_fingerprint="penstock-2-of-other-weights")
         stream = asyncio.create_task(final(llm, params=LONG))
         await until(lambda: llm.status().journal_tokens > 0)
         os.kill(llm.status().pid, signal.SIGKILL)

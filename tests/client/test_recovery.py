@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from penstock.client import frames
 from penstock.client.input_processor import InputProcessor
 from penstock.client.open_requests import OpenRequests
+from penstock.client.prompts import PromptRequest
 from penstock.client.recovery import Recovery
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.outputs import FinishReason
@@ -54,7 +55,7 @@ class World:
     """A client's requests, the recovery under test, and one engine after the other."""
 
     def __init__(self) -> None:
-        self.requests = OpenRequests(None)
+        self.requests = OpenRequests()
         self.recovery = Recovery(self.requests, self._send, {})
         self.harmful: dict[str, int] = {}
         self.engine: Engine | None = None
@@ -67,11 +68,11 @@ class World:
             self.engine.take(frame)
 
     def add(self, prompt: list[int], *, harmful_at: int | None = None) -> str:
-        prepared = INPUTS.process(prompt, SamplingParams(seed=1, max_tokens=NUM_TOKENS), None)
-        (request,) = prepared.engine_requests
+        opened = INPUTS.process(PromptRequest(prompt, params=SamplingParams(seed=1, max_tokens=NUM_TOKENS)))
+        (request,) = opened.engine_requests
         if harmful_at is not None:
             self.harmful[request.request_id] = harmful_at
-        self.requests.open(prepared)
+        self.requests.open(opened)
         self.received[request.request_id] = []
         self.recovery.submit([request.request_id])
         return request.request_id
@@ -94,9 +95,8 @@ class World:
         if outputs is None:
             self.kill()
             return
-        for request, its_outputs in self.requests.by_request(outputs).items():
-            _, abort_ids = self.requests.take(request, its_outputs)
-            self.recovery.abort(abort_ids)
+        for request, _, to_abort in self.requests.add(outputs):
+            self.recovery.abort(to_abort)
             for choice in request.choices:
                 self.received[choice.request.request_id] = list(choice.token_ids)
         self.recovery.received([output.request_id for output in outputs])

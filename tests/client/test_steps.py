@@ -10,7 +10,8 @@ import pytest
 from penstock import LLM, EngineDeadError, InvalidRequestError, ModelLoadError, NotSupportedError, SamplingParams
 from penstock.client.input_processor import InputProcessor
 from penstock.client.open_requests import OpenRequests
-from penstock.client.steps import StepClient
+from penstock.client.prompts import PromptRequest
+from penstock.client.step_client import ChildClient
 from penstock.interface.outputs import RequestOutput
 from penstock.kernels.cpu.library import load_library
 from tests.client.test_process import HARM, HARMFUL
@@ -140,14 +141,16 @@ class Mailboxes:
     """A ProcessClient without an engine: the test puts the outputs into the mailboxes of requests."""
 
     def __init__(self):
-        self.requests = OpenRequests(None)
+        self.requests = OpenRequests()
         self.inputs = InputProcessor(None, model_info(512, 100))
 
     async def start(self):
         pass
 
-    async def open(self, prompt, params, request_id, *, priority):
-        return self.requests.open(self.inputs.process(prompt, params, request_id, priority=priority))
+    async def open(self, request):
+        opened = self.inputs.process(request)
+        self.requests.open(opened)
+        return opened
 
     async def next_output(self, request):
         return await request.mailbox.get()
@@ -161,7 +164,7 @@ class Mailboxes:
 
 @pytest.fixture
 def mailboxes():
-    made = StepClient(Mailboxes, None)
+    made = ChildClient(Mailboxes, None)
     yield made
     made.shutdown()
 
@@ -169,7 +172,7 @@ def mailboxes():
 def test_outputs_are_returned_before_the_end_of_the_engine(mailboxes):
     """Guards against outputs that are lost with the exception of another request, in whatever order they are taken,
     and against one death that is reported once per request."""
-    requests = [mailboxes.open(name, [1, 2], GREEDY) for name in ("a", "b", "c", "d")]
+    requests = [mailboxes.open(PromptRequest([1, 2], params=GREEDY, request_id=name)) for name in ("a", "b", "c", "d")]
     dead = EngineDeadError("scripted")
     done = RequestOutput("b", None, [1, 2], [], finished=True)
 
@@ -190,7 +193,7 @@ def test_outputs_are_returned_before_the_end_of_the_engine(mailboxes):
 
 def test_what_was_discarded_is_neither_returned_nor_raised(mailboxes):
     """Guards against a later call that is refused, or fails, because of the requests of one that has failed."""
-    requests = [mailboxes.open(name, [1, 2], GREEDY) for name in ("a", "b", "c")]
+    requests = [mailboxes.open(PromptRequest([1, 2], params=GREEDY, request_id=name)) for name in ("a", "b", "c")]
     done = RequestOutput("c", None, [1, 2], [], finished=True)
 
     async def put():
@@ -198,7 +201,7 @@ def test_what_was_discarded_is_neither_returned_nor_raised(mailboxes):
             request.mailbox.put(item)
 
     mailboxes._run(put)
-    mailboxes._run(mailboxes._step)  # as if Ctrl-C had ended the call of `step` just before it returned
+    mailboxes._run(mailboxes._next_outputs)  # as if Ctrl-C had ended the call of `step` just before it returned
     mailboxes.discard(["a", "b", "c"])
     assert not mailboxes.has_unfinished_requests()
     assert mailboxes.step() == []
@@ -206,7 +209,7 @@ def test_what_was_discarded_is_neither_returned_nor_raised(mailboxes):
 
 def test_a_wait_for_requests_that_were_aborted_meanwhile(mailboxes):
     """Guards against a ValueError of asyncio if another thread aborts the last request before the wait has begun."""
-    assert mailboxes._run(mailboxes._step) is None
+    assert mailboxes._run(mailboxes._next_outputs) is None
     assert mailboxes.step(2) == []
 
 
@@ -243,7 +246,7 @@ def test_a_shutdown_that_was_interrupted_can_be_repeated(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    made = StepClient(Mailboxes, None)
+    made = ChildClient(Mailboxes, None)
     with monkeypatch.context() as patched:
         patched.setattr(made, "_run", interrupted)
         with pytest.raises(KeyboardInterrupt):

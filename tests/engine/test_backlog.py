@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from penstock.client.in_process import InProcessClient
+from penstock.client.step_client import InProcessClient
 from penstock.engine.engine import Engine
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SchedulerOutput

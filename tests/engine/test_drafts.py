@@ -8,11 +8,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from penstock.config import SpeculativeConfig
 from penstock.engine.draft_policy import StepCosts
 from penstock.engine.speculation import NgramProposer, Speculation
 from penstock.errors import InvalidRequestError
-from penstock.interface.drafts import DraftQuery, SpeculativeConfig
-from penstock.interface.step import SchedulerOutput
+from penstock.interface.step import DraftQuery, SchedulerOutput
 from tests.engine.timed import Clock
 from tests.fakes_drafts import Oracle
 from tests.fakes_engine import expected_outputs, make_engine, request

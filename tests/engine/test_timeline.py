@@ -104,12 +104,12 @@ def test_recovery_is_the_time_between_two_engines() -> None:
     """Guards against a death that shows as decoding, and against overlapping reports of two engines."""
     line = Timeline(1.0)
     line.extend([Interval(IntervalKind.QUEUED, 1.5, 2.0), Interval(IntervalKind.PREFILL, 2.0, 3.0, generated_tokens=1)])
-    line.turn(IntervalKind.RECOVERY, 5.0, num_tokens=8)
+    line.enter(IntervalKind.RECOVERY, 5.0, num_tokens=8)
     line.extend(
         [Interval(IntervalKind.QUEUED, 6.0, 6.5), Interval(IntervalKind.RECOMPUTE, 6.5, 7.0, generated_tokens=1)]
     )
     line.extend([Interval(IntervalKind.DECODE, 7.0, 9.0, generated_tokens=3)])
-    line.turn(IntervalKind.DELIVERY, 9.0)
+    line.enter(IntervalKind.DELIVERY, 9.0)
     kinds = [(item.kind.value, item.start, item.end, item.generated_tokens) for item in line.intervals]
     assert kinds == [
         ("queued", 1.0, 2.0, 0), ("prefill", 2.0, 3.0, 1), ("decode", 3.0, 5.0, 7), ("recovery", 5.0, 6.0, 0),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.client import frames
 from penstock.client.engine_process import EngineServer, Outbox
-from penstock.client.in_process import InProcessClient
+from penstock.client.step_client import InProcessClient
 from penstock.engine.engine import Engine
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import Executor

@@ -13,7 +13,7 @@ from penstock.kernels.ops import TensorRows
 from penstock.models.config_json import load_model_config
 from penstock.ranks.build import CutSource
 from penstock.ranks.sharding import Cut, Degrees, Part, Share, cut_all, divisible_heads, is_beginning
-from penstock.ranks.sharding_map import ShardingMap, place
+from penstock.ranks.sharding_map import ShardingMap, split_by_map
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.sources import read_parameters
 from penstock_lab.prove import tiny_models
@@ -93,7 +93,7 @@ def test_every_map_can_be_computed(models: dict[str, str], name: str) -> None:
         size, sharding = chance.choice((2, 4, 8)), ShardingMap.from_text(draw_map(Path(models[name]), chance), "map")
         axes, most = sharding.resolve(parameters), max(item for item in divisible_heads(config) if item <= size)
         degrees = Degrees(size, most, size, size, 1, size if config.num_experts else 1)
-        degrees = place(degrees, axes, sharding.hints(parameters), parameters)
+        degrees = split_by_map(degrees, axes, sharding.hints(parameters), parameters)
         held = {item: np.zeros(parameter.num_elements, np.int64) for item, parameter in parameters.items()}
         for rank in range(size):
             share = Share(rank, degrees)

@@ -13,8 +13,8 @@ from penstock.assembly import build_engine
 from penstock.assembly.drafts import find_draft, make_speculation
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
-from penstock.interface.drafts import DraftQuery
 from penstock.interface.messages import EngineRequest
+from penstock.interface.step import DraftQuery
 from penstock.models.config_json import load_model_config
 from penstock_lab.prove.answers import Query, ask_alone
 from tests.hf_models import make_llama, make_mistral, random_ids

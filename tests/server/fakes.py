@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.client.engine_client import EngineState, EngineStatus
+from penstock.client.prompts import PromptRequest
 from penstock.client.records import SavedRecord
 from penstock.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from penstock.interface.messages import EngineStats, ModelInfo
@@ -134,24 +135,15 @@ class FakeEngineClient:
     def assign_seed(self) -> int:
         return next(self._arrivals) + 1000
 
-    async def generate(
-        self,
-        prompt: Any,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        flow: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        output_token_ids: Sequence[list[int]] = (),
-    ) -> AsyncIterator[RequestOutput]:
-        params = sampling_params or SamplingParams()
-        request_id = request_id or f"request-{next(self._arrivals)}"
-        ids = prompt["prompt_token_ids"]
-        self.salts.append(prompt["cache_salt"])
-        self.turns.append((priority, timeout))
+    async def generate(self, request: PromptRequest) -> AsyncIterator[RequestOutput]:
+        params = request.params or SamplingParams()
+        params = params if request.seed is None else params.settled(seed=request.seed)
+        request_id = request.request_id or f"request-{next(self._arrivals)}"
+        ids = request.token_ids
+        self.salts.append(request.cache_salt)
+        self.turns.append((request.priority, request.timeout))
         self.seen.append((ids, params, request_id))
-        self.resumed[request_id] = [list(known) for known in output_token_ids]
+        self.resumed[request_id] = [list(known) for known in request.output_token_ids or ()]
         if self.state is not EngineState.READY:
             raise EngineDeadError("there is no engine")
         self.open.add(request_id)
@@ -240,13 +232,13 @@ class FakeEngineClient:
         data = b"".join(self.tokenizer.token_to_bytes(i) for i in choice.token_ids[:num_tokens] if i < 256)
         return min(len(codecs.getincrementaldecoder("utf-8")().decode(data)), len(choice.text))
 
-    async def pin_prefix(self, prompt: Any, name: str | None = None) -> PrefixUse:
+    async def pin_prefix(self, prompt: PromptRequest, name: str | None = None) -> PrefixUse:
         if name in self.pins:
             raise InvalidRequestError(f"name: {name!r} is the name of another pin", param="name", code="name_in_use")
         name = name or f"pin-{len(self.pins)}"
-        self.pins[name] = PrefixUse(len(prompt["prompt_token_ids"]) // 16 * 16, name=name)
-        self.pinned.append(prompt["prompt_token_ids"])
-        self.salts.append(prompt["cache_salt"])
+        self.pins[name] = PrefixUse(len(prompt.token_ids) // 16 * 16, name=name)
+        self.pinned.append(prompt.token_ids)
+        self.salts.append(prompt.cache_salt)
         return self.pins[name]
 
     def unpin_prefix(self, name: str) -> bool:

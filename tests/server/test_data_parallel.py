@@ -31,7 +31,7 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    started = RunningServer(AsyncLLM(max_num_seqs=4, data_parallel_size=2), QUIET)
+    started = RunningServer(AsyncLLM(max_num_seqs=4, data_parallel_size=2).client, QUIET)
     started.start()
     wait_until(lambda: get(f"{started.url}/health").status_code == 200)
     yield started

@@ -38,11 +38,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningS
     """A prefill server and a decode server, with directories of their own, as on two machines."""
     directory = tmp_path_factory.mktemp("blocks")
     options: dict[str, Any] = {"max_num_seqs": 4, "threads": 1}
-    prefill_server = RunningServer(AsyncLLM(kv_role="prefill", kv_offload_dir=str(directory / "a"), **options), QUIET)
+    prefill_server = RunningServer(
+        AsyncLLM(kv_role="prefill", kv_offload_dir=str(directory / "a"), **options).client, QUIET
+    )
     prefill_server.start()
     urls = ("http://127.0.0.1:9", prefill_server.url)  # nothing listens on the first one
     decode_server = RunningServer(
-        AsyncLLM(kv_role="decode", kv_prefill_urls=urls, kv_offload_dir=str(directory / "b"), **options), QUIET
+        AsyncLLM(kv_role="decode", kv_prefill_urls=urls, kv_offload_dir=str(directory / "b"), **options).client, QUIET
     )
     decode_server.start()
     for server in (prefill_server, decode_server):

@@ -108,7 +108,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     """A server in a thread, with the demo model in four rows, and little room in its sockets."""
-    started = RunningServer(AsyncLLM(max_num_seqs=4, threads=1), dataclasses.replace(QUIET, keep_alive_s=0.2))
+    started = RunningServer(AsyncLLM(max_num_seqs=4, threads=1).client, dataclasses.replace(QUIET, keep_alive_s=0.2))
     started._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     started.start()
     wait_until(lambda: get(f"{started.url}/health").status_code == 200)

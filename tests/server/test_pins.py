@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from penstock.client.tokenizers import choose_tokenizer
+from penstock.client.prompts import PromptRequest
+from penstock.client.text import choose_tokenizer
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
-from penstock.server.kept_calls import Begun, EncodedPrompt, decode_record, encode_record
+from penstock.server.kept_calls import Begun, decode_record, encode_record
 from penstock.server.options import ServerOptions
 from penstock_lab.prove.scripted import ScriptedClient
 from tests.server.fakes import FakeEngineClient
@@ -79,7 +80,7 @@ def test_salts_of_every_api_reach_the_engine() -> None:
 
 def test_the_journal_keeps_the_salt() -> None:
     """Guards against a call that a new server goes on with, in the cache of everybody."""
-    prompt = EncodedPrompt([1, 2], cache_salt="pepper")
+    prompt = PromptRequest([1, 2], cache_salt="pepper")
     begun = Begun(
         id="a", kind="completions", owner="", created=0, body=b"{}", model="demo", fingerprint="", grace_s=None,
         params=SamplingParams(seed=1), prompts=[prompt], keep_s=0.0,

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from penstock.client.isolation import IsolatedTokenizer
+from penstock.client.text import IsolatedTokenizer
 from penstock.errors import InvalidRequestError
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run_server
-from penstock.tokenizer.chat_template import RESERVED_NAMES
-from penstock.tokenizer.conversation import render_chat
+from penstock.tokenizer.chat_template import RESERVED_NAMES, render_chat
 from penstock.weights.hub import MODEL_DIR
 from tests.server.fakes import EOS, FakeEngineClient
 from tests.server.harness import QUIET, app_client, running, send

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.client.input_processor import InputProcessor
 from penstock.client.open_requests import OpenRequests
+from penstock.client.prompts import PromptRequest
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -79,7 +80,7 @@ def test_a_wish_that_the_policy_does_not_know_is_refused(policy: str, wish: dict
     """Guards against a priority that is accepted and ignored."""
     inputs = InputProcessor(None, dataclasses.replace(model_info(64, 99), scheduling_policy=policy))
     with pytest.raises(InvalidRequestError) as caught:
-        inputs.process([1], SamplingParams(), None, None, **wish)
+        inputs.process(PromptRequest([1], params=SamplingParams(), **wish))
     assert caught.value.param == param
 
 
@@ -87,14 +88,14 @@ def test_the_next_engine_hears_of_the_turn_too() -> None:
     """Guards against a request that loses its place, its key or its deadline when the engine dies: it comes back with
     its tokens, and everything else as it was."""
     inputs = InputProcessor(None, dataclasses.replace(model_info(64, 99), scheduling_policy="deadline"))
-    requests = OpenRequests(None)
-    prepared = inputs.process([1, 2], SamplingParams(n=2, seed=1), None, "key alice", timeout=5.0)
-    request = requests.open(prepared)
-    first, second = prepared.engine_requests
+    requests, params = OpenRequests(), SamplingParams(n=2, seed=1)
+    request = inputs.process(PromptRequest([1, 2], params=params, flow="key alice", timeout=5.0))
+    requests.open(request)
+    first, second = request.engine_requests
     assert first.flow == "key alice"
     assert first.deadline is not None
     assert first.arrived_at is not None
     assert first.deadline - first.arrived_at == pytest.approx(5.0, abs=1.0)
-    requests.take(request, [EngineOutput(second.request_id, 0, [7])])
+    assert len([*requests.add([EngineOutput(second.request_id, 0, [7])])]) == 1
     assert requests.resumed(first.request_id) == first
     assert requests.resumed(second.request_id) == dataclasses.replace(second, output_token_ids=[7])

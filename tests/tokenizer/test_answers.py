@@ -9,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from penstock.tokenizer.answers.answer import AnswerParser, Message, ReasoningCounter, call_id, read_message
-from penstock.tokenizer.answers.formats import TOOL_FORMATS, NewMistral, ToolFormat, tool_format_of
-from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, literal
-from penstock.tokenizer.answers.reader import Kind, Part
+from penstock.tokenizer.answer_formats import TOOL_FORMATS, Kind, NewMistral, Part, ToolFormat, tool_format_of
+from penstock.tokenizer.answers import (
+    AnswerParser,
+    Calls,
+    Function,
+    Message,
+    ReasoningCounter,
+    answer_grammar,
+    call_id,
+    literal,
+    read_message,
+)
 
 FORMATS: dict[str, ToolFormat] = {**TOOL_FORMATS, "new mistral": NewMistral()}
 NAMES = ("add", "weather")

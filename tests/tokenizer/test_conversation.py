@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock import LLM
 from penstock.errors import InvalidRequestError
-from penstock.tokenizer.conversation import MARKS, RenderedChat, render_chat
+from penstock.tokenizer.chat_template import MARKS, RenderedChat, render_chat
 from penstock.tokenizer.hf import load_tokenizer
 from tests.tokenizer import vocabularies as voc
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.tokenizer import tokenizer_json
+from penstock.tokenizer import hf
 from penstock.tokenizer.hf import HFTokenizer, clean_up_spaces, load_tokenizer
 from penstock.tokenizer.tokenizer import check_prompt_length
 from tests.tokenizer import vocabularies as voc
@@ -283,7 +283,7 @@ class TestPrecompiled:
 
     def test_a_panic_of_the_library(self, tmp_path, monkeypatch):
         """Guards against damage that our own check does not know."""
-        monkeypatch.setattr(tokenizer_json, "_check_charsmaps", lambda text: None)
+        monkeypatch.setattr(hf, "_check_charsmaps", lambda text: None)
         with pytest.raises(ModelLoadError, match=r"tokenizer\.json.*Precompiled"):
             load_tokenizer(self.write(tmp_path, "x!"))
 

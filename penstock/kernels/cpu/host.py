@@ -38,6 +38,21 @@ def memory_left(root: Path = ROOT) -> int:
     return min((_folder_memory(folder) for folder in _folders("memory", root)), default=UNLIMITED)
 
 
+def free_memory_bytes() -> int:
+    """Return the bytes that this process can still allocate, limited by the machine and by its control groups."""
+    for line in read_text(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, memory_left())
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # other systems do not say what is free
+
+
+def resident_bytes(*, peak: bool = False) -> int:
+    """Return the physical memory of this process, including mapped files, or its peak."""
+    name = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
 def read_text(path: Path) -> str:
     """Return the text of a small file, or an empty string if it cannot be read."""
     try:

@@ -6,8 +6,8 @@ step: each cache group has one PenstockAttentionStep, which is rewritten before 
 
 A program is correct only if the forward pass did nothing besides native calls, which holds for the bundled families.
 For a model with torch's tensors, torch_watch.py tells the Recorder what else the pass did; any such operation makes it
-unrecordable. Where the ranks of a model meet, Python runs between native calls (`run_host`): the program then has
-several parts, in order.
+unrecordable. Where the ranks of a model exchange arrays, Python runs between native calls (`run_host`): the program
+then has several parts, in order.
 """
 
 import ctypes

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
 
 from penstock import InvalidRequestError, NotSupportedError, RequestFailedError
-from penstock.client.open_requests import OpenRequests
+from penstock.client.open_requests import OpenRequest
 from penstock.weights.hub import MODEL_DIR
 from penstock_lab.compat.colossalai import InferenceConfig, InferenceEngine
 from penstock_lab.compat.colossalai_config import FIXED
@@ -126,14 +126,14 @@ def test_results_ascend_by_number_whoever_ends_first(engine: InferenceEngine) ->
 
 def test_answers_outlive_the_failure_of_another_request(engine: InferenceEngine, monkeypatch: Any) -> None:
     """Guards against finished answers that are lost because another request failed in the same step."""
-    take = OpenRequests.take
+    make_output = OpenRequest.make_output
 
-    def broken(requests: OpenRequests, request: Any, outputs: Any) -> Any:
-        if request.prepared.request_id == "71" and outputs[-1].finish_reason is not None:
+    def broken(request: OpenRequest) -> Any:
+        if request.request_id == "71" and request.choices[0].finish_reason is not None:
             raise KeyError("scripted")
-        return take(requests, request, outputs)
+        return make_output(request)
 
-    monkeypatch.setattr(OpenRequests, "take", broken)
+    monkeypatch.setattr(OpenRequest, "make_output", broken)
     engine.add_request([70, 71, 72], PROMPTS, max_new_tokens=4)
     with pytest.raises(RequestFailedError, match=r"request 71: .*scripted"):
         engine.generate()

@@ -191,7 +191,7 @@ def test_a_step_by_hand() -> None:
     assert found.exchange == 0.0
     assert found.seconds == pytest.approx(max(found.read, found.multiply) + found.host)
     assert found.bound == "memory bandwidth"
-    shared = replace(WORK, meetings=4, meeting_width=5, head_width=10, degrees=Degrees(2, 2, 2, 2))
+    shared = replace(WORK, gathers=4, gather_width=5, head_width=10, degrees=Degrees(2, 2, 2, 2))
     assert step_time(shared, MACHINE, Step(3, 1, 9)).exchange == pytest.approx(
         (4 * 3 * 5 * 4 + 3 * 10 * 4 / 2) / 10 + 5 * 0.5
     )

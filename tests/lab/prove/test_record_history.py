@@ -28,7 +28,7 @@ from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock_lab.bench.record_audit import Audit
-from penstock_lab.bench.record_history import Start, Step, history, unpack
+from penstock_lab.bench.record_history import EngineStart, RecordedStep, history, unpack
 from penstock_lab.prove.recompute import ReplayReport, compute, num_scratch
 from penstock_lab.prove.replay import check_bundle
 from tests.fakes_engine import VOCAB, ScriptedExecutor, make_engine, request
@@ -106,7 +106,7 @@ def test_the_record_is_what_was_planned_and_computed(shape, arrivals):
     engine, executor, ring = recorded(shape)
     drive(engine, arrivals)
     events = list(history(make_bundle(ring.read(), "").decoded().records)) if ring.read() else []
-    assert [event.plan for event in events if isinstance(event, Step)] == executor.steps
+    assert [event.plan for event in events if isinstance(event, RecordedStep)] == executor.steps
 
 
 @settings(max_examples=80, deadline=None)
@@ -153,7 +153,7 @@ def test_failed_steps_and_requests_are_recorded():
     engine, _, ring = recorded(shape, fail=fail)
     drive(engine, [(0, 10, 20, 1, False), (0, 12, 20, 2, False), (8, 12, 20, 2, False)])
     bundle = make_bundle(ring.read(), "").decoded()
-    steps = [event for event in history(bundle.records) if isinstance(event, Step)]
+    steps = [event for event in history(bundle.records) if isinstance(event, RecordedStep)]
     assert steps[5].error == "RuntimeError: the whole step"
     assert steps[3].results.errors == {1: "scripted"}
     (difference,) = replayed(bundle).differences  # the replaying executor fails nothing
@@ -175,7 +175,7 @@ def test_the_step_that_an_engine_dies_in_is_in_the_record():
         drive(engine, [(0, 10, 20, 1, False)])
     bundle = make_bundle(ring.read(), "").decoded()
     last = list(history(bundle.records))[-1]
-    assert isinstance(last, Step)
+    assert isinstance(last, RecordedStep)
     assert (last.plan.step_id, last.unfinished) == (4, True)
     assert "step 4, in which the engine ended, was computed here" in replayed(bundle).remarks[-1]
 
@@ -211,7 +211,7 @@ def test_a_block_with_another_prefix_is_found_in_every_cache_group(wrong: int | 
     """Guards against checking the prefix in the first cache group only: here the second has a window."""
     groups = [CacheGroup((0,), None, 64, 16), CacheGroup((1,), 32, 64, 16)]
     audit = Audit(has_text=True)
-    audit.start(Start(EngineDescription("f", {}, groups, 1000, 256, 8, 256), 0, []))
+    audit.start(EngineStart(EngineDescription("f", {}, groups, 1000, 256, 8, 256), 0, []))
     params, shared, other = SamplingParams(temperature=0.0, max_tokens=5), list(range(32)), list(range(100, 132))
 
     def step(number: int, new: list[NewRequest], num_cached: int) -> None:
@@ -219,7 +219,7 @@ def test_a_block_with_another_prefix_is_found_in_every_cache_group(wrong: int | 
             ScheduledRequest(item.request_id, num_cached, 33 - num_cached, [[], []], [0, 0], 1) for item in new
         ]
         results = Computed(number, 1, [[1] for _ in new], [None] * len(new), {}, {})
-        audit.step(Step(SchedulerOutput(number, new, scheduled, []), 0.0, results))
+        audit.step(RecordedStep(SchedulerOutput(number, new, scheduled, []), 0.0, results))
 
     def request(name: str, prefix: list[int], *tables: list[int]) -> NewRequest:
         return NewRequest(name, [*prefix, 7], 33, params, 0, list(tables), None)
@@ -242,7 +242,7 @@ def all_ids(bundle: Bundle) -> dict[str, list[int]]:
         for item in new:
             found[item.request_id] = unpack_ids(item.token_ids)
     for event in history(bundle.records):
-        if isinstance(event, Step) and event.results is not None:
+        if isinstance(event, RecordedStep) and event.results is not None:
             for item, ids in zip(event.plan.scheduled, event.results.token_ids, strict=True):
                 found[item.request_id] = [*found[item.request_id], *ids]
     return found
@@ -345,6 +345,6 @@ def test_a_bundle_of_another_format_says_so():
 def test_starts_carry_the_open_requests():
     bundle, _ = simple(num_bytes=20_000, num_later=10)
     start = next(iter(history(bundle.records)))
-    assert isinstance(start, Start)
+    assert isinstance(start, EngineStart)
     assert start.requests
     assert all(isinstance(item, Introduced) for item in bundle.records[0].requests)

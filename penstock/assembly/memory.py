@@ -1,9 +1,9 @@
-"""The memory ledger: the memory that an engine takes, by purpose, before anything is allocated. No torch.
+"""The memory of an engine, before anything is allocated: its bytes by purpose, and the size of its cache. No torch.
 
     runtime       the interpreter and its libraries: memory of the process before it loads, and its later growth
     weights       packed, or mapped from a file
     positions     rotary tables of max_model_len positions
-    cache         all blocks (planner/memory.py)
+    cache         all blocks: layers of a group x block_size x cache_token_bytes (kernels/attention/layout.py) each
     results       the buffers of the layers' results, for max_num_batched_tokens tokens
     operands      copies by the native kernels: a product's operands, a step's new keys and values, a core's scratch
     logits        logits and log-probabilities of all rows that are sampled or scored at once
@@ -11,7 +11,10 @@
     drafts        a draft model with its cache, or the index for prompt lookup
     offload       blocks kept in memory beyond the cache (kv_offload_memory_bytes)
 
-`penstock prove --only memory` fills a real engine to its limits and compares its peak with the ledger.
+Without an explicit size, the cache gets what max_num_seqs sequences of max_model_len need, but at most MAX_SHARE of the
+free memory or, with the option `memory`, what the other entries leave. A cache that cannot hold one sequence of
+max_model_len is refused. `penstock prove --only memory` fills a real engine to its limits and compares its peak with
+the ledger.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,21 +24,161 @@ from typing import Any
 import numpy as np
 
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.engine.kv_cache_manager import peak_blocks, table_length
+from penstock.errors import InvalidRequestError, fail
+from penstock.interface.step import CacheGroup
 from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
-from penstock.kernels.attention.layout import ELEMENT_BYTES, AttentionShape
+from penstock.kernels.attention.layout import ELEMENT_BYTES, GRANULE, AttentionShape, cache_token_bytes
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.scheme import Scheme
-from penstock.planner.memory import CachePlan, mib, plan_kv_cache, smallest_cache_bytes
 from penstock.spec.model_config import ModelConfig
+from penstock.weights.loader import rotary_bytes
 
+ENGINE_RUNTIME = 57 * 2**20  # memory of an engine's process before it loads, without torch; measured
+MAX_SHARE = 0.4  # largest share of the free memory, unless kv_cache_memory_bytes is given
 RUNTIME_GROWTH = 3 * 2**20  # recorded programs, threads' stacks, Python's own objects; measured
 TOKEN_OBJECT_BYTES = 64  # bytes of a token in the lists of the scheduler and of the runner's rows; measured
 PASS_BYTES = 16 * 2**20  # operands that a native product lays out at once (ProductKernel::pass_bytes)
-ROTARY_BYTES = 4  # per element of a table
 LOGIT_BYTES = 10  # a logit, its log-probability, and the memory for comparing and ranking them; measured
 ROUND_LENGTH = 64  # a max_model_len that is chosen to fit is a multiple of this
 SMALL = 2**19  # smaller entries are not shown
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The cache groups with their numbers of blocks, the bytes of all groups, and the reason for this size."""
+
+    groups: list[CacheGroup]
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupNeed:
+    group: CacheGroup  # without blocks
+    block_bytes: int
+    minimum: int  # blocks for one sequence of max_model_len
+    wanted: int  # blocks for max_num_seqs such sequences
+
+
+def plan_kv_cache(
+    config: EngineConfig, model: ModelConfig, free_bytes: int, share: float | None = MAX_SHARE
+) -> CachePlan:
+    """Return the blocks of every cache group of a resolved config.
+
+    Args:
+        free_bytes: memory for the cache and everything allocated after it.
+        share: the cache's share of free_bytes, unless kv_cache_memory_bytes is given; None: the cache may take all of
+            free_bytes, because the option `memory` is set.
+
+    Raises:
+        InvalidRequestError: kv_cache_memory_bytes, or the share of the free memory, cannot hold one sequence of
+            max_model_len, or exceeds the free memory.
+    """
+    needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
+    wanted = sum(need.wanted * need.block_bytes for need in needs)
+    minimum = sum(need.minimum * need.block_bytes for need in needs)
+    given = config.cache.kv_cache_memory_bytes
+    if given is not None and given > free_bytes:
+        raise fail("kv_cache_memory_bytes", given, f"at most the free memory, {free_bytes} bytes")
+    limit = given if given is not None else int(free_bytes * (share or 1.0))
+    if limit < minimum:
+        raise InvalidRequestError(
+            f"kv_cache_memory_bytes: {mib(limit)} cannot hold one sequence of max_model_len = "
+            f"{config.scheduler.max_model_len}, which needs {mib(minimum)}; increase it or reduce max_model_len",
+            param="kv_cache_memory_bytes",
+        )
+    counts = _share_out(needs, limit - minimum, fill=given is not None)
+    groups = [replace(need.group, num_blocks=count) for need, count in zip(needs, counts, strict=True)]
+    num_bytes = sum(need.block_bytes * count for need, count in zip(needs, counts, strict=True))
+    source = "the rest of the memory given" if share is None else f"{share:.0%} of the free memory"
+    return CachePlan(groups, num_bytes, _reason(config, num_bytes, wanted, source))
+
+
+def smallest_cache_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the bytes of a cache for one sequence of max_model_len."""
+    needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
+    return sum(need.minimum * need.block_bytes for need in needs)
+
+
+def plan_given_cache(config: EngineConfig, model: ModelConfig, free_bytes: int, groups: list[CacheGroup]) -> CachePlan:
+    """Return the plan of a cache with given groups and numbers of blocks.
+
+    Raises:
+        InvalidRequestError: the groups are not those of this model, or exceed the free memory.
+    """
+    needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
+    shapes = [replace(group, num_blocks=0) for group in groups]
+    if shapes != [need.group for need in needs]:
+        raise InvalidRequestError("the cache groups are not those of this model", param="model")
+    num_bytes = sum(need.block_bytes * group.num_blocks for need, group in zip(needs, groups, strict=True))
+    if num_bytes > free_bytes:
+        raise InvalidRequestError(f"the cache takes {mib(num_bytes)}, but only {mib(free_bytes)} are free")
+    return CachePlan(groups, num_bytes, f"{mib(num_bytes)}: as given")
+
+
+def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
+    """Return the needs of the cache group of these layers.
+
+    If one block holds the longest request, each request has one block, and a shorter window makes it a ring.
+    """
+    scheduler, block_size = config.scheduler, config.cache.block_size
+    length, chunk = scheduler.max_model_len, scheduler.max_num_batched_tokens
+    if block_size is None or length is None or chunk is None:
+        raise InvalidRequestError("block_size: the config is not resolved", param="block_size")
+    group = CacheGroup(layers, window, 0, block_size)
+    ring_size = -(-(window or block_size) // GRANULE) * GRANULE
+    if length <= block_size and ring_size < block_size:
+        group = CacheGroup(layers, window, 0, ring_size, ring=True)
+    minimum = peak_blocks(group, length, chunk)
+    # With a window, all sequences together hold at most one step's new tokens more than they hold between steps.
+    new = 0 if window is None else -(-chunk // group.block_size)
+    most = scheduler.max_num_seqs * table_length(group, length)
+    wanted = max(minimum, min(most, scheduler.max_num_seqs * peak_blocks(group, length, 1) + new))
+    return _GroupNeed(group, len(layers) * group.block_size * cached_token_bytes(config, model), minimum, wanted)
+
+
+def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the bytes per token and layer in the cache of a resolved config's backend."""
+    return cache_token_bytes(
+        model.num_key_value_heads,
+        model.head_dim,
+        config.cache.kv_cache_dtype,
+        padded=config.numerics.kernels == "cpu",
+        token_scales=config.cache.kv_cache_scales is None,
+    )
+
+
+def _share_out(needs: list[_GroupNeed], rest: int, *, fill: bool) -> list[int]:
+    """Return the blocks of each group: its minimum, plus a part of the remaining bytes in proportion to the further
+    blocks that it wants. `fill` uses all bytes, even more than are wanted."""
+    parts = [need.wanted - need.minimum for need in needs]
+    if not any(parts):
+        parts = [need.minimum if fill else 0 for need in needs]
+    total = sum(part * need.block_bytes for part, need in zip(parts, needs, strict=True))
+    scale = rest / total if total else 0.0
+    scale = scale if fill else min(scale, 1.0)
+    return [need.minimum + int(part * scale) for part, need in zip(parts, needs, strict=True)]
+
+
+def _reason(config: EngineConfig, num_bytes: int, wanted: int, source: str) -> str:
+    scheduler = config.scheduler
+    full = f"{scheduler.max_num_seqs} sequences of {scheduler.max_model_len} tokens"
+    if config.cache.kv_cache_memory_bytes is not None:
+        return f"{mib(num_bytes)}: as given; {full} would need {mib(wanted)}"
+    if num_bytes < wanted:
+        return f"{mib(num_bytes)}: {source}; {full} would need {mib(wanted)}"
+    return f"{mib(num_bytes)}: what {full} need"
+
+
+def mib(num_bytes: int) -> str:
+    """Return bytes as text in MiB."""
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def size_text(num_bytes: int) -> str:
+    """Return bytes as text in MiB, or in GiB from 10 GiB on."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else mib(num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +199,7 @@ def _added(ours: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The memory of a model, or of a rank's part of it, without its cache, as weights/sizes.py counts it.
+    """The memory of a model, or of a rank's part of it, without its cache, as assembly/sizes.py counts it.
 
     Attributes:
         weights: bytes of all parameters in the form in which they are kept.
@@ -152,11 +295,10 @@ class Ledger:
             scheduler.max_num_batched_tokens or 0,
             scheduler.max_num_seqs,
         )
-        ropes = [rope for rope in (model.rope, model.local_rope) if rope is not None]
         return {
             "runtime": self.runtime_bytes + RUNTIME_GROWTH,
             "weights": sizes.weights,
-            "positions": sum(ROTARY_BYTES * length * rope.rotary_dim(model.head_dim) for rope in ropes),
+            "positions": rotary_bytes(model, length),
             "results": sizes.row_bytes * (FIXED_ROWS + (tokens if tokens > FIXED_ROWS else 0)),
             "operands": self._operands(config, tokens, sizes.deepest) + self._workspace(config, tokens, seqs, length),
             "logits": LOGIT_BYTES * max(seqs, LOGITS_ROWS) * sizes.vocab_columns,

@@ -8,11 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.assembly import build_engine
+from penstock.assembly.memory import Ledger, ModelSizes
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.planner.ledger import Ledger, ModelSizes
+from tests.assembly.test_memory import PLENTY, model
 from tests.kernels.packed import levels
-from tests.planner.test_memory import PLENTY, model
 
 MIB = 2**20
 WEIGHTS = {None: 40 * MIB, "int8": 20 * MIB, "int4": 12 * MIB}

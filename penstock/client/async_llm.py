@@ -1,29 +1,37 @@
 """AsyncLLM: streams of tokens for asyncio programs, from an engine in a child process. It imports no torch."""
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from penstock.client.admission import AdmissionLimits
-from penstock.client.engine_client import Prompt
+from penstock.client.engine_client import EngineStatus
 from penstock.client.engine_connection import Launcher
 from penstock.client.fleet import MAX_REPLICAS
-from penstock.client.isolation import IsolatedTokenizer
-from penstock.client.process import ProcessClient, when_dropped
-from penstock.client.records import RecordOptions
-from penstock.client.tokenizers import choose_tokenizer
+from penstock.client.process import ProcessClient
+from penstock.client.prompts import Prompt, PromptRequest
+from penstock.client.records import RecordOptions, SavedRecord
+from penstock.client.results import (
+    embedding_output,
+    embedding_request,
+    pooling_output,
+    pooling_request,
+    search_output,
+    search_params,
+)
+from penstock.client.text import IsolatedTokenizer, choose_tokenizer
 from penstock.config import EngineConfig
-from penstock.entrypoints.beam_search import search_output, search_params
-from penstock.entrypoints.pooling import embedding_output, embedding_request, pooling_output, pooling_request
 from penstock.errors import NotSupportedError, check_bool, check_int, take_options
 from penstock.interface.kv_transfer import KVTransferOptions
-from penstock.interface.outputs import BeamSearchOutput, RequestOutput
+from penstock.interface.messages import ModelInfo
+from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
 from penstock.interface.pooling import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput
 from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 
-class AsyncLLM(ProcessClient):
+class AsyncLLM:
     """A model for asyncio programs.
 
         async with AsyncLLM(model="demo") as llm:
@@ -31,7 +39,7 @@ class AsyncLLM(ProcessClient):
                 print(output.outputs[0].text)
 
     The engine process starts at once; the first `generate` waits for it. If it dies, a new one starts and continues the
-    open requests where they were. Implements client.engine_client.EngineClient.
+    open requests where they were.
 
     Args:
         standby: keep a second process of each engine loaded, which takes over at once. Mapped weights (of a converted
@@ -72,26 +80,51 @@ class AsyncLLM(ProcessClient):
         transfer = take_options(KVTransferOptions, options)
         config = EngineConfig.from_options(model=model, **options)
         transfer.check_directory(config.cache.kv_offload_dir)
-        found = choose_tokenizer(tokenizer, model, isolated=True)
-        own = tokenizer is None
-        super().__init__(
+        found = self._tokenizer = choose_tokenizer(tokenizer, model, isolated=True)
+        self.client = ProcessClient(
             {"model": model, **options},
             found,
             limits=limits,
             record=record,
             standby=standby,
-            follows_forms=own,
+            follows_forms=tokenizer is None,
             launcher=launcher or Launcher(num_engines=data_parallel_size),
             transfer=transfer,
         )
         if isinstance(found, IsolatedTokenizer):
-            when_dropped(self, found.close)  # without a call of shutdown()
             try:
                 found.load()  # while the engine starts
             except BaseException:
-                self._fleet.end()
-                found.close()
+                self.client.end()
                 raise
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        flow: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        output_token_ids: Sequence[list[int]] = (),
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the request's outputs as SamplingParams.output_kind says; leaving the loop aborts the request.
+
+        It does so as soon as nothing refers to the stream any more. A program that keeps the stream in a variable must
+        close it (`contextlib.aclosing`). See PromptRequest for the arguments.
+
+        Raises (inside the iteration):
+            InvalidRequestError: the prompt or a parameter is wrong.
+            EngineDeadError: there is no engine any more, or it takes no requests.
+            EngineOverloadedError: the queue is full.
+            RequestFailedError: the computation of this request failed.
+        """
+        more = {"flow": flow, "priority": priority, "timeout": timeout, "output_token_ids": [*output_token_ids]}
+        request = PromptRequest.of(prompt, sampling_params, request_id, **more)
+        async with aclosing(self.client.generate(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None
@@ -127,6 +160,53 @@ class AsyncLLM(ProcessClient):
         async with aclosing(self.generate(prompt, params, request_id)) as outputs:
             return await anext(outputs)
 
+    @property
+    def model_info(self) -> ModelInfo:
+        """The model. Until an engine is ready, EngineDeadError is raised, or the error why none can be built."""
+        return self.client.model_info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that this process has loaded. ModelLoadError is raised if the model has none."""
+        return self.client.tokenizer
+
+    def status(self) -> EngineStatus:
+        """Return a snapshot at once, without raising."""
+        return self.client.status()
+
+    async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
+        """Compute the whole blocks of a prompt and keep them in the cache; see EngineClient.pin_prefix."""
+        return await self.client.pin_prefix(PromptRequest.of(prompt), name)
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Let a pinned prefix be evicted like any other. Return False if no pin has this name."""
+        return self.client.unpin_prefix(name)
+
+    def pinned_prefixes(self) -> list[PrefixUse]:
+        """Return the pinned prefixes, oldest first."""
+        return self.client.pinned_prefixes()
+
+    async def record(self, engine: int = 0) -> SavedRecord:
+        """Make a bundle of the flight recorder; see EngineClient.record."""
+        return await self.client.record(engine)
+
+    async def start(self) -> ModelInfo:
+        """Wait until every engine is ready. This is optional: `generate` does it too.
+
+        Raises:
+            ModelLoadError, InvalidRequestError: the engine cannot be built.
+            EngineError: the engine died too often, was shut down, or belongs to another event loop.
+        """
+        return await self.client.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests and wait until the open ones have ended, at most timeout_s seconds."""
+        await self.client.drain(timeout_s)
+
+    async def shutdown(self) -> None:
+        """End the engine and everything that it has started. A second call only waits for the process."""
+        await self.client.shutdown()
+
     async def __aenter__(self) -> "AsyncLLM":
         try:
             await self.start()
@@ -134,12 +214,6 @@ class AsyncLLM(ProcessClient):
             await self.shutdown()
             raise
         return self
-
-    async def shutdown(self) -> None:
-        """End the engine and everything that it has started. A second call only waits for the process."""
-        await super().shutdown()
-        if isinstance(self._tokenizer, IsolatedTokenizer):
-            self._tokenizer.close()
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.shutdown()

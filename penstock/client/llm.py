@@ -8,26 +8,24 @@ from functools import partial
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.engine_client import Prompt
 from penstock.client.engine_connection import Launcher
 from penstock.client.fleet import MAX_REPLICAS
-from penstock.client.held_signals import HeldSignals
-from penstock.client.in_process import InProcessClient
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.client.steps import StepClient
-from penstock.client.tokenizers import choose_tokenizer
-from penstock.config import EngineConfig
-from penstock.entrypoints.beam_search import search_output, search_params
-from penstock.entrypoints.pooling import (
+from penstock.client.prompts import Prompt, PromptRequest, check_text, progress
+from penstock.client.results import (
     embedding_output,
     embedding_request,
     pooling_output,
     pooling_request,
     requests_for,
     score_output,
+    search_output,
+    search_params,
 )
-from penstock.entrypoints.progress import progress
+from penstock.client.step_client import ChildClient, HeldSignals, InProcessClient, StepClient
+from penstock.client.text import choose_tokenizer
+from penstock.config import EngineConfig
 from penstock.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -48,11 +46,10 @@ from penstock.interface.pooling import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from penstock.interface.prompts import check_text
 from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
-from penstock.tokenizer.answers.answer import assistant_message
-from penstock.tokenizer.conversation import render_chat, turn_of
+from penstock.tokenizer.answers import assistant_message
+from penstock.tokenizer.chat_template import render_chat, turn_of
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
 
 Message = Mapping[str, Any]
@@ -62,7 +59,7 @@ class LLM:
     """A model to call from Python. Threads may share it: their calls of `generate` and `chat` take turns.
 
     Ctrl-C, or any exception of a signal handler, ends a call and aborts its requests; the LLM works as before. With the
-    engine in this process it comes once the current step is complete (client/held_signals.py).
+    engine in this process it comes once the current step is complete (client/step_client.py).
 
         with LLM(model="demo") as llm:
             outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=32))
@@ -111,7 +108,7 @@ class LLM:
         found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
         self._lock = threading.Lock()
         self._streaming = threading.Lock()
-        self.client: InProcessClient | StepClient
+        self.client: StepClient
         self._built: BuiltEngine | None = None
         if engine_in_process:
             if standby:
@@ -129,14 +126,14 @@ class LLM:
         elif isinstance(model, str):
             sent, own = {"model": model, **options}, tokenizer is None
             make = partial(ProcessClient, sent, found, standby=standby, follows_forms=own)
-            self.client = StepClient(partial(make, launcher=Launcher(num_engines=data_parallel_size)), found)
+            self.client = ChildClient(partial(make, launcher=Launcher(num_engines=data_parallel_size)), found)
         else:
             raise NotSupportedError(
                 "engine_in_process: a model object needs an engine in its own process", param="model"
             )
 
     @property
-    def engine(self) -> InProcessClient | StepClient:
+    def engine(self) -> StepClient:
         """Return the client, by the name that scripts use: llm.engine.add_request, .step and .abort."""
         return self.client
 
@@ -304,10 +301,7 @@ class LLM:
                 lost.
         """
         params = self._params(sampling_params, len(prompts))
-        turns = [0] * len(prompts) if priority is None else list_of("priority", priority, max_items=len(prompts))
-        if len(turns) != len(prompts):
-            message = f"priority: {len(turns)} for {len(prompts)} prompts; give one per prompt"
-            raise InvalidRequestError(message, param="priority")
+        priorities = _priorities(priority, len(prompts))
         indices: dict[str, int] = {}
         requests: dict[str, OpenRequest] = {}
         is_alone = False
@@ -318,10 +312,11 @@ class LLM:
                 raise InvalidRequestError(
                     "requests of llm.engine.add_request or of another stream are under way; finish or abort them first"
                 )
-            for index, (prompt, choice, turn) in enumerate(zip(prompts, params, turns, strict=True)):
+            for index, (prompt, its_params, urgency) in enumerate(zip(prompts, params, priorities, strict=True)):
                 request_id = self.client.new_request_id()
                 indices[request_id] = index  # before it is opened: a handler of a signal may raise in between
-                requests[request_id] = self.client.open(request_id, prompt, choice, turn)
+                request = PromptRequest.of(prompt, its_params, request_id, priority=urgency)
+                requests[request_id] = self.client.open(request)
             while indices:
                 for output in self.client.step():
                     if output.request_id in indices:  # others are of llm.engine.add_request, called meanwhile
@@ -482,6 +477,16 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
+
+
+def _priorities(given: Any, count: int) -> list[Any]:
+    if given is None:
+        return [0] * count
+    listed = list_of("priority", given, max_items=count)
+    if len(listed) != count:
+        message = f"priority: {len(listed)} for {count} prompts; give one per prompt"
+        raise InvalidRequestError(message, param="priority")
+    return list(listed)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
