@@ -21,9 +21,9 @@ from penstock.errors import (
     check_str,
     fail,
     option,
+    pop_options,
     shown,
     string_tuple,
-    take_options,
 )
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.host import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
@@ -55,10 +55,6 @@ SMALL_MATRIX = 2**19  # elements of an MLP matrix; one thread reads and multipli
 
 Choices = dict[str, tuple[Any, str]]  # option -> the chosen value, and why
 Part = TypeVar("Part", "CacheConfig", "SchedulerConfig", "NumericsConfig")
-
-
-def _not_built(name: str, value: Any) -> NotSupportedError:
-    return NotSupportedError(f"{name}: {shown(value)} is planned but not built yet", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,7 +368,8 @@ class NumericsConfig:
         if self.verify_files and self.load_format != "auto":
             raise fail("verify_files", True, f"false: load_format = {self.load_format} reads no weights")
         if self.kernels == "triton":
-            raise _not_built("kernels", self.kernels)
+            message = f"kernels: {shown(self.kernels)} is planned but not built yet"
+            raise NotSupportedError(message, param="kernels")
         if self.cpu_affinity not in AFFINITIES:
             try:
                 parse_cpus(self.cpu_affinity)
@@ -509,7 +506,7 @@ class EngineConfig:
             InvalidRequestError: an option is unknown, has the wrong type or is out of range; `param` names it.
         """
         model, imports = options.pop("model", "demo"), options.pop("imports", ())
-        parts: dict[str, Any] = {part: take_options(part_class, options) for part, part_class in PARTS.items()}
+        parts: dict[str, Any] = {part: pop_options(part_class, options) for part, part_class in PARTS.items()}
         if options:
             name, known = next(iter(options)), option_names()
             advice = hint(name, known) or f"known are {', '.join(known)}"

@@ -48,7 +48,7 @@ LAB_ALLOWED: dict[str, set[str]] = {
     "training": set(),
     "chips": {"planner"},
     "compat": {"conventions"},
-    "prove": {"ray_app", "training"},
+    "prove": {"bench", "ray_app", "training"},
     "bench": {"chips", "planner", "training"},
     "simulator": {"bench", "planner"},
     "cli": {"bench", "check", "planner", "prove", "simulator"},

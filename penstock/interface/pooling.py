@@ -11,7 +11,17 @@ from math import fsum
 from operator import mul
 from typing import Any
 
-from penstock.errors import InvalidRequestError, NotSupportedError, check_bool, check_choice, check_int, fail, int_tuple
+from penstock.errors import (
+    InvalidRequestError,
+    NotSupportedError,
+    check_bool,
+    check_choice,
+    check_int,
+    check_options,
+    fail,
+    int_tuple,
+    option,
+)
 
 # LAST, CLS: hidden state of the last or the first token; MEAN: average over all tokens; ALL: every token, [T, hidden].
 POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
@@ -37,22 +47,16 @@ class PoolingParams:
         InvalidRequestError: a value has the wrong type or is out of range; `param` names the field.
     """
 
-    pooling_type: str | None = None
-    normalize: bool | None = None
-    dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str = "right"
+    pooling_type: str | None = option(None, POOLING_TYPES)
+    normalize: bool | None = option(None, bool)
+    dimensions: int | None = option(None, range(1, MAX_DIMENSIONS + 1))
+    truncate_prompt_tokens: int | None = option(None, range(-1, 2**31))
+    truncation_side: str = option("right", TRUNCATION_SIDES)
 
     def __post_init__(self) -> None:
-        if self.pooling_type is not None:
-            check_choice("pooling_type", self.pooling_type, POOLING_TYPES)
-        if self.normalize is not None:
-            check_bool("normalize", self.normalize)
-        check_int("dimensions", self.dimensions, 1, MAX_DIMENSIONS, optional=True)
-        check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, optional=True)
+        check_options(self)
         if self.truncate_prompt_tokens == 0:
             raise fail("truncate_prompt_tokens", 0, "-1, or at least 1")
-        check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
 
     @property
     def needs_whole_prompt(self) -> bool:

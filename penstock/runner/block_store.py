@@ -139,6 +139,7 @@ class TieredBlockStore:
         self._memory.move_to_end(key)
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= len(self._memory.popitem(last=False)[1])
+        assert key in self._memory, "the block itself fits, and is dropped last"
         return True
 
     def _write(self, files: "BlockFiles") -> None:
@@ -152,6 +153,7 @@ class TieredBlockStore:
             with self._lock:
                 del self._queued[key]
                 self._num_queued_bytes -= len(content)
+                assert self._num_queued_bytes >= 0, "every queued block was counted"
                 self._count(is_written)
 
     def _count(self, is_saved: bool) -> None:

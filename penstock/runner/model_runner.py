@@ -349,7 +349,7 @@ def _accept(
     Later tokens and errors are dropped, because they were computed after a wrong draft. An error after accepted drafts
     is dropped, too: it occurs again in the next step.
     """
-    token_ids, taken, is_open = sampled.token_ids.tolist(), [], [result.error is None for result in results]
+    token_ids, accepted, is_open = sampled.token_ids.tolist(), [], [result.error is None for result in results]
     for index, (b, draft) in enumerate(zip(step.layout.sampled.tolist(), step.drafts.tolist(), strict=True)):
         if not is_open[b]:
             continue
@@ -358,12 +358,12 @@ def _accept(
             result.error = None if result.new_token_ids else errors[index]
             is_open[b] = False
             continue
-        taken.append(index)
+        accepted.append(index)
         result.new_token_ids.append(token_ids[index])
         if (entry := sampled.logprobs[index]) is not None:
             result.logprobs = [*(result.logprobs or ()), entry]
         is_open[b] = token_ids[index] == draft
-    return taken
+    return accepted
 
 
 def logits_checksums(logits: Array, step_id: int) -> list[int]:

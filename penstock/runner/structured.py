@@ -81,13 +81,13 @@ class _Mask:
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
+class _FormRequest:
     """A request with a form.
 
     Attributes:
-        may_force: whether tokens that the form dictates may be taken without sampling them.
+        may_force: whether tokens that the form dictates may become outputs without being sampled.
         matcher: None before the first step, and after the form could not be followed.
-        answer, count: for the step asked for last: the outputs including its drafts, and the number of sampled
+        output_ids, count: for the step asked for last: the outputs including its drafts, and the number of sampled
             positions.
         masks: the mask of each of these positions. None, after a draft that is not allowed or ends the answer, masks
             nothing: what is sampled there is dropped.
@@ -98,7 +98,7 @@ class _Row:
     num_prompt_tokens: int
     may_force: bool
     matcher: Matcher | None = None
-    answer: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
     count: int = 0
     masks: list[_Mask | None] = field(default_factory=list)
     error: str | None = None
@@ -111,120 +111,120 @@ class StructuredRows:
         self._forms = forms
         self._batch = batch
         self._ops = ops
-        self._rows: dict[str, _Row] = {}
-        self._of_row: dict[int, _Row] = {}
-        self._worker = Worker[_Row]("structured outputs", self._find)
+        self._by_request: dict[str, _FormRequest] = {}
+        self._by_row: dict[int, _FormRequest] = {}
+        self._worker = Worker[_FormRequest]("structured outputs", self._find)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Remove requests, and add new ones. Call it after the batch's `update`."""
         for request_id in scheduler_output.removed_request_ids:
-            known = self._rows.pop(request_id, None)
-            if known is not None and self._of_row.get(known.row) is known:
-                del self._of_row[known.row]
+            item = self._by_request.pop(request_id, None)
+            if item is not None and self._by_row.get(item.row) is item:
+                del self._by_row[item.row]
         for request in scheduler_output.new_requests:
             params = request.params
             if params.structured_outputs is not None:
                 row = self._batch.row(request.request_id)
-                known = _Row(row, params, request.num_prompt_tokens, _may_force(params))
-                self._rows[request.request_id] = self._of_row[row] = known
+                item = _FormRequest(row, params, request.num_prompt_tokens, _may_force(params))
+                self._by_request[request.request_id] = self._by_row[row] = item
 
     def begin(self, step: PackedStep) -> None:
         """Begin to find, in a thread, which tokens may come next in the rows of a step."""
-        if not self._of_row:
+        if not self._by_row:
             return
         self._worker.wait(LIMIT_S)  # for the rows of an earlier step that failed before it applied its masks
         asked, counts = [], np.bincount(step.layout.sampled, minlength=len(step.layout.rows))
         for row, count in zip(step.layout.rows.tolist(), counts.tolist(), strict=True):
-            known = self._of_row.get(row)
-            if known is not None and count:
-                known.answer = self._batch.history(row, count - 1)[known.num_prompt_tokens :].tolist()
-                known.count, known.masks, known.error = count, [], None
-                asked.append(known)
+            item = self._by_row.get(row)
+            if item is not None and count:
+                item.output_ids = self._batch.history(row, count - 1)[item.num_prompt_tokens :].tolist()
+                item.count, item.masks, item.error = count, [], None
+                asked.append(item)
         if asked:
             self._worker.start(asked)
 
-    def _find(self, known: _Row) -> None:
+    def _find(self, item: _FormRequest) -> None:
         """Set the masks of a row, or the error if its form cannot be followed."""
         try:
-            known.masks = self._masks(known)
+            item.masks = self._masks(item)
         except (ValueError, InvalidRequestError) as error:
-            known.error, known.matcher = str(error).removeprefix(f"{FIELD}: "), None
+            item.error, item.matcher = str(error).removeprefix(f"{FIELD}: "), None
 
-    def _masks(self, known: _Row) -> list[_Mask | None]:
+    def _masks(self, item: _FormRequest) -> list[_Mask | None]:
         """Return the mask after the answer without its drafts (the last `count - 1` tokens), and after each draft.
 
         Raises:
             ValueError: the form cannot be followed.
         """
-        form, answer = known.params.structured_outputs, known.answer
-        if known.matcher is None and self._forms is not None and form is not None:
-            known.matcher = self._forms.start(form)
-        if known.matcher is None:
+        form, output_ids = item.params.structured_outputs, item.output_ids
+        if item.matcher is None and self._forms is not None and form is not None:
+            item.matcher = self._forms.start(form)
+        if item.matcher is None:
             raise ValueError("it needs a tokenizer, and the model has none")
         found = list[_Mask | None]()
-        for place in range(len(answer) - known.count + 1, len(answer) + 1):
-            known.matcher.follow(answer[:place])
-            allowed = _at_length(known, known.matcher, known.matcher.allowed(), place)
+        for place in range(len(output_ids) - item.count + 1, len(output_ids) + 1):
+            item.matcher.follow(output_ids[:place])
+            allowed = _at_length(item, item.matcher, item.matcher.allowed(), place)
             found.append(_Mask.of(allowed))
-            draft = answer[place] if place < len(answer) else None
-            if draft is not None and (not allowed[draft] or draft in known.matcher.end_ids):
+            draft = output_ids[place] if place < len(output_ids) else None
+            if draft is not None and (not allowed[draft] or draft in item.matcher.end_ids):
                 break
-        return found + [None] * (known.count - len(found))
+        return found + [None] * (item.count - len(found))
 
     def apply(self, logits: Tensor, positions: Positions) -> tuple[Tensor, dict[int, str]]:
         """Mask logits [M, V], in a copy if any row also needs the raw logits. Also return error messages by index."""
-        if not self._of_row:
+        if not self._by_row:
             return logits, {}
-        asked = [(index, row, offset) for index, (row, offset) in positions if row in self._of_row]
+        asked = [(index, row, offset) for index, (row, offset) in positions if row in self._by_row]
         if not asked:
             return logits, {}
-        for known in self._worker.wait(LIMIT_S):
-            known.error = f"the tokens that may come next were not found within {LIMIT_S:g} s; the form is too complex"
-            known.matcher = None
+        for item in self._worker.wait(LIMIT_S):
+            item.error = f"the tokens that may come next were not found within {LIMIT_S:g} s; the form is too complex"
+            item.matcher = None
         are_kept = np.count_nonzero(self._batch.sampling.num_logprobs[positions.rows] >= 0)
         masked, errors = as_array(logits).copy() if are_kept else as_array(logits), dict[int, str]()
         for index, row, offset in asked:
-            known = self._of_row[row]
-            assert offset < known.count, "the masks were found for this step"
-            mask = known.masks[offset] if offset < len(known.masks) else None
-            if known.error is not None:
-                errors[index] = f"{FIELD}: {known.error}"
+            item = self._by_row[row]
+            assert offset < item.count, "the masks were found for this step"
+            mask = item.masks[offset] if offset < len(item.masks) else None
+            if item.error is not None:
+                errors[index] = f"{FIELD}: {item.error}"
             elif mask is not None:
                 mask.apply(masked[index])
         return self._ops.tensor(masked), errors
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._by_request)
 
     def forced(self, row: int) -> list[int]:
         """Return the tokens that must follow a row's history, which ends with tokens sampled in this step.
 
         There are none if the request asks for a draw of each token, or if other masks may forbid the token.
         """
-        known = self._of_row.get(row)
-        if known is None or known.matcher is None or not known.may_force:
+        item = self._by_row.get(row)
+        if item is None or item.matcher is None or not item.may_force:
             return []
         history, found = self._batch.history(row), list[int]()
-        answer: list[int] = history[known.num_prompt_tokens :].tolist()
+        output_ids: list[int] = history[item.num_prompt_tokens :].tolist()
         room = min(MAX_FORCED, self._batch.token_ids.shape[1] - len(history))
         try:
-            while len(found) < room and not _ends(known, known.matcher, answer[-1]):
-                known.matcher.follow(answer)
-                token_id = known.matcher.forced()
+            while len(found) < room and not _ends(item, item.matcher, output_ids[-1]):
+                item.matcher.follow(output_ids)
+                token_id = item.matcher.forced()
                 if token_id is None:
                     break
                 found.append(token_id)
-                answer.append(token_id)
+                output_ids.append(token_id)
         except ValueError:  # the next step reports it
-            known.matcher = None
+            item.matcher = None
         return found
 
 
-def _at_length(known: _Row, matcher: Matcher, allowed: Bools, num_outputs: int) -> Bools:
+def _at_length(item: _FormRequest, matcher: Matcher, allowed: Bools, num_outputs: int) -> Bools:
     """Leave out end tokens that may not come yet, unless nothing else is allowed: then the answer is complete."""
-    params = known.params
+    params = item.params
     early = num_outputs < max(params.min_tokens, params.min_new_tokens)
-    early = early or known.num_prompt_tokens + num_outputs < params.min_length
+    early = early or item.num_prompt_tokens + num_outputs < params.min_length
     if not early and not params.ignore_eos:
         return allowed
     left_out = {*matcher.end_ids, *((params.stop_token_ids or ()) if early else ())}
@@ -233,9 +233,9 @@ def _at_length(known: _Row, matcher: Matcher, allowed: Bools, num_outputs: int) 
     return others if others.any() else allowed
 
 
-def _ends(known: _Row, matcher: Matcher, token_id: int) -> bool:
+def _ends(item: _FormRequest, matcher: Matcher, token_id: int) -> bool:
     """Return whether a token may end the answer."""
-    return token_id in matcher.end_ids or token_id in (known.params.stop_token_ids or ())
+    return token_id in matcher.end_ids or token_id in (item.params.stop_token_ids or ())
 
 
 def _may_force(params: SamplingParams) -> bool:

@@ -85,7 +85,8 @@ class BoundaryMiddleware:
             await self._app(scope, receive, sent)
             status = sent.status or CLIENT_GONE
         except (ClientGoneError, ClientDisconnect):
-            _abort_connection(scope)
+            if (abort := scope["state"].get("abort_connection")) is not None:
+                abort()  # closes the connection at once and discards the output still buffered for the client
         except Exception:
             status = 500
             logger.exception("%s %s failed", scope["method"], ascii(scope["path"])[:200])
@@ -126,13 +127,6 @@ class _RefusalLines:
         self._written += may
         self._left_out += not may
         return may
-
-
-def _abort_connection(scope: Scope) -> None:
-    """Close the connection at once and discard the output that is still buffered for the client."""
-    abort: Callable[[], None] | None = scope["state"].get("abort_connection")
-    if abort is not None:
-        abort()
 
 
 async def _report_failure(sent: _SentResponse, scope: Scope, receive: Receive) -> None:

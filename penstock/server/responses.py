@@ -21,11 +21,10 @@ from penstock.errors import InvalidRequestError, NotSupportedError, check_int, c
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
 from penstock.server.api_errors import ApiError
-from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
+from penstock.server.context import ServerContext, context_of, json_response, read_body, within_limits
 from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, check_form, salted, sampling_params
 from penstock.server.kept_calls import KeptCall
-from penstock.server.keys import priority_of
 from penstock.server.openai_requests import (
     ChatRequest,
     FunctionTool,
@@ -274,14 +273,6 @@ def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
     return sampling_params(body, info, {"max_tokens": max_tokens}, streams=True)
 
 
-def continuing(body: ResponseRequest, previous: ResponseRequest, output: list[Any]) -> ResponseRequest:
-    """Return the body with the conversation of an earlier response before its own input.
-
-    The earlier response's instructions are left out.
-    """
-    return msgspec.structs.replace(body, input=[*items_of(previous.input), *output, *items_of(body.input)])
-
-
 # --- routes -----------------------------------------------------------------------------------------------------------
 
 
@@ -309,11 +300,7 @@ async def create_response(request: Request) -> Response:
             "include: the model's thoughts are not encrypted: they are items of the answer, to be sent back as such"
         )
         raise InvalidRequestError(message, param="include", code="not_supported")
-    account = account_of(request)
-    if account is not None:
-        params = account.limited(params, len(prompts))
-    log = log_of(request)
-    log.timeout_s, log.priority = body.timeout, priority_of(account, body.priority)
+    params = within_limits(request, params, len(prompts), priority=body.priority, timeout_s=body.timeout)
     call = await keep(
         request, f"resp_{uuid4().hex}", KIND, body, params, prompts,
         grace_s=None if body.background else 0.0,
@@ -342,7 +329,8 @@ def _with_previous(request: Request, body: ResponseRequest) -> ResponseRequest:
         message = "previous_response_id: that response has no answer to continue"
         raise InvalidRequestError(message, param="previous_response_id")
     previous = msgspec.json.decode(call.begun.body, type=ResponseRequest)
-    return continuing(body, previous, answer["output"])
+    # The earlier response's instructions are left out.
+    return msgspec.structs.replace(body, input=[*items_of(previous.input), *answer["output"], *items_of(body.input)])
 
 
 async def _finished(context: ServerContext, call: KeptCall) -> None:

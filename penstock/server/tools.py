@@ -116,7 +116,7 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     if not is_constrained and params.structured_outputs is None:
         return params
     functions = [tool.as_function() for tool in body.offered if tool.function.name in rules.names]
-    many = body.parallel_tool_calls is not False and not _is_one(body)
+    many = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedChoice)
     calls = Calls(functions, body.must_call, many, _answer_schema(params.structured_outputs, body))
     grammar = answer_grammar(
         rules.tool_format, calls, partial(_term, tokens), reasoning=rules.reasoning, is_thinking=rules.is_thinking
@@ -145,10 +145,6 @@ def _constrains(body: ChatRequest) -> bool:
     some = len(body.callable_names) < len(body.offered)
     strict = any(tool.function.strict for tool in body.offered)
     return bool(body.offered) and (body.must_call or some or strict or body.parallel_tool_calls is False)
-
-
-def _is_one(body: ChatRequest) -> bool:
-    return isinstance(body.tool_choice, NamedChoice)
 
 
 def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> str | None:
