@@ -21,9 +21,9 @@ from penstock.errors import (
     check_str,
     fail,
     option,
+    pop_options,
     shown,
     string_tuple,
-    take_options,
 )
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.host import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
@@ -506,7 +506,7 @@ class EngineConfig:
             InvalidRequestError: an option is unknown, has the wrong type or is out of range; `param` names it.
         """
         model, imports = options.pop("model", "demo"), options.pop("imports", ())
-        parts: dict[str, Any] = {part: take_options(part_class, options) for part, part_class in PARTS.items()}
+        parts: dict[str, Any] = {part: pop_options(part_class, options) for part, part_class in PARTS.items()}
         if options:
             name, known = next(iter(options)), option_names()
             advice = hint(name, known) or f"known are {', '.join(known)}"

@@ -270,7 +270,7 @@ def option(default: Any, allowed: Any, help: str = "", *, optional: bool = False
     return field(default=default, metadata=metadata)
 
 
-def take_options(kind: type[Options], options: dict[str, Any]) -> Options:
+def pop_options(kind: type[Options], options: dict[str, Any]) -> Options:
     """Remove the fields of a dataclass from options, and return the dataclass made of them."""
     names = [item.name for item in fields(kind) if item.name in options]  # type: ignore[arg-type]  # a dataclass
     return kind(**{name: options.pop(name) for name in names})

@@ -17,7 +17,7 @@ from penstock import InvalidRequestError, read_prompts
 from penstock.cli.generate import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.main import dashed, main
 from penstock.cli.terminal import saying
-from penstock.interface import prompts
+from penstock.client import prompts
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
 from penstock.server.options import ServerOptions

@@ -3,6 +3,7 @@
 engine   directory -> ModelConfig -> resolved EngineConfig -> backend -> model -> cache plan -> runner -> engine
 drafts   what guesses tokens ahead, if enabled    offload  blocks beyond the cache
 info     the description for clients, with the fingerprint
+memory   the bytes of an engine by purpose, and the size of its cache; sizes: those of a model's weights
 convert  directory -> directory of packed weights, for one process or for several ranks
 """
 

@@ -16,8 +16,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array
-from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES
-from penstock.layers.weights import WeightLayer
+from penstock.layers.weights import PLAIN_HEAD, WHOLE_IN_FILES, WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.ranks.build import RankPlace
 from penstock.ranks.layers import row_magnitudes

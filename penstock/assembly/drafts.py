@@ -12,7 +12,7 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.step import CacheGroup
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.tensors import is_torch
-from penstock.layers.lm_head import HeadLayout
+from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.runner.draft_model import DraftModelProposer
 from penstock.runner.model_runner import ModelRunner

@@ -24,8 +24,8 @@ from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
-from penstock.layers.lm_head import HeadLayout
 from penstock.layers.module import CausalLM, ForwardContext
+from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.ranks.build import RankPlan, check_split, degrees_of, explain_sharding
 from penstock.ranks.launcher import open_launcher

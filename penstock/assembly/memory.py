@@ -27,10 +27,10 @@ from penstock.config import EngineConfig
 from penstock.engine.kv_cache_manager import peak_blocks, table_length
 from penstock.errors import InvalidRequestError, fail
 from penstock.interface.step import CacheGroup
-from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.attention.layout import ELEMENT_BYTES, GRANULE, AttentionShape, cache_token_bytes
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.scheme import Scheme
+from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import rotary_bytes
 

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator
 from penstock.assembly.memory import ModelSizes, Products
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
-from penstock.layers.lm_head import HeadLayout, LMHead
 from penstock.layers.mlp import MoE
 from penstock.layers.module import named_modules
-from penstock.layers.weights import Embedding, Linear, WeightLayer
+from penstock.layers.weights import Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import ANYWHERE, Place, empty_model, kept_layers, plain_bytes
 from penstock.weights.sources import read_parameters

@@ -22,7 +22,7 @@ from penstock.client.results import (
 )
 from penstock.client.text import IsolatedTokenizer, choose_tokenizer
 from penstock.config import EngineConfig
-from penstock.errors import NotSupportedError, check_bool, check_int, take_options
+from penstock.errors import NotSupportedError, check_bool, check_int, pop_options
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
@@ -76,8 +76,8 @@ class AsyncLLM:
             )
         check_bool("standby", standby)
         check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)  # before anything is started
-        limits, record = take_options(AdmissionLimits, options), take_options(RecordOptions, options)
-        transfer = take_options(KVTransferOptions, options)
+        limits, record = pop_options(AdmissionLimits, options), pop_options(RecordOptions, options)
+        transfer = pop_options(KVTransferOptions, options)
         config = EngineConfig.from_options(model=model, **options)
         transfer.check_directory(config.cache.kv_offload_dir)
         found = self._tokenizer = choose_tokenizer(tokenizer, model, isolated=True)

@@ -363,21 +363,6 @@ class DraftPolicy:
         self._of_request.pop(request_id, None)
 
 
-class EveryDraft(DraftPolicy):
-    """Computes every draft, whether it pays or not; used in proofs."""
-
-    @property
-    def may_enter(self) -> bool:
-        return True
-
-    @property
-    def may_think(self) -> bool:
-        return True
-
-    def choose(self, limits: Mapping[str, int], num_requests: int) -> dict[str, int]:
-        return dict(limits)
-
-
 def _counted(drafts: list[tuple[float, int, str]]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for _, place, name in drafts:

@@ -19,7 +19,7 @@ own inputs only. The `reference` backend is plain torch: it guarantees a toleran
 
 `out=`, if given, is a buffer of exactly the result's shape and type, which is filled and returned; without it the
 result is a new tensor. No other argument is written to, unless the method's docstring says so. Layers pass `out=`:
-LayerFactory gives each layer its slot in an arena (kernels/arena.py), so model files handle no buffers.
+LayerFactory gives each layer its slot in an arena (kernels/tensors.py), so model files handle no buffers.
 
 Quantised weights. `scheme` (kernels/scheme.py) says how a weight is stored and what it is multiplied with.
 reference/quantized_weights.py specifies the stored values, and native/products/products.h the arithmetic.

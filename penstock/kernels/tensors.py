@@ -1,14 +1,21 @@
-"""Tensors of two kinds: numpy's arrays (ml_dtypes adds bfloat16) and torch's tensors.
+"""Tensors of two kinds, numpy's arrays (ml_dtypes adds bfloat16) and torch's tensors; Arena, the buffers of results.
 
 A backend works with one kind, given by the dtype it was made with. The native kernels need only an address, a shape and
 a type, so they serve the bundled families with arrays. A process that serves one of them does not import torch, which
 takes seconds and 200 MB. Torch's tensors are for the reference backend and for models of a user's own.
+
+A forward pass writes its results to buffers that are kept from step to step. Each kind of result has a slot, which all
+decoder layers share: one layer's result is consumed before the next layer writes its own. A slot grows when a step has
+more rows than any step before, so in the long run a step allocates nothing. Results of few rows are always at the same
+address, so that a recorded program stays valid. A model's result is in a slot, too, and is overwritten when the model
+runs again.
 """
 
 import contextlib
 import math
 import mmap
 import sys
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -32,6 +39,10 @@ NAMES = {str(dtype): dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16, INT8, INT16
 
 ALIGNMENT = 64  # bytes, for the memory that `empty` returns
 OWN_PAGES = 2**18  # bytes; arrays at least this large get pages of their own; far smaller than a huge page
+FIXED_ROWS = 64  # maximum number of rows that are always at the same address
+LOGITS_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
+
+Allocate = Callable[[tuple[int, ...], str], Tensor]  # shape and name of a type -> memory, like Ops.empty
 
 _array_types: dict[Dtype, ArrayType] = {dtype: dtype for dtype in NAMES.values()}
 
@@ -106,3 +117,66 @@ def as_torch(array: Tensor) -> Tensor:
 def rounded(array: Array, dtype: Dtype) -> Array:
     """Return contiguous values in another type, rounded to the nearest, ties to even; the array if it has the type."""
     return np.ascontiguousarray(array.astype(array_type(dtype), copy=False)).reshape(array.shape)
+
+
+class Slot:
+    """A buffer [rows, *columns] for results of one kind, passed as `out=`: fixed memory for up to FIXED_ROWS rows, and
+    memory that grows for more."""
+
+    def __init__(self, columns: tuple[int, ...], dtype: str, allocate: Allocate) -> None:
+        self.columns = columns
+        self._name = dtype
+        self._allocate = allocate
+        self._few = allocate((FIXED_ROWS, *columns), dtype)
+        self._many = self._few
+        self._rows = FIXED_ROWS
+        self._last = self._few
+
+    @property
+    def dtype(self) -> Dtype:
+        """The type of the results."""
+        return self._few.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row."""
+        return int(self._few.nbytes) // FIXED_ROWS
+
+    def __call__(self, rows: int) -> Tensor:
+        """Return the first `rows` rows. Tensors returned earlier share the memory unless the slot has grown since."""
+        if rows != self._rows:
+            if rows > self._many.shape[0]:
+                self._many = self._allocate((rows, *self.columns), self._name)
+            self._last = (self._few if rows <= FIXED_ROWS else self._many)[:rows]
+            self._rows = rows
+        return self._last
+
+    def holds(self, columns: tuple[int, ...], dtype: str) -> bool:
+        """Return whether the results have these columns and this type."""
+        return (self.columns, self._name) == (columns, dtype)
+
+
+class Arena:
+    """Slots by name, one arena per model. Its users must not need two results of one slot at the same time."""
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self._slots: dict[str, Slot] = {}
+
+    def slot(self, name: str, columns: tuple[int, ...], dtype: str) -> Slot:
+        """Return the slot with this name, for results of the type that `dtype` names.
+
+        Raises:
+            ValueError: the slot exists with other columns or another dtype.
+        """
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = Slot(columns, dtype, self._allocate)
+        if not slot.holds(columns, dtype):
+            raise ValueError(f"{name}: {columns} {dtype} does not fit {slot.columns} {slot.dtype}")
+        return slot
+
+    @property
+    def slots(self) -> frozenset[Slot]:
+        """Return all slots."""
+        return frozenset(self._slots.values())

@@ -12,14 +12,23 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, Packing
 from penstock.kernels.scheme import Scheme, scheme_of
-from penstock.kernels.tensors import Array, Tensor, array_type
-from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
+from penstock.kernels.tensors import Arena, Array, Slot, Tensor, array_type
 from penstock.layers.rotary import Rotary
-from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, LayerNorm, Linear, LinearSpec, RMSNorm
+from penstock.layers.weights import (
+    PLAIN_HEAD,
+    ActivatedLinear,
+    Embedding,
+    GatedLinear,
+    HeadLayout,
+    LayerNorm,
+    Linear,
+    LinearSpec,
+    LMHead,
+    RMSNorm,
+)
 from penstock.spec.model_config import ModelConfig, RopeConfig
 from penstock.spec.param_table import Parameter
 

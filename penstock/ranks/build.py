@@ -10,14 +10,13 @@ from typing import Any
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.interface.step import CacheGroup
-from penstock.kernels.arena import LOGITS_ROWS
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import Array, as_array, is_torch
+from penstock.kernels.tensors import LOGITS_ROWS, Array, as_array, is_torch
 from penstock.layers.factory import LayerFactory
-from penstock.layers.lm_head import HeadLayout
+from penstock.layers.weights import HeadLayout
 from penstock.ranks.layers import RankFactory, Split
 from penstock.ranks.links import Links
 from penstock.ranks.sharding import IN_A_LAYER, Cut, Degrees, Share, cut_all, find_degrees, heads_are_together

@@ -18,14 +18,21 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.config import DEGREES
-from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, RowSource, SplittingOps
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
+from penstock.kernels.tensors import FLOAT32, Arena, Array, Slot, Tensor, as_array
 from penstock.layers.factory import LayerFactory, Mixture
-from penstock.layers.lm_head import PLAIN_HEAD, LMHead
-from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, Linear, LinearSpec, whole
+from penstock.layers.weights import (
+    PLAIN_HEAD,
+    ActivatedLinear,
+    Embedding,
+    GatedLinear,
+    Linear,
+    LinearSpec,
+    LMHead,
+    whole,
+)
 from penstock.ranks.links import Links
 from penstock.ranks.sharding import DIRECT, Cut, Share, Wiring
 from penstock.spec.model_config import ModelConfig

@@ -25,8 +25,7 @@ import numpy as np
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError
 from penstock.interface.step import RequestStepOutput, SchedulerOutput
-from penstock.kernels.arena import LOGITS_ROWS, Slot
-from penstock.kernels.tensors import Array, Tensor, as_array
+from penstock.kernels.tensors import LOGITS_ROWS, Array, Slot, Tensor, as_array
 from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import Module, children

@@ -18,10 +18,9 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest
-from penstock.kernels.arena import LOGITS_ROWS
 from penstock.kernels.metadata import AttentionParams, KVScales
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
+from penstock.kernels.tensors import FLOAT32, LOGITS_ROWS, Array, Tensor, as_array
 from penstock.layers.attention import Attention
 from penstock.layers.module import CausalLM, named_modules, replaced
 from penstock.runner.model_runner import ModelRunner

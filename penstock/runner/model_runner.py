@@ -27,10 +27,9 @@ from penstock.interface.step import (
     StepOutput,
     TokenLogprobs,
 )
-from penstock.kernels.arena import FIXED_ROWS, LOGITS_ROWS
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
-from penstock.kernels.tensors import Array, Tensor, as_array, dtype_of, is_torch
+from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS, Array, Tensor, as_array, dtype_of, is_torch
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.input_batch import InputBatch, Positions

@@ -4,10 +4,9 @@ passes run the program without the model's Python, as other engines do with CUDA
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.kernels.arena import FIXED_ROWS
 from penstock.kernels.metadata import KVCache
 from penstock.kernels.ops import Program, RecordingOps
-from penstock.kernels.tensors import Array, Tensor, as_array
+from penstock.kernels.tensors import FIXED_ROWS, Array, Tensor, as_array
 from penstock.layers.module import CausalLM, ForwardContext
 
 

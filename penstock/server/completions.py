@@ -18,11 +18,10 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
-from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
+from penstock.server.context import ServerContext, context_of, json_response, log_of, read_body, within_limits
 from penstock.server.generation import EventStream, Generation, sse_data, until_disconnect
 from penstock.server.inputs import chat_params, chat_prompts, check_form, completion_params, completion_prompts, salted
 from penstock.server.kept_calls import Failure, Frame, KeptCall, Source
-from penstock.server.keys import priority_of
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.resumption import continued, keep, stream_of
 from penstock.server.tools import ChatAnswers, rules_of, with_rules
@@ -59,10 +58,7 @@ async def _create(
     prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
     if isinstance(body, ChatRequest):
         params = await with_rules(context, body, rules_of(context, body, prompts[0]), params)
-    account = account_of(request)
-    if account is not None:
-        params = account.limited(params, len(prompts))
-    log.timeout_s, log.priority = body.timeout, priority_of(account, body.priority)
+    params = within_limits(request, params, len(prompts), priority=body.priority, timeout_s=body.timeout)
     answer_id = f"{SHAPES[kind].id_prefix}-{uuid4().hex}"
     if body.resumable:
         context.arrived(log)

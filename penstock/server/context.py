@@ -17,9 +17,10 @@ from starlette.responses import Response
 from penstock.client.engine_client import EngineClient
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import SamplingParams
 from penstock.server.api_errors import ApiError, not_found, unavailable
 from penstock.server.kept_calls import KeptCalls, Source
-from penstock.server.keys import Account, KeyRing
+from penstock.server.keys import Account, KeyRing, priority_of
 from penstock.server.metrics import Metrics
 from penstock.server.openai_requests import Body, label_text, parse, to_request
 from penstock.server.options import ServerOptions
@@ -116,6 +117,19 @@ def account_of(request: Request) -> Account | None:
     """Return the owner of the request's API key; None if the server has no keys."""
     account: Account | None = getattr(request.state, "account", None)
     return account
+
+
+def within_limits(
+    request: Request, params: SamplingParams, num_prompts: int, *, priority: int | None, timeout_s: float | None
+) -> SamplingParams:
+    """Return the parameters of a call within the limits of its API key, and note its priority and timeout in the log.
+
+    Raises:
+        InvalidRequestError: the call asks for more choices or tokens than the key allows.
+    """
+    log, account = log_of(request), account_of(request)
+    log.timeout_s, log.priority = timeout_s, priority_of(account, priority)
+    return params if account is None else account.limited(params, num_prompts)
 
 
 def is_administrator(request: Request) -> bool:

@@ -24,10 +24,9 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.pooling import PoolingParams, cosine
 from penstock.interface.sampling_params import SamplingParams
-from penstock.server.context import ServerContext, account_of, context_of, log_of, read_body
+from penstock.server.context import ServerContext, context_of, log_of, read_body, within_limits
 from penstock.server.generation import Generation, until_disconnect
 from penstock.server.inputs import encode, salted
-from penstock.server.keys import priority_of
 from penstock.server.openai_requests import Strict, check_timeout
 from penstock.tokenizer.tokenizer import check_prompt_length
 
@@ -232,10 +231,8 @@ async def _pooled(
         prompts.append(PromptRequest(await _ids(context, info, name, item, params, special, total)))
         await asyncio.sleep(0)  # let other requests run in between
     prompts = salted(request, body.cache_salt, prompts)
-    sampling, account = SamplingParams.for_pooling(params), account_of(request)
-    if account is not None:
-        sampling = account.limited(sampling, len(prompts))
-    log.timeout_s, log.priority = body.timeout, priority_of(account, body.priority)
+    sampling = SamplingParams.for_pooling(params)
+    sampling = within_limits(request, sampling, len(prompts), priority=body.priority, timeout_s=body.timeout)
     answer_id = f"{ANSWER_IDS[next(iter(fields))]}-{uuid4().hex}"
     generation = Generation(context, answer_id, prompts, sampling, log, at_once=info.max_num_seqs)
     generation.is_patient = len(prompts) > 1  # the call was admitted: later arrivals must not end it half-way

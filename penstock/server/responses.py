@@ -21,11 +21,10 @@ from penstock.errors import InvalidRequestError, NotSupportedError, check_int, c
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
 from penstock.server.api_errors import ApiError
-from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
+from penstock.server.context import ServerContext, context_of, json_response, read_body, within_limits
 from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, check_form, salted, sampling_params
 from penstock.server.kept_calls import KeptCall
-from penstock.server.keys import priority_of
 from penstock.server.openai_requests import (
     ChatRequest,
     FunctionTool,
@@ -301,11 +300,7 @@ async def create_response(request: Request) -> Response:
             "include: the model's thoughts are not encrypted: they are items of the answer, to be sent back as such"
         )
         raise InvalidRequestError(message, param="include", code="not_supported")
-    account = account_of(request)
-    if account is not None:
-        params = account.limited(params, len(prompts))
-    log = log_of(request)
-    log.timeout_s, log.priority = body.timeout, priority_of(account, body.priority)
+    params = within_limits(request, params, len(prompts), priority=body.priority, timeout_s=body.timeout)
     call = await keep(
         request, f"resp_{uuid4().hex}", KIND, body, params, prompts,
         grace_s=None if body.background else 0.0,

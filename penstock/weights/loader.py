@@ -19,9 +19,8 @@ from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
 from penstock.layers.factory import LayerFactory
-from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout, LMHead
 from penstock.layers.module import CausalLM, is_torch_module, named_modules
-from penstock.layers.weights import Embedding, WeightLayer
+from penstock.layers.weights import PLAIN_HEAD, WHOLE_IN_FILES, Embedding, HeadLayout, LMHead, WeightLayer
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from penstock.assembly.memory import cached_token_bytes
 from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
+from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
 from penstock.kernels.cpu.packed import CpuLinear
-from penstock.kernels.cpu.program import Arguments
 from penstock.kernels.ops import PackedLinear
-from penstock.layers.lm_head import LMHead
 from penstock.layers.mlp import MoE
 from penstock.layers.module import named_modules
-from penstock.layers.weights import Linear
+from penstock.layers.weights import Linear, LMHead
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.bench.samples import Work
 

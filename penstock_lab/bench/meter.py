@@ -21,9 +21,9 @@ from penstock.engine.observer import EngineObserver
 from penstock.errors import fail
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.attention.plan import describe_key
+from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import PenstockCall, PenstockSpan
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.program import Arguments
 from penstock_lab.bench.costs import Cost, ModelCosts
 from penstock_lab.bench.machine import MachineLimits
 from penstock_lab.bench.phases import PromptTokens

@@ -19,7 +19,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, TokenLogprobs
 from penstock.kernels.attention.layout import cache_token_bytes
 from penstock.kernels.cpu.host import free_memory_bytes
-from penstock.layers.lm_head import HeadLayout
+from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.ranks.sharding import LEAVES
 from penstock.runner.model_runner import LocalExecutor, ModelRunner

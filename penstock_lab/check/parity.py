@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
-from penstock.layers.lm_head import LMHead
 from penstock.layers.module import get_submodule, named_modules
-from penstock.layers.weights import ActivatedLinear, Embedding, Linear, WeightLayer
+from penstock.layers.weights import ActivatedLinear, Embedding, Linear, LMHead, WeightLayer
 from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import CheckpointSource, read_table
 from penstock_lab.check.ours import OurModel

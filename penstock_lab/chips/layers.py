@@ -11,12 +11,10 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from penstock.kernels.arena import Slot
 from penstock.kernels.ops import Ops, Packing, RowSource, TensorRows
-from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
+from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array
 from penstock.layers.factory import LayerFactory
-from penstock.layers.lm_head import LMHead
-from penstock.layers.weights import ActivatedLinear, GatedLinear, Linear, LinearSpec, whole
+from penstock.layers.weights import ActivatedLinear, GatedLinear, Linear, LinearSpec, LMHead, whole
 from penstock.ranks.layers import tree_sum
 from penstock.spec.param_table import Parameter
 from penstock.weights.loader import Place

@@ -13,7 +13,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import is_torch
-from penstock.layers.lm_head import HeadLayout
+from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.ranks.build import NoLinks, RankPlace
 from penstock.ranks.layers import Split

@@ -57,7 +57,7 @@ class ReplayReport:
         steps, tokens: numbers compared, up to the first difference.
         restored: number of tokens that were computed before their request's first recorded step.
         differences: all differences of the first step that differs.
-        findings: what the scheduler did wrong (recorder/audit.py).
+        findings: what the scheduler did wrong (bench/record_audit.py).
         remarks: what limits the comparison.
     """
 

@@ -14,7 +14,6 @@ from penstock.client.recorder import Recorder, describe
 from penstock.client.records import Bundle, Computed, EngineDescription, make_bundle, pack
 from penstock.client.ring import Ring
 from penstock.config import EngineConfig
-from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import peak_blocks
 from penstock.engine.observer import EngineObserver
@@ -24,6 +23,7 @@ from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
 from penstock_lab.bench.record_history import unpack
+from penstock_lab.prove.every_draft import EveryDraft
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.recompute import LOGITS, ReplayReport, compute
 from penstock_lab.prove.replay import build_for, check_bundle

@@ -14,12 +14,12 @@ from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.step_client import InProcessClient
 from penstock.client.text import choose_tokenizer
 from penstock.config import SCHEDULING_POLICIES, EngineConfig
-from penstock.engine.draft_policy import EveryDraft
 from penstock.errors import EngineError, InvalidRequestError, check_int
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.plugins import PROCESSORS, register_logits_processor
 from penstock.runner.sampler import ALL_MASKED
 from penstock_lab.prove import axes, features
+from penstock_lab.prove.every_draft import EveryDraft
 from penstock_lab.prove.features import Asked, Maker
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.same_bits import room_bytes

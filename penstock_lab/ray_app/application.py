@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.client.async_llm import AsyncLLM
 from penstock.client.engine_client import EngineState
 from penstock.client.fleet import MAX_REPLICAS
-from penstock.errors import InvalidRequestError, check_float, check_int, take_options
+from penstock.errors import InvalidRequestError, check_float, check_int, pop_options
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run
@@ -214,7 +214,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         InvalidRequestError: an option is unknown or invalid.
     """
     rest = dict(args)
-    replicas = take_options(ReplicaOptions, rest)
+    replicas = pop_options(ReplicaOptions, rest)
     server = {name: rest.pop(name) for name in SERVER_OPTIONS if name in rest}
     for name in ("served_model_names", "allowed_hosts", "allowed_origins"):
         if name in server:

@@ -139,6 +139,14 @@ def test_what_cannot_be_built_is_not_tried_again(monkeypatch, user_error, kind):
     assert watched.frames == [failed]  # so that its owner need not wait for the end of the process
 
 
+def test_an_engine_that_is_released_before_it_is_ready_has_not_failed(monkeypatch):
+    """Guards against a server that gives up because its cluster takes machines away while engines start there."""
+    script = lambda epoch: [ready(0)] if epoch == 0 else [frames.Leaving(epoch)] if epoch < 6 else []  # noqa: E731
+    watched = Watched(monkeypatch, script, explained=lambda losses: True)
+    assert str(watched.handle.failure) == "the engine process died 3 times before it was ready"
+    assert len(watched.children) == 6 + 3
+
+
 def no_process(*_):
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 

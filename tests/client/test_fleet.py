@@ -1,6 +1,7 @@
 """A fleet of scripted engines: whatever dies whenever, every choice goes on where it was, in one engine at a time."""
 
 import gc
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from penstock.client.records import RecordOptions
 from penstock.errors import EngineDeadError
 from penstock.interface.messages import EngineStats
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.timeline import IntervalKind
 from tests.client.test_recovery import INPUTS, NUM_TOKENS, Engine
 from tests.fakes_engine import expected_outputs, model_info
 
@@ -383,6 +385,39 @@ def test_frames_for_a_client_that_was_dropped_change_nothing():
     assert fleet._replicas[0].last_outputs_at == 0.0
     fleet.stop()
     assert str(handle.failure) == "the engine was shut down"
+
+
+def test_a_choice_to_try_alone_does_not_stay_with_an_engine_that_is_given_up():
+    """Guards against a request that waits for ever for a trial in an engine that never comes back."""
+    client = Client()
+    request = client.open([1])
+    (first,) = client.places()[client.requests.running_of(request)[0]]
+    suspect, other = client.handles[first], client.handles[1 - first]
+    other.die()  # so that it cannot move
+    suspect.die()
+    suspect.ready()
+    suspect.die()
+    other.ready()
+    assert not other.engine.requests  # it waits for a trial in the engine that it was in
+    suspect.fail(EngineDeadError("it died too often"))
+    assert [*other.engine.requests] == client.requests.running_of(request)
+    client.finish()
+    assert client.received_of(request) == [expected_outputs([1], NUM_TOKENS)]
+
+
+def test_what_a_death_costs_is_measured_from_the_last_outputs():
+    """Guards against a timeline that counts time before the death as recovery, and against a prompt that is sent to an
+    engine because of a cache that has gone with its process."""
+    client = Client(2)
+    request = client.open(list(range(40)))
+    (first,) = client.places()[client.requests.running_of(request)[0]]
+    client.step(first)
+    timeline, last = request.choices[0].timeline, client.fleet._replicas[first].last_outputs_at
+    assert timeline.start < last < time.monotonic()
+    assert client.fleet.router._known[first]
+    client.handles[first].die()
+    assert (timeline.state, timeline.end) == (IntervalKind.RECOVERY, last)
+    assert first not in client.fleet.router._known
 
 
 ACTIONS = st.lists(

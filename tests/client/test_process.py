@@ -215,7 +215,7 @@ def test_edges_of_starting_and_ending(monkeypatch):
 
     async def attached_and_left():
         llm = AsyncLLM(model="demo")
-        await llm.attach()
+        await llm.client.attach()
         await asyncio.sleep(0.1)
         await llm.shutdown()
 
@@ -521,7 +521,7 @@ def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch
         llm = AsyncLLM(model="demo")
         os.kill(llm.status().pid, signal.SIGSTOP)
         try:
-            await llm.attach()
+            await llm.client.attach()
             await until(lambda: llm.status().restarts > 0)
             monkeypatch.setattr(engine_handle, "SILENCE_S", 60.0)
             await llm.start()

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.engine.speculation import Speculation, ring_slack
 from penstock.interface.outputs import FinishReason
 from penstock.interface.step import CacheGroup, DraftQuery
+from penstock_lab.prove.every_draft import EveryDraft
 from tests.fakes_drafts import Oracle
 from tests.fakes_engine import VOCAB, expected_outputs, make_engine, request, run, token_ids
 

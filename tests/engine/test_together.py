@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.engine.policies import POLICIES
 from penstock.engine.speculation import Speculation
@@ -14,6 +13,7 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.outputs import FinishReason
 from penstock.interface.step import SchedulerOutput, StepOutput
+from penstock_lab.prove.every_draft import EveryDraft
 from tests.engine.timed import Clock, Timed, linear_cost
 from tests.fakes_drafts import Oracle
 from tests.fakes_engine import ScriptedExecutor, expected_outputs, expected_search, make_engine, request, run, token_ids

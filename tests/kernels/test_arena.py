@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.kernels.arena import FIXED_ROWS, Arena
-from penstock.kernels.tensors import BFLOAT16, NAMES, Array, address_of, empty
+from penstock.kernels.tensors import BFLOAT16, FIXED_ROWS, NAMES, Arena, Array, address_of, empty
 
 
 def allocate(shape: tuple[int, ...], dtype: str) -> Array:

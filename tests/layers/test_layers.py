@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from penstock.errors import ModelLoadError, NotSupportedError
-from penstock.kernels.arena import Slot
 from penstock.kernels.ops import TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
+from penstock.kernels.tensors import Slot
 from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import Linear, RMSNorm
 from penstock.spec.param_table import Layout, Parameter

@@ -14,7 +14,6 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
-from penstock.kernels.arena import Arena
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import LEVELS
 from penstock.kernels.cpu.ops import CpuOps
@@ -22,8 +21,8 @@ from penstock.kernels.ops import Ops, Packing
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.kernels.scheme import Scheme
-from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
-from penstock.layers.weights import LinearSpec
+from penstock.kernels.tensors import Arena
+from penstock.layers.weights import PLAIN_HEAD, HeadLayout, LinearSpec, LMHead
 from penstock.models.config_json import load_model_config
 from penstock.runner.programs import RecordedModel
 from penstock.weights.loader import load_model

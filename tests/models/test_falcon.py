@@ -17,7 +17,7 @@ from penstock.kernels.cpu.library import LEVELS
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops, Packing
 from penstock.layers.attention import alibi_slopes
-from penstock.layers.lm_head import HeadLayout
+from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.ranks.build import CutSource
 from penstock.ranks.sharding import Degrees, Share, cut_all

@@ -22,10 +22,11 @@ from penstock.assembly import build_engine
 from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
+from penstock.interface import entry_points
 from penstock.interface.messages import EngineRequest
 from penstock.ranks import layers, links, start
 from penstock.ranks.group import Group
-from penstock.ranks.launcher import HostLauncher
+from penstock.ranks.launcher import HostLauncher, open_launcher
 from penstock.ranks.links import Mesh, SharedMemoryLinks, SocketLinks
 from penstock.ranks.sharding import Degrees
 from penstock_lab.bench.profile import Profile
@@ -318,6 +319,23 @@ def test_ranks_end_when_one_says_why_it_cannot_be_built(monkeypatch: pytest.Monk
     with pytest.raises(ModelLoadError, match="its file is damaged"):
         start.start_ranks(plan, None, None, HostLauncher())  # type: ignore[arg-type]  # the fakes need neither
     assert [group.is_closed for group in made] == [True]
+
+
+@pytest.mark.parametrize(("backend", "asked"), [("mp", []), ("ray", [("launchers", "ray")])])
+def test_only_a_config_that_asks_for_a_plug_in_loads_it(
+    backend: str, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against ranks on this machine that need Ray, and against a plug-in that is loaded and not used."""
+    loaded, elsewhere = [], NoMemory()
+
+    def load(group: str, name: str, option: str) -> Any:
+        loaded.append((group, name))
+        return lambda config, option: elsewhere
+
+    monkeypatch.setattr(entry_points, "load", load)
+    config = EngineConfig.from_options(tensor_parallel_size=2, distributed_executor_backend=backend)
+    assert (open_launcher(config) is elsewhere) == bool(asked)
+    assert loaded == asked
 
 
 def children(pid: int) -> list[int]:

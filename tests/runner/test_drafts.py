@@ -8,12 +8,12 @@ import pytest
 
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
-from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.speculation import Speculation
 from penstock.interface.plugins import PROCESSORS, register_logits_processor
 from penstock_lab.prove import axes, tiny_models
 from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock_lab.prove.askers import Offline
+from penstock_lab.prove.every_draft import EveryDraft
 from tests.fakes_drafts import Oracle
 from tests.kernels.packed import levels
 

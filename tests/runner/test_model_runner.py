@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, SchedulerOutput, TokenLogprobs
-from penstock.kernels.arena import LOGITS_ROWS
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.tensors import LOGITS_ROWS
 from penstock.layers.module import ForwardContext
 from penstock.runner.model_runner import ModelRunner, allocate_kv_caches, layer_groups
 from tests.fakes import CacheModel, FakeOps, TinyModel, resolved_config, tiny_config

@@ -14,8 +14,8 @@ from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
-from penstock.kernels.arena import FIXED_ROWS
 from penstock.kernels.backends import load_ops
+from penstock.kernels.tensors import FIXED_ROWS
 from penstock.layers.module import ForwardContext
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.programs import RecordedModel

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
@@ -86,6 +87,10 @@ def test_the_journal_keeps_the_salt() -> None:
         params=SamplingParams(seed=1), prompts=[prompt], keep_s=0.0,
     )  # fmt: skip
     assert decode_record(encode_record(begun)).prompts == [prompt]
+    written = msgspec.msgpack.decode(encode_record(begun))  # by a version that kept less about each prompt
+    names = ("token_ids", "text", "seed", "output_token_ids", "cache_salt")
+    written["prompts"] = [{name: kept[name] for name in names} for kept in written["prompts"]]
+    assert decode_record(msgspec.msgpack.encode(written)).prompts == [prompt]
 
 
 def test_a_pin_is_made_found_listed_and_deleted() -> None:

@@ -16,7 +16,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import as_torch
-from penstock.layers.lm_head import HeadLayout
+from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.weights.loader import Place, load_model

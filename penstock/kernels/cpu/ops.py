@@ -17,6 +17,7 @@ from penstock.kernels.cpu.calls import (
     NativeCalls,
     activation_code,
     address,
+    fill_step,
     optional_address,
     remembered,
     rows_address,
@@ -25,7 +26,6 @@ from penstock.kernels.cpu.calls import (
 )
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockSampling, check_status
 from penstock.kernels.cpu.packed import FLOAT_KINDS, CpuLinear, Layout, NativeExperts, own_linear, pack
-from penstock.kernels.cpu.program import fill_step
 from penstock.kernels.metadata import (
     AttentionMetadata,
     AttentionParams,

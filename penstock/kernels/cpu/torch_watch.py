@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels.cpu.program import Recorder
+from penstock.kernels.cpu.calls import Recorder
 
 HARMLESS = {  # allocate memory or create views, and compute nothing
     "aten::empty.memory_format",

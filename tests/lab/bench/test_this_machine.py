@@ -8,8 +8,9 @@ import pytest
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import BFLOAT16, FLOAT32
-from penstock_lab.bench import attention_rates, plan_check
+from penstock_lab.bench import attention_rates
 from penstock_lab.planner.machines import load_hardware, this_file
+from penstock_lab.simulator import plan_check
 from penstock_lab.simulator.this_machine import MAX_ROUNDS, MIN_ROUNDS, take_turns, write_machine
 from tests.kernels.packed import levels
 from tests.lab.planner.test_plan import LLAMA, written

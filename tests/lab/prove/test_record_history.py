@@ -348,3 +348,15 @@ def test_starts_carry_the_open_requests():
     assert isinstance(start, EngineStart)
     assert start.requests
     assert all(isinstance(item, Introduced) for item in bundle.records[0].requests)
+
+
+def test_a_recorder_that_fails_is_off_and_nobody_notices(monkeypatch):
+    """Guards against a full or broken memory that costs a request its answer, and checksums that nobody reads."""
+    engine, executor, _ = recorded({"num_blocks": 12, "max_num_seqs": 3, "max_num_batched_tokens": 64})
+    engine.add_request(request("a", [1] * 20, 6))
+    engine.step()
+    monkeypatch.setattr(Ring, "append", lambda ring, record: {}["broken"])
+    outputs = [output for _ in range(8) for output in engine.step()]
+    assert [len(output.new_token_ids) for output in outputs] == [1] * 5
+    assert engine.stats().num_failed_steps_total == 0
+    assert [step.checksum_logits for step in executor.steps] == [True, True, False, False, False, False]

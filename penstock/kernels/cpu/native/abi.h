@@ -1,5 +1,5 @@
 // The C interface between Python and the native kernels. It is declared only here: the C++ compiler checks every
-// definition against this file, and kernels/cpu/abi.py reads the same text. The file may therefore contain only
+// definition against this file, and kernels/cpu/library.py reads the same text. The file may therefore contain only
 // constants, enums, structs and functions in the forms used below.
 //
 // A function that computes takes a Context (context.h) first, reads and writes memory that the caller owns, keeps no

@@ -136,7 +136,7 @@ struct TileArgs {
 };
 
 // Write keys and values, [count] heads of [head_dim] each, `stride` elements apart, to rows start .. start + count - 1
-// of a granule; if keys and values are null, write zeros. Round to the cache's type (int8: as quant/kv.py does);
+// of a granule; if keys and values are null, write zeros. Round to the cache's type (int8: as quantized_kv.py does);
 // elements beyond the head dim become 0.
 struct StoreArgs {
     const PenstockCache* cache;

@@ -1,6 +1,6 @@
 // Attention with an int8 cache that does not convert stored integers to floats. Instead, the rows of queries and of
 // probabilities are written as int8 slices, so the products are of integers and exact on every level (the
-// antiquantisation of Huawei's IncreFlashAttention operator). quant/kv.py specifies integers and slices.
+// antiquantisation of Huawei's IncreFlashAttention operator). reference/quantized_kv.py specifies integers and slices.
 //
 // A stored integer B means (B + offset) * scale. With x = scale * (q0 + q1 / 254 + q2 / 254^2) a sliced row, and
 // d0, d1, d2 the dot products of its slices with B, v = (d0 + d1 * (1/254) + d2 * (1/254^2)) * scale. Then

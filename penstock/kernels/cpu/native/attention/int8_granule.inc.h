@@ -1,5 +1,5 @@
 // The granules of an int8 cache: quantising keys and values into granules and reading them back, as specified in
-// quant/kv.py.
+// reference/quantized_kv.py.
 #pragma once
 
 #include "attention/int8_lanes.inc.h"

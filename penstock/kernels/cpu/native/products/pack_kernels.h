@@ -1,7 +1,7 @@
 // What an instruction level provides for packing weights: converting rows to stored values and interleaving sixteen
 // rows into a panel. pack.cpp is the only caller.
 //
-// quant/int8.py and quant/int4.py specify the values. pack_kernels.inc.h, which is compiled once per level, gives the
+// reference/quantized_weights.py specifies the values. pack_kernels.inc.h, which is compiled once per level, gives the
 // same values on all levels.
 #pragma once
 

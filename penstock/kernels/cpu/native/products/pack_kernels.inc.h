@@ -103,7 +103,7 @@ float squared_error(const Group& group, float scale) {
         const F32x16 error = weights - (round_int4(weights, inverse) - ROUNDER) * scale;
         sums = sums + error * error;
     }
-    return reduce_sum(sums);  // in the order of quant/int4.py
+    return reduce_sum(sums);  // in the order of reference/quantized_weights.py
 }
 
 float best_scale(const Group& group, float abs_max, float extreme) {

@@ -1,1 +1,0 @@
-#include "attention/fold.inc.h"

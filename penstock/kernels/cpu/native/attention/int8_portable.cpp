@@ -1,1 +1,0 @@
-#include "attention/int8_words.inc.h"

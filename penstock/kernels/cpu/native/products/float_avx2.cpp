@@ -1,1 +1,0 @@
-#include "products/float_vectors.inc.h"

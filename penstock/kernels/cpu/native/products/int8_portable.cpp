@@ -1,1 +1,0 @@
-#include "products/int8_words.inc.h"

@@ -1,1 +1,0 @@
-#include "products/pack_kernels.inc.h"

@@ -1,1 +1,0 @@
-#include "rows/row_kernels.inc.h"

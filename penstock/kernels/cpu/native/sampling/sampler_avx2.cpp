@@ -1,1 +1,0 @@
-#include "sampling/sampler_kernels.inc.h"
