@@ -7,13 +7,13 @@ from typing import Any
 
 from penstock.engine.beam_search import BeamSearch
 from penstock.engine.engine import Engine
-from penstock.engine.mock import VOCAB_SIZE as VOCAB
-from penstock.engine.mock import MockExecutor, likely_tokens, next_token
 from penstock.engine.policies import Scheduling
 from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor, RequestStepOutput, SchedulerOutput, StepOutput
+from penstock_lab.mock import VOCAB_SIZE as VOCAB
+from penstock_lab.mock import MockExecutor, likely_tokens, next_token
 
 
 @dataclass

@@ -13,9 +13,9 @@ from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.sizes import model_sizes
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
-from penstock.engine.mock import MockExecutor
 from penstock.engine.policies import Clock, Scheduling
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
+from penstock.interface import entry_points
 from penstock.interface.messages import ModelInfo
 from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
@@ -217,7 +217,8 @@ def _build_mock(
     config = replace(config, reasons=config.reasons | reason)
     plan = replace(_plan_cache(config, model_config, UNLIMITED, groups), reason="none: its cache holds token ids")
     depth = config.parallel.pipeline_parallel_size
-    executor = MockExecutor(plan.groups, model_config.vocab_size, depth=depth)
+    make_executor = entry_points.load("executors", "mock", "load_format")
+    executor: Executor = make_executor(plan.groups, model_config.vocab_size, depth=depth)
     engine = _make_engine(config, model_config, executor, plan.groups)
     if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
         raise fail(

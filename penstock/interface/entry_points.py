@@ -5,6 +5,7 @@
     penstock.model_versions         {architecture: ModelVersion}, the implementations of a value of `model_impl`
     penstock.launchers              open_launcher(config, option): starts the ranks of a model elsewhere
     penstock.servers                serve_here(options, replicas, client): a server whose engines run elsewhere
+    penstock.executors              an executor without a model, for `--load-format mock`
     penstock.profilers              a context manager that measures what an LLM computes, and prints it
 
 `penstock_lab` adds the ones that come with Penstock; the table is in pyproject.toml.

@@ -22,11 +22,11 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from penstock.engine.engine import Engine
-from penstock.engine.mock import VOCAB_SIZE, MockExecutor
 from penstock.engine.policies import Scheduling
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
+from penstock_lab.mock import VOCAB_SIZE, MockExecutor
 
 STAGES, MICRO_BATCHES = (2, 4), (1, 2, 4, 8)
 NUM_ROWS = 8

@@ -1,6 +1,6 @@
 """The server's application over the real engine with a model that is a formula, all in this process.
 
-Everything is as in production except the sockets, the process boundary and the arithmetic (engine/mock.py): routes,
+Everything is as in production except the sockets, the process boundary and the arithmetic (penstock_lab/mock.py): routes,
 decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so a million can be tried.
 """
 
@@ -20,7 +20,6 @@ from penstock.client.records import SavedRecord
 from penstock.client.step_client import InProcessClient
 from penstock.client.text import choose_tokenizer
 from penstock.engine.engine import Engine
-from penstock.engine.mock import MockExecutor
 from penstock.engine.policies import Scheduling
 from penstock.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.messages import ModelInfo
@@ -30,6 +29,7 @@ from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.tokenizer import Tokenizer
+from penstock_lab.mock import MockExecutor
 
 MAX_MODEL_LEN = 96
 NUM_BLOCKS, BLOCK_SIZE = 256, 16

@@ -4,12 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client import frames
-from penstock.engine.mock import HIDDEN_SIZE
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.outputs import FinishReason
 from penstock.interface.pooling import MAX_POOLED_BYTES, PoolingParams
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SchedulerOutput
+from penstock_lab.mock import HIDDEN_SIZE
 from tests.engine.test_engine import prompt_of, scripted
 from tests.fakes_engine import expected_outputs, make_engine, request, run, token_ids
 
