@@ -49,8 +49,7 @@ from penstock.interface.pooling import (
 from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
 from penstock.tokenizer.answers import assistant_message
-from penstock.tokenizer.chat_template import render_chat, turn_of
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, render_chat, turn_of
 
 Message = Mapping[str, Any]
 

@@ -45,15 +45,15 @@ from penstock.server.openai_requests import (
     check_tools,
 )
 from penstock.server.unsupported import MAX_MESSAGES
-from penstock.tokenizer.chat_template import (
+from penstock.tokenizer.tokenizer import (
     KWARGS,
     RenderedChat,
+    check_prompt_length,
     check_template_kwargs,
     effort_variables,
     render_chat,
     turn_of,
 )
-from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
 LONG_TEXT = 4096  # characters or ids; only a few longer texts are tokenised at the same time
