@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 from starlette.requests import Request
 
-from penstock.client.prompts import PromptRequest, check_num_tokens, check_salt
+from penstock.client.input_processor import PromptRequest, check_num_tokens, check_salt
 from penstock.errors import (
     InvalidRequestError,
     NotSupportedError,

@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.client.input_processor import PromptRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import PromptRequest
 from penstock.config import EngineConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.ranks.sharding import Share, find_degrees

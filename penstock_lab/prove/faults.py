@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from penstock.assembly import build_engine
 from penstock.assembly.memory import plan_kv_cache
 from penstock.client import engine_handle
-from penstock.client.engine_connection import EngineChild
+from penstock.client.engine_handle import EngineChild
 from penstock.config import EngineConfig
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.observer import EngineObserver

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import inspect
 
 from penstock.client import frames
-from penstock.client.engine_connection import EngineChild
+from penstock.client.engine_handle import EngineChild
 from penstock.errors import EngineError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams

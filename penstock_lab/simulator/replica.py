@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.client.router import QueuedTokens
+from penstock.client.admission import QueuedTokens
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
