@@ -16,7 +16,7 @@ import httpx
 import msgspec
 from msgspec import inspect
 
-from penstock.errors import PenstockError
+from penstock import PenstockError
 from penstock.server.embeddings import EmbeddingRequest, RankingRequest, ScoreRequest
 from penstock.server.openai_requests import (
     UNSUPPORTED,
