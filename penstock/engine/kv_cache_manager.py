@@ -27,8 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from penstock.engine.block_pool import NO_PARENT, BlockPool, hash_block
-from penstock.engine.pins import Pin, Pins
+from penstock.engine.block_pool import NO_PARENT, BlockPool, Pin, Pins, hash_block
 from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.step import NO_BLOCK, BlockCopy, BlockStore, BlockTransfer, CacheGroup

@@ -24,9 +24,8 @@ from penstock.interface.step import SchedulerOutput
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array, Bools, Int64, Tensor, as_array
-from penstock.runner.input_batch import InputBatch, Positions
+from penstock.runner.input_batch import InputBatch, PackedStep, Positions
 from penstock.runner.logits import OPTIONS, is_on
-from penstock.runner.packed_step import PackedStep
 
 LIMIT_S = 1.0  # processor time after the model's pass to find one row's allowed tokens; all requests wait meanwhile
 MAX_FORCED = 64  # maximum number of tokens forced at once

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import InvalidRequestError, check_choice, fail
-from penstock.kernels.attention.layout import ELEMENT_BYTES
+from penstock.kernels.attention.items import ELEMENT_BYTES
 from penstock_lab.planner.placement import RESIDENT, STREAMED, Placement
 from penstock_lab.planner.yaml_file import MOST_BYTES, load, names_in, whole
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.layout import GRANULE, SPAN, cache_token_bytes, padded_head_dim
+from penstock.kernels.attention.items import GRANULE, SPAN, cache_token_bytes, padded_head_dim
 from penstock.kernels.cpu.library import PenstockAttention, PenstockAttentionStep, PenstockCache
 
 from .packed import TYPES, Native, aligned

@@ -22,7 +22,12 @@ from types import MappingProxyType
 import numpy as np
 
 from penstock.kernels.attention.items import (
+    GRANULE,
+    MAX_ITEM_ROWS,
+    ROW_CAPACITY,
     STREAM_ROWS,
+    TILE,
+    AttentionShape,
     Items,
     RowBlocks,
     Sequences,
@@ -31,15 +36,8 @@ from penstock.kernels.attention.items import (
     look_alike,
     ragged,
     row_blocks,
-    share_prefixes,
-)
-from penstock.kernels.attention.layout import (
-    GRANULE,
-    MAX_ITEM_ROWS,
-    ROW_CAPACITY,
-    TILE,
-    AttentionShape,
     scratch_bytes,
+    share_prefixes,
     workspace_bytes,
 )
 from penstock.kernels.tensors import Bools, Int32, Int64
