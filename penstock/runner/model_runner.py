@@ -119,14 +119,25 @@ class ModelRunner:
                 work once the requests of this step have been removed.
         """
         self.batch.update(scheduler_output)
-        self._structured.update(scheduler_output)
-        self._pooler.update(scheduler_output)
+        self._note_special_requests(scheduler_output)
         self._transfer_blocks(scheduler_output)
         self._copy_blocks(scheduler_output.block_copies)
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
         with self.computing():
             return self._compute(scheduler_output)
+
+    def _note_special_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Follow the few requests that have a form or are pooled. A step without any calls neither part."""
+        if self._structured.by_row:
+            self._structured.remove(scheduler_output.removed_request_ids)
+        if self._pooler.requests:
+            self._pooler.remove(scheduler_output.removed_request_ids)
+        for request in scheduler_output.new_requests:
+            if request.params.structured_outputs is not None:
+                self._structured.add(request)
+            if request.params.pooling is not None:
+                self._pooler.add(request)
 
     @property
     def block_bytes(self) -> list[int]:
@@ -161,7 +172,8 @@ class ModelRunner:
     def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None
         step = self.batch.pack(scheduler_output.scheduled)
-        self._structured.begin(step)
+        if self._structured.by_row:
+            self._structured.begin(step)
         results = [RequestStepOutput([]) for _ in scheduler_output.scheduled]
         input_ids, ctx = self.ops.tensor(step.input_ids), self.context(step)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
@@ -169,7 +181,8 @@ class ModelRunner:
             self._sample(self.model.logits(input_ids, ctx), step, results)
         else:
             hidden = self.model(input_ids, ctx)
-            self._pool(hidden, step, scheduler_output, results)
+            if self._pooler.requests:
+                self._pool(hidden, step, scheduler_output, results)
             self._finish(hidden, step, results)
         pairs = zip(scheduler_output.scheduled, results, strict=True)
         finished = {item.request_id: result if result.error is None else _failed(result) for item, result in pairs}
@@ -240,15 +253,14 @@ class ModelRunner:
                 results[b].new_token_ids = [token_id]
                 results[b].logprobs = None if entry is None else [entry]
         self.batch.append(positions.rows, chosen_ids, positions.offsets)
-        self._append_forced(step, results)
+        if self._structured.by_row:
+            self._append_forced(step, results)
 
     def _append_forced(self, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Append the tokens that a sequence's form dictates, unless the sequence had wrong drafts.
 
         They are outputs as if sampled. The next step computes them together.
         """
-        if not self._structured:
-            return
         forced: dict[int, list[int]] = {}
         counts = np.bincount(step.layout.sampled, minlength=len(results)).tolist()
         for row, result, count in zip(step.layout.rows.tolist(), results, counts, strict=True):

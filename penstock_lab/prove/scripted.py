@@ -1,7 +1,8 @@
 """The server's application over the real engine with a model that is a formula, all in this process.
 
 Everything is as in production except the sockets, the process boundary and the arithmetic (penstock_lab/mock.py):
-routes, decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so a million can be tried.
+routes, decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so a million can be
+tried.
 """
 
 import asyncio
