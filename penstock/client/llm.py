@@ -42,6 +42,7 @@ from penstock.errors import (
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
 from penstock.interface.pooling import (
     EmbeddingRequestOutput,
+    PoolingOutput,
     PoolingParams,
     PoolingRequestOutput,
     ScoringRequestOutput,
@@ -232,7 +233,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         pooling_task: str | None = None,
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return the pooled hidden states of each prompt as an array, in the order given.
 
         pooling_task: "token_embed" gives the hidden state of every token, [T, hidden]; "embed" follows pooling_params.

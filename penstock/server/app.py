@@ -29,18 +29,22 @@ from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.cache_routes import create_blocks, create_pin, create_prefill, delete_pin, list_pins, use_object
 from penstock.server.completions import create_chat_completion, create_completion, source_of
 from penstock.server.context import (
+    Metrics,
     ServerContext,
     context_of,
     is_administrator,
     json_response,
     log_of,
     read_body,
+    shown_memory,
+    shown_process,
+    shown_replica,
+    shown_stats,
 )
 from penstock.server.embeddings import create_embeddings, create_ranking, create_scores
 from penstock.server.inputs import decode, tokenize
 from penstock.server.kept_calls import KeptCalls
 from penstock.server.keys import KeyRing
-from penstock.server.metrics import Metrics, shown_memory, shown_process, shown_replica, shown_stats
 from penstock.server.middleware import (
     BodyLimitMiddleware,
     BoundaryMiddleware,
@@ -48,13 +52,12 @@ from penstock.server.middleware import (
     OverloadMiddleware,
     SiteMiddleware,
 )
-from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
+from penstock.server.openai_requests import UNSUPPORTED_ROUTES, DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
 from penstock.server.responses import cancel_response, create_response, delete_response, retrieve_response
 from penstock.server.responses_events import ResponseSource
 from penstock.server.resumption import continue_chat_completion, continue_completion
 from penstock.server.timelines import ENDPOINT_VARIABLE, MAX_CALLS, TimelineTable, Tracing
-from penstock.server.unsupported import UNSUPPORTED_ROUTES
 from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN
 
 SOURCES = {"completions": source_of, "chat": source_of, "responses": ResponseSource}

@@ -50,8 +50,8 @@ async def _create(
     body.check()
     info = context.info()
     envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
-    if (rest := continued(request, kind, body)) is not None:
-        return rest
+    if (last := request.headers.get("last-event-id")) is not None:
+        return continued(request, kind, body, last)
     context.arrive(log)  # refuse it before spending time on the prompt
     params = params_of(body, info)
     await check_form(context, body, params)

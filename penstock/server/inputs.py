@@ -35,6 +35,7 @@ from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, Request
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.server.context import ServerContext, account_of, context_of
 from penstock.server.openai_requests import (
+    MAX_MESSAGES,
     Body,
     ChatRequest,
     CompletionRequest,
@@ -44,7 +45,6 @@ from penstock.server.openai_requests import (
     Tool,
     check_tools,
 )
-from penstock.server.unsupported import MAX_MESSAGES
 from penstock.tokenizer.chat_template import (
     KWARGS,
     RenderedChat,
@@ -60,7 +60,7 @@ LONG_TEXT = 4096  # characters or ids; only a few longer texts are tokenised at 
 NOISE = ("temperature", "top_p", "top_k", "min_p")  # the fields that say how to sample
 
 
-# --- tokenising ------------------------------------------------------------------------------------------------------
+# --- tokenising -------------------------------------------------------------------------------------------------------
 
 
 async def encode(

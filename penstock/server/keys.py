@@ -127,16 +127,15 @@ class Account:
             raise InvalidRequestError(message, param="max_tokens", code="key_limit_exceeded")
         return params
 
+    def allowed_priority(self, asked: int | None) -> int:
+        """Return the priority of a call: the one it asks for, or the key's if it asks for none or a more urgent one."""
+        own = self.rules.priority
+        if own is None:
+            return asked or 0
+        return own if asked is None else max(asked, own)
+
     def _exceeded(self, limit: str, retry_after_s: float) -> EngineOverloadedError:
         return EngineOverloadedError(f"the key {self.name} has reached {limit}", retry_after_s=retry_after_s)
-
-
-def priority_of(account: Account | None, asked: int | None) -> int:
-    """Return the priority of a call: the one it asks for, or its key's if it asks for none or for a more urgent one."""
-    own = None if account is None else account.rules.priority
-    if own is None:
-        return asked or 0
-    return own if asked is None else max(asked, own)
 
 
 def _bucket(per_minute: int | None, clock: Callable[[], float]) -> Bucket | None:

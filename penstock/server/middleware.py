@@ -19,10 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import EngineOverloadedError, PenstockError
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, internal_error
-from penstock.server.context import ServerContext
+from penstock.server.context import Metrics, ServerContext
 from penstock.server.generation import EVENT_STREAM, sse_data
 from penstock.server.keys import Account, KeyRing
-from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
 from penstock.server.timelines import RequestLog
 

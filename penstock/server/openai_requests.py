@@ -1,6 +1,6 @@
 """Request bodies with the field names of OpenAI and vLLM, decoded strictly. Knows no engine.
 
-The structs declare the supported parameters; `unsupported` lists parameters that clients know and this server refuses.
+The structs declare the supported parameters; UNSUPPORTED lists those that clients know and this server refuses.
 Any other name is an error. Every parameter may be null, which means "not given". SamplingParams checks the ranges.
 """
 
@@ -9,13 +9,12 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 
-from penstock.errors import InvalidRequestError, check_float, fail, shown
+from penstock.errors import InvalidRequestError, NotSupportedError, check_float, fail, shown
 from penstock.interface.sampling_params import TYPES, fields_of
-from penstock.server.unsupported import strip_unsupported
 from penstock.tokenizer.answers import Function
 
 # --- tools ------------------------------------------------------------------------------------------------------------
@@ -26,7 +25,7 @@ NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class Strict(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base of all request bodies. `place` is the body's name in the table of `unsupported`."""
+    """Base of all request bodies. `place` is the body's name in UNSUPPORTED."""
 
     place: ClassVar[str] = ""
 
@@ -86,46 +85,6 @@ class AllowedChoice(Strict, kw_only=True, frozen=True, tag_field="type", tag="al
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
-
-
-# --- the same for /v1/responses, where a function's fields are on the same level as its type --------------------------
-
-
-class FunctionTool(FunctionDefinition, kw_only=True, frozen=True):
-    """An entry of a response's `tools`."""
-
-    type: Literal["function"]
-
-    def as_tool(self) -> Tool:
-        """Return the same in the form of a chat request."""
-        fields = {name: getattr(self, name) for name in FunctionDefinition.__struct_fields__}
-        return Tool(type="function", function=FunctionDefinition(**fields))
-
-
-class FunctionChoice(Strict, kw_only=True, frozen=True, tag_field="type", tag="function"):
-    name: str
-
-    def as_choice(self) -> NamedChoice:
-        """Return the same in the form of a chat request."""
-        return NamedChoice(function=FunctionName(name=self.name))
-
-
-class AllowedFunction(Strict, kw_only=True, frozen=True):
-    type: Literal["function"]
-    name: str
-
-
-class AllowedFunctions(Strict, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
-    mode: Literal["auto", "required"]
-    tools: list[AllowedFunction]
-
-    def as_choice(self) -> AllowedChoice:
-        """Return the same in the form of a chat request."""
-        entries = [AllowedEntry(type="function", function=FunctionName(name=tool.name)) for tool in self.tools]
-        return AllowedChoice(allowed_tools=Allowed(mode=self.mode, tools=entries))
-
-
-ResponseToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions
 
 
 # --- calls in messages ------------------------------------------------------------------------------------------------
@@ -239,11 +198,6 @@ def _refused(message: str) -> InvalidRequestError:
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
-
-
-MAX_LABEL = 64  # characters of a label in the log
-MAX_LABEL_ITEMS = 6  # items kept of an object or a list, one more than `shown` prints
-LABELS = ("user", "metadata", "safety_identifier", "session_id", "request_id", "prompt_cache_key")
 
 
 Body = TypeVar("Body", bound="Strict")
@@ -550,25 +504,163 @@ def _invalid_field(message: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param or 'the body'}: {what[0].lower()}{what[1:]}", param=param, code=code)
 
 
-# --- labels -----------------------------------------------------------------------------------------------------------
+# --- what this server refuses of OpenAI's and vLLM's parameters and routes --------------------------------------------
+# Applied to the decoded JSON before it is converted, so that the bodies declare only supported fields.
 
 
-def label_text(parsed: Any) -> str:
-    """Return the labels of a parsed body as part of a log line: printable, short and on one line."""
-    given = [(name, parsed[name]) for name in LABELS if name in parsed] if isinstance(parsed, dict) else []
-    return " ".join(f"{name}={_label(value)}" for name, value in given if value is not None)
+MAX_MESSAGES = 4096  # in a conversation; also the number of parts of a message that are searched
+INSIDE = {
+    "chat": ("messages", "message"),
+    "message": ("content", "part"),
+    "pin": ("messages", "message"),
+    "responses": ("tools", "tool"),
+    "tokenize": ("messages", "message"),
+}
+OF_TYPE = {"part": "messages", "tool": "tools"}  # places whose `type` may be unsupported -> the field that holds them
 
 
-def _label(value: Any) -> str:
-    return shown(_first_items(value)).encode("ascii", "backslashreplace").decode()[:MAX_LABEL]
+class Unsupported(NamedTuple):
+    """How a parameter is refused.
+
+    Attributes:
+        places: the routes, or parts of a body, where clients send the parameter; elsewhere it is an unknown name.
+        neutral: values that mean the same as leaving the parameter out. Like null, they are accepted.
+        forbidden: whether a request may never set it.
+        instead: what there is instead; without it, support is planned.
+    """
+
+    places: str = "completions chat"
+    neutral: tuple[Any, ...] = ()
+    forbidden: bool = False
+    instead: str = ""
 
 
-def _first_items(value: Any, depth: int = 2) -> Any:
-    """Return the first items of a JSON value, so that megabytes of labels do not delay other requests."""
-    if not isinstance(value, dict | list):
-        return value
-    if depth == 0:
-        return "..."
-    if isinstance(value, list):
-        return [_first_items(item, depth - 1) for item in value[:MAX_LABEL_ITEMS]]
-    return {key: _first_items(item, depth - 1) for key, item in islice(value.items(), MAX_LABEL_ITEMS)}
+UNSUPPORTED: dict[str, Unsupported] = {
+    "allowed_token_ids": Unsupported(),
+    "annotations": Unsupported("message", ([],)),
+    "apply_patch": Unsupported("tool"),
+    "audio": Unsupported("chat message"),
+    "best_of": Unsupported(neutral=(1,)),
+    "chat_template": Unsupported("completions chat responses tokenize pin", forbidden=True),
+    "chat_template_kwargs": Unsupported("completions", ({},), instead="a prompt is not rendered; see /tokenize"),
+    "code_interpreter": Unsupported("tool"),
+    "computer": Unsupported("tool"),
+    "computer_use_preview": Unsupported("tool"),
+    "conversation": Unsupported("responses"),
+    "custom": Unsupported("tool"),
+    "documents": Unsupported("completions", ([],), instead="a prompt is not rendered; chat completions take them"),
+    "echo": Unsupported("chat", (False,)),
+    "enable_response_messages": Unsupported("responses", (False,)),
+    "file": Unsupported("part"),
+    "file_search": Unsupported("tool"),
+    "function_call": Unsupported("chat message", ("none", "auto")),
+    "functions": Unsupported("chat", ([],)),
+    "guided_decoding_backend": Unsupported(neutral=("auto", "guidance"), instead="llguidance is the only backend"),
+    "guided_whitespace_pattern": Unsupported(instead="it is whitespace_pattern in structured_outputs"),
+    "image_generation": Unsupported("tool"),
+    "image_url": Unsupported("part"),
+    "include_reasoning": Unsupported("chat responses", (True,)),
+    "input_audio": Unsupported("part"),
+    "kv_transfer_params": Unsupported("completions chat responses"),
+    "local_shell": Unsupported("tool"),
+    "logprob_token_ids": Unsupported(),
+    "max_tool_calls": Unsupported("responses"),
+    "mcp": Unsupported("tool"),
+    "media_io_kwargs": Unsupported("completions chat responses tokenize", forbidden=True),
+    "mm_processor_kwargs": Unsupported("completions chat responses tokenize", forbidden=True),
+    "modalities": Unsupported("chat", (["text"],)),
+    "moderation": Unsupported("responses"),
+    "namespace": Unsupported("tool"),
+    "output_attentions": Unsupported(neutral=(False,)),
+    "output_hidden_states": Unsupported(neutral=(False,)),
+    "prediction": Unsupported("chat"),
+    "previous_input_messages": Unsupported("responses"),
+    "prompt": Unsupported("responses"),
+    "prompt_cache_retention": Unsupported("responses", ("in_memory",)),
+    "prompt_embeds": Unsupported("completions"),
+    "reasoning": Unsupported("responses", ({},)),
+    "refusal": Unsupported("message part"),
+    "repetition_detection": Unsupported(),
+    "service_tier": Unsupported("completions chat responses", ("auto", "default")),
+    "shell": Unsupported("tool"),
+    "store": Unsupported(neutral=(False,)),
+    "structural_tag": Unsupported(),
+    "suffix": Unsupported("completions"),
+    "thinking_token_budget": Unsupported(),
+    "tool_search": Unsupported("tool"),
+    "top_logprobs": Unsupported("responses", (0,)),
+    "truncate_prompt_tokens": Unsupported(),
+    "truncation": Unsupported("responses", ("disabled",)),
+    "truncation_side": Unsupported(),
+    "verbosity": Unsupported("chat"),
+    "video_url": Unsupported("part"),
+    "vllm_xargs": Unsupported("completions chat responses"),
+    "web_search": Unsupported("tool"),
+    "web_search_2025_08_26": Unsupported("tool"),
+    "web_search_options": Unsupported("chat"),
+    "web_search_preview": Unsupported("tool"),
+}
+
+UNSUPPORTED_ROUTES = (
+    "/v1/responses/{id}/input_items",
+    "/v1/responses/input_tokens",
+    "/v1/responses/compact",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/load",
+    "/openapi.json",
+    "/docs",
+)
+
+
+def strip_unsupported(body: Any, place: str) -> None:
+    """Remove from `body`, in place, the unsupported parameters whose value changes nothing.
+
+    Args:
+        body: decoded JSON. Anything but an object is ignored here, and refused by the typed decoding.
+        place: selects the rows of the table that apply, by their `places`.
+
+    Raises NotSupportedError for a planned parameter and InvalidRequestError for a forbidden one.
+    """
+    if not isinstance(body, dict):
+        return
+    if place in OF_TYPE and isinstance(kind := body.get("type"), str) and _applies(kind, place):
+        raise _refusal(OF_TYPE[place], {"type": kind})
+    _check_best_of(body)
+    for name in sorted(UNSUPPORTED.keys() & body.keys()):
+        if _applies(name, place) and not _is_neutral(name, value := body.pop(name)):
+            raise _refusal(name, value)
+    key, inner = INSIDE.get(place, ("", ""))
+    items = body.get(key)
+    for item in islice(items, MAX_MESSAGES) if isinstance(items, list) else ():
+        strip_unsupported(item, inner)
+
+
+def _check_best_of(body: dict[str, Any]) -> None:
+    """Refuse a best_of that is less than n: the best of one answer cannot be several."""
+    best_of, n = body.get("best_of"), body.get("n")
+    if type(best_of) is int and type(n) is int and best_of < n:
+        raise InvalidRequestError(f"best_of: {best_of} is less than n = {shown(n)}", param="best_of")
+
+
+def _applies(name: str, place: str) -> bool:
+    return name in UNSUPPORTED and place in UNSUPPORTED[name].places.split()
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether a value changes nothing. Types count: true is not 1."""
+    return value is None or any(value == same and type(value) is type(same) for same in UNSUPPORTED[name].neutral)
+
+
+def _refusal(name: str, value: Any) -> InvalidRequestError:
+    if name in UNSUPPORTED and UNSUPPORTED[name].forbidden:
+        message = f"{name}: not accepted from a request; the model's own template and processing are used"
+        return InvalidRequestError(message, param=name, code="not_allowed")
+    if name in UNSUPPORTED and UNSUPPORTED[name].instead:
+        message = f"{name}: {shown(value)} is not supported; {UNSUPPORTED[name].instead}"
+        return InvalidRequestError(message, param=name, code="not_supported")
+    return NotSupportedError(f"{name}: {shown(value)} is not supported; this is not built yet", param=name)

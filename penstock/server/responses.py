@@ -10,7 +10,7 @@ turn.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 import msgspec
@@ -26,17 +26,22 @@ from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, check_form, salted, sampling_params
 from penstock.server.kept_calls import KeptCall
 from penstock.server.openai_requests import (
+    MAX_MESSAGES,
+    Allowed,
+    AllowedChoice,
+    AllowedEntry,
     ChatRequest,
-    FunctionTool,
-    ResponseToolChoice,
+    FunctionDefinition,
+    FunctionName,
+    NamedChoice,
     Strict,
+    Tool,
     check_timeout,
     to_request,
     with_sampling_fields,
 )
 from penstock.server.resumption import keep, owner_of, resume, stream_of
 from penstock.server.tools import rules_of, with_rules
-from penstock.server.unsupported import MAX_MESSAGES
 
 # --- a conversation as items ------------------------------------------------------------------------------------------
 
@@ -168,6 +173,46 @@ def _text_of_part(part: Any) -> str:
         raise fail("input", part, 'a part of the content like {"type": "input_text", "text": "..."}')
     text: str = part["text"]
     return text
+
+
+# --- tools: the fields of a chat's, but a function's are on the same level as its type --------------------------------
+
+
+class FunctionTool(FunctionDefinition, kw_only=True, frozen=True):
+    """An entry of a response's `tools`."""
+
+    type: Literal["function"]
+
+    def as_tool(self) -> Tool:
+        """Return the same in the form of a chat request."""
+        fields = {name: getattr(self, name) for name in FunctionDefinition.__struct_fields__}
+        return Tool(type="function", function=FunctionDefinition(**fields))
+
+
+class FunctionChoice(Strict, kw_only=True, frozen=True, tag_field="type", tag="function"):
+    name: str
+
+    def as_choice(self) -> NamedChoice:
+        """Return the same in the form of a chat request."""
+        return NamedChoice(function=FunctionName(name=self.name))
+
+
+class AllowedFunction(Strict, kw_only=True, frozen=True):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(Strict, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedFunction]
+
+    def as_choice(self) -> AllowedChoice:
+        """Return the same in the form of a chat request."""
+        entries = [AllowedEntry(type="function", function=FunctionName(name=tool.name)) for tool in self.tools]
+        return AllowedChoice(allowed_tools=Allowed(mode=self.mode, tools=entries))
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions
 
 
 # --- the body ---------------------------------------------------------------------------------------------------------

@@ -151,16 +151,10 @@ def stream_of(context: ServerContext, call: KeptCall, after: Sequence[int], *, d
     return EventStream(events, stall_timeout_s=options.stall_timeout_s, done=done)
 
 
-def continued(request: Request, kind: str, body: Strict) -> Response | None:
-    """Return the rest of the stream that a POST names in Last-Event-ID; None if it has no such header.
-
-    Raises ApiError if there is no such stream, or if its request had another body.
-    """
-    last = request.headers.get("last-event-id")
-    if last is None:
-        return None
+def continued(request: Request, kind: str, body: Strict, last_event_id: str) -> Response:
+    """Return the rest of a stream. Raise ApiError if there is no such stream, or if its request had another body."""
     context = context_of(request)
-    call_id, after = position_of(last)
+    call_id, after = position_of(last_event_id)
     call = context.kept.get(call_id, kind, owner_of(request))
     if call.begun.body != _encode(body):
         message = "Last-Event-ID: the body differs from that of the stream to be continued"

@@ -11,12 +11,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, shown
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.timeline import Interval, IntervalKind, RequestMetrics, Timeline
 
+MAX_LABEL = 64  # characters of a label in the log
+MAX_LABEL_ITEMS = 6  # items kept of an object or a list, one more than `shown` prints
+LABELS = ("user", "metadata", "safety_identifier", "session_id", "request_id", "prompt_cache_key")
 MAX_CALLS = 1000
 MAX_CHOICES = 16  # timelines are kept for this many choices of a call, the first ones
 MAX_KEPT_INTERVALS = 100_000  # in all calls that have ended, about 20 MiB
@@ -65,6 +69,27 @@ class RequestLog:
         return (
             f"prompt={self.num_prompt_tokens} cached={self.num_cached_tokens} completion={self.num_completion_tokens}"
         )
+
+
+def label_text(parsed: Any) -> str:
+    """Return the labels of a parsed body as part of a log line: printable, short and on one line."""
+    given = [(name, parsed[name]) for name in LABELS if name in parsed] if isinstance(parsed, dict) else []
+    return " ".join(f"{name}={_label(value)}" for name, value in given if value is not None)
+
+
+def _label(value: Any) -> str:
+    return shown(_first_items(value)).encode("ascii", "backslashreplace").decode()[:MAX_LABEL]
+
+
+def _first_items(value: Any, depth: int = 2) -> Any:
+    """Return the first items of a JSON value, so that megabytes of labels do not delay other requests."""
+    if not isinstance(value, dict | list):
+        return value
+    if depth == 0:
+        return "..."
+    if isinstance(value, list):
+        return [_first_items(item, depth - 1) for item in value[:MAX_LABEL_ITEMS]]
+    return {key: _first_items(item, depth - 1) for key, item in islice(value.items(), MAX_LABEL_ITEMS)}
 
 
 Finished = Callable[["CallTimeline"], None]

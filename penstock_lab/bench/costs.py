@@ -10,8 +10,8 @@ import ctypes
 from collections import Counter
 from dataclasses import dataclass
 
+from penstock import EngineConfig
 from penstock.assembly.memory import cached_token_bytes
-from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
 from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall

@@ -22,8 +22,8 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
+from penstock import EngineError
 from penstock.config import available_threads
-from penstock.errors import EngineError
 from penstock_lab.bench.senders import Request, Senders
 from penstock_lab.bench.startup import python_process
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.assembly.engine import PlannedEngine
-from penstock.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock import EngineConfig, NotSupportedError, RequestFailedError, SamplingParams
+from penstock.assembly import PlannedEngine
+from penstock.config import CacheConfig, SchedulerConfig
 from penstock.engine.engine import Engine
-from penstock.errors import NotSupportedError, RequestFailedError, check_int, fail
+from penstock.errors import check_int, fail
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, TokenLogprobs
 from penstock.kernels.attention.items import cache_token_bytes
 from penstock.kernels.cpu.host import free_memory_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.errors import EngineError
+from penstock import EngineError
 from penstock_lab.bench.costs import Cost
 from penstock_lab.bench.pipeline import StageTime
 from penstock_lab.bench.samples import READ, Rates, Sample, Work

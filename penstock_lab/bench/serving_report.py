@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 from penstock_lab.bench.outcomes import METRICS
 
 WIDTH = 50

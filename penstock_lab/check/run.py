@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from penstock import __version__
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, ModelLoadError, check_int, check_str, fail
+from penstock import EngineConfig, InvalidRequestError, ModelLoadError, __version__
+from penstock.errors import check_int, check_str, fail
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ModelLoadError, NotSupportedError
+from penstock import ModelLoadError, NotSupportedError
 from penstock.layers.module import replaced
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_architecture

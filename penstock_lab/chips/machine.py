@@ -14,7 +14,7 @@ epochs are on different chips.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock_lab.chips.device import Device, Work

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import InvalidRequestError
 from penstock.cli.options import add_model, parse_object, parse_size
 from penstock.client.prompts import progress
-from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from penstock_lab.bench.datasets import Dataset

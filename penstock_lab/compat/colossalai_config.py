@@ -6,9 +6,9 @@ Every field is checked. A field that has no effect here must have its default; o
 from dataclasses import dataclass, fields
 from typing import Any
 
+from penstock import NotSupportedError, SamplingParams
 from penstock.config import BLOCK_SIZES, KV_CACHE_DTYPES, MAX_CONTEXT
-from penstock.errors import NotSupportedError, check_bool, check_choice, check_int, fail, shown
-from penstock.interface.sampling_params import SamplingParams
+from penstock.errors import check_bool, check_choice, check_int, fail, shown
 from penstock.spec.config_reader import same
 
 # torch's types are compared as text, so that torch is not imported. float16 is served as bfloat16.

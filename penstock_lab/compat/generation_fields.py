@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.errors import InvalidRequestError, ModelLoadError, fail
+from penstock import InvalidRequestError, ModelLoadError
+from penstock.errors import fail
 from penstock.interface.plugins import PROCESSORS as REGISTERED
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.generation_config import read_refused, read_sampling

@@ -35,7 +35,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock import InvalidRequestError, NotSupportedError
 from penstock.kernels.reference import attention as parts
 from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.attention import Part, Scoring

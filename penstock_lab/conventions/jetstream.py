@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme

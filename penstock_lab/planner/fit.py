@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly.memory import (
     CachePlan,
     Ledger,
@@ -17,8 +18,7 @@ from penstock.assembly.memory import (
     plan_kv_cache,
     smallest_cache_bytes,
 )
-from penstock.config import DEGREES, EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.config import DEGREES
 from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.items import ELEMENT_BYTES
 from penstock.kernels.scheme import Scheme

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidRequestError, check_choice, check_str, fail
+from penstock import InvalidRequestError
+from penstock.errors import check_choice, check_str, fail
 from penstock_lab.planner.yaml_file import MOST_BYTES, load, names_in, number, record, whole
 
 FOLDER = Path(__file__).parent / "hardware"

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock import EngineConfig, NotSupportedError
 from penstock.assembly.memory import ModelSizes
 from penstock.assembly.sizes import model_sizes
-from penstock.config import EngineConfig
-from penstock.errors import NotSupportedError, fail
+from penstock.errors import fail
 from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops

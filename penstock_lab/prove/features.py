@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from penstock.errors import InvalidRequestError
-from penstock.interface.sampling_params import SamplingParams
+from penstock import InvalidRequestError, SamplingParams
 
 PROCESSOR = "prove_ramp"  # a processor of the proof, registered where it is used
 MAX_TOKENS = 40

@@ -16,9 +16,10 @@ import httpx
 import msgspec
 from msgspec import inspect
 
-from penstock.errors import PenstockError
+from penstock import PenstockError
 from penstock.server.embeddings import EmbeddingRequest, RankingRequest, ScoreRequest
 from penstock.server.openai_requests import (
+    UNSUPPORTED,
     BlocksRequest,
     ChatRequest,
     CompletionRequest,
@@ -29,7 +30,6 @@ from penstock.server.openai_requests import (
     TokenizeRequest,
 )
 from penstock.server.responses import ResponseRequest
-from penstock.server.unsupported import UNSUPPORTED
 from penstock_lab.prove.attacks.attack import BODIES, FLAGS, KEY, Attack, Target, judge
 from penstock_lab.prove.attacks.table import ATTACKS, SLOW_ATTACKS
 from penstock_lab.prove.canary import Oracle

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from penstock import EngineConfig, InvalidRequestError, SamplingParams
 from penstock.assembly import build_engine
-from penstock.config import EngineConfig
-from penstock.errors import ExecutorLostError, InvalidRequestError
+from penstock.errors import ExecutorLostError
 from penstock.interface.messages import EngineOutput, EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
 from penstock.models.config_json import load_model_config

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from starlette.types import Message
 
+from penstock import InvalidRequestError, ModelLoadError, RequestFailedError, RequestOutput, StructuredOutputsParams
 from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.open_requests import Mailbox
 from penstock.client.prompts import PromptRequest
@@ -22,11 +23,9 @@ from penstock.client.step_client import InProcessClient
 from penstock.client.text import choose_tokenizer
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
-from penstock.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import PrefixUse, RequestOutput
+from penstock.interface.outputs import PrefixUse
 from penstock.interface.step import CacheGroup
-from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import httpx
 
-from penstock.errors import EngineError
+from penstock import EngineError
 from penstock_lab.prove.proof import Subject
 
 CLIENT_TIMEOUT_S = 120.0

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
 
+from penstock import EngineConfig, EngineError, InvalidRequestError, RequestOutput, register_logits_processor
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.step_client import InProcessClient
 from penstock.client.text import choose_tokenizer
-from penstock.config import SCHEDULING_POLICIES, EngineConfig
-from penstock.errors import EngineError, InvalidRequestError, check_int
-from penstock.interface.outputs import RequestOutput
-from penstock.interface.plugins import PROCESSORS, register_logits_processor
+from penstock.config import SCHEDULING_POLICIES
+from penstock.errors import check_int
+from penstock.interface.plugins import PROCESSORS
 from penstock.runner.sampler import ALL_MASKED
 from penstock_lab.prove import axes, features
 from penstock_lab.prove.every_draft import EveryDraft

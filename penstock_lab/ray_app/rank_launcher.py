@@ -28,8 +28,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from penstock.config import EngineConfig
-from penstock.errors import EngineError
+from penstock import EngineConfig, EngineError
 from penstock.kernels.cpu.library import chosen_level
 from penstock.ranks.children import Effort, children, count_elsewhere, spawn
 from penstock.ranks.launcher import HERE, STDERR

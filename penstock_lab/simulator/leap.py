@@ -8,8 +8,8 @@ equivalent blocks may have other numbers), and so are all figures: tests compare
 
 from collections import Counter
 
+from penstock import EngineError
 from penstock.engine.engine import Engine
-from penstock.errors import EngineError
 from penstock_lab.simulator.executor import TOKEN, StepCosts
 
 SHORTEST = 2  # steps; fewer are computed one by one

@@ -20,10 +20,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from penstock import EngineConfig, SamplingParams
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.weights.hub import resolve_model
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.forecast import DECODE, PREFILL, Load

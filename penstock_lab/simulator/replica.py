@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from penstock import EngineError, FinishReason, InvalidRequestError, SamplingParams
 from penstock.client.router import QueuedTokens
 from penstock.engine.engine import Engine
-from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
-from penstock.interface.outputs import FinishReason
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import Executor
 from penstock_lab.simulator.arrivals import Arrival
 from penstock_lab.simulator.executor import TOKEN, CostExecutor, StepCosts, VirtualClock

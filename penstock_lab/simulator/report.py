@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 from penstock_lab.bench.serving_report import draw, figure, picture
 from penstock_lab.planner.page import page
 from penstock_lab.planner.page import table as html_table

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly import PlannedEngine, plan_engine
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, check_int
+from penstock.errors import check_int
 from penstock_lab.bench.datasets import Dataset
 from penstock_lab.bench.outcomes import Load
 from penstock_lab.simulator.arrivals import Arrival, Drawn, Trace

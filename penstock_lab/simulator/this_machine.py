@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from penstock.config import EngineConfig, available_threads
-from penstock.errors import EngineError
+from penstock import EngineConfig, EngineError
+from penstock.config import available_threads
 from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuOps

@@ -13,7 +13,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 
-from penstock.errors import EngineError, fail
+from penstock import EngineError
+from penstock.errors import fail
 from penstock_lab.simulator.figures import Figures
 from penstock_lab.simulator.scenario import Scenario
 

@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
+from penstock import EngineConfig, InvalidRequestError, PoolingParams, SamplingParams
 from penstock.cli.main import main
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
-from penstock.interface.pooling import PoolingParams
-from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.metadata import AttentionMetadata
 from penstock.kernels.tensors import Array
 from penstock_lab.bench.placement import Trial, run_placement

@@ -16,8 +16,9 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.server.api_errors import ApiError
 from penstock.server.app import create_app
 from penstock.server.middleware import FREE_BODY_BYTES, BodyLimitMiddleware
-from penstock.server.openai_requests import ChatRequest, CompletionRequest, label_text, parse, to_request
+from penstock.server.openai_requests import ChatRequest, CompletionRequest, parse, to_request
 from penstock.server.options import ServerOptions
+from penstock.server.timelines import label_text
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, RunningServer, app_client, running, send, wait_until
 from tests.server.test_sockets import post, raw, read_all

@@ -8,8 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from penstock.server.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from penstock.server.unsupported import UNSUPPORTED
+from penstock.server.openai_requests import (
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import app_client
 

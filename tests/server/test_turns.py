@@ -11,7 +11,7 @@ from penstock.client.prompts import PromptRequest
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineOutput
 from penstock.interface.sampling_params import SamplingParams
-from penstock.server.keys import Account, KeyRules, priority_of
+from penstock.server.keys import Account, KeyRules
 from tests.fakes_engine import model_info
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import QUIET, app_client
@@ -59,9 +59,8 @@ def test_wrong_values_are_named(field: str, value: Any) -> None:
 def test_a_key_may_ask_for_less_urgency_only() -> None:
     """Guards against a key of batch jobs that calls itself urgent."""
     account = Account("batch", KeyRules("x" * 16, priority=5))
-    assert [priority_of(account, asked) for asked in (None, -3, 4, 9)] == [5, 5, 5, 9]
-    assert [priority_of(None, asked) for asked in (None, -3)] == [0, -3]
-    assert priority_of(Account("free", KeyRules("x" * 16)), 2) == 2
+    assert [account.allowed_priority(asked) for asked in (None, -3, 4, 9)] == [5, 5, 5, 9]
+    assert Account("free", KeyRules("x" * 16)).allowed_priority(2) == 2
 
 
 @pytest.mark.parametrize(

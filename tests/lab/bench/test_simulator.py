@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock import EngineConfig, EngineError, InvalidRequestError
 from penstock.assembly import PlannedEngine, plan_engine
 from penstock.cli.main import main
-from penstock.config import EngineConfig
 from penstock.engine.scheduler import Scheduler
-from penstock.errors import EngineError, InvalidRequestError
 from penstock_lab.bench.datasets import Dataset, draw_samples
 from penstock_lab.bench.outcomes import Load
 from penstock_lab.simulator import workers

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import BFLOAT16, FLOAT32
 from penstock_lab.bench import attention_rates

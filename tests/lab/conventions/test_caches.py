@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import LLM, SamplingParams, models
-from penstock.errors import InvalidRequestError
+from penstock import LLM, InvalidRequestError, SamplingParams, models
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import InvalidRequestError
 from penstock.cli.main import main
-from penstock.errors import InvalidRequestError
 from penstock.models.config_json import parse_model_config
 from penstock_lab.planner.machines import OnChip
 from penstock_lab.planner.operator import (

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly import plan_engine
 from penstock.cli.main import main
 from penstock.cli.options import parse_size
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.machines import load_hardware, read_hardware
 from penstock_lab.planner.placement_file import load_placement, read_placement

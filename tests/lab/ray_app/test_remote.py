@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("ray", reason="an extra")
 
+from penstock import InvalidRequestError
 from penstock.client import frames
-from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineStats
 from penstock_lab.door import TOKEN_BYTES, Door, read_exactly
 from penstock_lab.ray_app import cluster as ray_cluster
