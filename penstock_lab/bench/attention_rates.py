@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config import KV_CACHE_SLICES
-from penstock.kernels.cpu.attention import CpuKVCache
-from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.ops import CpuKVCache, CpuOps
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.ops import TensorRows
-from penstock.layers.attention import Attention
+from penstock.layers.decoder import Attention
 from penstock.layers.module import get_submodule
 from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.weights.rows import tensor_rows

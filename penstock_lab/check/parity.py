@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from penstock.layers.attention import Attention
+from penstock.layers.decoder import Attention
 from penstock.layers.module import get_submodule, named_modules
 from penstock.layers.weights import ActivatedLinear, Embedding, Linear, LMHead, WeightLayer
 from penstock.weights.safetensors import Checkpoint

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.kernels.attention.layout import ELEMENT_BYTES
+from penstock.kernels.attention.items import ELEMENT_BYTES
 from penstock.spec.model_config import ModelConfig
 
 STREAMED, RESIDENT = "streamed", "resident"
