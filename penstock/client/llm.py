@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.engine_connection import Launcher
+from penstock.client.engine_handle import Launcher
 from penstock.client.fleet import MAX_REPLICAS
+from penstock.client.input_processor import Prompt, PromptRequest, check_text
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import Prompt, PromptRequest, check_text, progress
+from penstock.client.prompts import progress
 from penstock.client.results import (
     embedding_output,
     embedding_request,
@@ -42,6 +43,7 @@ from penstock.errors import (
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
 from penstock.interface.pooling import (
     EmbeddingRequestOutput,
+    PoolingOutput,
     PoolingParams,
     PoolingRequestOutput,
     ScoringRequestOutput,
@@ -49,8 +51,7 @@ from penstock.interface.pooling import (
 from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
 from penstock.tokenizer.answers import assistant_message
-from penstock.tokenizer.chat_template import render_chat, turn_of
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, render_chat, turn_of
 
 Message = Mapping[str, Any]
 
@@ -232,7 +233,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         pooling_task: str | None = None,
-    ) -> list[PoolingRequestOutput]:
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return the pooled hidden states of each prompt as an array, in the order given.
 
         pooling_task: "token_embed" gives the hidden state of every token, [T, hidden]; "embed" follows pooling_params.

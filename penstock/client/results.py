@@ -63,7 +63,7 @@ def requests_for(params: Any, count: int, make: Any) -> list[SamplingParams]:
     return [make(item) for item in listed]
 
 
-def pooling_output(output: RequestOutput, *, is_matrix: bool) -> PoolingRequestOutput:
+def pooling_output(output: RequestOutput, *, is_matrix: bool) -> PoolingRequestOutput[PoolingOutput]:
     """Return a request's vectors as an array. Raise RequestFailedError if its computation failed."""
     data = np.frombuffer(_pooled(output), dtype="<f4")
     shaped = data.reshape(len(output.prompt_token_ids), -1) if is_matrix else data

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
 from operator import mul
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from penstock.errors import (
     InvalidRequestError,
@@ -30,6 +30,8 @@ TRUNCATION_SIDES = ("right", "left")
 MAX_DIMENSIONS = 2**20
 MAX_POOLED_BYTES = 2**26  # limit for the hidden states of one request
 FLOAT_BYTES = 4
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,33 +179,21 @@ class ScoringOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingRequestOutput:
+class PoolingRequestOutput(Generic[Result]):
     """The result of a pooling request. prompt_token_ids: the computed tokens, after any truncation."""
 
     request_id: str
-    outputs: PoolingOutput
+    outputs: Result
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRequestOutput:
-    """The embedding of a text. prompt_token_ids: the computed tokens, after any truncation."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The embedding of a text."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringRequestOutput:
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     """The score of a pair. prompt_token_ids: the tokens of both texts, the second after the first."""
-
-    request_id: str
-    outputs: ScoringOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True

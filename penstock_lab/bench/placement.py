@@ -17,7 +17,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import check_int, fail
 from penstock.interface.messages import EngineRequest
 from penstock.interface.step import CacheGroup, TokenLogprobs
-from penstock.kernels.attention.layout import cache_token_bytes
+from penstock.kernels.attention.items import cache_token_bytes
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config

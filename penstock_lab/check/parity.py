@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.ops import TensorRows
-from penstock.layers.attention import Attention
+from penstock.layers.decoder import Attention
 from penstock.layers.module import get_submodule, named_modules
 from penstock.layers.weights import ActivatedLinear, Embedding, LayerNorm, Linear, LMHead, RMSNorm, WeightLayer
 from penstock.weights.rows import tensor_rows

@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock import InvalidRequestError
 from penstock.errors import check_choice, fail
-from penstock.kernels.attention.layout import ELEMENT_BYTES
+from penstock.kernels.attention.items import ELEMENT_BYTES
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner.yaml_file import MOST_BYTES, load, names_in, whole
 

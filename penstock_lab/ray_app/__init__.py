@@ -3,7 +3,7 @@
 Ray Serve places replicas on machines, replaces those that die, and decides how many there are. A replica is a place for
 an engine process. The client leases it, and from then on the engine is one of the client's engines like any other:
 
-    our server (client/fleet.py decides who computes what, client/recovery.py goes on after a death)
+    our server (client/fleet.py decides who computes what, also after a death)
         | one lease per engine, through Serve               | one TCP connection per engine: frames (client/frames.py)
     a Serve replica (engines.py): an actor that starts  ->  an engine process (client/engine_process.py)
 

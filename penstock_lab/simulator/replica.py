@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock import EngineError, FinishReason, InvalidRequestError, SamplingParams
-from penstock.client.router import QueuedTokens
+from penstock.client.admission import QueuedTokens
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineRequest
 from penstock.interface.step import Executor

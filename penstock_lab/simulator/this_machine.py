@@ -18,10 +18,9 @@ import yaml
 
 from penstock import EngineConfig, EngineError
 from penstock.config import KV_CACHE_SLICES, available_threads
-from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.cpu.library import ABI
-from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.ops import CpuKVCache, CpuOps
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
 from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.scheme import Scheme
