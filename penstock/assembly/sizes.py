@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from penstock.assembly.memory import ModelSizes, Products
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
-from penstock.layers.mlp import MoE
+from penstock.layers.decoder import MoE
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.spec.model_config import ModelConfig

@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.engine_connection import Launcher
+from penstock.client.engine_handle import Launcher
 from penstock.client.fleet import MAX_REPLICAS
+from penstock.client.input_processor import Prompt, PromptRequest, check_text
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import Prompt, PromptRequest, check_text, progress
+from penstock.client.prompts import progress
 from penstock.client.results import (
     embedding_output,
     embedding_request,
@@ -50,8 +51,7 @@ from penstock.interface.pooling import (
 from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
 from penstock.tokenizer.answers import assistant_message
-from penstock.tokenizer.chat_template import render_chat, turn_of
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, render_chat, turn_of
 
 Message = Mapping[str, Any]
 

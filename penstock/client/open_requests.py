@@ -25,8 +25,7 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, 
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.step import TokenLogprobs
 from penstock.interface.timeline import IntervalKind, Timeline
-from penstock.tokenizer.detokenizer import IncrementalDetokenizer, StopStrings
-from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.tokenizer.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 
 LOGGER = logging.getLogger("penstock")
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)

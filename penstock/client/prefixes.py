@@ -1,9 +1,8 @@
 """Prefixes: what a client knows about prefixes in the cache: which are pinned, and how often each was found.
 
-The blocks belong to the engine (engine/pins.py) and are lost with it. What must outlive it is here: the token ids of
-each pin. The next engine gets them before anything else, and computes them after the open requests have gone on. A pin
-is computed by an ordinary request for its tokens and one output, which takes its turn and may be refused like any
-other.
+The blocks belong to the engine (engine/block_pool.py) and are lost with it. What must outlive it is here: the token ids
+of each pin. The next engine gets them before anything else, and computes them after the open requests have gone on. A
+pin is computed by an ordinary request for its tokens and one output, which waits and may be refused like any other.
 
 A hit counts for the longest pin that it covers, or otherwise for the prefix that was found. This module knows no engine
 and sends nothing.

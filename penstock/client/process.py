@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus
-from penstock.client.engine_connection import Launcher
-from penstock.client.fleet import MAX_REPLICAS, Fleet
-from penstock.client.input_processor import InputProcessor
+from penstock.client.engine_handle import Launcher
+from penstock.client.fleet import DEATHS_BEFORE_TRIAL, MAX_REPLICAS, Fleet
+from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, request_of
-from penstock.client.prompts import PromptRequest
 from penstock.client.records import RecordOptions, SavedRecord
-from penstock.client.recovery import DEATHS_BEFORE_TRIAL
 from penstock.client.text import IsolatedTokenizer
 from penstock.errors import (
     EngineDeadError,

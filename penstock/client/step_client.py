@@ -27,11 +27,10 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.client.engine_client import EngineStatus
-from penstock.client.input_processor import InputProcessor
+from penstock.client.input_processor import InputProcessor, Prompt, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, request_of
 from penstock.client.prefixes import Pin
 from penstock.client.process import ProcessClient, warn_of_dropped, when_dropped
-from penstock.client.prompts import Prompt, PromptRequest
 from penstock.engine.engine import Engine
 from penstock.errors import (
     EngineDeadError,

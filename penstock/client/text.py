@@ -72,6 +72,7 @@ class IsolatedTokenizer:
         local = self._local = load_tokenizer(self._folder)
         self.bos_token_id, self.eos_token_id = local.bos_token_id, local.eos_token_id
         self.special_ids = local.special_ids
+        self.token_to_text, self.token_to_bytes = local.token_to_text, local.token_to_bytes
         self.joins_bytes = local.joins_bytes
         self.byte_fallback_ids = local.byte_fallback_ids
         template = None if local.chat_template is None else _IsolatedTemplate(self, local.chat_template.text)
@@ -102,12 +103,6 @@ class IsolatedTokenizer:
         if len(ids) <= MANY_IDS:
             return self._local.decode(ids, **options)
         return str(self.call("decode", [list(ids)], options, num_chars=8 * len(ids)))
-
-    def token_to_text(self, token_id: int) -> str:
-        return self._local.token_to_text(token_id)
-
-    def token_to_bytes(self, token_id: int) -> bytes:
-        return self._local.token_to_bytes(token_id)
 
     def check_form(self, form: StructuredOutputsParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raise InvalidRequestError for a form of answers that cannot be followed, or takes too long to compile."""
