@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.assembly import build_engine
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.library import LEVEL_VARIABLE, level_of_bits
+from penstock_lab.convert.pack import convert_model
 from tests.hf_models import make_llama
 from tests.kernels.packed import levels
 from tests.runner.test_with_engine import LLAMA

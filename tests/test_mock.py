@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, InvalidRequestError, NotSupportedError, SamplingParams
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock_lab.bench.meter import StepMeter
+from penstock_lab.convert.pack import convert_model
 from penstock_lab.mock import next_token
 from tests.fakes_engine import ScriptedExecutor
 from tests.hf_models import make_mistral

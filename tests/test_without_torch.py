@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from penstock import AsyncLLM, SamplingParams, register_model
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.kernels.tensors import is_torch
 from penstock.models.config_json import load_model_config
 from penstock.models.llama.model import LlamaForCausalLM
 from penstock.models.registry import ARCHITECTURES
 from penstock.weights.loader import dtype_for
+from penstock_lab.convert.pack import convert_model
 from tests.hf_models import make_llama
 from tests.kernels.packed import levels
 from tests.lab.compat.user_file import registry_as_before

@@ -23,7 +23,6 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "serve a model over the OpenAI API",
     "run-batch": "answer a file of OpenAI's batch requests",
-    "convert": "write a checkpoint in another form: packed, merged, separate",
 }
 POSITIONAL = {"model": "model", "prompt": "prompt", "src": "SRC", "dst": "DST", "bundle": "BUNDLE"}  # as errors name it
 EPILOG = """examples:

@@ -2,6 +2,7 @@
 
 COMMANDS = {
     "bench": "measure throughput and latency",
+    "convert": "write a checkpoint in another form: packed, merged, separate",
     "check": "compare a model with Transformers, layer by layer",
     "prove": "prove on this machine what is promised: same bits, no stream dropped",
     "plan": "predict a model's memory and speed before it is loaded",

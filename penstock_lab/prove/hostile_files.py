@@ -16,10 +16,10 @@ from random import Random
 from typing import Any, ClassVar
 
 from penstock import EngineConfig, EngineError
-from penstock.assembly.convert import convert_model
 from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model
 from penstock.weights.sources import read_parameters
+from penstock_lab.convert.pack import convert_model
 from penstock_lab.prove.file_mutations import mutate_bytes, mutate_json, mutate_safetensors, mutate_yaml
 from penstock_lab.prove.proof import Trials
 

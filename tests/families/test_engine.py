@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.engine.speculation import Speculation
 from penstock.kernels.scheme import Scheme
+from penstock_lab.convert.pack import convert_model
 from penstock_lab.prove.every_draft import EveryDraft
 from penstock_lab.prove.parallel import BASE, answers, start_threads
 from tests.answers import LENGTHS, MAX_MODEL_LEN, PROMPTS, ask, ask_alone, check, check_resumed, request

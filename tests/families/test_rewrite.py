@@ -7,13 +7,13 @@ import torch
 
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
-from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import Checkpoint
+from penstock_lab.convert.rewrite import rewrite_model
 from tests.families.case import Case, all_cases, for_cases
 from tests.families.conftest import MakeModel
 from tests.hf_models import random_ids
+from tests.lab.convert.test_rewrite import same_checkpoint
 from tests.paged import PagedModel
-from tests.weights.test_rewrite import same_checkpoint
 
 LIMIT = 10**9
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.messages import EngineRequest
@@ -26,6 +25,7 @@ from penstock.layers.weights import PLAIN_HEAD, HeadLayout, LinearSpec, LMHead
 from penstock.models.config_json import load_model_config
 from penstock.runner.model_runner import RecordedModel
 from penstock.weights.loader import load_model
+from penstock_lab.convert.pack import convert_model
 from tests.answers import Answer, answer, ask, ask_alone
 from tests.families import falcon
 from tests.hf_models import random_ids

@@ -22,8 +22,8 @@ from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.ranks.build import CutSource
 from penstock.ranks.sharding import Degrees, Share, cut_all
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.rewrite import rewrite_model
 from penstock.weights.sources import open_source, read_parameters
+from penstock_lab.convert.rewrite import rewrite_model
 from tests.families import falcon
 from tests.families.case import Case
 from tests.hf_models import hf_logprobs, random_ids

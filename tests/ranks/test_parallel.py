@@ -19,7 +19,6 @@ import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.assembly import build_engine
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface import entry_points
@@ -31,6 +30,7 @@ from penstock.ranks.links import Mesh, SharedMemoryLinks, SocketLinks
 from penstock.ranks.sharding import Degrees
 from penstock_lab.bench.profile import Profile
 from penstock_lab.bench.split_meter import SplitMeter
+from penstock_lab.convert.pack import convert_model
 from penstock_lab.planner.table_template import table_text
 from penstock_lab.prove import tiny_models
 from penstock_lab.prove.parallel import BASE, answers, differs, draw_map, start_threads

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -31,6 +30,7 @@ from penstock.ranks.launcher import HostLauncher
 from penstock.ranks.pipeline import PipelineExecutor
 from penstock.ranks.stage import RankRunner, Stage, StageRunner, split_layers
 from penstock.weights.loader import make_model, make_ops, weight_layers
+from penstock_lab.convert.pack import convert_model
 from tests.answers import MAX_MODEL_LEN, PROMPTS, WATCHED, ask, ask_alone, check, request
 from tests.families.case import all_cases
 from tests.kernels.packed import levels

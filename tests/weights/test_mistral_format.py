@@ -14,8 +14,8 @@ from penstock import LLM, AsyncLLM
 from penstock.errors import ModelLoadError
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.spec.config_file import config_of_params as config_of
-from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import INDEX, MISTRAL, SINGLE
+from penstock_lab.convert.rewrite import rewrite_model
 from penstock_lab.planner.table_template import table_text
 from tests.families.case import Case
 from tests.hf_models import TINY, hf_logprobs, make_llama, make_mistral, random_ids

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from penstock.assembly import build_engine
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
@@ -21,6 +20,7 @@ from penstock.weights.loader import load_model, weight_layers
 from penstock.weights.packed import fit, read_info
 from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries, verify_checksums
 from penstock_lab.check.files import check_files
+from penstock_lab.convert.pack import convert_model
 from tests.hf_models import make_llama, make_qwen2
 from tests.kernels import packed
 

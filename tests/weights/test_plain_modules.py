@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
@@ -19,6 +18,7 @@ from penstock.kernels.scheme import Scheme
 from penstock.models.config_json import load_model_config
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import SINGLE
+from penstock_lab.convert.pack import convert_model
 from tests.hf_models import make_llama
 from tests.kernels import packed
 from tests.lab.compat.user_file import imported

@@ -11,16 +11,17 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from penstock.assembly import convert
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.spec.param_table import ParamTable
-from penstock.weights import rewrite, rows
-from penstock.weights.rewrite import Destination, rewrite_model
+from penstock.weights import rows
 from penstock.weights.safetensors import INDEX, SINGLE, Checkpoint, TensorEntry, num_bytes
 from penstock.weights.sources import CheckpointSource
+from penstock_lab.convert import rewrite
+from penstock_lab.convert.pack import convert_model
+from penstock_lab.convert.rewrite import Destination, rewrite_model
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, random_ids
 from tests.kernels import packed
 from tests.paged import PagedModel
@@ -208,7 +209,7 @@ def test_packed_weights_cannot_be_turned_back(tmp_path: Path) -> None:
     _, made = make_llama(tmp_path)
     for options, reason in (({}, "rounded to float32"), ({"quantization": "int8"}, "quantised to int8")):
         target = tmp_path / f"packed-{len(options)}"
-        convert.convert_model(EngineConfig.from_options(model=str(made), **options), target)
+        convert_model(EngineConfig.from_options(model=str(made), **options), target)
         with pytest.raises(InvalidRequestError, match=reason):
             rewrite_model(str(target), tmp_path / "back", "transformers", LIMIT)
 
@@ -235,7 +236,7 @@ def test_little_of_the_model_is_held_at_once(tmp_path: Path, monkeypatch: pytest
     """Guards against a conversion that needs the memory of the whole model: rows are read when they are written, in
     pieces."""
     _, made = make_llama(tmp_path)
-    monkeypatch.setattr("penstock.weights.rewrite.PIECE_BYTES", 1000)
+    monkeypatch.setattr("penstock_lab.convert.rewrite.PIECE_BYTES", 1000)
     monkeypatch.setattr(rows, "PIECE_BYTES", 1000)
     held: list[int] = []
     write = rewrite.write_checkpoint

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.assembly import convert as converting
-from penstock.assembly.convert import convert_model
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.weights.rewrite import UNFINISHED, Destination
 from penstock.weights.safetensors import PACKED
+from penstock_lab.convert import pack as converting
+from penstock_lab.convert.pack import convert_model
+from penstock_lab.convert.rewrite import UNFINISHED, Destination
 from tests.hf_models import make_llama
 from tests.kernels import packed
 from tests.test_cli import called, penstock
@@ -25,13 +25,13 @@ from tests.test_cli import called, penstock
 pytestmark = pytest.mark.skipif(not packed.levels(), reason="no native library")
 SLOW = """
 import sys, time
-from penstock.assembly import convert
+from penstock_lab.convert import pack
 from penstock.cli.main import main
-fill = convert.fill_layer
+fill = pack.fill_layer
 def slow(*args):
     fill(*args)
     time.sleep(0.3)
-convert.fill_layer = slow
+pack.fill_layer = slow
 sys.exit(main(sys.argv[1:]))
 """
 

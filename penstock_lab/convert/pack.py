@@ -2,7 +2,7 @@
 
 Each layer is packed as the loader packs it, then written and freed before the next one. For several ranks, their parts
 are written one after the other. config.json is written last, so the directory is a model only once all other files
-exist (weights/rewrite.py).
+exist (penstock_lab/convert/rewrite.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,10 @@ from penstock.weights.loader import (
     weight_layers,
 )
 from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
-from penstock.weights.rewrite import Destination
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import PACKED
 from penstock.weights.sources import ParameterSource, open_source, read_parameters
+from penstock_lab.convert.rewrite import Destination
 
 Progress = Callable[[int, int], None]  # called with the number of finished layers and the total
 

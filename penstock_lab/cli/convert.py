@@ -71,9 +71,9 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _write(args: argparse.Namespace, config: EngineConfig) -> int:
     """Write the checkpoint in the chosen form and return the number of bytes of its weights."""
-    from penstock.assembly.convert import convert_model
     from penstock.kernels.cpu.host import free_memory_bytes
-    from penstock.weights.rewrite import rewrite_model
+    from penstock_lab.convert.pack import convert_model
+    from penstock_lab.convert.rewrite import rewrite_model
 
     handle_signals(terminate=True)
     target = Path(os.path.expanduser(args.dst))
