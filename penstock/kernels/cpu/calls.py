@@ -58,16 +58,6 @@ HostCall = Callable[[], None]
 Arguments = tuple[int | float | None, ...]  # of a native function, without the context
 
 
-class CallRunner(Protocol):
-    """Runs recorded calls, and returns a Status of native/abi.h."""
-
-    def replay(self, calls: "ctypes.Array[PenstockCall]") -> int:
-        """Run the calls once."""
-
-    def decode(self, calls: "ctypes.Array[PenstockCall]", steps: int, *arguments: int) -> int:
-        """Run the calls in several decode steps. arguments: those of penstock_decode between `count` and `steps`."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeProgram:
     """A recorded forward pass, for a fixed number of tokens.
@@ -82,7 +72,7 @@ class NativeProgram:
     """
 
     parts: "Sequence[ctypes.Array[PenstockCall] | HostCall]"
-    runner: CallRunner
+    runner: "NativeCalls"
     steps: "ctypes.Array[PenstockAttentionStep]"
     filled: list[AttentionMetadata]
     kept: Sequence[Any]
@@ -147,7 +137,7 @@ class Recorder:
         foreign: an operation that a program cannot contain, or None.
     """
 
-    def __init__(self, attention: Sequence[AttentionMetadata], runner: CallRunner) -> None:
+    def __init__(self, attention: Sequence[AttentionMetadata], runner: "NativeCalls") -> None:
         """attention: the planned metadata of this pass. runner: runs the calls, and owns the native context."""
         self.foreign: str | None = None
         self._attention = attention
@@ -189,12 +179,11 @@ class Recorder:
         """Return the program, or None if it would be incomplete."""
         if self.foreign:
             return None
-        parts = [_recorded_calls(part) if isinstance(part, list) else part for part in self._parts]
+        parts = [
+            (PenstockCall * len(part))(*(_recorded_call(*call) for call in part)) if isinstance(part, list) else part
+            for part in self._parts
+        ]
         return NativeProgram(parts, self._runner, self._steps, list(self._attention), self._kept, result)
-
-
-def _recorded_calls(calls: Sequence[tuple[str, Arguments]]) -> "ctypes.Array[PenstockCall]":
-    return (PenstockCall * len(calls))(*(_recorded_call(name, values) for name, values in calls))
 
 
 def _recorded_call(name: str, arguments: Arguments) -> PenstockCall:
@@ -365,11 +354,13 @@ class NativeCalls:
         return result, recorder.program(result)
 
     def replay(self, calls: "ctypes.Array[PenstockCall]") -> int:
+        """Run recorded calls once, and return a Status of native/abi.h."""
         if self.observer is not None:
             self.observer.replay(calls)
         return self._native["penstock_replay"](self._context, ctypes.addressof(calls), len(calls))
 
     def decode(self, calls: "ctypes.Array[PenstockCall]", steps: int, *arguments: int) -> int:
+        """Run recorded calls in several decode steps. arguments: of penstock_decode, between `count` and `steps`."""
         if self.observer is not None:
             for _ in range(steps):
                 self.observer.replay(calls)

@@ -14,13 +14,7 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.attention.items import (
-    GRANULE,
-    MAX_HEAD_DIM,
-    AttentionShape,
-    cache_token_bytes,
-    padded_head_dim,
-)
+from penstock.kernels.attention.items import GRANULE, MAX_HEAD_DIM, AttentionShape, cache_token_bytes, padded_head_dim
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.cpu.calls import (
     TYPES,
