@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from penstock.client.ring import Ring, Segment
-from penstock.errors import EngineOverloadedError, InvalidRequestError, check_bool, check_int, check_str
+from penstock.errors import EngineOverloadedError, InvalidRequestError, check_bool, check_int, check_str, invalid
 from penstock.interface.sampling_params import DRY_BREAKERS, SamplingParams
 from penstock.interface.step import CacheGroup, SamplerState
 
@@ -348,13 +348,9 @@ class RecordOptions:
         check_str("record_dir", self.record_dir, optional=True)
         check_bool("record_text", self.record_text)
         if self.record_dir is not None and not self.flight_recorder:
-            raise InvalidRequestError(
-                "record_dir: the flight recorder is off (flight_recorder = 0)", param="record_dir"
-            )
+            raise invalid("record_dir", "the flight recorder is off (flight_recorder = 0)")
         if self.record_dir is not None and not (os.path.isdir(self.record_dir) and os.access(self.record_dir, os.W_OK)):
-            raise InvalidRequestError(
-                f"record_dir: {self.record_dir!r} is not a directory that can be written to", param="record_dir"
-            )
+            raise invalid("record_dir", f"{self.record_dir!r} is not a directory that can be written to")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import InvalidRequestError, ModelLoadError, check_unicode, one_line, shown
+from penstock.errors import ModelLoadError, check_unicode, invalid, one_line, shown
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.grammars import Grammars
@@ -272,10 +272,10 @@ def adopt_tokenizer(given: Any) -> Tokenizer:
             clean_up=bool(getattr(given, "clean_up_tokenization_spaces", False)),
         )
     if not callable(getattr(given, "save_pretrained", None)):
-        raise InvalidRequestError(
-            f"tokenizer: an object of type {type(given).__name__} is not supported; give a directory, a tokenizer of "
+        raise invalid(
+            "tokenizer",
+            f"an object of type {type(given).__name__} is not supported; give a directory, a tokenizer of "
             "Transformers, or an object with the methods of penstock.tokenizer.tokenizer.Tokenizer",
-            param="tokenizer",
         )
     with tempfile.TemporaryDirectory() as directory:
         given.save_pretrained(directory)
@@ -329,8 +329,7 @@ def library_errors(param: str, what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if type(error) is Exception or is_panic(error):
-            message = f"{param}: {what} with the model's tokenizer: {one_line(error)}"
-            raise InvalidRequestError(message, param=param) from error
+            raise invalid(param, f"{what} with the model's tokenizer: {one_line(error)}") from error
         raise
 
 
