@@ -142,7 +142,7 @@ def listed(names: list[str], separator: str = ", ") -> str:
 
 def invalid(param: str, problem: str, code: str | None = None) -> InvalidRequestError:
     """Return the error for a field. Its message begins with the field's name."""
-    return invalid(param, f"{problem}", code)
+    return InvalidRequestError(f"{param}: {problem}", param=param, code=code)
 
 
 def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:

@@ -257,19 +257,12 @@ def without_text(bundle: Bundle) -> Bundle:
     return msgspec.structs.replace(bundle, has_text=False, records=records)
 
 
-@dataclass(slots=True)
-class _Prefix:
-    """The tokens of one request so far, as a chained hash."""
-
-    state: bytes = b""
-
-
 class _Pseudonyms:
     """Replaces each token by a keyed hash of it and all tokens before it."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._prefixes: dict[int, _Prefix] = {}
+        self._prefixes: dict[int, bytes] = {}  # chained hash of the tokens so far, by request
         self._scheduled: list[int] = []  # numbers of the requests in the step planned last
 
     def of_record(self, record: Record) -> Record:
@@ -294,18 +287,18 @@ class _Pseudonyms:
         return record
 
     def _of_request(self, request: Introduced) -> Introduced:
-        self._prefixes[request.number] = _Prefix()
+        self._prefixes[request.number] = b""
         ids = self._hidden(request.number, unpack_ids(request.token_ids))
         params: SamplingParams = request.params.settled(**TEXT_FIELDS)
         return msgspec.structs.replace(request, token_ids=pack_ids(ids), params=params)
 
     def _hidden(self, number: int, ids: list[int]) -> list[int]:
-        prefix = self._prefixes.setdefault(number, _Prefix())
-        found = []
+        prefix, found = self._prefixes.get(number, b""), []
         for token_id in ids:
-            data = prefix.state + token_id.to_bytes(8, "little")
-            prefix.state = hashlib.blake2b(data, digest_size=16, key=self._key).digest()
-            found.append(int.from_bytes(prefix.state[:4], "little"))
+            data = prefix + token_id.to_bytes(8, "little")
+            prefix = hashlib.blake2b(data, digest_size=16, key=self._key).digest()
+            found.append(int.from_bytes(prefix[:4], "little"))
+        self._prefixes[number] = prefix
         return found
 
 

@@ -61,13 +61,7 @@ unpack_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply).decode
 
 
 def encode_all(tokenizer: HFTokenizer, texts: list[str], **options: Any) -> list[list[int]]:
-    """Return the ids of each text."""
     return [tokenizer.encode(text, **options) for text in texts]
-
-
-def decode(tokenizer: HFTokenizer, ids: list[int], **options: Any) -> str:
-    """Return the text of the ids."""
-    return tokenizer.decode(ids, **options)
 
 
 def render(tokenizer: HFTokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -112,7 +106,7 @@ def _in_a_copy(work: Callable[[], Any], cpu_s: float, memory: int) -> "Reply | N
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "encode_all": encode_all, "decode": decode, "render": render, "check_form": check_form,
+    "encode_all": encode_all, "decode": HFTokenizer.decode, "render": render, "check_form": check_form,
 }  # fmt: skip
 
 

@@ -302,7 +302,9 @@ def read_backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelLoadError(_missing_message(folder))
-    text = _read_announced(path)
+    text = read_text(path)
+    if len(text) > SLOW_CHARS:
+        LOGGER.warning("loading %s: %d MB, which may take a while", path, len(text) // 10**6)
     try:
         _check_charsmaps(text)
         backend = Backend.from_str(text)
@@ -331,13 +333,6 @@ def library_errors(param: str, what: str) -> Iterator[None]:
         if type(error) is Exception or is_panic(error):
             raise invalid(param, f"{what} with the model's tokenizer: {one_line(error)}") from error
         raise
-
-
-def _read_announced(path: Path) -> str:
-    text = read_text(path)
-    if len(text) > SLOW_CHARS:
-        LOGGER.warning("loading %s: %d MB, which may take a while", path, len(text) // 10**6)
-    return text
 
 
 def _check_growth(what: str, component: Any) -> None:
