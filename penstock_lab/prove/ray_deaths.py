@@ -17,8 +17,8 @@ from penstock import AsyncLLM, SamplingParams
 from penstock.client.admission import Router
 from penstock.client.engine_client import EngineState
 from penstock_lab.prove.engine_deaths import Case, Crowd, Pauses, undisturbed
-from penstock_lab.prove.processes import no_core_dumps, no_log, send_signal
 from penstock_lab.prove.proof import Trials
+from penstock_lab.prove.servers import no_core_dumps, no_log, send_signal
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
