@@ -27,8 +27,7 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.costs import Cost, ModelCosts
 from penstock_lab.bench.machine import MachineLimits
 from penstock_lab.bench.native import expert_counts, kernel_seconds, trace
-from penstock_lab.bench.phases import PromptTokens
-from penstock_lab.bench.profile import DECODE, PREFILL, Profile, Span, Step, Stretch
+from penstock_lab.bench.profile import DECODE, PREFILL, Profile, PromptTokens, Span, Step, Stretch
 from penstock_lab.bench.samples import Rates, Sample, Work
 
 STRETCH_SECONDS = 0.05

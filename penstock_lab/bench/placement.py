@@ -27,11 +27,9 @@ from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import Place, load_model, make_ops
 from penstock.weights.sources import read_parameters
-from penstock_lab.chips.executor import ChipsExecutor
 from penstock_lab.chips.layers import ChipsPlace
-from penstock_lab.chips.machine import Machine
+from penstock_lab.chips.machine import ChipsExecutor, Machine, chrome_trace, figures
 from penstock_lab.chips.ops import PlacedOps
-from penstock_lab.chips.trace import chrome_trace, figures
 from penstock_lab.planner.machines import Hardware
 from penstock_lab.planner.placement import Placement, PlacementPlan, operation_bytes, plan_placement
 from penstock_lab.planner.planned import layer_shapes

@@ -23,7 +23,7 @@ from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.models.config_json import load_model_config
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import Place, load_model
-from penstock_lab.check.trace import Call, Trace, float_tensors, watching
+from penstock_lab.check.twin import Call, Trace, float_tensors, watching
 
 BLOCK_SIZE = 16
 
