@@ -426,10 +426,6 @@ class InputBatch:
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._row_of)
-
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Remove requests, add new ones, and update the block tables, in this order.
 

@@ -20,13 +20,12 @@ from penstock.assembly import BuiltEngine
 from penstock.engine.observer import EngineObserver
 from penstock.errors import fail
 from penstock.interface.step import SchedulerOutput, StepOutput
-from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import PenstockCall, PenstockSpan
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.costs import Cost, ModelCosts
 from penstock_lab.bench.machine import MachineLimits
-from penstock_lab.bench.native import expert_counts, kernel_seconds, trace
+from penstock_lab.bench.native import describe_key, expert_counts, kernel_seconds, trace
 from penstock_lab.bench.profile import DECODE, PREFILL, Profile, PromptTokens, Span, Step, Stretch
 from penstock_lab.bench.samples import Rates, Sample, Work
 

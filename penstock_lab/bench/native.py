@@ -1,7 +1,9 @@
-"""Measurements of the native kernels: what their context has counted, and the limits of the machine below them."""
+"""Measurements of the native kernels: what their context has counted, the limits of the machine below them, and the
+text of the key of an attention plan."""
 
 import ctypes
 
+from penstock.kernels.attention.plan import CHOICES
 from penstock.kernels.cpu.calls import NativeCalls
 from penstock.kernels.cpu.library import PenstockSpan
 
@@ -39,3 +41,30 @@ def limit_multiply(ops: NativeCalls, kind: int, iterations: int) -> tuple[int, f
     operations = ctypes.c_int64()
     seconds = ops.library.penstock_limit_multiply(ops.context, kind, iterations, ctypes.addressof(operations))
     return operations.value, seconds
+
+
+def decode_key(key: int) -> dict[str, str]:
+    """Return the choice of each field.
+
+    Raises:
+        ValueError: no plan has this key.
+    """
+    digits = str(key)
+    if len(digits) != 1 + len(CHOICES) or digits[0] != "1":
+        raise ValueError(f"{key} is not the key of an attention plan")
+    chosen = {}
+    for (name, choices), digit in zip(CHOICES.items(), digits[1:], strict=True):
+        if int(digit) >= len(choices):
+            raise ValueError(f"{key} is not the key of an attention plan: {name} has no choice {digit}")
+        chosen[name] = list(choices)[int(digit)]
+    return chosen
+
+
+def describe_key(key: int) -> str:
+    """Return the key in one line of text.
+
+    Raises:
+        ValueError: no plan has this key.
+    """
+    texts = (CHOICES[name][choice] for name, choice in decode_key(key).items())
+    return ", ".join(text for text in texts if text)
