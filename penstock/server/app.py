@@ -54,8 +54,13 @@ from penstock.server.middleware import (
 )
 from penstock.server.openai_requests import UNSUPPORTED_ROUTES, DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
-from penstock.server.responses import cancel_response, create_response, delete_response, retrieve_response
-from penstock.server.responses_events import ResponseSource
+from penstock.server.responses import (
+    ResponseSource,
+    cancel_response,
+    create_response,
+    delete_response,
+    retrieve_response,
+)
 from penstock.server.resumption import continue_chat_completion, continue_completion
 from penstock.server.timelines import ENDPOINT_VARIABLE, MAX_CALLS, TimelineTable, Tracing
 from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN

@@ -30,7 +30,7 @@ from penstock.server.context import (
     read_body,
 )
 from penstock.server.generation import until_disconnect
-from penstock.server.inputs import chat_prompts, check_one_prompt, completion_prompts, salted
+from penstock.server.inputs import chat_prompts, completion_prompts, salted
 from penstock.server.openai_requests import BlocksRequest, ChatRequest, CompletionRequest, PinRequest, PrefillRequest
 from penstock.server.timelines import RequestLog
 
@@ -57,7 +57,7 @@ async def create_pin(request: Request) -> Response:
 
 async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> PromptRequest:
     """Return the prefix: a text, token ids, or the beginning of a conversation rendered by the chat template."""
-    check_one_prompt(body)
+    body.check()
     if body.messages is not None:
         chat = ChatRequest(
             messages=body.messages,

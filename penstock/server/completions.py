@@ -18,10 +18,11 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
+from penstock.server.api_errors import ApiError
 from penstock.server.context import ServerContext, context_of, json_response, log_of, read_body, within_limits
 from penstock.server.generation import EventStream, Generation, sse_data, until_disconnect
 from penstock.server.inputs import chat_params, chat_prompts, check_form, completion_params, completion_prompts, salted
-from penstock.server.kept_calls import Failure, Frame, KeptCall, Source
+from penstock.server.kept_calls import Frame, KeptCall, Source
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.resumption import continued, keep, stream_of
 from penstock.server.tools import ChatAnswers, rules_of, with_rules
@@ -153,10 +154,10 @@ class Shape(ABC, Generic[Body]):
                     lane = chunk.choices[0].index if chunk.choices else num_choices
                     yield lane, sse_data(msgspec.json.encode(chunk))
 
-    def last_frames(self, failure: Failure | None) -> list[Frame]:
+    def last_frames(self, failure: ApiError | None) -> list[Frame]:
         return []
 
-    def result(self, failure: Failure | None = None, status: str | None = None) -> bytes | None:
+    def result(self, failure: ApiError | None = None, status: str | None = None) -> bytes | None:
         return None
 
     def _timeline(self) -> dict[str, Any] | UnsetType:

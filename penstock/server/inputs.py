@@ -40,7 +40,6 @@ from penstock.server.openai_requests import (
     ChatRequest,
     CompletionRequest,
     Message,
-    PinRequest,
     TokenizeRequest,
     Tool,
     check_tools,
@@ -56,6 +55,7 @@ from penstock.tokenizer.chat_template import (
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
+Texts = Sequence[str | list[int]]  # each is a text or token ids
 LONG_TEXT = 4096  # characters or ids; only a few longer texts are tokenised at the same time
 NOISE = ("temperature", "top_p", "top_k", "min_p")  # the fields that say how to sample
 
@@ -94,7 +94,7 @@ async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) 
 
 async def completion_prompts(context: ServerContext, body: CompletionRequest, info: ModelInfo) -> list[PromptRequest]:
     """Return the prompts of a call in order; `body.prompt` is a text, token ids, or a list of either."""
-    items = _split(body.prompt)
+    items = split_texts("prompt", body.prompt)
     limit = context.options.max_choices
     if len(items) * (body.n or 1) > limit:
         name = "n" if len(items) == 1 else "prompt"
@@ -119,12 +119,13 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
     return prompts
 
 
-def _split(prompt: str | list[Any]) -> Sequence[str | list[int]]:
+def split_texts(param: str, prompt: str | list[Any]) -> Texts:
+    """Return the texts or lists of token ids of a field that holds one of them or several."""
     if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
         return [prompt]
     kind = type(prompt[0]) if prompt else None
     if kind not in (str, list) or set(map(type, prompt)) != {kind}:
-        raise fail("prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids")
+        raise fail(param, prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids")
     return prompt
 
 
@@ -144,7 +145,7 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
 
 async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
     """Return the ids for POST /tokenize. A text that is too long for a prompt is refused as it would be as a prompt."""
-    check_one_prompt(body)
+    body.check()
     if body.messages is None:
         check_prompt_length(body.prompt or "", info.max_model_len)
         return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
@@ -152,15 +153,6 @@ async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInf
     chat = await _render(context, body, info, body.tools)
     check_prompt_length(chat.text, info.max_model_len, param="messages")
     return await encode(context, chat, add_special_tokens=bool(body.add_special_tokens))
-
-
-def check_one_prompt(body: TokenizeRequest | PinRequest) -> None:
-    """Raise InvalidRequestError unless a body has either a prompt, or messages and what is rendered with them."""
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
-    for name in ("tools", KWARGS, "continue_final_message"):
-        if body.messages is None and getattr(body, name, None):
-            raise InvalidRequestError(f"{name}: only with messages: a prompt is not rendered", param=name)
 
 
 async def _encode(

@@ -19,7 +19,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import WHITESPACE, StructuredOutputsParams
 from penstock.server.context import ServerContext
 from penstock.server.openai_requests import ChatRequest, NamedChoice
-from penstock.server.openai_responses import ChatMessage, Delta, FunctionCall, ToolCall
+from penstock.server.openai_responses import ChatMessage, Delta, ToolCall
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.answer_formats import Kind, Part, ToolFormat, tool_format_of
 from penstock.tokenizer.answers import (
@@ -214,11 +214,7 @@ class ChatAnswers:
         if message.calls:
             shaped.content = message.content or None
             shaped.tool_calls = [
-                ToolCall(
-                    id=self.call_id(choice.index, number),
-                    type="function",
-                    function=FunctionCall(name=call.name, arguments=call.arguments),
-                )
+                _shown_call(self.call_id(choice.index, number), call.name, call.arguments)
                 for number, call in enumerate(message.calls)
             ]
         return shaped
@@ -263,8 +259,12 @@ class ChatAnswers:
             return Delta(content=part.text)
         if part.kind is Kind.REASONING:
             return Delta(reasoning_content=part.text, reasoning=part.text)
-        call = ToolCall(index=part.call, function=FunctionCall(arguments=part.text))
         if part.kind is Kind.CALL:
-            call.id, call.type = self.call_id(index, part.call), "function"
-            call.function = FunctionCall(name=part.text, arguments="")
-        return Delta(tool_calls=[call])
+            return Delta(
+                tool_calls=[{"index": part.call, **_shown_call(self.call_id(index, part.call), part.text, "")}]
+            )
+        return Delta(tool_calls=[{"index": part.call, "function": {"arguments": part.text}}])
+
+
+def _shown_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
