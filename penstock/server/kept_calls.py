@@ -170,16 +170,12 @@ class KeptCall:
         """Return roughly how much memory the call takes."""
         return self.begun.num_bytes + self._num_frame_bytes + len(self._packed) + len(self.result or b"")
 
-    def known_tokens(self, prompt: int, choice: int) -> list[int]:
-        """Return the list of a choice's tokens, which `note` extends."""
-        return self.tokens.setdefault((prompt, choice), [])
-
     def note(self, prompt: int, choice: int, start: int, ids: Sequence[int]) -> tuple[int, list[int]]:
         """Add tokens of a choice, some of which may be known. Return where the new ones start, and the new ones.
 
         Raises ValueError if the tokens contradict the known ones or leave a gap.
         """
-        known = self.known_tokens(prompt, choice)
+        known = self.tokens.setdefault((prompt, choice), [])
         old = known[start : start + len(ids)]
         if start > len(known) or old != list(ids[: len(old)]):
             raise ValueError(f"tokens from {start} on differ from the {len(known)} known ones, or leave a gap")
@@ -539,7 +535,7 @@ class KeptCalls:
             place = (call.begun.id, *key)
             if fresh and self.journal is not None and call.on_disk and place not in self._unwritten:
                 self._unwritten[place] = start
-                self.journal.append(partial(self._tokens_record, place, call.known_tokens(*key)))
+                self.journal.append(partial(self._tokens_record, place, call.tokens[key]))
 
     def _tokens_record(self, place: tuple[str, int, int], known: list[int]) -> bytes:
         """Return a record of the tokens of a choice that the journal lacks. Runs in a thread."""

@@ -1,4 +1,4 @@
-"""/v1/responses: a body and its conversion to a chat and SamplingParams, the Response object and its events, the routes.
+"""/v1/responses: the body and its conversion to a chat and SamplingParams, the Response object, its events, the routes.
 
 A response is always a kept call: it is stored unless `store` is false, it runs on without a connection if `background`
 is true, and its stream can be read again from any sequence_number.
@@ -23,10 +23,11 @@ from penstock.errors import InvalidRequestError, NotSupportedError, check_int, c
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
-from penstock.server.api_errors import ApiError
+from penstock.server.api_errors import ApiError, unavailable
+from penstock.server.completions import ChatAnswers
 from penstock.server.context import ServerContext, context_of, json_response, read_body, within_limits
 from penstock.server.generation import Generation, until_disconnect
-from penstock.server.inputs import chat_prompts, check_form, salted, sampling_params
+from penstock.server.inputs import chat_prompts, check_form, rules_of, salted, sampling_params, with_rules
 from penstock.server.kept_calls import Frame, KeptCall
 from penstock.server.openai_requests import (
     MAX_MESSAGES,
@@ -44,7 +45,6 @@ from penstock.server.openai_requests import (
     with_sampling_fields,
 )
 from penstock.server.resumption import keep, owner_of, resume, stream_of
-from penstock.server.tools import ChatAnswers, rules_of, with_rules
 from penstock.tokenizer.answer_formats import Kind, Part
 
 # --- a conversation as items ------------------------------------------------------------------------------------------
@@ -69,18 +69,6 @@ def items_of(value: str | list[Any]) -> list[Any]:
     if not 1 <= len(value) <= MAX_MESSAGES:
         raise InvalidRequestError(f"input: {len(value)} items; 1 to {MAX_MESSAGES} are allowed", param="input")
     return value
-
-
-def messages_of(items: list[Any]) -> list[Message]:
-    """Return items as messages of a chat.
-
-    Raises:
-        InvalidRequestError: an item is malformed, or is the result of a call that does not precede it.
-    """
-    conversation = _Conversation()
-    for item in items:
-        conversation.add(item)
-    return conversation.messages
 
 
 class _Conversation:
@@ -277,7 +265,10 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
     Raises:
         InvalidRequestError: something is malformed; the error uses the names of a response's fields.
     """
-    messages = messages_of(items_of(body.input))
+    conversation = _Conversation()
+    for item in items_of(body.input):
+        conversation.add(item)
+    messages = conversation.messages
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     choice = body.tool_choice
@@ -615,9 +606,7 @@ def _json(call: KeptCall) -> Response:
     if body is None and call.failure is not None:
         raise call.failure.with_traceback(None)
     if body is None:
-        raise ApiError(
-            503, "the response is not available yet", code="engine_unavailable", headers={"Retry-After": "1"}
-        )
+        raise unavailable("the response is not available yet")
     return Response(body, media_type="application/json")
 
 
