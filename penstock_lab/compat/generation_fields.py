@@ -6,8 +6,8 @@ from typing import Any
 from penstock import InvalidRequestError, ModelLoadError
 from penstock.errors import fail
 from penstock.interface.plugins import PROCESSORS as REGISTERED
-from penstock.spec.config_reader import ConfigReader
-from penstock.spec.generation_config import read_refused, read_sampling
+from penstock.spec.config_reader import ConfigReader, same
+from penstock.spec.generation_config import HARMLESS, OF_A_CALL, REFUSED, not_neutral, read_sampling
 
 
 def sampling_of(fields: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
@@ -45,6 +45,16 @@ def _read(read: ConfigReader, fields: Mapping[str, Any], num_prompt_tokens: int)
     if processors:
         sampling["logits_processors"] = processors
     return sampling
+
+
+def read_refused(read: ConfigReader) -> dict[str, str]:
+    """Return each unread key of a call's config that asks for something, and why it is refused. Must be called last."""
+    found = {key: REFUSED.get(key, {"why": "unknown parameter"})["why"] for key in not_neutral(read, HARMLESS)}
+    for key, neutral in OF_A_CALL.items():
+        value = read.raw(key)
+        if value is not None and not any(same(value, item) for item in neutral):
+            found[key] = "it would have no effect here"
+    return found
 
 
 def fields_of(generation_config: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from penstock.assembly.memory import size_text
+from penstock_lab.planner.machines import size_text
 from penstock_lab.planner.page import page, table
 
 WIDTH, LEFT, RIGHT = 980, 150, 230  # widths of the drawing, and of the text on both sides of a bar

@@ -51,6 +51,7 @@ class LocalGroup(Group):
         self.ranks = [LocalLinks(rank, self) for rank in range(size)]
         self._inboxes: list[queue.SimpleQueue[StepOrder | None]] = []
         self._following = threading.Semaphore(0)
+        self.cache_bytes = 0  # not counted
 
     @property
     def bytes_received(self) -> int:
