@@ -21,7 +21,7 @@ from penstock.spec.generation_config import (
     read_ignored,
     read_sampling,
 )
-from penstock_lab.compat.generation_fields import read_refused
+from penstock_lab.compat.colossalai_config import read_refused
 
 TABLES = (HONOURED, HONOURED_DRAWING, SAMPLING_RANGES, READ, KEYS["harmless"], OF_A_CALL, REFUSED)
 THEIRS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from penstock.assembly.memory import ModelSizes, Products
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
+from penstock.layers.decoder import MoE
 from penstock.layers.factory import LayerFactory
-from penstock.layers.mlp import MoE
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.spec.model_config import ModelConfig

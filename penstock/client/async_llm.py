@@ -7,10 +7,10 @@ from typing import Any
 
 from penstock.client.admission import AdmissionLimits
 from penstock.client.engine_client import EngineStatus
-from penstock.client.engine_connection import Launcher
+from penstock.client.engine_handle import Launcher
 from penstock.client.fleet import MAX_REPLICAS
+from penstock.client.input_processor import Prompt, PromptRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import Prompt, PromptRequest
 from penstock.client.records import RecordOptions, SavedRecord
 from penstock.client.results import (
     embedding_output,

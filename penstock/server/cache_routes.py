@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.client.prompts import PromptRequest, check_salt
+from penstock.client.input_processor import PromptRequest, check_salt
 from penstock.errors import InvalidRequestError, PenstockError, check_ids, string_tuple
 from penstock.interface.kv_transfer import MAX_BATCH, Progress
 from penstock.interface.messages import ModelInfo

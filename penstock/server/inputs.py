@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 from starlette.requests import Request
 
-from penstock.client.prompts import PromptRequest, check_num_tokens, check_salt
+from penstock.client.input_processor import PromptRequest, check_num_tokens, check_salt
 from penstock.errors import (
     InvalidRequestError,
     NotSupportedError,
@@ -45,15 +45,15 @@ from penstock.server.openai_requests import (
     Tool,
     check_tools,
 )
-from penstock.tokenizer.chat_template import (
+from penstock.tokenizer.tokenizer import (
     KWARGS,
     RenderedChat,
+    check_prompt_length,
     check_template_kwargs,
     effort_variables,
     render_chat,
     turn_of,
 )
-from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
 LONG_TEXT = 4096  # characters or ids; only a few longer texts are tokenised at the same time

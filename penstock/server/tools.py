@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from penstock.client.prompts import PromptRequest
+from penstock.client.input_processor import PromptRequest
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.outputs import CompletionOutput, FinishReason
 from penstock.interface.sampling_params import SamplingParams

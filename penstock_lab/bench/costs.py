@@ -17,7 +17,7 @@ from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
 from penstock.kernels.cpu.packed import CpuLinear
 from penstock.kernels.ops import PackedLinear
-from penstock.layers.mlp import MoE
+from penstock.layers.decoder import MoE
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Linear, LMHead
 from penstock.spec.model_config import ModelConfig

@@ -26,8 +26,7 @@ from penstock.kernels.cpu.library import PenstockCall, PenstockSpan
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.costs import Cost, ModelCosts
 from penstock_lab.bench.machine import MachineLimits
-from penstock_lab.bench.phases import PromptTokens
-from penstock_lab.bench.profile import DECODE, PREFILL, Profile, Span, Step, Stretch
+from penstock_lab.bench.profile import DECODE, PREFILL, Profile, PromptTokens, Span, Step, Stretch
 from penstock_lab.bench.samples import Rates, Sample, Work
 
 STRETCH_SECONDS = 0.05

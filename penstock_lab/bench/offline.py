@@ -25,8 +25,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.machine import Progress
 from penstock_lab.bench.meter import StepMeter
-from penstock_lab.bench.phases import NO_LIMITS, OTHER_PROCESSES, Run
-from penstock_lab.bench.profile import Profile
+from penstock_lab.bench.profile import NO_LIMITS, OTHER_PROCESSES, Profile, Run
 from penstock_lab.bench.split_meter import SplitMeter
 
 Meter = StepMeter | SplitMeter

@@ -9,8 +9,7 @@ from penstock.assembly import BuiltEngine
 from penstock.engine.observer import EngineObserver
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.meter import StepMeter
-from penstock_lab.bench.phases import NO_LIMITS
-from penstock_lab.bench.profile import Profile
+from penstock_lab.bench.profile import NO_LIMITS, Profile
 from penstock_lab.bench.report import print_profile
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock import EngineConfig, SamplingParams
+from penstock.client.input_processor import PromptRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import PromptRequest
 from penstock.ranks.sharding import Share, find_degrees
 from penstock_lab.bench.loading import write_checkpoint
 from penstock_lab.planner.planned import PlannedModel

@@ -21,10 +21,10 @@ from typing import IO, Any, cast
 
 from penstock import SamplingParams
 from penstock.client.engine_client import EngineState
-from penstock.client.engine_connection import Launcher
+from penstock.client.engine_handle import Launcher
+from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import PromptRequest
 from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
 
 REPEATS = 5

@@ -25,9 +25,8 @@ from penstock.spec.param_table import num_elements
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import check_memory
 from penstock.weights.sources import read_parameters
-from penstock_lab.check.cause import find_cause
 from penstock_lab.check.ours import OurModel
-from penstock_lab.check.parity import LOGPROBS, compare, compare_kernels
+from penstock_lab.check.parity import LOGPROBS, compare, compare_kernels, find_cause
 from penstock_lab.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
 from penstock_lab.check.report import Report
 from penstock_lab.check.target import find_target

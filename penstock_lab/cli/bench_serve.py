@@ -107,9 +107,8 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], dict[str, Any]], Cal
     from penstock_lab.bench.datasets import Vocabulary, draw_samples
     from penstock_lab.bench.http_client import HttpClient
     from penstock_lab.bench.outcomes import METRICS as ALL_METRICS
-    from penstock_lab.bench.outcomes import Load
+    from penstock_lab.bench.outcomes import Load, draw, figure, print_serving
     from penstock_lab.bench.serving import Target, measure_serving
-    from penstock_lab.bench.serving_report import draw, figure, print_serving
 
     metrics = args.percentile_metrics.split(",")
     for name in metrics:

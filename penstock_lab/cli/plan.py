@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequestError(f"plot: {args.plot!r} must end with {' or '.join(PICTURES)}", param="plot")
     placement = None
     if args.placement is not None:
-        from penstock_lab.planner.placement_file import load_placement
+        from penstock_lab.planner.placement import load_placement
 
         placement = load_placement(args.placement)
     from penstock_lab.planner.forecast import Load

@@ -20,8 +20,7 @@ from typing import Any
 from penstock import LLM, InvalidRequestError, NotSupportedError, RequestFailedError, SamplingParams
 from penstock import register_logits_processor as register_logit_processor
 from penstock.errors import check_int, fail
-from penstock_lab.compat.colossalai_config import PROCESSORS, InferenceConfig
-from penstock_lab.compat.generation_fields import fields_of, sampling_of
+from penstock_lab.compat.colossalai_config import PROCESSORS, InferenceConfig, fields_of, sampling_of
 
 __all__ = ["InferenceConfig", "InferenceEngine", "Sequence", "register_logit_processor"]
 

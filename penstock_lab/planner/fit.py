@@ -20,7 +20,7 @@ from penstock.assembly.memory import (
 )
 from penstock.config import DEGREES
 from penstock.interface.step import CacheGroup
-from penstock.kernels.attention.layout import ELEMENT_BYTES
+from penstock.kernels.attention.items import ELEMENT_BYTES
 from penstock.kernels.scheme import Scheme
 from penstock.ranks.sharding import Degrees, Share, find_degrees
 from penstock.spec.model_config import ModelConfig

@@ -20,7 +20,7 @@ from penstock import EngineConfig
 from penstock.assembly import build_engine
 from penstock.assembly.memory import plan_kv_cache
 from penstock.client import engine_handle
-from penstock.client.engine_connection import EngineChild
+from penstock.client.engine_handle import EngineChild
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.observer import EngineObserver
 from penstock.interface.step import SchedulerOutput

@@ -13,7 +13,7 @@ from msgspec import inspect
 
 from penstock import EngineError, SamplingParams
 from penstock.client import frames
-from penstock.client.engine_connection import EngineChild
+from penstock.client.engine_handle import EngineChild
 from penstock.interface.messages import EngineRequest
 from penstock_lab.prove.mutations import Mutator
 from penstock_lab.prove.proof import Trials

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock import EngineError
-from penstock_lab.prove.processes import send_signal
 from penstock_lab.prove.proof import Subject, Trials
-from penstock_lab.prove.servers import command_line, stream
+from penstock_lab.prove.servers import command_line, send_signal, stream
 
 MARK = "PENSTOCK_PROOF"  # environment variable
 ALLOWED_S = 1.0

@@ -16,8 +16,8 @@ from starlette.types import Message
 
 from penstock import InvalidRequestError, ModelLoadError, RequestFailedError, RequestOutput, StructuredOutputsParams
 from penstock.client.engine_client import EngineState, EngineStatus
+from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import Mailbox
-from penstock.client.prompts import PromptRequest
 from penstock.client.records import SavedRecord
 from penstock.client.step_client import InProcessClient
 from penstock.client.text import choose_tokenizer

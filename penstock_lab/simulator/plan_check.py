@@ -108,7 +108,7 @@ def measure(options: dict[str, Any], cases: list[Case], rounds: int) -> dict[Cas
         for phase, size in cases:
             take: Callable[[BuiltEngine, random.Random, int], float]
             take = _step_seconds if phase == DECODE else _first_token_seconds
-            if number or phase == DECODE:  # the first round records the program of a step (runner/programs.py)
+            if number or phase == DECODE:  # the first round records the program of a step (runner/model_runner.py)
                 found[phase, size].append(take(built, rng, size))
     built.engine.shutdown()
     return found

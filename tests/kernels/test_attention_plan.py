@@ -14,8 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.attention.items import greatest_load, partition
-from penstock.kernels.attention.layout import SPAN, SPAN_TILES, TILE, AttentionShape, scratch_bytes
+from penstock.kernels.attention.items import (
+    SPAN,
+    SPAN_TILES,
+    TILE,
+    AttentionShape,
+    greatest_load,
+    partition,
+    scratch_bytes,
+)
 from penstock.kernels.attention.plan import (
     HEAD_BEGIN,
     HEAD_END,

@@ -19,8 +19,7 @@ from penstock_lab.bench.placement import Trial, run_placement
 from penstock_lab.chips.device import OverBudgetError
 from penstock_lab.chips.ops import RowsOfStep
 from penstock_lab.planner.machines import Hardware, load_hardware
-from penstock_lab.planner.placement import Placement
-from penstock_lab.planner.placement_file import FOLDER, load_placement
+from penstock_lab.planner.placement import FOLDER, Placement, load_placement
 from tests.kernels.packed import levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")

@@ -18,12 +18,12 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops, PackedLinear
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
+from penstock.layers.decoder import MoE
 from penstock.layers.factory import LayerFactory
-from penstock.layers.mlp import MoE
 from penstock.layers.module import get_submodule
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import find_model
-from penstock.runner.programs import RecordedModel
+from penstock.runner.model_runner import RecordedModel
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import weight_layers
 from tests.families.mixtral import CASES

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from penstock.errors import EngineError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.runner.input_batch import InputBatch
-from penstock.runner.packed_step import PackedStep
+from penstock.runner.input_batch import InputBatch, PackedStep
 
 MAX_SEQS, MAX_LEN = 5, 100
 GROUPS = [CacheGroup((0, 2), None, 64, 16), CacheGroup((1,), 20, 64, 32), CacheGroup((3,), 20, 64, 32, ring=True)]

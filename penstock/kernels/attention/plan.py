@@ -1,7 +1,7 @@
 """Attention plans: the items of work of a step, and where each core begins. Made before the step, without torch.
 
 An item is some query rows of some kv heads over some spans of one sequence's cache. Tiles and spans at absolute
-positions fix the arithmetic of a row (layout.py), so a plan decides only which core computes what: another number of
+positions fix the arithmetic of a row (items.py), so a plan decides only which core computes what: another number of
 cores gives another plan and the same bits.
 
 As in Huawei's IncreFlashAttention operator, work is split by sequence and head first, and by spans if cores would
@@ -22,7 +22,12 @@ from types import MappingProxyType
 import numpy as np
 
 from penstock.kernels.attention.items import (
+    GRANULE,
+    MAX_ITEM_ROWS,
+    ROW_CAPACITY,
     STREAM_ROWS,
+    TILE,
+    AttentionShape,
     Items,
     RowBlocks,
     Sequences,
@@ -31,15 +36,8 @@ from penstock.kernels.attention.items import (
     look_alike,
     ragged,
     row_blocks,
-    share_prefixes,
-)
-from penstock.kernels.attention.layout import (
-    GRANULE,
-    MAX_ITEM_ROWS,
-    ROW_CAPACITY,
-    TILE,
-    AttentionShape,
     scratch_bytes,
+    share_prefixes,
     workspace_bytes,
 )
 from penstock.kernels.tensors import Bools, Int32, Int64

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.layout import SPAN_TILES, TILE
+from penstock.kernels.attention.items import SPAN_TILES, TILE
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import quantized_kv as kv
 

@@ -205,7 +205,7 @@ def test_sinks_stay_visible() -> None:
 # --- in the engine ---------------------------------------------------------------------------------------------------
 
 HAND_WRITTEN = '''
-from penstock.layers.attention import Attention
+from penstock.layers.decoder import Attention
 from penstock_lab.conventions.caches import PagedCacheView
 from penstock.models.llama.model import LlamaForCausalLM
 from penstock.models.registry import register_model

@@ -23,8 +23,15 @@ from penstock_lab.planner.operator import (
     schedule,
     tiles,
 )
-from penstock_lab.planner.placement import Placement, PlacementPlan, operation_bytes, plan_placement
-from penstock_lab.planner.placement_file import FOLDER, load_placement, read_placement
+from penstock_lab.planner.placement import (
+    FOLDER,
+    Placement,
+    PlacementPlan,
+    load_placement,
+    operation_bytes,
+    plan_placement,
+    read_placement,
+)
 from tests.kernels.packed import levels
 from tests.lab.planner.test_plan import FALCON, written
 
