@@ -20,14 +20,7 @@ import numpy as np
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
-from penstock.interface.step import (
-    BlockCopy,
-    CacheGroup,
-    RequestStepOutput,
-    SchedulerOutput,
-    StepOutput,
-    TokenLogprobs,
-)
+from penstock.interface.step import BlockCopy, CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, Program, RecordingOps
 from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS, Array, Tensor, as_array, dtype_of, is_torch
