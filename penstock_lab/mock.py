@@ -11,8 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from penstock.errors import EngineError
-from penstock.interface.sampling_params import SamplingParams
+from penstock import EngineError, SamplingParams
 from penstock.interface.step import (
     BlockCopy,
     CacheGroup,

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.backends import load_ops
-from penstock.kernels.cpu.attention import CpuKVCache
+from penstock.kernels.cpu.ops import CpuKVCache
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.scheme import Scheme
 from penstock.layers.module import ForwardContext
 from penstock.models.config_json import load_model_config
-from penstock.runner.programs import RecordedModel
+from penstock.runner.model_runner import RecordedModel
 from penstock.weights.loader import load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}

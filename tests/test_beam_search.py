@@ -26,7 +26,7 @@ from penstock import (
 )
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.cli.main import main
-from penstock.client.prompts import PromptRequest
+from penstock.client.input_processor import PromptRequest
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock_lab.prove.attacks import THEMES
 from penstock_lab.prove.attacks.attack import FLAGS, KEY, Behaviour, Calls, Target
-from penstock_lab.prove.attacks.table import THEMES
 from penstock_lab.prove.canary import Oracle
 from penstock_lab.prove.proof import Subject
 from penstock_lab.prove.servers import Server, serve

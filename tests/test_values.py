@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client.prompts import read_prompts
-from penstock.config import HINTS, PARTS, EngineConfig, option_names
+from penstock.config import PARTS, EngineConfig, option_names, read_hints
 from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError, shown
 from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.kernels.cpu.library import NOT_BUILT
@@ -221,9 +221,9 @@ def test_unknown_options_are_refused():
 def test_hints_name_options_that_exist():
     """Guards against advice to use an option that was renamed."""
     options = {*option_names(), "data_parallel_size"}
-    named = {name for text in HINTS.values() for name in re.findall(r"\{(\w+)\}", text)}
+    named = {name for text in read_hints().values() for name in re.findall(r"\{(\w+)\}", text)}
     assert named <= options
-    assert not options & HINTS.keys()
+    assert not options & read_hints().keys()
     with pytest.raises(TypeError):
         SamplingParams(temprature=1.0)
 

@@ -16,7 +16,7 @@ from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
-from penstock.kernels.attention.layout import SPAN
+from penstock.kernels.attention.items import SPAN
 from tests.hf_models import random_ids
 from tests.kernels.packed import levels
 

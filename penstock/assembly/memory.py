@@ -3,7 +3,7 @@
     runtime       the interpreter and its libraries: memory of the process before it loads, and its later growth
     weights       packed, or mapped from a file
     positions     rotary tables of max_model_len positions
-    cache         all blocks: layers of a group x block_size x cache_token_bytes (kernels/attention/layout.py) each
+    cache         all blocks: layers of a group x block_size x cache_token_bytes (kernels/attention/items.py) each
     results       the buffers of the layers' results, for max_num_batched_tokens tokens
     operands      copies by the native kernels: a product's operands, a step's new keys and values, a core's scratch
     logits        logits and log-probabilities of all rows that are sampled or scored at once
@@ -27,7 +27,7 @@ from penstock.config import EngineConfig
 from penstock.engine.kv_cache_manager import peak_blocks, table_length
 from penstock.errors import InvalidRequestError, fail
 from penstock.interface.step import CacheGroup
-from penstock.kernels.attention.layout import ELEMENT_BYTES, GRANULE, AttentionShape, cache_token_bytes
+from penstock.kernels.attention.items import ELEMENT_BYTES, GRANULE, AttentionShape, cache_token_bytes
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS
@@ -174,11 +174,6 @@ def _reason(config: EngineConfig, num_bytes: int, wanted: int, source: str) -> s
 def mib(num_bytes: int) -> str:
     """Return bytes as text in MiB."""
     return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def size_text(num_bytes: int) -> str:
-    """Return bytes as text in MiB, or in GiB from 10 GiB on."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else mib(num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from penstock.cli.options import add_generation_options, load_llm, sampling_opti
 from penstock.cli.terminal import handle_signals, note, show_choices
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.tokenizer.chat_template import render_chat
+from penstock.tokenizer.tokenizer import render_chat
 
 if TYPE_CHECKING:
     from penstock.client.llm import LLM

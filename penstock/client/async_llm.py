@@ -7,10 +7,10 @@ from typing import Any
 
 from penstock.client.admission import AdmissionLimits
 from penstock.client.engine_client import EngineStatus
-from penstock.client.engine_connection import Launcher
+from penstock.client.engine_handle import Launcher
 from penstock.client.fleet import MAX_REPLICAS
+from penstock.client.input_processor import Prompt, PromptRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import Prompt, PromptRequest
 from penstock.client.records import RecordOptions, SavedRecord
 from penstock.client.results import (
     embedding_output,
@@ -26,7 +26,7 @@ from penstock.errors import NotSupportedError, check_bool, check_int, pop_option
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
-from penstock.interface.pooling import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput
+from penstock.interface.pooling import EmbeddingRequestOutput, PoolingOutput, PoolingParams, PoolingRequestOutput
 from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -139,7 +139,7 @@ class AsyncLLM:
 
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
-    ) -> PoolingRequestOutput:
+    ) -> PoolingRequestOutput[PoolingOutput]:
         """Return the pooled hidden states of a prompt as an array. Cancelling the call ends the request.
 
         Raises:

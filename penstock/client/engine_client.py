@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.client.prompts import PromptRequest
+from penstock.client.input_processor import PromptRequest
 from penstock.client.records import SavedRecord
 from penstock.interface.kv_transfer import RemotePrefillStatus
 from penstock.interface.messages import EngineStats, ModelInfo

@@ -1,4 +1,4 @@
-"""The engine process: build an engine, then serve it. client/engine_connection.py starts it through
+"""The engine process: build an engine, then serve it. client/engine_handle.py starts it through
 parallel/child_main.py, with one end of a socket pair.
 
     reader thread: frames -> inbox; when the connection ends, the process exits at once, whatever it is doing,

@@ -1,31 +1,114 @@
 """InputProcessor: the one place where a prompt is tokenised, and where prompt and parameters are checked.
 
-A PromptRequest goes in, and an OpenRequest comes out that leaves nothing open: ids, lengths and seed are settled, so it
-gives the same tokens on any engine. The InputProcessor knows no engine and keeps no request. `process` may run in
-several threads at once, because tokenising a long text takes a while.
+A PromptRequest, which LLM, AsyncLLM and the HTTP server make of what they are asked for, goes in. An OpenRequest comes
+out that leaves nothing open: ids, lengths and seed are settled, so it gives the same tokens on any engine. The
+InputProcessor knows no engine and keeps no request. `process` may run in several threads at once, because tokenising a
+long text takes a while.
 """
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
 from penstock.client.open_requests import OpenRequest
-from penstock.client.prompts import PromptRequest, check_num_tokens, check_salt, check_text
-from penstock.errors import InvalidRequestError, check_float, check_ids, check_int, check_str, check_unicode, fail
+from penstock.errors import (
+    InvalidRequestError,
+    check_float,
+    check_ids,
+    check_int,
+    check_str,
+    check_unicode,
+    fail,
+    invalid,
+)
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import MAX_BREAKER_IDS, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_all
 
+# A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
+Prompt = str | list[int] | Mapping[str, Any]
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+MAX_SALT_LENGTH = 1024
 MAX_REQUEST_ID_LENGTH = 128
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
 
 Sequences = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """One prompt of a call, and how it is to be answered.
+
+    Attributes:
+        token_ids: the prompt; empty if `text` is still to be tokenised.
+        text: with ids, it is only repeated in the output.
+        seed: replaces that of `params`.
+        output_token_ids: tokens of an earlier computation of the request, one list per choice. They come first, and the
+            engine continues after them, with the same seed.
+        cache_salt: see EngineRequest.cache_salt.
+        params: None takes the model's defaults.
+        request_id: None makes one.
+        flow: the engine is fair among flows, and all requests of one flow share one share of it. None: this request
+            with all its choices.
+        priority: lower comes first, with scheduling_policy = "priority"; with other policies it must be 0.
+        timeout: seconds until the answer is due, with scheduling_policy = "deadline"; None with other policies. It
+            orders requests, and ends none.
+        param: the caller's name for the prompt, for errors.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str | None = None
+    seed: int | None = None
+    output_token_ids: list[list[int]] | None = None
+    cache_salt: str | None = None
+    params: SamplingParams | None = None
+    request_id: str | None = None
+    flow: str | None = None
+    priority: int = 0
+    timeout: float | None = None
+    param: str = "prompt"
+
+    @classmethod
+    def of(
+        cls, prompt: Any, params: SamplingParams | Any = None, request_id: str | None = None, **more: Any
+    ) -> "PromptRequest":
+        """Return the request for a prompt in any of the forms of `Prompt`, or as an array of one axis.
+
+        more: further fields.
+
+        Raises:
+            InvalidRequestError: it is none of these. Keys of a mapping that have no meaning must be None.
+        """
+        more |= {"params": params, "request_id": request_id}
+        if isinstance(prompt, str):
+            return cls(text=prompt, **more)
+        if not isinstance(prompt, Mapping):
+            return cls(_as_list("prompt", prompt), **more)
+        unknown = [key for key, value in prompt.items() if key not in PROMPT_KEYS and value is not None]
+        if unknown or not prompt:
+            allowed = f"a mapping with {' or '.join(PROMPT_KEYS[:2])}, and perhaps {PROMPT_KEYS[2]}"
+            raise fail("prompt", unknown[0] if unknown else {}, allowed)
+        text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
+        if text is not None and not isinstance(text, str):
+            raise fail("prompt", text, "a text")
+        if ids is None:
+            return cls(text=text or "", cache_salt=salt, **more)
+        name = "prompt_token_ids"
+        return cls(_as_list(name, ids), text, cache_salt=salt, param=name, **more)
+
+
+def _as_list(name: str, ids: Any) -> list[int]:
+    if hasattr(ids, "tolist"):  # an array of numpy or a tensor of torch
+        ids = ids.tolist()
+    if not isinstance(ids, list | tuple) or not ids:
+        raise fail(name, ids, "a text, or a list of at least one token id")
+    return list(ids)
 
 
 class InputProcessor:
@@ -64,7 +147,7 @@ class InputProcessor:
         params.check_vocabulary(self._info.vocab_size)
         deadline = self._check_order(request.priority, request.timeout)
         if params.stop and self._tokenizer is None:
-            raise InvalidRequestError("stop: stop strings need a tokenizer, and the model has none", param="stop")
+            raise invalid("stop", "stop strings need a tokenizer, and the model has none")
         ids = self.read_prompt(request, params.pooling)
         params = self._settle_pooling(params, len(ids))
         arrival = next(self._arrivals)
@@ -90,7 +173,7 @@ class InputProcessor:
         check_salt(request.cache_salt)
         if not ids:
             if self._tokenizer is None:
-                raise InvalidRequestError("prompt: the model has no tokenizer; give token ids", param="prompt")
+                raise invalid("prompt", "the model has no tokenizer; give token ids")
             check_text(text or "")
             check_prompt_length(text or "", self._info.max_model_len)
         if text is not None:
@@ -113,9 +196,7 @@ class InputProcessor:
         policy = self._info.scheduling_policy
         for name, value, needed in (("priority", priority or None, "priority"), ("timeout", timeout, "deadline")):
             if value is not None and policy != needed:
-                raise InvalidRequestError(
-                    f"{name}: {value} has no effect with scheduling_policy = {policy}; it needs {needed}", param=name
-                )
+                raise invalid(name, f"{value} has no effect with scheduling_policy = {policy}; it needs {needed}")
         return None if timeout is None else time.monotonic() + timeout
 
     def assign_seed(self) -> int:
@@ -190,6 +271,34 @@ def _of_choices(source: EngineRequest, known: Sequence[list[int]]) -> list[Engin
     ]
 
 
+def check_text(text: str) -> None:
+    """Raise InvalidRequestError for an empty prompt."""
+    if not text:
+        raise fail("prompt", text, "a text of at least one character")
+
+
+def check_salt(salt: Any) -> None:
+    """Raise InvalidRequestError unless `salt` is a valid cache_salt or None."""
+    check_str("cache_salt", salt, max_length=MAX_SALT_LENGTH, optional=True)
+    if salt is not None:
+        check_unicode(salt, param="cache_salt")
+
+
+def check_num_tokens(param: str, num_tokens: int, max_model_len: int, *, is_pooled: bool = False) -> None:
+    """Raise InvalidRequestError (code "context_length_exceeded") if a prompt does not fit the context.
+
+    is_pooled: whether the context holds nothing else; otherwise it must leave room for an answer.
+    """
+    if is_pooled and num_tokens > max_model_len:
+        what = f"{num_tokens} tokens exceed the context of {max_model_len}; truncate_prompt_tokens cuts them"
+    elif not is_pooled and num_tokens >= max_model_len:
+        what = f"{num_tokens} tokens are too many; the context of {max_model_len} tokens must hold the prompt and "
+        what += "at least one token of the answer"
+    else:
+        return
+    raise invalid(param, what, "context_length_exceeded")
+
+
 def _check_known(output_token_ids: Sequence[list[int]], params: SamplingParams) -> Sequence[list[int]]:
     """Return the tokens that the choices got before, one list per choice, or none.
 
@@ -200,17 +309,15 @@ def _check_known(output_token_ids: Sequence[list[int]], params: SamplingParams) 
     if not output_token_ids or (params.use_beam_search and not any(output_token_ids)):
         return ()
     if params.use_beam_search:
-        message = "output_token_ids: not allowed with use_beam_search: a search cannot be resumed"
-        raise InvalidRequestError(message, param="output_token_ids")
+        raise invalid("output_token_ids", "not allowed with use_beam_search: a search cannot be resumed")
     num_tokens = [len(ids) for ids in output_token_ids]
     if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
         allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"
-        raise InvalidRequestError(f"output_token_ids: must be {allowed}", param="output_token_ids")
+        raise invalid("output_token_ids", f"must be {allowed}")
     if params.logprobs is not None or params.prompt_logprobs is not None or params.has_sampler_state:
-        message = (
-            "output_token_ids: not allowed with log-probabilities or mirostat; compute the request from its beginning"
+        raise invalid(
+            "output_token_ids", "not allowed with log-probabilities or mirostat; compute the request from its beginning"
         )
-        raise InvalidRequestError(message, param="output_token_ids")
     return output_token_ids
 
 
@@ -251,8 +358,9 @@ class SequenceBreakers:
             check_unicode(breaker, param="dry_sequence_breakers")
             found |= dict.fromkeys(self._of_one(breaker))
         if len(found) > MAX_BREAKER_IDS:
-            message = f"dry_sequence_breakers: {len(found)} tokens contain one; at most {MAX_BREAKER_IDS} are allowed"
-            raise InvalidRequestError(message, param="dry_sequence_breakers")
+            raise invalid(
+                "dry_sequence_breakers", f"{len(found)} tokens contain one; at most {MAX_BREAKER_IDS} are allowed"
+            )
         return tuple(found)
 
     def _search(self, breaker: str) -> Sequences:

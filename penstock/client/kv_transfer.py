@@ -27,8 +27,8 @@ import httpx
 import msgspec
 
 from penstock.assembly.offload import open_files
+from penstock.client.admission import Router, block_hashes
 from penstock.client.open_requests import OpenRequest
-from penstock.client.router import Router, block_hashes
 from penstock.errors import PenstockError
 from penstock.interface.kv_transfer import MAX_BATCH, KVTransferOptions, Progress, RemotePrefillStatus
 from penstock.interface.messages import BlockDirectory, EngineRequest, ModelInfo

@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus
-from penstock.client.engine_connection import Launcher
-from penstock.client.fleet import MAX_REPLICAS, Fleet
-from penstock.client.input_processor import InputProcessor
+from penstock.client.engine_handle import Launcher
+from penstock.client.fleet import DEATHS_BEFORE_TRIAL, MAX_REPLICAS, Fleet
+from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, request_of
-from penstock.client.prompts import PromptRequest
 from penstock.client.records import RecordOptions, SavedRecord
-from penstock.client.recovery import DEATHS_BEFORE_TRIAL
 from penstock.client.text import IsolatedTokenizer
 from penstock.errors import (
     EngineDeadError,
@@ -35,6 +33,7 @@ from penstock.errors import (
     PenstockError,
     RequestFailedError,
     check_int,
+    invalid,
 )
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
@@ -195,8 +194,9 @@ class ProcessClient:
     async def check_form(self, form: StructuredOutputsParams) -> None:
         check = getattr(self._tokenizer, "check_form", None)
         if check is None or not self._follows_forms:
-            message = "structured_outputs: they need the tokenizer in the model's own directory, which the engine reads"
-            raise InvalidRequestError(message, param="structured_outputs")
+            raise invalid(
+                "structured_outputs", "they need the tokenizer in the model's own directory, which the engine reads"
+            )
         info = self.model_info
         async with self._checking:  # other forms wait here, and not in a thread
             await asyncio.to_thread(check, form, info.vocab_size, info.eos_token_ids)
@@ -226,7 +226,7 @@ class ProcessClient:
             self.unpin_prefix(pin.name)
             raise
         if self._requests.prefixes.get(pin.name) is not pin:
-            raise InvalidRequestError(f"name: {pin.name!r} was unpinned while it was computed", param="name")
+            raise invalid("name", f"{pin.name!r} was unpinned while it was computed")
         pin.is_computed = True
         self._fleet.compute_everywhere(pin)
         return replace(pin.use)

@@ -27,11 +27,10 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.client.engine_client import EngineStatus
-from penstock.client.input_processor import InputProcessor
+from penstock.client.input_processor import InputProcessor, Prompt, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, request_of
 from penstock.client.prefixes import Pin
 from penstock.client.process import ProcessClient, warn_of_dropped, when_dropped
-from penstock.client.prompts import Prompt, PromptRequest
 from penstock.engine.engine import Engine
 from penstock.errors import (
     EngineDeadError,
@@ -173,10 +172,6 @@ class StepClient(ABC):
     @abstractmethod
     def pinned_prefixes(self) -> list[PrefixUse]:
         """Return the pinned prefixes, oldest first."""
-
-    @abstractmethod
-    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
-        """Return the prefixes found most often in the cache, pinned or not."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -339,6 +334,7 @@ class InProcessClient(StepClient):
         return self._requests.prefixes.pinned()
 
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
+        """Return the prefixes found most often in the cache, pinned or not."""
         return self._requests.prefixes.most_used(count)
 
     def shutdown(self) -> None:
@@ -422,9 +418,6 @@ class ChildClient(StepClient):
 
     def pinned_prefixes(self) -> list[PrefixUse]:
         return self._call(self._client.pinned_prefixes)
-
-    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
-        return self._call(self._client.most_used_prefixes, count)
 
     def shutdown(self) -> None:
         if self._ended is not None:

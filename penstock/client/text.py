@@ -36,6 +36,7 @@ from penstock.errors import (
     ModelLoadError,
     RequestFailedError,
     check_unicode,
+    invalid,
 )
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.ranks.children import spawn
@@ -72,6 +73,7 @@ class IsolatedTokenizer:
         local = self._local = load_tokenizer(self._folder)
         self.bos_token_id, self.eos_token_id = local.bos_token_id, local.eos_token_id
         self.special_ids = local.special_ids
+        self.token_to_text, self.token_to_bytes = local.token_to_text, local.token_to_bytes
         self.joins_bytes = local.joins_bytes
         self.byte_fallback_ids = local.byte_fallback_ids
         template = None if local.chat_template is None else _IsolatedTemplate(self, local.chat_template.text)
@@ -102,12 +104,6 @@ class IsolatedTokenizer:
         if len(ids) <= MANY_IDS:
             return self._local.decode(ids, **options)
         return str(self.call("decode", [list(ids)], options, num_chars=8 * len(ids)))
-
-    def token_to_text(self, token_id: int) -> str:
-        return self._local.token_to_text(token_id)
-
-    def token_to_bytes(self, token_id: int) -> bytes:
-        return self._local.token_to_bytes(token_id)
 
     def check_form(self, form: StructuredOutputsParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raise InvalidRequestError for a form of answers that cannot be followed, or takes too long to compile."""
@@ -197,7 +193,7 @@ class TextWorker:
             body = msgspec.msgpack.encode(Call(function, args, options, cpu_s, memory))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             param = SUBJECTS[function][0]
-            raise InvalidRequestError(f"{param}: holds a value that is not plain JSON: {error}", param=param) from None
+            raise invalid(param, f"holds a value that is not plain JSON: {error}") from None
         with self._lock:
             child = self._ready()
             reply = child.ask(body, cpu_s)
@@ -325,9 +321,7 @@ class _Child:
 def _cut_off(function: str, reason: str) -> InvalidRequestError:
     param, subject = SUBJECTS[function]
     code = subject.removeprefix("the ").removeprefix("model's ").replace(" ", "_")
-    return InvalidRequestError(
-        f"{param}: {subject} {reason} for this; it was cut off", param=param, code=f"{code}_limit"
-    )
+    return invalid(param, f"{subject} {reason} for this; it was cut off", f"{code}_limit")
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json",

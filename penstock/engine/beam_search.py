@@ -3,14 +3,14 @@
     step     every beam computes its last token, in one batch with all other requests, and is scored
     choose   each beam is replaced by its continuations, which share its blocks (Scheduler.fork)
 
-BeamSearch has the rules; Search and Searches apply them to requests. A scored beam waits for the other beams of its
+BeamSearch has the rules; Search applies them to requests. A scored beam waits for the other beams of its
 search. If one of them waits for a row or for blocks, the scored beams give up theirs, so that two searches can never
 wait for each other. What a search finds depends on log-probabilities alone, so its answer has the same bits whichever
 beams are preempted, and in whichever steps they are computed.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field
 
@@ -224,51 +224,6 @@ class Search:
             num_cached_tokens=last.num_cached_tokens or 0,
             hypotheses=hypotheses,
         )
-
-
-class Searches:
-    """The open searches, and all requests of the engine, beams included, by the ids that the scheduler uses."""
-
-    def __init__(self, requests: dict[str, Request]) -> None:
-        self._requests = requests
-        self._open: dict[str, Search] = {}
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._open
-
-    def open(self, beam: Beam) -> None:
-        """Add a search with its first beam."""
-        self._open[beam.search.request_id] = beam.search
-        self._requests[beam.request_id] = beam
-
-    def first_beam(self, request_id: str) -> Beam:
-        return self._open[request_id].beams[0]
-
-    def forget(self, request: Request) -> list[Request]:
-        """Remove a request, or every beam of its search, and return them. A request that is gone is ignored."""
-        members = [request]
-        if isinstance(request, Beam):
-            search = request.search
-            members = [item for item in self._requests.values() if isinstance(item, Beam) and item.search is search]
-            self._open.pop(search.request_id, None)
-        for member in members:
-            self._requests.pop(member.request_id, None)
-        return members
-
-    def advance(self, search: Search, scheduler: Scheduler) -> EngineOutput | None:
-        """Let a search choose tokens. Return its output if it has ended; its beams are gone then."""
-        before = search.beams
-        output = search.advance(scheduler)
-        if search.beams is not before:
-            for beam in before:
-                del self._requests[beam.request_id]
-            self._requests.update((beam.request_id, beam) for beam in search.beams)
-        if output is not None:
-            del self._open[search.request_id]
-        return output
-
-    def __iter__(self) -> Iterator[Search]:
-        return iter(list(self._open.values()))
 
 
 def check_search(source: EngineRequest, vocab_size: int) -> None:

@@ -8,14 +8,13 @@ all requests are computed anew.
 
 import time
 
-from penstock.engine.beam_search import Beam, Searches, check_search
+from penstock.engine.beam_search import Beam, Search, check_search
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.observer import EngineObserver
 from penstock.engine.policies import Scheduling
-from penstock.engine.request import Request
+from penstock.engine.request import Request, StepLog
 from penstock.engine.scheduler import InFlightStep, Scheduler
 from penstock.engine.speculation import Speculation
-from penstock.engine.timeline import StepLog
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
@@ -59,7 +58,7 @@ class Engine:
         self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len, executor.depth, self._note_preemption)
         self._clock = scheduling.clock
         self._requests: dict[str, Request] = {}
-        self._searches = Searches(self._requests)
+        self._searches: dict[str, Search] = {}  # the open ones, by the id of the request; its beams are in _requests
         self._log = StepLog()
         self._early_outputs: list[EngineOutput] = []  # of requests that ended without a step
         self._num_arrived = 0
@@ -106,7 +105,7 @@ class Engine:
             self._early_outputs.append(last)
         else:
             if isinstance(request, Beam):
-                self._searches.open(request)
+                self._searches[source.request_id] = request.search
             self._requests[request.request_id] = request
             self._log.arrived(request, self._clock(), self.scheduler)
             self.scheduler.add(request)
@@ -174,7 +173,7 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request without another output. Return False if it is not open (it may just have finished)."""
         if request_id in self._searches:
-            self._finish(self._searches.first_beam(request_id))
+            self._finish(self._searches[request_id].beams[0])
         elif request_id in self._requests:
             self._finish(self._requests[request_id])
         else:
@@ -332,18 +331,18 @@ class Engine:
                 output = self._commit(request, item, results[item.request_id], start)
             except Exception as error:
                 is_broken = True
-                self._searches.forget(request)
+                self._forget(request)
                 self._forget_drafts(item.request_id)
                 output = self._ended(request, start, _failure(error).error)
             if output is not None:
                 outputs.append(output)
-        for search in self._searches:
+        for search in list(self._searches.values()):
             first = search.beams[0]  # there may be none afterwards
             try:
-                output = self._searches.advance(search, self.scheduler)
+                output = self._advance(search)
             except Exception as error:
                 is_broken = True
-                self._searches.forget(first)
+                self._forget(first)
                 output = self._ended(first, 0, _failure(error).error)
             if output is not None:
                 output.intervals = output.intervals or self._log.finished(first)
@@ -420,6 +419,18 @@ class Engine:
             self._log.has_token(beam)
             self.scheduler.acquit(beam)
 
+    def _advance(self, search: Search) -> EngineOutput | None:
+        """Let a search choose tokens. Return its output if it has ended; its beams are gone then."""
+        before = search.beams
+        output = search.advance(self.scheduler)
+        if search.beams is not before:
+            for beam in before:
+                del self._requests[beam.request_id]
+            self._requests.update((beam.request_id, beam) for beam in search.beams)
+        if output is not None:
+            del self._searches[search.request_id]
+        return output
+
     def _ended(self, request: Request, start: int, error: str | None) -> EngineOutput:
         cached, intervals = request.num_cached_tokens or 0, self._log.finished(request)
         return EngineOutput(
@@ -430,9 +441,19 @@ class Engine:
     def _finish(self, request: Request) -> None:
         """End a request, or the whole search of a beam."""
         self._log.forget(request)
-        for member in self._searches.forget(request):
+        for member in self._forget(request):
             self._forget_drafts(member.request_id)
             self.scheduler.remove(member)
+
+    def _forget(self, request: Request) -> list[Request]:
+        """Remove a request, or every beam of its search, from those that are open. Return what was removed."""
+        members = [request]
+        if isinstance(request, Beam):
+            self._searches.pop(request.source_id, None)
+            members = [item for item in self._requests.values() if item.source_id == request.source_id]
+        for member in members:
+            self._requests.pop(member.request_id, None)
+        return members
 
     def _forget_drafts(self, request_id: str) -> None:
         if self.speculation is not None:

@@ -10,7 +10,7 @@ Every cache group (layers with the same sliding window) has its own pool and giv
 An entry is -1 where the sliding window has passed a block, which was then freed. Full blocks are found by content hash
 (prefix reuse) as soon as the step that filled them has succeeded. A request's salt is part of the hash of its first
 block, and so of all later ones: requests with different salts do not find each other's blocks. Blocks of a public pin
-come before the salt (pins.py), so that every request may read them.
+come before the salt (Pins), so that every request may read them.
 
 A request may be forked: the fork shares all its blocks. Full blocks stay shared. A partly filled last block is shared
 until one of its users writes to it: that user takes a copy, unless it is the only user left (copy on write).
@@ -27,8 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from penstock.engine.block_pool import NO_PARENT, BlockPool, hash_block
-from penstock.engine.pins import Pin, Pins
+from penstock.engine.block_pool import NO_PARENT, BlockPool, Pin, Pins, hash_block
 from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.step import NO_BLOCK, BlockCopy, BlockStore, BlockTransfer, CacheGroup

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
 from operator import mul
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from penstock.errors import (
-    InvalidRequestError,
     NotSupportedError,
     check_bool,
     check_choice,
@@ -20,6 +19,7 @@ from penstock.errors import (
     check_options,
     fail,
     int_tuple,
+    invalid,
     option,
 )
 
@@ -30,6 +30,8 @@ TRUNCATION_SIDES = ("right", "left")
 MAX_DIMENSIONS = 2**20
 MAX_POOLED_BYTES = 2**26  # limit for the hidden states of one request
 FLOAT_BYTES = 4
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +123,10 @@ class PoolerConfig:
             raise NotSupportedError(f"{self.unsupported}; pooler_config, or pooling_type, decides", param="model")
         self._check_dimensions(params.dimensions)
         if kind == "ALL" and num_tokens * self.hidden_size * FLOAT_BYTES > MAX_POOLED_BYTES:
-            raise InvalidRequestError(
-                f"pooling_type: the hidden states of {num_tokens} tokens take more than {MAX_POOLED_BYTES} bytes; at "
+            raise invalid(
+                "pooling_type",
+                f"the hidden states of {num_tokens} tokens take more than {MAX_POOLED_BYTES} bytes; at "
                 f"most {MAX_POOLED_BYTES // (self.hidden_size * FLOAT_BYTES)} tokens are allowed",
-                param="pooling_type",
             )
         normalize = kind != "ALL" and self.normalize if params.normalize is None else params.normalize
         return replace(params, pooling_type=kind, normalize=normalize)
@@ -133,11 +135,11 @@ class PoolerConfig:
         if dimensions is None:
             return
         if not self.is_matryoshka and not self.matryoshka_dimensions:
-            raise InvalidRequestError(
-                f"dimensions: {dimensions} is not allowed: nothing says that the leading numbers of this model's "
+            raise invalid(
+                "dimensions",
+                f"{dimensions} is not allowed: nothing says that the leading numbers of this model's "
                 "embeddings are embeddings too; if they are, start it with pooler_config = "
                 '{"is_matryoshka": true}',
-                param="dimensions",
             )
         if self.matryoshka_dimensions and dimensions not in self.matryoshka_dimensions:
             raise fail("dimensions", dimensions, f"one of {', '.join(map(str, self.matryoshka_dimensions))}")
@@ -177,33 +179,21 @@ class ScoringOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingRequestOutput:
+class PoolingRequestOutput(Generic[Result]):
     """The result of a pooling request. prompt_token_ids: the computed tokens, after any truncation."""
 
     request_id: str
-    outputs: PoolingOutput
+    outputs: Result
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRequestOutput:
-    """The embedding of a text. prompt_token_ids: the computed tokens, after any truncation."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The embedding of a text."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringRequestOutput:
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     """The score of a pair. prompt_token_ids: the tokens of both texts, the second after the first."""
-
-    request_id: str
-    outputs: ScoringOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True

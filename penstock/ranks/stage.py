@@ -30,8 +30,8 @@ from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import Module, children
 from penstock.layers.weights import Embedding, WeightLayer
+from penstock.runner.input_batch import PackedStep, PromptPiece
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.packed_step import PackedStep, PromptPiece
 from penstock.spec.model_config import ModelConfig
 
 Activations = tuple[Tensor, Tensor | None]  # x and h; h is None in families whose blocks add their branches themselves

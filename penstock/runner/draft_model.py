@@ -24,9 +24,8 @@ from penstock.kernels.attention.plan import steps_with_same_tiles
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import Int32, Int64, as_array
 from penstock.layers.module import ForwardContext
-from penstock.runner.model_runner import ModelRunner
-from penstock.runner.packed_step import Layout, PackedStep
-from penstock.runner.programs import RecordedModel
+from penstock.runner.input_batch import Layout, PackedStep
+from penstock.runner.model_runner import ModelRunner, RecordedModel
 
 GREEDY = SamplingParams(temperature=0.0)
 MAX_STEPS_BEHIND = 4  # most missing tokens of a text that are computed one by one, in the steps of other requests

@@ -21,7 +21,7 @@ from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest
 from penstock.kernels.metadata import AttentionParams, KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import FLOAT32, LOGITS_ROWS, Array, Tensor, as_array
-from penstock.layers.attention import Attention
+from penstock.layers.decoder import Attention
 from penstock.layers.module import CausalLM, named_modules, replaced
 from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig

@@ -1,5 +1,5 @@
 """ModelRunner: computes steps on one device, from a SchedulerOutput to a StepOutput. LocalExecutor: runs it for the
-engine.
+engine. RecordedModel: a model whose pass over few tokens is recorded once and then run without its Python.
 
     scheduler_output -> InputBatch.update, pack -> model(input_ids, ctx) -> hidden [T, hidden]
       -> logits at the M sampled positions -> Sampler -> ids, log-probabilities
@@ -13,29 +13,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
-from penstock.interface.step import (
-    BlockCopy,
-    CacheGroup,
-    RequestStepOutput,
-    SchedulerOutput,
-    StepOutput,
-    TokenLogprobs,
-)
+from penstock.interface.step import BlockCopy, CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
-from penstock.kernels.ops import Ops, RecordingOps
+from penstock.kernels.ops import Ops, Program, RecordingOps
 from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS, Array, Tensor, as_array, dtype_of, is_torch
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.runner.block_store import TieredBlockStore
-from penstock.runner.input_batch import InputBatch, Positions
-from penstock.runner.packed_step import PackedStep, PromptPiece
+from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
 from penstock.runner.pooler import Pooler
-from penstock.runner.programs import RecordedModel
 from penstock.runner.sampler import NOT_FINITE, Sampled, Sampler, token_logprobs
 from penstock.runner.structured import Forms, StructuredRows
 from penstock.spec.model_config import ModelConfig
@@ -120,14 +112,25 @@ class ModelRunner:
                 work once the requests of this step have been removed.
         """
         self.batch.update(scheduler_output)
-        self._structured.update(scheduler_output)
-        self._pooler.update(scheduler_output)
+        self._note_special_requests(scheduler_output)
         self._transfer_blocks(scheduler_output)
         self._copy_blocks(scheduler_output.block_copies)
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
         with self.computing():
             return self._compute(scheduler_output)
+
+    def _note_special_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Follow the few requests that have a form or are pooled. A step without any calls neither part."""
+        if self._structured.by_row:
+            self._structured.remove(scheduler_output.removed_request_ids)
+        if self._pooler.requests:
+            self._pooler.remove(scheduler_output.removed_request_ids)
+        for request in scheduler_output.new_requests:
+            if request.params.structured_outputs is not None:
+                self._structured.add(request)
+            if request.params.pooling is not None:
+                self._pooler.add(request)
 
     @property
     def block_bytes(self) -> list[int]:
@@ -162,7 +165,8 @@ class ModelRunner:
     def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None
         step = self.batch.pack(scheduler_output.scheduled)
-        self._structured.begin(step)
+        if self._structured.by_row:
+            self._structured.begin(step)
         results = [RequestStepOutput([]) for _ in scheduler_output.scheduled]
         input_ids, ctx = self.ops.tensor(step.input_ids), self.context(step)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
@@ -170,7 +174,8 @@ class ModelRunner:
             self._sample(self.model.logits(input_ids, ctx), step, results)
         else:
             hidden = self.model(input_ids, ctx)
-            self._pool(hidden, step, scheduler_output, results)
+            if self._pooler.requests:
+                self._pool(hidden, step, scheduler_output, results)
             self._finish(hidden, step, results)
         pairs = zip(scheduler_output.scheduled, results, strict=True)
         finished = {item.request_id: result if result.error is None else _failed(result) for item, result in pairs}
@@ -241,15 +246,14 @@ class ModelRunner:
                 results[b].new_token_ids = [token_id]
                 results[b].logprobs = None if entry is None else [entry]
         self.batch.append(positions.rows, chosen_ids, positions.offsets)
-        self._append_forced(step, results)
+        if self._structured.by_row:
+            self._append_forced(step, results)
 
     def _append_forced(self, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Append the tokens that a sequence's form dictates, unless the sequence had wrong drafts.
 
         They are outputs as if sampled. The next step computes them together.
         """
-        if not self._structured:
-            return
         forced: dict[int, list[int]] = {}
         counts = np.bincount(step.layout.sampled, minlength=len(results)).tolist()
         for row, result, count in zip(step.layout.rows.tolist(), results, counts, strict=True):
@@ -303,13 +307,14 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner: ModelRunner | None = runner
         self._submitted: deque[SchedulerOutput] = deque()
+        self.cache_bytes = runner.cache_bytes
 
-    def use_store(self, make: Callable[[list[int]], TieredBlockStore | None]) -> TieredBlockStore | None:
+    def use_store(self, make: Callable[[list[int]], TieredBlockStore]) -> TieredBlockStore:
         """Keep blocks beyond the cache in the store that `make` returns; `make` gets the bytes of a block per group."""
         if self._runner is None:
             raise EngineError("the executor was shut down")
-        self._runner.store = make(self._runner.block_bytes)
-        return self._runner.store
+        store = self._runner.store = make(self._runner.block_bytes)
+        return store
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Queue a step; it starts in `collect`."""
@@ -445,3 +450,78 @@ def allocate_kv_caches(
         if own_layers is None or layer in own_layers
     }
     return tuple(caches.get(layer, next(iter(caches.values()))) for layer in range(len(layers)))
+
+
+@dataclass(slots=True, eq=False)
+class _Recorded:
+    """A program and the inputs that it reads, [tokens] int64 each."""
+
+    input_ids: Tensor
+    positions: Tensor
+    kv_caches: Sequence[KVCache]
+    program: Program
+
+
+class RecordedModel:
+    """A CausalLM that gives its model's results. Its forward pass is recorded as a program, one per (small) number of
+    tokens, as other engines do with CUDA graphs. It stops recording if a pass does more than call operations."""
+
+    def __init__(self, model: CausalLM, ops: RecordingOps) -> None:
+        self._model = model
+        self._ops = ops
+        self._recorded: dict[tuple[int, bool], _Recorded] = {}
+        self._recordable = True
+
+    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return hidden states as CausalLM does. The next call overwrites them."""
+        return self._run(input_ids, ctx, head=False)
+
+    def logits(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the logits of every token, [T, V] float32, as decode steps need. The next call overwrites them."""
+        return self._run(input_ids, ctx, head=True)
+
+    def decode(self, tokens: Array, ctx: ForwardContext, vocab_size: int) -> bool:
+        """Compute several greedy decode steps with one token of each sequence, as `Program.decode` does.
+
+        Returns:
+            False if there is no program that can; then nothing was computed.
+        """
+        recorded = self._recorded.get((len(tokens), True))
+        if recorded is None or recorded.kv_caches is not ctx.kv_caches:
+            return False
+        recorded.positions[:] = ctx.positions
+        if not recorded.program.decode(ctx.attention, recorded.input_ids, recorded.positions, tokens, vocab_size):
+            return False
+        ctx.positions[:] = recorded.positions
+        return True
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self._model.compute_logits(hidden)
+
+    def _run(self, input_ids: Tensor, ctx: ForwardContext, *, head: bool) -> Tensor:
+        tokens = input_ids.shape[0]
+        if tokens > FIXED_ROWS or not self._recordable:
+            return self._forward(input_ids, ctx, head)
+        recorded = self._recorded.get((tokens, head))
+        if recorded is None or recorded.kv_caches is not ctx.kv_caches:
+            return self._record(input_ids, ctx, head)
+        recorded.input_ids[:] = input_ids
+        recorded.positions[:] = ctx.positions
+        return recorded.program.run(ctx.attention)
+
+    def _forward(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
+        hidden = self._model(input_ids, ctx)
+        return self._model.compute_logits(hidden) if head else hidden
+
+    def _record(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
+        """Compute the first step with this number of tokens, and keep its program."""
+        input_ids, ctx = self._copy(input_ids), replace(ctx, positions=self._copy(ctx.positions))
+        result, program = self._ops.record(lambda: self._forward(input_ids, ctx, head), ctx.attention)
+        if program is None:
+            self._recordable = False
+        else:
+            self._recorded[input_ids.shape[0], head] = _Recorded(input_ids, ctx.positions, ctx.kv_caches, program)
+        return result
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return self._ops.tensor(as_array(tensor).copy())

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.errors import EngineError
 from penstock.interface.pooling import PoolingParams
-from penstock.interface.step import ScheduledRequest, SchedulerOutput
+from penstock.interface.step import NewRequest, ScheduledRequest
 from penstock.kernels.tensors import FLOAT32, FLOAT64, Float32, Float64, Tensor, as_array
 
 ROWS_AT_ONCE = 64  # rows copied at once; a copy of a whole chunk would take megabytes
@@ -70,21 +70,20 @@ def normalized(vector: npt.NDArray[np.floating]) -> Float64:
 
 
 class Pooler:
-    """The pooling requests of a runner, from the step that brings them until they are removed."""
+    """The pooling requests of a runner by id, from the step that brings them until they are removed."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, _Pooled] = {}
+        self.requests: dict[str, _Pooled] = {}
 
-    def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Remove and add requests as the InputBatch does."""
-        for request_id in scheduler_output.removed_request_ids:
-            self._requests.pop(request_id, None)
-        for request in scheduler_output.new_requests:
-            params = request.params.pooling
-            if params is not None:
-                if params.pooling_type is None:
-                    raise EngineError("a pooling request is settled before it is computed")
-                self._requests[request.request_id] = _Pooled(params, request.num_prompt_tokens)
+    def add(self, request: NewRequest) -> None:
+        params = request.params.pooling
+        if params is None or params.pooling_type is None:
+            raise EngineError("a pooling request is settled before it is computed")
+        self.requests[request.request_id] = _Pooled(params, request.num_prompt_tokens)
+
+    def remove(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
 
     def pool(
         self, hidden: Tensor, starts: npt.NDArray[np.int32], scheduled: Sequence[ScheduledRequest]
@@ -93,11 +92,9 @@ class Pooler:
 
         starts: where each request's rows begin. A vector with numbers that are not finite is None.
         """
-        if not self._requests:
-            return {}
         found = {}
         for index, item in enumerate(scheduled):
-            pooled = self._requests.get(item.request_id)
+            pooled = self.requests.get(item.request_id)
             if pooled is None:
                 continue
             start = int(starts[index])

@@ -107,8 +107,11 @@ class Sampler:
         self, logits: Tensor, batch: InputBatch, positions: Positions, structured: StructuredRows
     ) -> tuple[Sampled, dict[int, str]]:
         """Do the work of `choose` for logits whose rows are all finite."""
-        processed, wrong = apply_custom_processors(logits, batch, positions, self._ops)
-        processed, unfit = structured.apply(processed, positions)
+        processed, wrong, unfit = logits, dict[int, str](), dict[int, str]()
+        if batch.sampling.custom_processors:
+            processed, wrong = apply_custom_processors(processed, batch, positions, self._ops)
+        if structured.by_row:
+            processed, unfit = structured.apply(processed, positions)
         sampled = self.sample(logits, batch, positions, processed)
         masked = sampled.token_ids == NO_TOKEN
         if unfit or wrong or np.count_nonzero(masked):

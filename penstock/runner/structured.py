@@ -20,13 +20,12 @@ import numpy as np
 
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import SchedulerOutput
+from penstock.interface.step import NewRequest
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array, Bools, Int64, Tensor, as_array
-from penstock.runner.input_batch import InputBatch, Positions
+from penstock.runner.input_batch import InputBatch, PackedStep, Positions
 from penstock.runner.logits import OPTIONS, is_on
-from penstock.runner.packed_step import PackedStep
 
 LIMIT_S = 1.0  # processor time after the model's pass to find one row's allowed tokens; all requests wait meanwhile
 MAX_FORCED = 64  # maximum number of tokens forced at once
@@ -105,37 +104,35 @@ class _FormRequest:
 
 
 class StructuredRows:
-    """The rows of an InputBatch whose requests have a form."""
+    """The rows of an InputBatch whose requests have a form. Without any, none of its methods need be called."""
 
     def __init__(self, forms: Forms | None, batch: InputBatch, ops: Ops) -> None:
         self._forms = forms
         self._batch = batch
         self._ops = ops
+        self.by_row: dict[int, _FormRequest] = {}
         self._by_request: dict[str, _FormRequest] = {}
-        self._by_row: dict[int, _FormRequest] = {}
         self._worker = Worker[_FormRequest]("structured outputs", self._find)
 
-    def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Remove requests, and add new ones. Call it after the batch's `update`."""
-        for request_id in scheduler_output.removed_request_ids:
+    def remove(self, request_ids: Sequence[str]) -> None:
+        """Remove those of these requests that have a form. Call it before `add`, because a row is used again."""
+        for request_id in request_ids:
             item = self._by_request.pop(request_id, None)
-            if item is not None and self._by_row.get(item.row) is item:
-                del self._by_row[item.row]
-        for request in scheduler_output.new_requests:
-            params = request.params
-            if params.structured_outputs is not None:
-                row = self._batch.row(request.request_id)
-                item = _FormRequest(row, params, request.num_prompt_tokens, _may_force(params))
-                self._by_request[request.request_id] = self._by_row[row] = item
+            if item is not None and self.by_row.get(item.row) is item:
+                del self.by_row[item.row]
+
+    def add(self, request: NewRequest) -> None:
+        """Add a request that the batch has just given a row."""
+        row = self._batch.row(request.request_id)
+        item = _FormRequest(row, request.params, request.num_prompt_tokens, _may_force(request.params))
+        self._by_request[request.request_id] = self.by_row[row] = item
 
     def begin(self, step: PackedStep) -> None:
         """Begin to find, in a thread, which tokens may come next in the rows of a step."""
-        if not self._by_row:
-            return
         self._worker.wait(LIMIT_S)  # for the rows of an earlier step that failed before it applied its masks
         asked, counts = [], np.bincount(step.layout.sampled, minlength=len(step.layout.rows))
         for row, count in zip(step.layout.rows.tolist(), counts.tolist(), strict=True):
-            item = self._by_row.get(row)
+            item = self.by_row.get(row)
             if item is not None and count:
                 item.output_ids = self._batch.history(row, count - 1)[item.num_prompt_tokens :].tolist()
                 item.count, item.masks, item.error = count, [], None
@@ -173,9 +170,7 @@ class StructuredRows:
 
     def apply(self, logits: Tensor, positions: Positions) -> tuple[Tensor, dict[int, str]]:
         """Mask logits [M, V], in a copy if any row also needs the raw logits. Also return error messages by index."""
-        if not self._by_row:
-            return logits, {}
-        asked = [(index, row, offset) for index, (row, offset) in positions if row in self._by_row]
+        asked = [(index, row, offset) for index, (row, offset) in positions if row in self.by_row]
         if not asked:
             return logits, {}
         for item in self._worker.wait(LIMIT_S):
@@ -184,7 +179,7 @@ class StructuredRows:
         are_kept = np.count_nonzero(self._batch.sampling.num_logprobs[positions.rows] >= 0)
         masked, errors = as_array(logits).copy() if are_kept else as_array(logits), dict[int, str]()
         for index, row, offset in asked:
-            item = self._by_row[row]
+            item = self.by_row[row]
             assert offset < item.count, "the masks were found for this step"
             mask = item.masks[offset] if offset < len(item.masks) else None
             if item.error is not None:
@@ -193,15 +188,12 @@ class StructuredRows:
                 mask.apply(masked[index])
         return self._ops.tensor(masked), errors
 
-    def __len__(self) -> int:
-        return len(self._by_request)
-
     def forced(self, row: int) -> list[int]:
         """Return the tokens that must follow a row's history, which ends with tokens sampled in this step.
 
         There are none if the request asks for a draw of each token, or if other masks may forbid the token.
         """
-        item = self._by_row.get(row)
+        item = self.by_row.get(row)
         if item is None or item.matcher is None or not item.may_force:
             return []
         history, found = self._batch.history(row), list[int]()

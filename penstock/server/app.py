@@ -29,7 +29,7 @@ from starlette.routing import Route
 
 from penstock import __version__
 from penstock.client.engine_client import EngineClient, EngineState
-from penstock.client.prompts import PromptRequest, check_salt
+from penstock.client.input_processor import PromptRequest, check_salt
 from penstock.errors import InvalidRequestError, PenstockError, check_ids, fail, string_tuple
 from penstock.interface.kv_transfer import MAX_BATCH, Progress
 from penstock.interface.messages import ModelInfo

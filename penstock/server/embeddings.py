@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client.prompts import PromptRequest, check_num_tokens
+from penstock.client.input_processor import PromptRequest, check_num_tokens
 from penstock.errors import InvalidRequestError, RequestFailedError, check_ids, check_int, fail
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput

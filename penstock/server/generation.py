@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.client.prompts import PromptRequest
+from penstock.client.input_processor import PromptRequest
 from penstock.errors import EngineOverloadedError, PenstockError, RequestFailedError
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams

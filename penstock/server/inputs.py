@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 from starlette.requests import Request
 
-from penstock.client.prompts import PromptRequest, check_num_tokens, check_salt
+from penstock.client.input_processor import PromptRequest, check_num_tokens, check_salt
 from penstock.errors import (
     InvalidRequestError,
     NotSupportedError,
@@ -58,15 +58,15 @@ from penstock.tokenizer.answers import (
     answer_grammar,
     literal,
 )
-from penstock.tokenizer.chat_template import (
+from penstock.tokenizer.tokenizer import (
     KWARGS,
     RenderedChat,
+    check_prompt_length,
     check_template_kwargs,
     effort_variables,
     render_chat,
     turn_of,
 )
-from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
 Texts = Sequence[str | list[int]]  # each is a text or token ids

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.client.prompts import PromptRequest
+from penstock.client.input_processor import PromptRequest
 from penstock.errors import EngineDeadError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams

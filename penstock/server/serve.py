@@ -34,7 +34,7 @@ from penstock.server.app import create_app
 from penstock.server.options import DEFAULT_KWARGS, ServerOptions
 from penstock.server.protocol import GuardedProtocol
 from penstock.server.resumption import resume
-from penstock.tokenizer.chat_template import check_variables
+from penstock.tokenizer.tokenizer import check_variables
 
 OPEN_TO_ALL = "no API key is set, so anyone who can reach %s may use the API (--api-key or --api-key-file sets one)"
 EXIT_OK = 0

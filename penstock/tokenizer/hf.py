@@ -21,11 +21,11 @@ from typing import Any, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import InvalidRequestError, ModelLoadError, check_unicode, one_line, shown
+from penstock.errors import ModelLoadError, check_unicode, invalid, one_line, shown
 from penstock.interface.structured_outputs import StructuredOutputsParams
-from penstock.tokenizer.chat_template import ChatTemplate, render_chat, turn_of
+from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.grammars import Grammars
-from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.tokenizer.tokenizer import TokenBytes, Tokenizer, render_chat, turn_of
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -56,7 +56,7 @@ class HFTokenizer:
         backend.no_padding()
         self._backend = backend
         self._clean_up = clean_up and type(backend.model).__name__ != "BPE"  # would remove real spaces from BPE texts
-        self._token_bytes = TokenBytes(backend)
+        token_bytes = TokenBytes(backend)
         added = backend.get_added_tokens_decoder()
         self._grammars: dict[tuple[int, tuple[int, ...]], Grammars] = {}
         self._added_ids = frozenset(added)
@@ -64,8 +64,9 @@ class HFTokenizer:
             backend.token_to_id(named[name]) if name in named else None for name in ("bos_token", "eos_token")
         )
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.joins_bytes = self._token_bytes.joins
-        self.byte_fallback_ids = self._token_bytes.fallback_ids
+        self.joins_bytes = token_bytes.joins
+        self.byte_fallback_ids = token_bytes.fallback_ids
+        self.token_to_bytes = token_bytes.__getitem__
         self.chat_template = None if template is None else ChatTemplate(template, named)
 
     @cached_property
@@ -152,9 +153,6 @@ class HFTokenizer:
 
     def token_to_text(self, token_id: int) -> str:
         return self.token_to_bytes(token_id).decode("utf-8", errors="replace")
-
-    def token_to_bytes(self, token_id: int) -> bytes:
-        return self._token_bytes[token_id]
 
 
 def clean_up_spaces(text: str) -> str:
@@ -274,10 +272,10 @@ def adopt_tokenizer(given: Any) -> Tokenizer:
             clean_up=bool(getattr(given, "clean_up_tokenization_spaces", False)),
         )
     if not callable(getattr(given, "save_pretrained", None)):
-        raise InvalidRequestError(
-            f"tokenizer: an object of type {type(given).__name__} is not supported; give a directory, a tokenizer of "
+        raise invalid(
+            "tokenizer",
+            f"an object of type {type(given).__name__} is not supported; give a directory, a tokenizer of "
             "Transformers, or an object with the methods of penstock.tokenizer.tokenizer.Tokenizer",
-            param="tokenizer",
         )
     with tempfile.TemporaryDirectory() as directory:
         given.save_pretrained(directory)
@@ -304,7 +302,9 @@ def read_backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelLoadError(_missing_message(folder))
-    text = _read_announced(path)
+    text = read_text(path)
+    if len(text) > SLOW_CHARS:
+        LOGGER.warning("loading %s: %d MB, which may take a while", path, len(text) // 10**6)
     try:
         _check_charsmaps(text)
         backend = Backend.from_str(text)
@@ -331,16 +331,8 @@ def library_errors(param: str, what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if type(error) is Exception or is_panic(error):
-            message = f"{param}: {what} with the model's tokenizer: {one_line(error)}"
-            raise InvalidRequestError(message, param=param) from error
+            raise invalid(param, f"{what} with the model's tokenizer: {one_line(error)}") from error
         raise
-
-
-def _read_announced(path: Path) -> str:
-    text = read_text(path)
-    if len(text) > SLOW_CHARS:
-        LOGGER.warning("loading %s: %d MB, which may take a while", path, len(text) // 10**6)
-    return text
 
 
 def _check_growth(what: str, component: Any) -> None:
@@ -420,70 +412,3 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: cannot be read: {error}") from error
-
-
-# --- the bytes of single tokens ---------------------------------------------------------------------------------------
-
-
-def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's alphabet: printable bytes represent themselves, and U+0100 and following the other bytes."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    table = {chr(byte): byte for byte in shown}
-    return table | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
-
-
-class TokenBytes:
-    """A mapping of token ids to bytes.
-
-    Attributes:
-        joins: see `Tokenizer.joins_bytes`.
-        fallback_ids: see `Tokenizer.byte_fallback_ids`; empty if the decoder does not read <0xE2> as a byte.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        steps = _decoder_steps(backend)
-        kinds = [step["type"] for step in steps]
-        self._backend = backend
-        self._alphabet = _byte_of_char() if "ByteLevel" in kinds else {}
-        self._replacements = [pair for step in steps for pair in _replacements(step)]
-        self._word_prefix = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), "")
-        values = range(256) if "ByteFallback" in kinds else ()
-        ids = ((backend.token_to_id(f"<0x{value:02X}>"), bytes([value])) for value in values)
-        self._fallback = {token_id: byte for token_id, byte in ids if token_id is not None}
-        self.joins = bool(kinds) and set(kinds) <= {"ByteLevel", "Fuse"} and "ByteLevel" in kinds
-        self.fallback_ids = frozenset(self._fallback)
-
-    def __getitem__(self, token_id: int) -> bytes:
-        if token_id in self._fallback:
-            return self._fallback[token_id]
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._alphabet:
-            try:
-                return bytes([self._alphabet[char] for char in token])
-            except KeyError:  # an added token, which is plain text
-                return token.encode()
-        for before, after in self._replacements:
-            token = token.replace(before, after)
-        return token.removeprefix(self._word_prefix).encode()
-
-
-def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
-    if backend.decoder is None:
-        return []
-    decoder = json.loads(backend.decoder.__getstate__())
-    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return steps
-
-
-def _replacements(step: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the (text, replacement) pairs that a step of the decoder applies within every token."""
-    if step["type"] == "Metaspace":
-        return [(step["replacement"], " ")]
-    if step["type"] == "BPEDecoder":
-        return [(step["suffix"], " ")]
-    if step["type"] == "Replace" and "String" in step["pattern"]:
-        return [(step["pattern"]["String"], step["content"])]
-    return []

@@ -10,14 +10,14 @@ import ctypes
 from collections import Counter
 from dataclasses import dataclass
 
+from penstock import EngineConfig
 from penstock.assembly.memory import cached_token_bytes
-from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
 from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
 from penstock.kernels.cpu.packed import CpuLinear
 from penstock.kernels.ops import PackedLinear
-from penstock.layers.mlp import MoE
+from penstock.layers.decoder import MoE
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Linear, LMHead
 from penstock.spec.model_config import ModelConfig

@@ -17,7 +17,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidRequestError, check_choice, check_float, check_int, one_line
+from penstock import InvalidRequestError
+from penstock.errors import check_choice, check_float, check_int, one_line
 from penstock.spec.config_file import CONFIG, read_config
 from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
 from penstock.weights.hub import resolve_model

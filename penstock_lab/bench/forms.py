@@ -12,14 +12,19 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from penstock import (
+    EngineConfig,
+    EngineError,
+    FinishReason,
+    InvalidRequestError,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from penstock.assembly import build_engine
 from penstock.client.step_client import InProcessClient
-from penstock.config import EngineConfig
-from penstock.errors import EngineError, InvalidRequestError, check_int
+from penstock.errors import check_int
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import FinishReason
-from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock_lab.bench.machine import Progress
 
 FIRST_TOKENS = 3  # pairs of first tokens in each round

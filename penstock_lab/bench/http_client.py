@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 
 
 @dataclass(slots=True)

@@ -8,19 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock import (
+    EngineConfig,
+    EngineError,
+    FinishReason,
+    InvalidRequestError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.step_client import InProcessClient
-from penstock.config import EngineConfig
-from penstock.errors import EngineError, InvalidRequestError, check_int
+from penstock.errors import check_int
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import FinishReason, RequestOutput
-from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.machine import Progress
 from penstock_lab.bench.meter import StepMeter
-from penstock_lab.bench.phases import NO_LIMITS, OTHER_PROCESSES, Run
-from penstock_lab.bench.profile import Profile
+from penstock_lab.bench.profile import NO_LIMITS, OTHER_PROCESSES, Profile, Run
 from penstock_lab.bench.split_meter import SplitMeter
 
 Meter = StepMeter | SplitMeter

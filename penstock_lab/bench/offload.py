@@ -11,10 +11,9 @@ import tempfile
 import time
 from typing import Any
 
+from penstock import EngineConfig, SamplingParams
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 
 OUTPUT_LEN = 8
 WARMUP_LEN = 20

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from penstock import InvalidRequestError
 from penstock.config import available_threads
-from penstock.errors import InvalidRequestError, check_choice, check_int
+from penstock.errors import check_choice, check_int
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.cpu.ops import CpuOps

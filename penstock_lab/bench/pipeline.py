@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
+from penstock import SamplingParams
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
 from penstock_lab.mock import VOCAB_SIZE, MockExecutor
 

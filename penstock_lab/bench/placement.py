@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.assembly.engine import PlannedEngine
-from penstock.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock import EngineConfig, NotSupportedError, RequestFailedError, SamplingParams
+from penstock.assembly import PlannedEngine
+from penstock.config import CacheConfig, SchedulerConfig
 from penstock.engine.engine import Engine
-from penstock.errors import NotSupportedError, RequestFailedError, check_int, fail
+from penstock.errors import check_int, fail
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, TokenLogprobs
-from penstock.kernels.attention.layout import cache_token_bytes
+from penstock.kernels.attention.items import cache_token_bytes
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
@@ -27,11 +27,9 @@ from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import Place, load_model, make_ops
 from penstock.weights.sources import read_parameters
-from penstock_lab.chips.executor import ChipsExecutor
 from penstock_lab.chips.layers import ChipsPlace
-from penstock_lab.chips.machine import Machine
+from penstock_lab.chips.machine import ChipsExecutor, Machine, chrome_trace, figures
 from penstock_lab.chips.ops import PlacedOps
-from penstock_lab.chips.trace import chrome_trace, figures
 from penstock_lab.planner.machines import Hardware
 from penstock_lab.planner.placement import Placement, PlacementPlan, operation_bytes, plan_placement
 from penstock_lab.planner.planned import layer_shapes

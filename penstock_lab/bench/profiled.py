@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from penstock import LLM, InvalidRequestError
 from penstock.assembly import BuiltEngine
-from penstock.client.llm import LLM
 from penstock.engine.observer import EngineObserver
-from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.meter import StepMeter
-from penstock_lab.bench.phases import NO_LIMITS
-from penstock_lab.bench.profile import Profile
+from penstock_lab.bench.profile import NO_LIMITS, Profile
 from penstock_lab.bench.report import print_profile
 
 

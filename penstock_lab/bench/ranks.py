@@ -17,10 +17,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock import EngineConfig, SamplingParams
+from penstock.client.input_processor import PromptRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import PromptRequest
-from penstock.config import EngineConfig
-from penstock.interface.sampling_params import SamplingParams
 from penstock.ranks.sharding import Share, find_degrees
 from penstock_lab.bench.loading import write_checkpoint
 from penstock_lab.planner.planned import PlannedModel

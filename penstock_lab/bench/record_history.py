@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from penstock import InvalidRequestError
 from penstock.client.records import (
     DIGEST_BYTES,
     FORMAT,
@@ -23,7 +24,6 @@ from penstock.client.records import (
     StepFailed,
     unpack_ids,
 )
-from penstock.errors import InvalidRequestError
 from penstock.interface.step import BlockCopy, NewRequest, ScheduledRequest, SchedulerOutput
 
 

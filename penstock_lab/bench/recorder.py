@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from penstock import SamplingParams
 from penstock.client.recorder import Recorder
 from penstock.client.records import EngineDescription
 from penstock.client.ring import Ring
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     CacheGroup,
     NewRequest,

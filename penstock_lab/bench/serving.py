@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import EngineError, InvalidRequestError, check_choice, one_line
+from penstock import EngineError, InvalidRequestError
+from penstock.errors import check_choice, one_line
 from penstock_lab.bench.datasets import Sample
 from penstock_lab.bench.http_client import Answer, HttpClient
 from penstock_lab.bench.outcomes import Load, Outcome, check_percentiles, figures

@@ -15,13 +15,12 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from penstock import EngineConfig, EngineError, InvalidRequestError, SamplingParams
 from penstock.assembly import build_engine
-from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.speculation import Speculation
-from penstock.errors import EngineError, InvalidRequestError, check_choice, check_float, check_int, fail
+from penstock.errors import check_choice, check_float, check_int, fail
 from penstock.interface.messages import EngineRequest, ModelInfo
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import DraftQuery
 from penstock.weights.hub import MODEL_DIR
 from penstock_lab.bench.machine import Progress

@@ -19,13 +19,13 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, cast
 
+from penstock import SamplingParams
 from penstock.client.engine_client import EngineState
-from penstock.client.engine_connection import Launcher
+from penstock.client.engine_handle import Launcher
+from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import PromptRequest
 from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
-from penstock.interface.sampling_params import SamplingParams
 
 REPEATS = 5
 TIMEOUT_S = 60.0

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock import PenstockError
 from penstock.client.text import TOKENIZER_FILES, TextWorker
-from penstock.errors import PenstockError
 from penstock.models.config_json import load_model_config
 from penstock.spec.config_file import CONFIG
 from penstock.weights.hub import resolve_model

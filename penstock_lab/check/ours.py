@@ -17,13 +17,13 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.ops import Ops
-from penstock.layers.attention import Attention
+from penstock.layers.decoder import Attention
 from penstock.layers.module import ForwardContext, named_modules, replaced
 from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.models.config_json import load_model_config
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import Place, load_model
-from penstock_lab.check.trace import Call, Trace, float_tensors, watching
+from penstock_lab.check.twin import Call, Trace, float_tensors, watching
 
 BLOCK_SIZE = 16
 

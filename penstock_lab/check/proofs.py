@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
+from penstock import EngineConfig, RequestFailedError, SamplingParams
 from penstock.assembly import build_engine
-from penstock.config import BLOCK_SIZE_UNIT, MAX_CONTEXT, EngineConfig
+from penstock.config import BLOCK_SIZE_UNIT, MAX_CONTEXT
 from penstock.engine.engine import Engine
-from penstock.errors import RequestFailedError
 from penstock.interface.messages import EngineOutput, EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock_lab.check.report import Proof
 
 NUM_TOKENS = 8  # generated after each prompt

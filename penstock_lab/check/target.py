@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import ModelLoadError
+from penstock import ModelLoadError
 from penstock.models.certificate import RANDOM_TINY
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_architecture

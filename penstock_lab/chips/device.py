@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 
 
 class OverBudgetError(InvalidRequestError):

@@ -8,21 +8,26 @@
                done
 
 Chips are idle until their epoch begins. Two steps with different requests may overlap, as in a pipeline, when their
-epochs are on different chips.
+epochs are on different chips. `chrome_trace` shows what every chip did.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
+from penstock.interface.step import SchedulerOutput, StepOutput
+from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
-from penstock_lab.chips.device import Device, Work
+from penstock_lab.chips.device import COUNTED, Device, Work
 from penstock_lab.chips.parts import Heads, heads_of, parts_of, share
 from penstock_lab.planner.machines import Hardware
 from penstock_lab.planner.placement import RESIDENT, WEIGHT_BYTES, Operation, PlacementPlan, operation_of
 
 WEIGHTS = "bfloat16"  # the type of weights that a placement counts
+MICROSECONDS = 1e6
+METADATA, COMPLETE = "M", "X"  # kinds of events in the trace format
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +233,67 @@ def _sizes(parameter: Parameter, site: Site, head_columns: int) -> list[tuple[in
     else:
         return [(part.chip, part.num_bytes) for part in parts_of(parameter, chips)]
     return [(chip, WEIGHT_BYTES * number) for chip, number in zip(chips, elements, strict=True)]
+
+
+class ChipsExecutor(LocalExecutor):
+    """A `step.Executor` whose runner has a model placed on a machine's chips.
+
+    Attributes:
+        depth: how many steps are in flight at once, where layers are on chips of their own.
+    """
+
+    def __init__(self, runner: ModelRunner, machine: Machine, depth: int = 1) -> None:
+        super().__init__(runner)
+        self.machine = machine
+        self.depth = depth
+
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
+        """Compute a step on the chips. Raise as LocalExecutor does, and OverBudgetError."""
+        requests = [item.request_id for item in handle.scheduled]
+        self.machine.begin_step(handle.step_id, requests)
+        try:
+            return super().collect(handle)
+        finally:
+            self.machine.end_step(requests)
+
+
+def figures(machine: Machine) -> dict[str, Any]:
+    """Return what each chip held and did, and the totals of all chips, as JSON."""
+    chips = [_chip(device) for device in machine.devices]
+    steps = len({span.step for span in machine.spans})
+    totals = {name: sum(chip[name] for chip in chips) for name in COUNTED}
+    return {"steps": steps, "epochs": machine.num_epochs, "seconds": machine.seconds, **totals, "chips": chips}
+
+
+def _chip(device: Device) -> dict[str, Any]:
+    return {
+        "chip": device.chip,
+        "peak_sram_bytes": device.sram.peak,
+        "sram_bytes": device.sram.budget,
+        "peak_dram_bytes": device.dram.peak,
+        "dram_bytes": device.dram.budget,
+        "busy_seconds": device.busy,
+        **device.counts,
+    }
+
+
+def chrome_trace(machine: Machine) -> dict[str, Any]:
+    """Return every call of every chip as a trace in Chrome's format. Times are simulated microseconds."""
+    names: list[dict[str, Any]] = [
+        {"ph": METADATA, "pid": 0, "tid": device.chip, "name": "thread_name", "args": {"name": f"chip {device.chip}"}}
+        for device in machine.devices
+    ]
+    events = [
+        {
+            "ph": COMPLETE,
+            "pid": 0,
+            "tid": span.chip,
+            "name": f"{span.operation}.{span.what}",
+            "cat": f"step {span.step}",
+            "ts": MICROSECONDS * span.begin,
+            "dur": MICROSECONDS * span.seconds,
+            "args": {"step": span.step, **{name: getattr(span.work, name) for name in (*COUNTED, "buffers")}},
+        }
+        for span in machine.spans
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": names + events}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import NotSupportedError
+from penstock import NotSupportedError
 from penstock.kernels import metadata
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, KVCache, own
 from penstock.kernels.ops import Ops

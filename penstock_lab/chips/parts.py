@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock import InvalidRequestError
 from penstock.config import DEGREES
-from penstock.errors import InvalidRequestError
 from penstock.kernels.tensors import Array
 from penstock.ranks.sharding import LEAVES
 from penstock.spec.param_table import Parameter, leaf_bounds

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock import InvalidRequestError
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size, read_schema
 from penstock.cli.terminal import note, saying, show_choices
 from penstock.client.prompts import progress
-from penstock.errors import InvalidRequestError, check_int
+from penstock.errors import check_int
 from penstock_lab.cli import bench_serve
 
 DESCRIPTION = "Measure throughput and latency, in this process or of a running server, and the speed of kernels."

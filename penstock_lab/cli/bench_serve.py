@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import InvalidRequestError
 from penstock.cli.options import add_model, parse_object, parse_size
 from penstock.client.prompts import progress
-from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from penstock_lab.bench.datasets import Dataset
@@ -107,9 +107,8 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], dict[str, Any]], Cal
     from penstock_lab.bench.datasets import Vocabulary, draw_samples
     from penstock_lab.bench.http_client import HttpClient
     from penstock_lab.bench.outcomes import METRICS as ALL_METRICS
-    from penstock_lab.bench.outcomes import Load
+    from penstock_lab.bench.outcomes import Load, draw, figure, print_serving
     from penstock_lab.bench.serving import Target, measure_serving
-    from penstock_lab.bench.serving_report import draw, figure, print_serving
 
     metrics = args.percentile_metrics.split(",")
     for name in metrics:

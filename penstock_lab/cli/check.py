@@ -6,10 +6,10 @@ import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from penstock import InvalidRequestError
 from penstock.cli.options import add_imports, add_model
 from penstock.cli.terminal import handle_signals, note
 from penstock.config import DTYPES, KERNELS
-from penstock.errors import InvalidRequestError
 from penstock.interface.plugins import import_files
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.cli.options import parse_size
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock_lab.planner.machines import MOST_DEVICES, Hardware
 from penstock_lab.planner.yaml_file import MOST_BYTES
 

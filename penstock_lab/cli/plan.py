@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import check_writable, note, saying
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock_lab.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock_lab.planner.machines import THIS, Hardware, load_hardware, this_file
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequestError(f"plot: {args.plot!r} must end with {' or '.join(PICTURES)}", param="plot")
     placement = None
     if args.placement is not None:
-        from penstock_lab.planner.placement_file import load_placement
+        from penstock_lab.planner.placement import load_placement
 
         placement = load_placement(args.placement)
     from penstock_lab.planner.forecast import Load

@@ -6,10 +6,10 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from penstock import InvalidRequestError
 from penstock.cli.options import add_engine_options, add_model, engine_options
 from penstock.cli.terminal import handle_signals
 from penstock.client.prompts import progress
-from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from penstock_lab.prove.proof import Outcome

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import check_writable, handle_signals, note, saying
 from penstock.client.prompts import progress
-from penstock.config import EngineConfig, option_names
-from penstock.errors import InvalidRequestError
+from penstock.config import option_names
 from penstock_lab.cli.bench_serve import add_arrivals, add_dataset, read_dataset
 from penstock_lab.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock_lab.planner.machines import THIS, load_hardware

@@ -17,12 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.client.llm import LLM
-from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError, check_int, fail
-from penstock.interface.plugins import register_logits_processor as register_logit_processor
-from penstock.interface.sampling_params import SamplingParams
-from penstock_lab.compat.colossalai_config import PROCESSORS, InferenceConfig
-from penstock_lab.compat.generation_fields import fields_of, sampling_of
+from penstock import LLM, InvalidRequestError, NotSupportedError, RequestFailedError, SamplingParams
+from penstock import register_logits_processor as register_logit_processor
+from penstock.errors import check_int, fail
+from penstock_lab.compat.colossalai_config import PROCESSORS, InferenceConfig, fields_of, sampling_of
 
 __all__ = ["InferenceConfig", "InferenceEngine", "Sequence", "register_logit_processor"]
 

@@ -6,7 +6,7 @@ class MineForCausalLM(nn.Module):
     def forward(self, tokens, input_pos, caches: list[CacheInterface], mask): ...    # logits [B, S, V]
 """
 
-from penstock.models.registry import register_model
+from penstock import register_model
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.conventions.caches import CacheInterface
 from penstock_lab.conventions.jetstream import AttentionKernel, Environment

@@ -17,9 +17,7 @@ from typing import Any
 
 import yaml
 
-from penstock.client.llm import LLM
-from penstock.errors import InvalidRequestError, PenstockError
-from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock import LLM, InvalidRequestError, PenstockError, RequestOutputKind, SamplingParams
 
 SIZES_FILE = Path(__file__).parent / "sizes.yaml"
 MAX_OUTPUT_LENGTH = 1024

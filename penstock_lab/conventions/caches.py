@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 from penstock.kernels.metadata import AttentionMetadata, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference.attention import visible_keys

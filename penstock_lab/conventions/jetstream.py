@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
@@ -119,7 +119,7 @@ class AttentionKernel:
     def __init__(self, env: Environment, layer_id: int) -> None:
         config = env.config
         if config.alibi:
-            raise NotSupportedError("AttentionKernel: alibi scores are not supported; use penstock.layers.attention")
+            raise NotSupportedError("AttentionKernel: alibi scores are not supported; use penstock.layers.decoder")
         self.layer_id = layer_id
         scale = config.attention_scale or config.head_dim**-0.5
         self.params = AttentionParams(scale=scale, softcap=config.attn_logit_softcapping)

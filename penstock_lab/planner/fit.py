@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly.memory import (
     CachePlan,
     Ledger,
@@ -17,10 +18,9 @@ from penstock.assembly.memory import (
     plan_kv_cache,
     smallest_cache_bytes,
 )
-from penstock.config import DEGREES, EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.config import DEGREES
 from penstock.interface.step import CacheGroup
-from penstock.kernels.attention.layout import ELEMENT_BYTES
+from penstock.kernels.attention.items import ELEMENT_BYTES
 from penstock.kernels.scheme import Scheme
 from penstock.ranks.sharding import Degrees, Share, find_degrees
 from penstock.spec.model_config import ModelConfig

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly.memory import cached_token_bytes
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock.ranks.sharding import Share
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner import costs

@@ -12,7 +12,8 @@ Tiles are as long as the blocks allow; the vector units take at most one block a
 
 from dataclasses import dataclass
 
-from penstock.errors import InvalidRequestError, check_choice, check_int
+from penstock import InvalidRequestError
+from penstock.errors import check_choice, check_int
 from penstock_lab.planner.machines import OnChip
 
 KIB = 1024

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from penstock import EngineConfig
 from penstock.assembly.memory import ModelSizes
-from penstock.config import EngineConfig
 from penstock.kernels.scheme import Scheme
 from penstock.ranks.sharding import Share
 from penstock.spec.model_config import ModelConfig

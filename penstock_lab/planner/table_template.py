@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ModelLoadError
+from penstock import ModelLoadError
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_model
 from penstock.spec.config_file import has_config, modern_falcon, read_config

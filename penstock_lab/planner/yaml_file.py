@@ -5,7 +5,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.errors import InvalidRequestError, ModelLoadError, fail, one_line, shown
+from penstock import InvalidRequestError, ModelLoadError
+from penstock.errors import fail, one_line, shown
 from penstock.spec.config_reader import read_text, read_yaml
 
 MOST_BYTES = 2**60

@@ -4,12 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock import EngineError, SamplingParams, StructuredOutputsParams
 from penstock.engine.engine import Engine
-from penstock.errors import EngineError
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SamplerState, TokenLogprobs
-from penstock.interface.structured_outputs import StructuredOutputsParams
 
 Entry = dict[int, float]  # token id -> log-probability
 Key = tuple[int, int]  # the index of a query or of a crowd's member, and a choice

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from penstock import AsyncLLM, EngineConfig, EngineError, InvalidRequestError, RequestOutput
 from penstock.assembly import build_engine
-from penstock.client.async_llm import AsyncLLM
-from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.observer import EngineObserver
-from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
-from penstock.interface.outputs import LogprobsAt, RequestOutput
+from penstock.interface.outputs import LogprobsAt
 from penstock_lab.prove.answers import Answer, Entry, Key, Member, Query, add_output
 from penstock_lab.prove.every_draft import EveryDraft
 from penstock_lab.prove.proof import Subject

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from penstock import PoolingParams
 from penstock.config import SCHEDULING_POLICIES
-from penstock.interface.pooling import PoolingParams
 from penstock.tokenizer.answer_formats import TOOL_FORMATS
 from penstock.tokenizer.answers import Calls, Function, answer_grammar, literal
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
+from penstock import EngineError
 from penstock.client.text import LONG_TEXT
-from penstock.errors import EngineError
 from penstock_lab.prove.levels import Level, level_of, memory_bytes, quick_client
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.servers import Server

@@ -11,9 +11,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 
-from penstock.client.llm import LLM
-from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock_lab.training import heldout_cases
 from penstock_lab.training.heldout_cases import Case
 

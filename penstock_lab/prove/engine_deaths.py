@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
 
-from penstock.client.async_llm import AsyncLLM
+from penstock import AsyncLLM, EngineError, ModelLoadError
 from penstock.client.engine_client import EngineState
 from penstock.client.engine_handle import MAX_DEATHS
-from penstock.errors import EngineError, ModelLoadError
-from penstock_lab.prove.processes import no_core_dumps, no_log, send_signal
 from penstock_lab.prove.proof import Trials
+from penstock_lab.prove.servers import no_core_dumps, no_log, send_signal
 from penstock_lab.prove.streams import Answer, Stream, read
 
 NUM_STREAMS = 16

@@ -16,11 +16,11 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
+from penstock import EngineConfig
 from penstock.assembly import build_engine
 from penstock.assembly.memory import plan_kv_cache
 from penstock.client import engine_handle
-from penstock.client.engine_connection import EngineChild
-from penstock.config import EngineConfig
+from penstock.client.engine_handle import EngineChild
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.observer import EngineObserver
 from penstock.interface.step import SchedulerOutput

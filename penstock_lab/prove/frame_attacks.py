@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from penstock import EngineError, SamplingParams
 from penstock.client import frames
-from penstock.client.engine_connection import EngineChild
-from penstock.errors import EngineError
+from penstock.client.engine_handle import EngineChild
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock_lab.prove.mutations import Mutator
 from penstock_lab.prove.proof import Trials
 

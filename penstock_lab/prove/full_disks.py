@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from penstock.errors import EngineError
+from penstock import EngineError
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.servers import CLIENT_TIMEOUT_S, QUICK, Server, serve, wait_until
 

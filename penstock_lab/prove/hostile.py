@@ -16,7 +16,7 @@ import httpx
 import msgspec
 from msgspec import inspect
 
-from penstock.errors import PenstockError
+from penstock import PenstockError
 from penstock.server.embeddings import EmbeddingRequest, RankingRequest, ScoreRequest
 from penstock.server.openai_requests import (
     UNSUPPORTED,
@@ -30,8 +30,8 @@ from penstock.server.openai_requests import (
     TokenizeRequest,
 )
 from penstock.server.responses import ResponseRequest
+from penstock_lab.prove.attacks import ATTACKS, SLOW_ATTACKS
 from penstock_lab.prove.attacks.attack import BODIES, FLAGS, KEY, Attack, Target, judge
-from penstock_lab.prove.attacks.table import ATTACKS, SLOW_ATTACKS
 from penstock_lab.prove.canary import Oracle
 from penstock_lab.prove.frame_attacks import FrameAttack
 from penstock_lab.prove.levels import memory_bytes

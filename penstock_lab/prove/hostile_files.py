@@ -15,9 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
+from penstock import EngineConfig, EngineError
 from penstock.assembly.convert import convert_model
-from penstock.config import EngineConfig
-from penstock.errors import EngineError
 from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model
 from penstock.weights.sources import read_parameters

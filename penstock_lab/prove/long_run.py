@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from penstock.errors import EngineError
+from penstock import EngineError
 from penstock_lab.prove.attacks.attack import COMPLETION, FLAGS, KEY
 from penstock_lab.prove.levels import Level, level_of, memory_bytes, quick_client
 from penstock_lab.prove.proof import Trials

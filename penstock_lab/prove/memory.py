@@ -63,10 +63,9 @@ def _fill(options: dict[str, Any]) -> dict[str, Any]:
 
 def fill(options: dict[str, Any]) -> dict[str, int]:
     """Build an engine, take every block of its cache and make its largest steps. Return planned and peak bytes."""
+    from penstock import EngineConfig, SamplingParams
     from penstock.assembly import build_engine
-    from penstock.config import EngineConfig
     from penstock.interface.messages import EngineRequest
-    from penstock.interface.sampling_params import SamplingParams
     from penstock.kernels.cpu.host import resident_bytes
 
     built = build_engine(EngineConfig.from_options(**options))

@@ -1,9 +1,10 @@
 """Proof that a model that several ranks share answers with the bits of one process, however it is split.
 
 The ranks are threads here: the arithmetic is the same as in processes, and a trial takes a tenth of the time. Every
-fifth trial starts real processes.
+fifth trial starts real processes. LocalGroup joins ranks that are threads.
 """
 
+import queue
 import random
 import shutil
 import tempfile
@@ -13,29 +14,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
+from penstock import EngineConfig, InvalidRequestError, SamplingParams
 from penstock.assembly import build_engine
-from penstock.config import EngineConfig
-from penstock.errors import ExecutorLostError, InvalidRequestError
+from penstock.config import DEGREES
+from penstock.errors import ExecutorLostError
 from penstock.interface.messages import EngineOutput, EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
+from penstock.kernels.tensors import Array
 from penstock.models.config_json import load_model_config
-from penstock.ranks.build import RankPlan, make_runner
-from penstock.ranks.group import ParallelExecutor
+from penstock.ranks.build import RankPlan, RanksExecutor, StartRanks, make_runner, open_pipeline, start_ranks
+from penstock.ranks.group import Group, ParallelExecutor, StepOrder
 from penstock.ranks.launcher import HostLauncher, Launcher
 from penstock.ranks.pipeline import Channel
 from penstock.ranks.process import serve
 from penstock.ranks.sharding import general, is_beginning, module_of
 from penstock.ranks.stage import FollowingRunner
-from penstock.ranks.start import Leader, StartRanks, open_pipeline, start_ranks
 from penstock.runner.structured import Forms
 from penstock.weights.loader import make_ops
 from penstock.weights.sources import read_parameters
 from penstock_lab.prove import tiny_models
-from penstock_lab.prove.local_ranks import LocalGroup
 from penstock_lab.prove.proof import Trials
 
+TIMEOUT_S = 60
 PROCESSES_EVERY = 5
 MAPS = 0.4  # share of the trials that have a sharding map
 HINTS = 0.3  # share of the branches that have a hint in the map
@@ -59,6 +62,81 @@ SPLITS = (
     "tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
     "pipeline_parallel_size",
 )  # fmt: skip
+
+
+class LocalLinks:
+    """The links of a rank that is a thread."""
+
+    def __init__(self, rank: int, group: "LocalGroup") -> None:
+        self.rank = rank
+        self.bytes_received = 0
+        self._group = group
+
+    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
+        """Return the arrays of the ranks of this rank's block."""
+        first = self.rank // degree * degree
+        arrays, barrier = self._group.arrays[degree], self._group.barriers[degree, first]
+        arrays[self.rank] = np.array(x)
+        try:
+            barrier.wait(TIMEOUT_S)
+            found = [arrays[rank] for rank in range(first, first + degree)]
+            barrier.wait(TIMEOUT_S)  # no rank stores its next array before all have read this one
+        except threading.BrokenBarrierError as error:
+            raise ExecutorLostError("a rank has ended") from error
+        if shapes is not None and [item.shape for item in found] != list(shapes):
+            raise ExecutorLostError(f"ranks passed {[item.shape for item in found]} but {list(shapes)} were expected")
+        self.bytes_received += sum(item.nbytes for item in found) - found[self.rank - first].nbytes
+        return found
+
+
+class LocalGroup(Group):
+    """A Group with a thread for each rank except the leader."""
+
+    def __init__(self, size: int) -> None:
+        self.arrays: dict[int, dict[int, Array]] = {degree: {} for degree in DEGREES}
+        self.barriers = {
+            (degree, first): threading.Barrier(degree) for degree in DEGREES for first in range(0, size, degree)
+        }
+        self.ranks = [LocalLinks(rank, self) for rank in range(size)]
+        self._inboxes: list[queue.SimpleQueue[StepOrder | None]] = []
+        self._following = threading.Semaphore(0)
+        self.cache_bytes = 0  # not counted
+
+    @property
+    def bytes_received(self) -> int:
+        """The bytes that the leader has received from the other ranks so far."""
+        return self.ranks[0].bytes_received
+
+    def follow(self, runner: FollowingRunner) -> None:
+        """Compute every step of one rank in the calling thread until the group is closed."""
+        inbox: queue.SimpleQueue[StepOrder | None] = queue.SimpleQueue()
+        self._inboxes.append(inbox)
+        self._following.release()
+        while (step := inbox.get()) is not None:
+            runner.append_sampled(step.sampled)
+            runner.execute(step.plan)
+
+    def wait_until_whole(self) -> None:
+        """Wait until every rank follows. Raise ExecutorLostError if one does not start in time."""
+        for _ in self.ranks[1:]:
+            if not self._following.acquire(timeout=TIMEOUT_S):
+                raise ExecutorLostError("a rank has ended")
+
+    def send(self, message: StepOrder | None) -> None:
+        """Send a step to every rank."""
+        for inbox in self._inboxes:
+            inbox.put(message)
+
+    def lost(self, error: Exception) -> ExecutorLostError:
+        """End every rank because of an error. Return the exception to raise."""
+        self.close()
+        for barrier in self.barriers.values():
+            barrier.abort()
+        return ExecutorLostError(str(error))
+
+    def close(self) -> None:
+        """End every rank after its step. A second call does nothing."""
+        self.send(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +243,21 @@ def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, 
     return found
 
 
-def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> Leader:
+def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> RanksExecutor:
     """Make every rank a thread of this process, where ranks.start_ranks makes them processes.
 
     Raises:
         PenstockError: the leader's part cannot be built.
     """
     if plan.config.parallel.pipeline_parallel_size > 1:
-        pipeline = open_pipeline(plan, _StageThreads(plan.degrees.size))
-        return Leader(pipeline, pipeline.cache_bytes)
+        return open_pipeline(plan, _StageThreads(plan.degrees.size))
     degrees = plan.degrees
     group = LocalGroup(degrees.size)
     for rank in range(1, degrees.size):
         threading.Thread(target=_be_rank, args=(plan, rank, group), daemon=True).start()
     runner = make_runner(plan, ops, 0, group.ranks[0], forms)
     group.wait_until_whole()
-    return Leader(ParallelExecutor(runner, group), runner.cache_bytes)
+    return ParallelExecutor(runner, group)
 
 
 def _be_rank(plan: RankPlan, rank: int, group: LocalGroup) -> None:

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.errors import EngineError
-from penstock_lab.prove.processes import send_signal
+from penstock import EngineError
 from penstock_lab.prove.proof import Subject, Trials
-from penstock_lab.prove.servers import command_line, stream
+from penstock_lab.prove.servers import command_line, send_signal, stream
 
 MARK = "PENSTOCK_PROOF"  # environment variable
 ALLOWED_S = 1.0

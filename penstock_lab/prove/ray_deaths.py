@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from penstock.client.async_llm import AsyncLLM
+from penstock import AsyncLLM, SamplingParams
+from penstock.client.admission import Router
 from penstock.client.engine_client import EngineState
-from penstock.client.router import Router
-from penstock.interface.sampling_params import SamplingParams
 from penstock_lab.prove.engine_deaths import Case, Crowd, Pauses, undisturbed
-from penstock_lab.prove.processes import no_core_dumps, no_log, send_signal
 from penstock_lab.prove.proof import Trials
+from penstock_lab.prove.servers import no_core_dumps, no_log, send_signal
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster

@@ -7,10 +7,9 @@ reuse, are first computed from their tokens: the same tokens leave the same bits
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from penstock import EngineError, InvalidRequestError, SamplingParams
 from penstock.client.recorder import score_checksums
 from penstock.client.records import Bundle, Computed, EngineDescription
-from penstock.errors import EngineError, InvalidRequestError
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     BlockCopy,
     CacheGroup,

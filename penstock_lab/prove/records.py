@@ -9,18 +9,17 @@ from typing import ClassVar
 
 import msgspec
 
+from penstock import EngineConfig, SamplingParams
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.recorder import Recorder, describe
 from penstock.client.records import Bundle, Computed, EngineDescription, make_bundle, pack
 from penstock.client.ring import Ring
-from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import peak_blocks
 from penstock.engine.observer import EngineObserver
 from penstock.engine.policies import Scheduling
 from penstock.engine.speculation import NgramProposer, Speculation
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
 from penstock_lab.bench.record_history import unpack
 from penstock_lab.prove.every_draft import EveryDraft

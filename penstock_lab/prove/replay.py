@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.records import Begun, Bundle, EngineDescription, Planned
-from penstock.config import MAX_CONTEXT, EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.config import MAX_CONTEXT
 from penstock.interface.plugins import check_registered
 from penstock_lab.bench.record_audit import Audit
 from penstock_lab.bench.record_history import EngineStart, engine_errors, history

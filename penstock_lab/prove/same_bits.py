@@ -14,10 +14,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, TypeVar
 
+from penstock import EngineConfig, InvalidRequestError, ModelLoadError
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.assembly.memory import plan_kv_cache
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock_lab.prove import axes, tiny_models
 from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock_lab.prove.askers import OFFLINE, OPEN, SERVING

@@ -1,7 +1,8 @@
 """The server's application over the real engine with a model that is a formula, all in this process.
 
-Everything is as in production except the sockets, the process boundary and the arithmetic (penstock_lab/mock.py): routes,
-decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so a million can be tried.
+Everything is as in production except the sockets, the process boundary and the arithmetic (penstock_lab/mock.py):
+routes, decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so a million can be
+tried.
 """
 
 import asyncio
@@ -13,19 +14,18 @@ from dataclasses import dataclass
 
 from starlette.types import Message
 
+from penstock import InvalidRequestError, ModelLoadError, RequestFailedError, RequestOutput, StructuredOutputsParams
 from penstock.client.engine_client import EngineState, EngineStatus
+from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import Mailbox
-from penstock.client.prompts import PromptRequest
 from penstock.client.records import SavedRecord
 from penstock.client.step_client import InProcessClient
 from penstock.client.text import choose_tokenizer
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
-from penstock.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import PrefixUse, RequestOutput
+from penstock.interface.outputs import PrefixUse
 from penstock.interface.step import CacheGroup
-from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from penstock.errors import EngineError
+from penstock import EngineError
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.servers import Server, command_line, get, open_stream, post, serve, wait_until
 

@@ -1,19 +1,26 @@
-"""Real servers for the proofs: `penstock serve` in a separate process, and streams read from it over HTTP."""
+"""Real servers for the proofs: `penstock serve` in a separate process, and streams read from it over HTTP.
+
+Also what proofs do to processes, and the side effects that they suppress.
+"""
 
 import json
+import logging
+import os
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
 import httpx
 
-from penstock.errors import EngineError
+from penstock import EngineError
 from penstock_lab.prove.proof import Subject
 
 CLIENT_TIMEOUT_S = 120.0
@@ -121,3 +128,33 @@ def wait_until(condition: Any, timeout_s: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise EngineError(f"waited {timeout_s:.0f} s in vain for {what}")
         time.sleep(0.005)
+
+
+def send_signal(pid: int | None, number: signal.Signals) -> None:
+    """Send a signal to a process, unless it has ended."""
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@contextmanager
+def no_log() -> Iterator[None]:
+    """Keep the client's warnings of deaths, which are intended here, from the terminal."""
+    logger = logging.getLogger("penstock")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def no_core_dumps() -> Iterator[None]:
+    """Let processes that start meanwhile leave no core file, which would hold the whole model."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from penstock.errors import EngineError
+from penstock import EngineError
 from penstock_lab.prove.proof import Subject, Trials
 from penstock_lab.prove.servers import Server, post, serve, stream, wait_until
 

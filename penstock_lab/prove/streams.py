@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from penstock import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import CompletionOutput, FinishReason, LogprobsAt, RequestOutput
-from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.outputs import LogprobsAt
 
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 40, 240
 SHARE_OF_FEATURE = 0.3  # share of the streams that have a certain feature

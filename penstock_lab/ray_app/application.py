@@ -14,10 +14,10 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from starlette.types import Receive, Scope, Send
 
-from penstock.client.async_llm import AsyncLLM
+from penstock import AsyncLLM, InvalidRequestError
 from penstock.client.engine_client import EngineState
 from penstock.client.fleet import MAX_REPLICAS
-from penstock.errors import InvalidRequestError, check_float, check_int, pop_options
+from penstock.errors import check_float, check_int, pop_options
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run

@@ -7,7 +7,7 @@ import grpc
 import ray
 from ray._private.services import get_ray_address_from_environment
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 
 ANSWER_S = 5.0  # time limit for the cluster's head node to answer
 

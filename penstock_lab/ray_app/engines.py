@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.config import AutoscalingContext
 
 from penstock.ranks.children import spawn
-from penstock_lab.door import TOKEN_BYTES, Door, read_exactly
+from penstock_lab.ray_app.door import TOKEN_BYTES, Door, read_exactly
 
 ENGINE, LOAD = b"engi", b"load"  # labels of connections
 CONNECT_S = 30.0  # time limit for the client to connect once it has the lease

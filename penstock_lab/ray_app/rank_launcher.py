@@ -28,13 +28,12 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from penstock.config import EngineConfig
-from penstock.errors import EngineError
+from penstock import EngineConfig, EngineError
 from penstock.kernels.cpu.library import chosen_level
 from penstock.ranks.children import Effort, children, count_elsewhere, spawn
 from penstock.ranks.launcher import HERE, STDERR
-from penstock_lab.door import LABEL_BYTES, TOKEN_BYTES, Door, dial
 from penstock_lab.ray_app.cluster import join_cluster
+from penstock_lab.ray_app.door import LABEL_BYTES, TOKEN_BYTES, Door, dial
 
 PLACE_S = 60.0  # time limit for Ray to find places, which may first have to be freed, and for each answer of a place
 LOOK_S = 1.0  # between two readings of the remote ranks' processor time

@@ -12,9 +12,9 @@ from ray.serve.handle import DeploymentHandle
 
 from penstock.client import frames
 from penstock.client.engine_client import EngineClient
-from penstock.client.engine_connection import EngineConnection, Launcher
+from penstock.client.engine_handle import EngineConnection, Launcher
 from penstock.interface.messages import EngineStats
-from penstock_lab.door import tune
+from penstock_lab.ray_app.door import tune
 from penstock_lab.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT
 
 LOGGER = logging.getLogger("penstock")

@@ -18,7 +18,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from penstock.errors import InvalidRequestError, check_int, one_line, shown
+from penstock import InvalidRequestError
+from penstock.errors import check_int, one_line, shown
 from penstock_lab.bench.datasets import Dataset, Vocabulary, draw_lengths, draw_samples
 from penstock_lab.bench.outcomes import Load
 

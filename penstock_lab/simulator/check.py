@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from penstock.errors import EngineError
+from penstock import EngineError
 from penstock_lab.bench.datasets import Dataset, Vocabulary, draw_samples
 from penstock_lab.bench.http_client import HttpClient
 from penstock_lab.bench.outcomes import Load

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from penstock import InvalidRequestError
 from penstock.engine.policies import is_stream
-from penstock.errors import InvalidRequestError, check_float, one_line
+from penstock.errors import check_float, one_line
 from penstock.interface.step import ScheduledRequest, SchedulerOutput
 
 Floats = npt.NDArray[np.float64]

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly import PlannedEngine
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock.interface.step import SchedulerOutput
 from penstock_lab.planner.costs import Amounts, ModelWork, time_of
 from penstock_lab.planner.fit import Budget

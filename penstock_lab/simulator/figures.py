@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.errors import InvalidRequestError, shown
+from penstock import InvalidRequestError
+from penstock.errors import shown
 
 WIDTH = math.log1p(0.005)  # width of a bucket, in the logarithm of the time
 SHORTEST = 1e-9  # seconds; a shorter time counts as this

@@ -23,7 +23,7 @@ from penstock_lab.simulator.replica import OpenRequest, Replica
 from penstock_lab.simulator.routers import Router
 
 Progress = Callable[[int], None]
-MAX_DEATHS = 3  # deaths of engines without a token in between after which a request fails, as in client/recovery.py
+MAX_DEATHS = 3  # deaths of engines without a token in between after which a request fails, as in client/fleet.py
 
 
 class Users:

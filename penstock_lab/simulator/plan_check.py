@@ -20,10 +20,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from penstock import EngineConfig, SamplingParams
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.weights.hub import resolve_model
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.forecast import DECODE, PREFILL, Load
@@ -109,7 +108,7 @@ def measure(options: dict[str, Any], cases: list[Case], rounds: int) -> dict[Cas
         for phase, size in cases:
             take: Callable[[BuiltEngine, random.Random, int], float]
             take = _step_seconds if phase == DECODE else _first_token_seconds
-            if number or phase == DECODE:  # the first round records the program of a step (runner/programs.py)
+            if number or phase == DECODE:  # the first round records the program of a step (runner/model_runner.py)
                 found[phase, size].append(take(built, rng, size))
     built.engine.shutdown()
     return found

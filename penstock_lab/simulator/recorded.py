@@ -5,10 +5,9 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+from penstock import InvalidRequestError, SamplingParams
 from penstock.client.records import MAGIC, Aborted, Arrived, Begun, Bundle, Planned, unpack_ids
-from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
 from penstock_lab.bench.record_history import EngineStart, RecordedStep, history, unpack
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs

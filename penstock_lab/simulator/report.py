@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InvalidRequestError
-from penstock_lab.bench.serving_report import draw, figure, picture
-from penstock_lab.planner.page import page
-from penstock_lab.planner.page import table as html_table
+from penstock import InvalidRequestError
+from penstock_lab.bench.outcomes import draw, figure, picture
+from penstock_lab.planner.picture import page
+from penstock_lab.planner.picture import table as html_table
 from penstock_lab.simulator.figures import PERCENTILES
 
 FIGURES = {

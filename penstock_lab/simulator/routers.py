@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.client import router as serving
+from penstock.client import admission as serving
 from penstock.errors import check_choice
 from penstock_lab.simulator.arrivals import Arrival
 from penstock_lab.simulator.replica import Replica, prefix_id

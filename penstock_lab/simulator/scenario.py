@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock import EngineError
 from penstock.assembly import PlannedEngine
 from penstock.engine.engine import Engine
-from penstock.errors import EngineError, check_float, check_int, fail
+from penstock.errors import check_float, check_int, fail
 from penstock.interface.step import Executor
 from penstock_lab.simulator.arrivals import Arrival
 from penstock_lab.simulator.executor import StepCosts, VirtualClock

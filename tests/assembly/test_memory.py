@@ -8,7 +8,7 @@ from penstock.assembly.memory import MAX_SHARE, plan_kv_cache
 from penstock.config import EngineConfig
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.errors import InvalidRequestError
-from penstock.kernels.attention.layout import cache_token_bytes
+from penstock.kernels.attention.items import cache_token_bytes
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.models.config_json import parse_model_config
 from penstock.spec.model_config import ModelConfig

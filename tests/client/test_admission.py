@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.client.admission import MARGIN, MAX_UNMEASURED, Admission, AdmissionLimits
-from penstock.client.input_processor import InputProcessor
+from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, Wait
-from penstock.client.prompts import PromptRequest
 from penstock.errors import EngineOverloadedError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineStats
 from penstock.interface.outputs import FinishReason

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.client import engine_handle, frames
 from penstock.client.engine_client import EngineState
-from penstock.client.engine_connection import EngineConnection, Launcher
+from penstock.client.engine_handle import EngineConnection, Launcher
 from penstock.client.fleet import Fleet
 from penstock.client.open_requests import OpenRequests
 from penstock.client.records import RecordOptions

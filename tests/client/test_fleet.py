@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from penstock.client import fleet as fleets
 from penstock.client import frames
 from penstock.client.engine_client import EngineState
-from penstock.client.engine_connection import Launcher
-from penstock.client.engine_handle import Liveness
+from penstock.client.engine_handle import Launcher, Liveness
+from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import OpenRequests
-from penstock.client.prompts import PromptRequest
 from penstock.client.records import RecordOptions
 from penstock.errors import EngineDeadError
 from penstock.interface.messages import EngineStats

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client.input_processor import InputProcessor, assigned_seed
-from penstock.client.prompts import PromptRequest
+from penstock.client.input_processor import InputProcessor, PromptRequest, assigned_seed
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 from tests.fakes_engine import model_info

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client.input_processor import InputProcessor
+from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequests
-from penstock.client.prompts import PromptRequest
 from penstock.errors import EngineDeadError, InvalidRequestError
 from penstock.interface.messages import EngineOutput
 from penstock.interface.outputs import FinishReason

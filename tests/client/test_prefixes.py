@@ -8,11 +8,10 @@ import pytest
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, SamplingParams
 from penstock.client import frames, prefixes
-from penstock.client.input_processor import assigned_seed
+from penstock.client.fleet import Recovery
+from penstock.client.input_processor import PromptRequest, assigned_seed
 from penstock.client.open_requests import OpenRequests, request_of
 from penstock.client.prefixes import Prefixes
-from penstock.client.prompts import PromptRequest
-from penstock.client.recovery import Recovery
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams as Params
 from tests.client.test_process import until

@@ -23,7 +23,7 @@ from penstock import (
     RequestFailedError,
     SamplingParams,
 )
-from penstock.client import engine_connection, engine_handle
+from penstock.client import engine_handle
 from penstock.client.engine_client import EngineState
 from penstock.client.open_requests import OpenRequest
 from penstock.kernels.cpu.library import load_library
@@ -211,7 +211,7 @@ def test_numpy_numbers_are_numbers(loop, llm):
 
 def test_edges_of_starting_and_ending(monkeypatch):
     """Each of these once waited for ever, or until the process was killed, which would be too late here."""
-    monkeypatch.setattr(engine_connection, "EXIT_WAIT_S", 200.0)
+    monkeypatch.setattr(engine_handle, "EXIT_WAIT_S", 200.0)
 
     async def attached_and_left():
         llm = AsyncLLM(model="demo")

@@ -4,10 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client import frames
-from penstock.client.input_processor import InputProcessor
+from penstock.client.fleet import Recovery
+from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequests
-from penstock.client.prompts import PromptRequest
-from penstock.client.recovery import Recovery
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client.router import MAX_LOOKED_AT, QueuedTokens, Router, block_hashes
+from penstock.client.admission import MAX_LOOKED_AT, QueuedTokens, Router, block_hashes
 
 BLOCK = 16
 NUM_ENGINES = 4

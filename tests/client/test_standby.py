@@ -10,7 +10,7 @@ import pytest
 from penstock import AsyncLLM, SamplingParams
 from penstock.client import engine_handle, frames
 from penstock.client.engine_client import EngineState
-from penstock.client.engine_connection import EngineConnection
+from penstock.client.engine_handle import EngineConnection
 from penstock.errors import EngineDeadError
 from penstock.interface.messages import EngineStats
 from penstock.kernels.cpu.library import load_library

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from penstock import LLM, EngineDeadError, InvalidRequestError, ModelLoadError, NotSupportedError, SamplingParams
-from penstock.client.input_processor import InputProcessor
+from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequests
-from penstock.client.prompts import PromptRequest
 from penstock.client.step_client import ChildClient
 from penstock.interface.outputs import RequestOutput
 from penstock.kernels.cpu.library import load_library

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import FalconConfig, FalconForCausalLM
 from transformers.models.falcon import modeling_falcon
 
-from penstock.layers.attention import alibi_slopes
+from penstock.layers.decoder import alibi_slopes
 from tests.families.case import Case
 
 rounded_bias = modeling_falcon.build_alibi_tensor

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.layout import GRANULE, SPAN, cache_token_bytes, padded_head_dim
+from penstock.kernels.attention.items import GRANULE, SPAN, cache_token_bytes, padded_head_dim
 from penstock.kernels.cpu.library import PenstockAttention, PenstockAttentionStep, PenstockCache
 
 from .packed import TYPES, Native, aligned
 
 KINDS = {"f32": 0, "bf16": 1, "int8": 2}
-DTYPES = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}  # as layout.py names them
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}  # as items.py names them
 FINAL = -1  # of an item's `partial`
 
 

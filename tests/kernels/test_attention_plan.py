@@ -14,8 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.attention.items import greatest_load, partition
-from penstock.kernels.attention.layout import SPAN, SPAN_TILES, TILE, AttentionShape, scratch_bytes
+from penstock.kernels.attention.items import (
+    SPAN,
+    SPAN_TILES,
+    TILE,
+    AttentionShape,
+    greatest_load,
+    partition,
+    scratch_bytes,
+)
 from penstock.kernels.attention.plan import (
     HEAD_BEGIN,
     HEAD_END,
@@ -28,9 +35,9 @@ from penstock.kernels.attention.plan import (
     SPAN_END,
     AttentionPlan,
     Planner,
-    decode_key,
 )
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockCache, load_library
+from penstock_lab.bench.native import decode_key
 
 SMALL = AttentionShape(4, 2, 16, "float32")
 LLAMA = AttentionShape(32, 8, 128, "bfloat16")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.layout import SPAN, AttentionShape
+from penstock.kernels.attention.items import SPAN, AttentionShape
 from penstock.kernels.attention.plan import AttentionPlan, Planner
 from penstock.kernels.cpu.library import load_library
 from penstock.kernels.cpu.ops import CpuOps

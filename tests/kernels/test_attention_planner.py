@@ -6,7 +6,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from penstock.kernels.attention.layout import TILE
+from penstock.kernels.attention.items import TILE
 from penstock.kernels.attention.plan import AttentionPlan, Planner
 from tests.kernels.test_attention_plan import LLAMA, Step
 

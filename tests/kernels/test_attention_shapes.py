@@ -9,8 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.plan import ROW_BEGIN, ROW_END
 from penstock.kernels.cpu import library
-from penstock.kernels.cpu.attention import CpuKVCache
-from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.ops import CpuKVCache, CpuOps
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps

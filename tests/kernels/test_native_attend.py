@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.attention.layout import SPAN, TILE, AttentionShape
+from penstock.kernels.attention.items import SPAN, TILE, AttentionShape
 from penstock.kernels.attention.plan import AttentionPlan, Planner
 from penstock.kernels.cpu.library import MAX_ARGUMENTS, OUT_OF_RANGE, RECORDABLE, PenstockCall
 

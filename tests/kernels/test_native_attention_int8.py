@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.layout import GRANULE, padded_head_dim
+from penstock.kernels.attention.items import GRANULE, padded_head_dim
 from penstock.kernels.cpu import library
 from penstock.kernels.reference.quantized_kv import dequantize, quantize_channels, quantize_tokens
 from tests.kernels.attention import Attention, PagedCache, Rules, Run, Sequences, Shape, oracle

@@ -10,20 +10,16 @@ import numpy as np
 import pytest
 import yaml
 
+from penstock import EngineConfig, InvalidRequestError, PoolingParams, SamplingParams
 from penstock.cli.main import main
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
-from penstock.interface.pooling import PoolingParams
-from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.metadata import AttentionMetadata
 from penstock.kernels.tensors import Array
 from penstock_lab.bench.placement import Trial, run_placement
 from penstock_lab.chips.device import OverBudgetError
 from penstock_lab.chips.ops import RowsOfStep
 from penstock_lab.planner.machines import Hardware, load_hardware
-from penstock_lab.planner.placement import Placement
-from penstock_lab.planner.placement_file import FOLDER, load_placement
+from penstock_lab.planner.placement import FOLDER, Placement, load_placement
 from tests.kernels.packed import levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")

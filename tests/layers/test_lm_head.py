@@ -24,7 +24,7 @@ from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Arena
 from penstock.layers.weights import PLAIN_HEAD, HeadLayout, LinearSpec, LMHead
 from penstock.models.config_json import load_model_config
-from penstock.runner.programs import RecordedModel
+from penstock.runner.model_runner import RecordedModel
 from penstock.weights.loader import load_model
 from tests.answers import Answer, answer, ask, ask_alone
 from tests.families import falcon

@@ -16,7 +16,7 @@ from penstock.errors import ModelLoadError
 from penstock.kernels.cpu.library import LEVELS
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops, Packing
-from penstock.layers.attention import alibi_slopes
+from penstock.layers.decoder import alibi_slopes
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.ranks.build import CutSource

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from penstock.errors import EngineError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.runner.input_batch import InputBatch
-from penstock.runner.packed_step import PackedStep
+from penstock.runner.input_batch import InputBatch, PackedStep
 
 MAX_SEQS, MAX_LEN = 5, 100
 GROUPS = [CacheGroup((0, 2), None, 64, 16), CacheGroup((1,), 20, 64, 32), CacheGroup((3,), 20, 64, 32, ring=True)]
@@ -205,7 +204,7 @@ def test_packing_equals_brute_force(rng: random.Random) -> None:
     for step_id in range(20):
         output = scheduler.step(step_id)
         batch.update(output)
-        assert batch.num_requests == len(scheduler.books)
+        assert len(batch._row_of) == len(scheduler.books)
         if not output.scheduled:
             continue
         packed = batch.pack(output.scheduled)
@@ -319,7 +318,7 @@ def test_forgetting_a_stranger_is_harmless() -> None:
     """Guards against a failed first step that makes every later step fail: its request was never learnt."""
     batch = InputBatch(GROUPS, MAX_SEQS, MAX_LEN)
     batch.update(SchedulerOutput(0, [], [], ["nobody"]))
-    assert batch.num_requests == 0
+    assert len(batch._row_of) == 0
 
 
 @pytest.mark.parametrize("seed", [0, 5, -1, -(2**63), 2**63, 2**64 - 1])

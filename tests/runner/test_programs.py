@@ -17,8 +17,7 @@ from penstock.interface.step import CacheGroup
 from penstock.kernels.backends import load_ops
 from penstock.kernels.tensors import FIXED_ROWS
 from penstock.layers.module import ForwardContext
-from penstock.runner.model_runner import ModelRunner
-from penstock.runner.programs import RecordedModel
+from penstock.runner.model_runner import ModelRunner, RecordedModel
 from tests.fakes import FakeOps, TinyModel, resolved_config, tiny_config
 from tests.hf_models import make_mistral, make_qwen3, random_ids
 from tests.kernels.packed import levels

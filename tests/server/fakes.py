@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.client.engine_client import EngineState, EngineStatus
-from penstock.client.prompts import PromptRequest
+from penstock.client.input_processor import PromptRequest
 from penstock.client.records import SavedRecord
 from penstock.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from penstock.interface.messages import EngineStats, ModelInfo

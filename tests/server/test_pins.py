@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from penstock.client.prompts import PromptRequest
+from penstock.client.input_processor import PromptRequest
 from penstock.client.text import choose_tokenizer
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams

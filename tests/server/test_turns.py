@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.client.input_processor import InputProcessor
+from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequests
-from penstock.client.prompts import PromptRequest
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineOutput
 from penstock.interface.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import penstock
 from penstock import LLM
 from penstock.errors import InvalidRequestError
-from penstock.tokenizer.chat_template import MARKS, RenderedChat, render_chat
 from penstock.tokenizer.hf import load_tokenizer
+from penstock.tokenizer.tokenizer import MARKS, RenderedChat, render_chat
 from tests.tokenizer import vocabularies as voc
 
 TOKENIZER = load_tokenizer(Path(penstock.__file__).parent / "demo" / "model")

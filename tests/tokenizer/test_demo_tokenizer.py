@@ -3,8 +3,8 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from penstock.tokenizer.detokenizer import IncrementalDetokenizer
 from penstock.tokenizer.hf import load_tokenizer
+from penstock.tokenizer.tokenizer import IncrementalDetokenizer
 from penstock.weights.hub import MODEL_DIR
 
 FOLDER = MODEL_DIR

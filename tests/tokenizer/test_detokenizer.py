@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from penstock.tokenizer.detokenizer import IncrementalDetokenizer
 from penstock.tokenizer.hf import HFTokenizer
+from penstock.tokenizer.tokenizer import IncrementalDetokenizer
 from tests.tokenizer import vocabularies as voc
 
 KINDS = list(voc.KINDS)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.tokenizer.detokenizer import StopStrings
+from penstock.tokenizer.tokenizer import StopStrings
 
 SMALL = st.text(alphabet="ab", max_size=12)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=4)

@@ -4,9 +4,9 @@ import ctypes
 
 import numpy as np
 
-from penstock.kernels.cpu.attention import NativeParams
 from penstock.kernels.cpu.calls import fill_step
 from penstock.kernels.cpu.library import LEVELS, PenstockAttentionStep
+from penstock.kernels.cpu.ops import NativeParams
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, INT32, INT64, Array
 from tools.fuzz_native.caches import Paged

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.library import PenstockCache
+from penstock.kernels.cpu.ops import CpuKVCache
 from penstock.kernels.metadata import CacheSpec, Heads, KVScales
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, INT32, INT64, Array, ArrayType
 from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz

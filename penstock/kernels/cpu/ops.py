@@ -1,22 +1,27 @@
 """CpuOps: every operation is one call of the native library with the addresses of tensors.
 
 Bits depend only on the instruction level, never on the batch or the threads (native/abi.h). A decode step makes about
-180 calls, so the checks of each call are cheap, and a call allocates nothing if `out=` is given.
+180 calls, so the checks of each call are cheap, and a call allocates nothing if `out=` is given. Python only allocates
+caches of the right size; native/attention/attention.h describes their layout.
 """
 
 import ctypes
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from penstock.kernels.cpu.attention import CpuKVCache, NativeParams
+from penstock.errors import NotSupportedError
+from penstock.kernels.attention.items import GRANULE, MAX_HEAD_DIM, AttentionShape, cache_token_bytes, padded_head_dim
+from penstock.kernels.attention.plan import Planner
 from penstock.kernels.cpu.calls import (
     TYPES,
     NativeCalls,
     activation_code,
     address,
+    check_tensor,
     fill_step,
     optional_address,
     remembered,
@@ -24,7 +29,14 @@ from penstock.kernels.cpu.calls import (
     rows_of,
     type_code,
 )
-from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockSampling, check_status
+from penstock.kernels.cpu.library import (
+    ABI,
+    PenstockAttention,
+    PenstockAttentionStep,
+    PenstockCache,
+    PenstockSampling,
+    check_status,
+)
 from penstock.kernels.cpu.packed import FLOAT_KINDS, CpuLinear, Layout, NativeExperts, own_linear, pack
 from penstock.kernels.metadata import (
     AttentionMetadata,
@@ -39,8 +51,11 @@ from penstock.kernels.metadata import (
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import (
+    BFLOAT16,
     BOOL,
     FLOAT32,
+    INT8,
+    INT32,
     INT64,
     Array,
     ArrayType,
@@ -49,8 +64,154 @@ from penstock.kernels.tensors import (
     address_of,
     array_type,
     as_array,
+    dtype_of,
+    empty,
     is_torch,
 )
+
+KINDS = dict(zip((FLOAT32, BFLOAT16, INT8), ABI.enums["CacheKind"].values(), strict=False))
+SLICES = (2, 3)  # supported for an int8 cache
+CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
+
+
+class CpuKVCache:
+    """Keys and values of one layer.
+
+    Attributes:
+        memory: [num_blocks, block bytes] uint8.
+        address: address of the PenstockCache.
+    """
+
+    def __init__(self, spec: CacheSpec) -> None:
+        """Allocate memory without initialising it.
+
+        Raises:
+            NotSupportedError: the native kernels do not support this cache.
+            ValueError: the scales are not [Hkv, D] float32.
+        """
+        _check_cache(spec)
+        self.spec = spec
+        heads, head_dim = spec.num_kv_heads, spec.head_dim
+        token_scales, dtype = spec.scales is None, array_type(spec.dtype)
+        name = str(dtype)
+        token_bytes = cache_token_bytes(heads, head_dim, name, token_scales=token_scales)
+        self.memory = empty((spec.num_blocks, spec.block_size * token_bytes), dtype_of("uint8", spec.dtype))
+        self.num_bytes = self.memory.nbytes
+        self._shape = heads, head_dim, name, spec.slices, token_scales  # fields of AttentionShape
+        self._planners: dict[tuple[object, ...], Planner] = {}
+        self._last: tuple[AttentionMetadata, tuple[object, ...], AttentionMetadata] | None = None  # input, key, result
+        self._struct = PenstockCache(
+            memory=address_of(self.memory),
+            blocks=spec.num_blocks,
+            block_size=spec.block_size,
+            kv_heads=heads,
+            head_dim=head_dim,
+            padded_dim=padded_head_dim(head_dim),
+            kind=KINDS[dtype],
+            slices=spec.slices,
+        )
+        self._scales = []  # zero-padded to the padded head dim
+        for field in CHANNEL_FIELDS if spec.scales is not None else ():
+            padding = (0, 0), (0, padded_head_dim(head_dim) - head_dim)
+            self._scales.append(np.pad(as_array(getattr(spec.scales, field)), padding))
+            setattr(self._struct, field, address_of(self._scales[-1]))
+        self.address = ctypes.addressof(self._struct)
+
+    def plan(
+        self, meta: AttentionMetadata, heads: Heads, dtype: ArrayType, level: str, threads: int
+    ) -> AttentionMetadata:
+        """Return the metadata with a plan for these heads, queries and results of type `dtype`, and this cache.
+
+        A caller may pass the metadata of its previous call again, after writing the next step's lengths and slots into
+        the same tensors, if the blocks are the same. If the plan also fits that step, the previous result is returned.
+
+        Raises:
+            ValueError: the type or shape of a tensor is not that of kernels/metadata.py, or a block is missing.
+        """
+        key = heads.num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens
+        if self._last is not None and self._last[0] is meta and self._last[1] == key:
+            planned = self._last[2]
+            if planned.plan is not None and self._planners[key].renew(planned.plan, as_array(meta.seq_lens)):
+                return planned
+        self._check(meta, heads)
+        meta.check_blocks(self.spec.num_blocks)
+        planner = self._planners.get(key)
+        if planner is None:
+            shape = AttentionShape(heads.num_heads, *self._shape, str(dtype), level)
+            planner = Planner(shape, self.spec.block_size, meta.sliding_window, meta.num_sink_tokens, threads)
+            self._planners[key] = planner
+        plan = planner.plan(as_array(meta.query_start_loc), as_array(meta.seq_lens), as_array(meta.block_table))
+        planned = replace(meta, plan=plan)
+        self._last = meta, key, planned
+        return planned
+
+    def _check(self, meta: AttentionMetadata, heads: Heads) -> None:
+        num_seqs, num_tokens = len(meta.seq_lens), len(meta.slot_mapping)
+        check_tensor(meta.query_start_loc, (num_seqs + 1,), INT32, "query_start_loc")
+        check_tensor(meta.seq_lens, (num_seqs,), INT32, "seq_lens")
+        check_tensor(meta.block_table, (num_seqs, meta.block_table.shape[-1]), INT32, "block_table")
+        check_tensor(meta.slot_mapping, (num_tokens,), INT64, "slot_mapping")
+        spec = self.spec
+        if meta.block_size != spec.block_size:
+            raise ValueError(f"block_size: {meta.block_size}, but the cache has {spec.block_size}")
+        fits = (heads.num_kv_heads, heads.head_dim) == (spec.num_kv_heads, spec.head_dim)
+        if not fits or heads.num_heads % heads.num_kv_heads:
+            raise ValueError(f"heads: {heads} does not fit a cache of {spec.num_kv_heads} heads of {spec.head_dim}")
+
+    def check_plan(self, meta: AttentionMetadata, num_heads: int, threads: int) -> None:
+        """Raise ValueError unless the metadata's plan fits these heads, this cache and the number of threads."""
+        plan = meta.plan
+        if plan is None:
+            raise ValueError("plan: the metadata has no plan")
+        shape = plan.shape
+        found = shape.num_kv_heads, shape.head_dim, shape.kv_cache_dtype, shape.slices, shape.token_scales
+        fits = shape.num_heads == num_heads and found == self._shape
+        if not fits or meta.block_size != self.spec.block_size or len(plan.starts) != threads + 1:
+            raise ValueError(f"plan: made for {shape}, blocks of {meta.block_size}, {len(plan.starts) - 1} threads")
+
+
+def _check_cache(spec: CacheSpec) -> None:
+    block_size, head_dim, dtype, slices = spec.block_size, spec.head_dim, array_type(spec.dtype), spec.slices
+    if block_size < 1 or block_size % GRANULE:
+        raise NotSupportedError(
+            f"block_size: {block_size}; the native kernels need a multiple of {GRANULE}", param="block_size"
+        )
+    if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
+        message = f"head_dim: {head_dim}; the native kernels support even ones up to {MAX_HEAD_DIM}, 'reference' any"
+        raise NotSupportedError(message, param="head_dim")
+    if dtype not in KINDS:
+        raise NotSupportedError(
+            f"kv_cache_dtype: {dtype}; supported are float32, bfloat16 and int8", param="kv_cache_dtype"
+        )
+    if dtype is INT8 and slices not in SLICES:
+        raise NotSupportedError(f"slices: {slices}; the native kernels support 2 and 3", param="slices")
+    if dtype is not INT8 and (slices or spec.scales is not None):
+        raise NotSupportedError("slices, scales: only an int8 cache has them", param="slices")
+    for name in CHANNEL_FIELDS if spec.scales is not None else ():
+        address(getattr(spec.scales, name), (spec.num_kv_heads, head_dim), FLOAT32, name)
+
+
+class NativeParams:
+    """AttentionParams as a structure for native functions. It keeps the tensors that it points to alive."""
+
+    def __init__(self, params: AttentionParams, num_heads: int) -> None:
+        """Check and copy the parameters.
+
+        Raises:
+            ValueError: slopes or sink logits are not [H] float32; softcap is not above 0.
+        """
+        if params.softcap is not None and not params.softcap > 0:
+            raise ValueError(f"softcap: {params.softcap} is not above 0")
+        self.params = params
+        self.struct = PenstockAttention(
+            scale=params.scale, softcap=params.softcap or 0.0, bias_before_scale=params.bias_before_scale
+        )
+        if params.alibi_slopes is not None:
+            self.struct.slopes = address(params.alibi_slopes, (num_heads,), FLOAT32, "alibi_slopes")
+        if params.sink_logits is not None:
+            self.struct.sink_logits = address(params.sink_logits, (num_heads,), FLOAT32, "sink_logits")
+        self.address = ctypes.addressof(self.struct)
+
 
 REMEMBERED_STEPS = 8  # number of steps whose native form is kept for further layers
 REMEMBERED_EXPERTS = 1024  # number of layers whose NativeExperts are kept
@@ -165,13 +326,6 @@ class CpuOps(NativeCalls):
             address(out, (rows, native.outputs), FLOAT32, "out"),
         )
         return out
-
-    def expert_counts(self) -> tuple[int, int]:
-        """Return what `experts` has read and computed: experts' weights, each counted once per call, and (row, expert)
-        pairs."""
-        counts = (ctypes.c_int64 * 2)()
-        self._library.penstock_expert_counts(self._context, ctypes.addressof(counts))
-        return counts[0], counts[1]
 
     def route(
         self, logits: Tensor, top_k: int, *, renormalize: bool, out: tuple[Tensor, Tensor] | None = None
@@ -361,7 +515,7 @@ class CpuOps(NativeCalls):
             workspace, scratch = self._reserved
             if plan.workspace_bytes > workspace or plan.scratch_bytes > scratch:
                 needed = max(workspace, plan.workspace_bytes), max(scratch, plan.scratch_bytes)
-                if status := self._native["penstock_attention_reserve"](self._context, *needed):
+                if status := self._native["penstock_attention_reserve"](self.context, *needed):
                     check_status(status)
                 self._reserved = needed
         return meta

@@ -8,10 +8,8 @@ varies by ModelConfig only: num_parallel_norms, key/value heads (one, groups, al
 not here: the layout of the fused query_key_value (table.yaml), arithmetic and rounding (kernels/ops.py)
 """
 
-from penstock.layers.attention import Attention
-from penstock.layers.decoder import DecoderLM
+from penstock.layers.decoder import MLP, Attention, DecoderLM
 from penstock.layers.factory import LayerFactory
-from penstock.layers.mlp import MLP
 from penstock.layers.module import ForwardContext, Module, Tensor
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig

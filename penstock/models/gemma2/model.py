@@ -7,10 +7,8 @@ varies by ModelConfig only: which layers have a window, soft caps of scores and 
 not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
 """
 
-from penstock.layers.attention import Attention
-from penstock.layers.decoder import RMSNormLM
+from penstock.layers.decoder import Attention, GatedMLP, RMSNormLM
 from penstock.layers.factory import LayerFactory
-from penstock.layers.mlp import GatedMLP
 from penstock.layers.module import ForwardContext, Module, Tensor
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig

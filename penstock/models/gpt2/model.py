@@ -6,10 +6,8 @@ varies by ModelConfig only: the scale of scores, optionally per layer; tied head
 not here: [in, out] weights and the names in checkpoints (table.yaml), arithmetic and rounding (kernels/ops.py)
 """
 
-from penstock.layers.attention import Attention
-from penstock.layers.decoder import DecoderLM
+from penstock.layers.decoder import MLP, Attention, DecoderLM
 from penstock.layers.factory import LayerFactory
-from penstock.layers.mlp import MLP
 from penstock.layers.module import ForwardContext, Module, Tensor
 from penstock.spec.model_config import ModelConfig
 

@@ -6,10 +6,8 @@ not here: parameter names and sharding (table.yaml, phi3/table.yaml), KV layout 
     (kernels/ops.py)
 """
 
-from penstock.layers.attention import Attention
-from penstock.layers.decoder import RMSNormLM
+from penstock.layers.decoder import Attention, GatedMLP, RMSNormLM
 from penstock.layers.factory import LayerFactory
-from penstock.layers.mlp import GatedMLP
 from penstock.layers.module import ForwardContext, Module, Tensor
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig

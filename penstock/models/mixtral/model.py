@@ -3,12 +3,11 @@
 block:  x = x + attn(norm(x));  x = x + moe(norm(x))      Llama's block with experts instead of the SwiGLU branch
 varies by ModelConfig only: which layers are sparse, the number of experts in all and per token, whether their weights
     are renormalised; windows, biases, norms of q and k
-not here: parameter names (table.yaml, qwen3_moe.yaml), routing (layers/mlp.py), KV layout (runner), arithmetic
+not here: parameter names (table.yaml, qwen3_moe.yaml), routing (layers/decoder.py), KV layout (runner), arithmetic
 """
 
-from penstock.layers.decoder import RMSNormLM
+from penstock.layers.decoder import MoE, RMSNormLM
 from penstock.layers.factory import LayerFactory
-from penstock.layers.mlp import MoE
 from penstock.layers.module import Module
 from penstock.models.llama.model import LlamaBlock
 from penstock.spec.model_config import ModelConfig

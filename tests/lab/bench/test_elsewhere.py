@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.cli.main import main
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock_lab.planner.costs import Products, Step, decode_time, step_time
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.machines import load_hardware

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import EngineConfig
 from penstock.assembly import build_engine
 from penstock.cli.main import main
-from penstock.config import EngineConfig
 from penstock.kernels.cpu.library import load_library
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench import experts, machine, ops

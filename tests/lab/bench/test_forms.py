@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.errors import InvalidRequestError
-from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock import InvalidRequestError, StructuredOutputsParams
 from penstock_lab.bench.forms import FormContest, measure_forms
 
 LONG = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}

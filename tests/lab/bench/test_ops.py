@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import InvalidRequestError
 from penstock.cli.main import main
-from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.library import load_library
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.metadata import Heads

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.errors import EngineError, EngineOverloadedError
+from penstock import EngineError, EngineOverloadedError
 from penstock_lab.bench import overload
 from penstock_lab.bench.overload import Load
 from tests.server.fakes import FakeEngineClient

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock import EngineConfig, EngineError
 from penstock.assembly import build_engine
 from penstock.cli.main import main
-from penstock.config import EngineConfig
-from penstock.errors import EngineError
 from penstock.interface.step import ScheduledRequest, SchedulerOutput
 from penstock.kernels.cpu.library import load_library
 from penstock_lab.bench import machine, meter

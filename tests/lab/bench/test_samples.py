@@ -7,7 +7,7 @@ import pytest
 
 from penstock_lab.bench import machine
 from penstock_lab.bench.machine import Turn, take_turns
-from penstock_lab.bench.phases import fractions_of
+from penstock_lab.bench.profile import fractions_of
 from penstock_lab.bench.samples import Rates, Sample, Work, spread, summary
 
 GB = 10**9

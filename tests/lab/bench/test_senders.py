@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 
-from penstock_lab.bench.senders import Request, Senders
+from penstock_lab.bench.overload import Request, Senders
 
 REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\nRetry-After-Ms: 10\r\n\r\n{}"
 NUM_REQUESTS = 3

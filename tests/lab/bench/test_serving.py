@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock import InvalidRequestError, ModelLoadError
 from penstock_lab.bench.datasets import DATASETS, Dataset, Sample, Vocabulary, draw_samples
 from penstock_lab.bench.http_client import Answer, HttpClient
 from penstock_lab.bench.outcomes import Load, Outcome, figures

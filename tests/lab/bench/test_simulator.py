@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock import EngineConfig, EngineError, InvalidRequestError
 from penstock.assembly import PlannedEngine, plan_engine
 from penstock.cli.main import main
-from penstock.config import EngineConfig
 from penstock.engine.scheduler import Scheduler
-from penstock.errors import EngineError, InvalidRequestError
 from penstock_lab.bench.datasets import Dataset, draw_samples
 from penstock_lab.bench.outcomes import Load
 from penstock_lab.simulator import workers
@@ -25,8 +24,8 @@ from penstock_lab.simulator.figures import Figures, Histogram, RequestTimes, par
 from penstock_lab.simulator.fleet import Fleet, Users
 from penstock_lab.simulator.replica import Replica
 from penstock_lab.simulator.routers import LeastLoaded, RoundRobin
+from penstock_lab.simulator.run import divided, simulate
 from penstock_lab.simulator.scenario import Scenario, make_engine, smallest_fleet
-from penstock_lab.simulator.workers import divided, simulate
 from tests.lab.bench.test_serving import DEMO
 
 COSTS = LinearCosts(step=0.01, sequence=0.001, prompt_token=0.0001, cached_token=1e-6, pair=1e-8)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock import EngineConfig
 from penstock.assembly import PlannedEngine, plan_engine
 from penstock.cli.main import main
-from penstock.config import EngineConfig
 from penstock_lab.simulator.arrivals import Arrival
 from penstock_lab.simulator.costs import LinearCosts
 from penstock_lab.simulator.figures import Figures

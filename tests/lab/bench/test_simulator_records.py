@@ -5,14 +5,13 @@ from random import Random
 
 import pytest
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly import build_engine, plan_engine
 from penstock.cli.main import main
 from penstock.client.recorder import Recorder
 from penstock.client.records import Bundle, EngineDescription, Planned, make_bundle, pack
 from penstock.client.ring import Ring
-from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
-from penstock.errors import InvalidRequestError
 from penstock_lab.simulator import calibrate
 from penstock_lab.simulator.calibrate import record_mix
 from penstock_lab.simulator.recorded import decisions, load_costs, measured_steps

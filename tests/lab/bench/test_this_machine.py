@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import BFLOAT16, FLOAT32
-from penstock_lab.bench import attention_rates
 from penstock_lab.planner.machines import load_hardware, this_file
-from penstock_lab.simulator import plan_check
+from penstock_lab.simulator import plan_check, this_machine
 from penstock_lab.simulator.this_machine import MAX_ROUNDS, MIN_ROUNDS, take_turns, write_machine
 from tests.kernels.packed import levels
 from tests.lab.planner.test_plan import LLAMA, written
@@ -63,9 +62,9 @@ def test_predictions_stand_beside_measurements(
     """Guards against a check that compares other cases than it predicts, or cannot fail; and rates of attention that
     are of nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(attention_rates, "PROMPT_LEN", 40)
-    monkeypatch.setattr(attention_rates, "CONTEXT", 40)
-    cases = attention_rates.attention_cases(CpuOps(FLOAT32, threads=1), CpuOps(BFLOAT16, threads=1))
+    monkeypatch.setattr(this_machine, "PROMPT_LEN", 40)
+    monkeypatch.setattr(this_machine, "CONTEXT", 40)
+    cases = this_machine.attention_cases(CpuOps(FLOAT32, threads=1), CpuOps(BFLOAT16, threads=1))
     assert len(cases) == 6
     assert all(case() > 0 for case in cases.values())
     write_machine(FIGURES | {"operations_per_s": {"other": 1e6}, "unsettled": {}}, this_file())

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from penstock import EngineConfig
 from penstock.assembly import build_engine, info
 from penstock.cli.main import main
-from penstock.config import EngineConfig
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.models import certificate
 from penstock.models.certificate import Basis, find_basis, read_certificate

@@ -9,10 +9,9 @@ from penstock.layers.module import get_submodule
 from penstock.models.registry import ARCHITECTURES
 from penstock.spec.param_table import Parameter
 from penstock.weights.sources import read_parameters
-from penstock_lab.check.cause import EPSILONS, find_cause
 from penstock_lab.check.ours import OurModel
 from penstock_lab.check.pairs import BLOCK
-from penstock_lab.check.parity import ATTENTION, Comparison, compare
+from penstock_lab.check.parity import ATTENTION, EPSILONS, Comparison, compare, find_cause
 from penstock_lab.check.proofs import NUM_TOKENS, Setting, ask, make_prompts
 from penstock_lab.check.target import find_target
 from penstock_lab.check.twin import ATTENTIONS, Twin

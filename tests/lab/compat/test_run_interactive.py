@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.errors import InvalidRequestError
+from penstock import InvalidRequestError
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import find_model
 from penstock.spec.param_table import num_elements

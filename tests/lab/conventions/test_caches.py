@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import LLM, SamplingParams, models
-from penstock.errors import InvalidRequestError
+from penstock import LLM, InvalidRequestError, SamplingParams, models
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps
@@ -206,7 +205,7 @@ def test_sinks_stay_visible() -> None:
 # --- in the engine ---------------------------------------------------------------------------------------------------
 
 HAND_WRITTEN = '''
-from penstock.layers.attention import Attention
+from penstock.layers.decoder import Attention
 from penstock_lab.conventions.caches import PagedCacheView
 from penstock.models.llama.model import LlamaForCausalLM
 from penstock.models.registry import register_model

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock import InvalidRequestError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.quantized_kv import quantize_tokens

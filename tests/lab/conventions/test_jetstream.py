@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import LLM, SamplingParams
-from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock import LLM, InvalidRequestError, ModelLoadError, NotSupportedError, SamplingParams
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.layers.factory import LayerFactory

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.cli.main import main
-from penstock_lab.planner.page import page, table
-from penstock_lab.planner.picture import ROOM, picture, plan_page
+from penstock_lab.planner.picture import ROOM, page, picture, plan_page, table
 from tests.lab.planner.test_placement import falcon
 from tests.lab.planner.test_plan import LLAMA, needs_library, written
 

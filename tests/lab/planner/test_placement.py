@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import InvalidRequestError
 from penstock.cli.main import main
-from penstock.errors import InvalidRequestError
 from penstock.models.config_json import parse_model_config
 from penstock_lab.planner.machines import OnChip
 from penstock_lab.planner.operator import (
@@ -23,8 +23,15 @@ from penstock_lab.planner.operator import (
     schedule,
     tiles,
 )
-from penstock_lab.planner.placement import Placement, PlacementPlan, operation_bytes, plan_placement
-from penstock_lab.planner.placement_file import FOLDER, load_placement, read_placement
+from penstock_lab.planner.placement import (
+    FOLDER,
+    Placement,
+    PlacementPlan,
+    load_placement,
+    operation_bytes,
+    plan_placement,
+    read_placement,
+)
 from tests.kernels.packed import levels
 from tests.lab.planner.test_plan import FALCON, written
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly import build_engine
 from penstock.cli.main import main
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock.layers.module import named_modules
 from penstock.layers.weights import WeightLayer
 from penstock.ranks.sharding import Degrees

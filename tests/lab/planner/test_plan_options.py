@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
+from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly import plan_engine
 from penstock.cli.main import main
 from penstock.cli.options import parse_size
-from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.machines import load_hardware, read_hardware
-from penstock_lab.planner.placement_file import load_placement, read_placement
+from penstock_lab.planner.placement import load_placement, read_placement
 from penstock_lab.planner.yaml_file import names_in, whole
 from tests.lab.planner.test_placement import CHIP
 from tests.lab.planner.test_plan import GIB, LLAMA, PLENTY, SEVEN_BILLION, asked, needs_library, written

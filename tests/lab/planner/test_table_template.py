@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ModelLoadError
+from penstock import ModelLoadError
 from penstock.models.registry import ARCHITECTURES, find_model
 from penstock.spec.param_table import ParamTable
 from penstock.weights.safetensors import INDEX, SINGLE

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
+from penstock import CompletionOutput, FinishReason, RequestOutput
 from penstock.client.open_requests import OpenRequests
-from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
 from penstock.ranks import child_main
 from penstock_lab.prove import engine_deaths, parent_deaths, streams

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock import InvalidRequestError, SamplingParams
 from penstock.client.recorder import Recorder
 from penstock.client.records import (
     MAGIC,
@@ -23,9 +24,7 @@ from penstock.client.records import (
     without_text,
 )
 from penstock.client.ring import Ring
-from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock_lab.bench.record_audit import Audit
 from penstock_lab.bench.record_history import EngineStart, RecordedStep, history, unpack

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock import PenstockError
 from penstock.engine.kv_cache_manager import KVCacheManager
-from penstock.errors import PenstockError
 from penstock.kernels.tensors import as_array
 from penstock.runner.model_runner import ModelRunner
 from penstock_lab.prove import together

@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("ray", reason="an extra")
 
+from penstock import InvalidRequestError
 from penstock.client import frames
-from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineStats
-from penstock_lab.door import TOKEN_BYTES, Door, read_exactly
 from penstock_lab.ray_app import cluster as ray_cluster
 from penstock_lab.ray_app import remote
 from penstock_lab.ray_app.application import ReplicaOptions, connect
+from penstock_lab.ray_app.door import TOKEN_BYTES, Door, read_exactly
 from penstock_lab.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT, ByQueuedTokens
 from penstock_lab.ray_app.remote import EnginePool
 from tests.fakes_engine import model_info

@@ -13,7 +13,7 @@ constexpr std::int64_t ROW_UNIT = 16;  // arrays have room for a multiple of thi
 
 inline std::int64_t row_room(std::int64_t rows) { return divide_up(rows, ROW_UNIT) * ROW_UNIT; }
 
-// ---- Memory. kernels/attention/layout.py has the same formulas.
+// ---- Memory. kernels/attention/items.py has the same formulas.
 
 inline std::int64_t state_bytes(std::int64_t rows, std::int64_t padded_dim) {
     return row_room(rows) * (padded_dim + 2) * 4;

@@ -5,7 +5,7 @@ import secrets
 
 import pytest
 
-from penstock_lab.door import LABEL_BYTES, TOKEN_BYTES, Door, dial
+from penstock_lab.ray_app.door import LABEL_BYTES, TOKEN_BYTES, Door, dial
 
 
 def test_a_connection_that_does_not_come_is_not_waited_for() -> None:
