@@ -211,7 +211,7 @@ def test_loading_has_limits(isolated, tmp_path) -> None:
     (folder / "chat_template.jinja").write_text("{{ " + "(" * 6000 + "1" + ")" * 6000 + " }}")
     with pytest.raises(ModelLoadError, match="chat_template 'default': cannot be compiled"):
         isolated(folder)
-    script = "from penstock.client.text_process import limited\nwith limited(0.05, 2**30):\n    while True: pass"
+    script = "from penstock.client.text import limited\nwith limited(0.05, 2**30):\n    while True: pass"
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGPROF
 
 
