@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import add_generation_options, load_llm, parse_size, sampling_options
 from penstock.cli.terminal import handle_signals, note, show_choices
-from penstock.client.input_processor import check_text
-from penstock.client.prompts import STDIN, progress, read_prompts, read_text
+from penstock.client.prompts import STDIN, check_text, progress, read_prompts, read_text
 from penstock.errors import InvalidRequestError, check_int
 from penstock.interface import entry_points
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
