@@ -44,7 +44,7 @@ def test_nobody_else_notices(theme: str, server: Server, monitor: Monitor) -> No
 
 
 def test_the_oracle_notices_what_stays(server: Server, monitor: Monitor) -> None:
-    """Guards against an monitor that never complains: a 200 where a 400 is right, and a stream that is still open."""
+    """Guards against a monitor that never complains: a 200 where a 400 is right, and a stream that is still open."""
     target = Target(server.url)
     target.judge("a request", 200, b"{}", (400,))
     target.judge("an error", 400, b'{"error": "no"}', (400,))

@@ -16,7 +16,8 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array
-from penstock.layers.weights import PLAIN_HEAD, WHOLE_IN_FILES, WeightLayer
+from penstock.layers.factory import LayerFactory
+from penstock.layers.weights import WHOLE_IN_FILES, WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.ranks.build import RankPlace
 from penstock.ranks.layers import row_magnitudes
@@ -110,9 +111,8 @@ class _Part:
         self._whole_rows = _WholeRows(source, ops)
         self.place: Place = ANYWHERE if share.degrees.size == 1 else RankPlace.of(share, self._whole_rows, model)
         self._source = self.place.source(source)
-        self._make = self.place.factory(
-            ops, read_parameters(model), scheme=numerics.scheme, max_positions=1, head=PLAIN_HEAD
-        )
+        whole = LayerFactory.single_device(ops, read_parameters(model), scheme=numerics.scheme, max_positions=1)
+        self._make = self.place.factory(whole)
         self.layers = _packable_layers(empty_model(model, self._make))
 
     def fill(self, prefix: str, layer: WeightLayer) -> None:

@@ -176,11 +176,6 @@ def mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def size_text(num_bytes: int) -> str:
-    """Return bytes as text in MiB, or in GiB from 10 GiB on."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else mib(num_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class Products:
     """The bytes of the weights that products read, and their operations per row, by type."""

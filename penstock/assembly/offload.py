@@ -37,8 +37,8 @@ def check_offload(config: EngineConfig) -> None:
 
 def make_store(
     config: EngineConfig, fingerprint: str, groups: Sequence[CacheGroup], block_bytes: list[int]
-) -> TieredBlockStore | None:
-    """Return the store of an engine; None if the config does not ask for one.
+) -> TieredBlockStore:
+    """Return the store of an engine whose config asks for one.
 
     fingerprint: the fingerprint of all that can change a bit.
 
@@ -46,8 +46,6 @@ def make_store(
         InvalidRequestError: the directory cannot be used.
     """
     cache = config.cache
-    if cache.offload_option is None:
-        return None
     files = None
     if cache.kv_offload_dir is not None:
         layout = [(group.layers, group.sliding_window, group.block_size) for group in groups]

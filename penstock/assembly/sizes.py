@@ -11,6 +11,7 @@ from penstock.assembly.memory import ModelSizes, Products
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
 from penstock.layers.decoder import MoE
+from penstock.layers.factory import LayerFactory
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.spec.model_config import ModelConfig
@@ -25,7 +26,8 @@ def model_sizes(
 
     place: the part that is counted.
     """
-    make = place.factory(ops, read_parameters(model_config), scheme=scheme, max_positions=1, head=head)
+    parameters = read_parameters(model_config)
+    make = place.factory(LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=1, head=head))
     model = empty_model(model_config, make)
     modules = [module for _, module in named_modules(model)]
     heads = [module for module in modules if isinstance(module, LMHead)]

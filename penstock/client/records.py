@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 from penstock.client.ring import Ring, Segment
-from penstock.errors import EngineOverloadedError, InvalidRequestError, check_bool, check_int, check_str
+from penstock.errors import EngineOverloadedError, InvalidRequestError, check_bool, check_int, check_str, invalid
 from penstock.interface.sampling_params import DRY_BREAKERS, SamplingParams
 from penstock.interface.step import CacheGroup, SamplerState
 
@@ -257,19 +257,12 @@ def without_text(bundle: Bundle) -> Bundle:
     return msgspec.structs.replace(bundle, has_text=False, records=records)
 
 
-@dataclass(slots=True)
-class _Prefix:
-    """The tokens of one request so far, as a chained hash."""
-
-    state: bytes = b""
-
-
 class _Pseudonyms:
     """Replaces each token by a keyed hash of it and all tokens before it."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._prefixes: dict[int, _Prefix] = {}
+        self._prefixes: dict[int, bytes] = {}  # chained hash of the tokens so far, by request
         self._scheduled: list[int] = []  # numbers of the requests in the step planned last
 
     def of_record(self, record: Record) -> Record:
@@ -294,18 +287,18 @@ class _Pseudonyms:
         return record
 
     def _of_request(self, request: Introduced) -> Introduced:
-        self._prefixes[request.number] = _Prefix()
+        self._prefixes[request.number] = b""
         ids = self._hidden(request.number, unpack_ids(request.token_ids))
         params: SamplingParams = request.params.settled(**TEXT_FIELDS)
         return msgspec.structs.replace(request, token_ids=pack_ids(ids), params=params)
 
     def _hidden(self, number: int, ids: list[int]) -> list[int]:
-        prefix = self._prefixes.setdefault(number, _Prefix())
-        found = []
+        prefix, found = self._prefixes.get(number, b""), []
         for token_id in ids:
-            data = prefix.state + token_id.to_bytes(8, "little")
-            prefix.state = hashlib.blake2b(data, digest_size=16, key=self._key).digest()
-            found.append(int.from_bytes(prefix.state[:4], "little"))
+            data = prefix + token_id.to_bytes(8, "little")
+            prefix = hashlib.blake2b(data, digest_size=16, key=self._key).digest()
+            found.append(int.from_bytes(prefix[:4], "little"))
+        self._prefixes[number] = prefix
         return found
 
 
@@ -348,13 +341,9 @@ class RecordOptions:
         check_str("record_dir", self.record_dir, optional=True)
         check_bool("record_text", self.record_text)
         if self.record_dir is not None and not self.flight_recorder:
-            raise InvalidRequestError(
-                "record_dir: the flight recorder is off (flight_recorder = 0)", param="record_dir"
-            )
+            raise invalid("record_dir", "the flight recorder is off (flight_recorder = 0)")
         if self.record_dir is not None and not (os.path.isdir(self.record_dir) and os.access(self.record_dir, os.W_OK)):
-            raise InvalidRequestError(
-                f"record_dir: {self.record_dir!r} is not a directory that can be written to", param="record_dir"
-            )
+            raise invalid("record_dir", f"{self.record_dir!r} is not a directory that can be written to")
 
 
 @dataclass(frozen=True, slots=True)

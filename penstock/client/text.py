@@ -36,6 +36,7 @@ from penstock.errors import (
     ModelLoadError,
     RequestFailedError,
     check_unicode,
+    invalid,
 )
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.ranks.children import spawn
@@ -192,7 +193,7 @@ class TextWorker:
             body = msgspec.msgpack.encode(Call(function, args, options, cpu_s, memory))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             param = SUBJECTS[function][0]
-            raise InvalidRequestError(f"{param}: holds a value that is not plain JSON: {error}", param=param) from None
+            raise invalid(param, f"holds a value that is not plain JSON: {error}") from None
         with self._lock:
             child = self._ready()
             reply = child.ask(body, cpu_s)
@@ -320,9 +321,7 @@ class _Child:
 def _cut_off(function: str, reason: str) -> InvalidRequestError:
     param, subject = SUBJECTS[function]
     code = subject.removeprefix("the ").removeprefix("model's ").replace(" ", "_")
-    return InvalidRequestError(
-        f"{param}: {subject} {reason} for this; it was cut off", param=param, code=f"{code}_limit"
-    )
+    return invalid(param, f"{subject} {reason} for this; it was cut off", f"{code}_limit")
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json",

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from penstock.client import frames
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import InvalidRequestError, PenstockError, invalid
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
 
@@ -61,19 +61,13 @@ unpack_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply).decode
 
 
 def encode_all(tokenizer: HFTokenizer, texts: list[str], **options: Any) -> list[list[int]]:
-    """Return the ids of each text."""
     return [tokenizer.encode(text, **options) for text in texts]
-
-
-def decode(tokenizer: HFTokenizer, ids: list[int], **options: Any) -> str:
-    """Return the text of the ids."""
-    return tokenizer.decode(ids, **options)
 
 
 def render(tokenizer: HFTokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
     """Return the conversation as rendered by the model's template."""
     if tokenizer.chat_template is None:
-        raise InvalidRequestError("messages: the model has no chat template", param="messages")
+        raise invalid("messages", "the model has no chat template")
     return tokenizer.chat_template.render(messages, **options)
 
 
@@ -87,9 +81,7 @@ def check_form(tokenizer: HFTokenizer, form: dict[str, Any], vocab_size: int, eo
     reply = _in_a_copy(partial(tokenizer.check_form, params, vocab_size, eos_token_ids), FORM_CPU_S, FORM_MEMORY)
     if reply is None or reply.code == TOO_LARGE.code:
         limits = f"{FORM_CPU_S:g} s or {FORM_MEMORY >> 20} MiB"
-        raise InvalidRequestError(
-            f"{FIELD}: the form takes more than {limits} to compile", param=FIELD, code="form_limit"
-        )
+        raise invalid(FIELD, f"the form takes more than {limits} to compile", "form_limit")
     if reply.error is not None:
         raise InvalidRequestError(reply.error, param=reply.param, code=reply.code)
 
@@ -114,7 +106,7 @@ def _in_a_copy(work: Callable[[], Any], cpu_s: float, memory: int) -> "Reply | N
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "encode_all": encode_all, "decode": decode, "render": render, "check_form": check_form,
+    "encode_all": encode_all, "decode": HFTokenizer.decode, "render": render, "check_form": check_form,
 }  # fmt: skip
 
 

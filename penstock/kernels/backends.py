@@ -8,12 +8,7 @@ from penstock.kernels.tensors import Dtype
 
 
 def load_ops(
-    name: str,
-    dtype: Dtype,
-    device: object = "cpu",
-    *,
-    threads: int = 1,
-    cores: Sequence[Sequence[int]] = (),
+    name: str, dtype: Dtype, device: object = "cpu", *, threads: int = 1, cores: Sequence[Sequence[int]] = ()
 ) -> Ops:
     """Make the backend with this name for models of type `dtype`.
 

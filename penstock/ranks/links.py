@@ -60,11 +60,7 @@ class Links(Protocol):
 
 
 class SharedMemoryLinks:
-    """Links to ranks on the same host.
-
-    Attributes:
-        num_gathers: number of calls of `gather` so far.
-    """
+    """Links to ranks on the same host."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int, buffer_bytes: int) -> None:
         """peers: a socket to each other rank. memory: the shared memory's descriptor. buffer_bytes: of each buffer."""
@@ -75,7 +71,6 @@ class SharedMemoryLinks:
         self._memory = np.frombuffer(mmap.mmap(memory, size), dtype=UINT8)
         self._parity = dict.fromkeys(DEGREES, 0)  # by degree: which of the two buffers was written last
         self.bytes_received = 0
-        self.num_gathers = 0
         for sock in peers.values():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_S, 0))
 
@@ -92,7 +87,6 @@ class SharedMemoryLinks:
             self._notify(rank, tag)
         for rank in others:
             self._wait_for(rank, tag)
-        self.num_gathers += 1
         found = []
         for index in range(degree):
             shape = x.shape if shapes is None else shapes[index]
@@ -143,11 +137,7 @@ class SharedMemoryLinks:
 
 class SocketLinks:
     """Links to ranks on other machines. A rank sends its array to the others of its block and receives theirs at the
-    same time, so no two ranks wait for each other to read.
-
-    Attributes:
-        num_gathers: number of calls of `gather` so far.
-    """
+    same time, so no two ranks wait for each other to read."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
         """peers: a connection to each other rank."""
@@ -155,7 +145,6 @@ class SocketLinks:
         self._peers = peers
         self._counts = dict.fromkeys(DEGREES, 0)  # gathers so far modulo 256, by degree
         self.bytes_received = 0
-        self.num_gathers = 0
         for sock in peers.values():
             sock.setblocking(False)
 
@@ -177,7 +166,6 @@ class SocketLinks:
                 )
             found[rank - first].reshape(-1).view(UINT8)[:] = buffer[len(tag) :]
             self.bytes_received += len(buffer) - len(tag)
-        self.num_gathers += 1
         return found
 
     def _exchange(self, data: memoryview, into: dict[int, memoryview]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import empty
+from penstock_lab.bench.native import limit_multiply, limit_read
 from penstock_lab.bench.samples import READ, Rates, Sample, Work, settled, spread, summary
 
 READ_BYTES = 512 * 2**20  # size of the ring of memory to read; larger than the cache available to one user of a machine
@@ -69,14 +70,14 @@ class MachineLimits:
         iterations, seconds = 1000, 0.0
         while seconds < MULTIPLY_SECONDS:
             iterations *= 2
-            seconds = self._ops.limit_multiply(KINDS.index(kind), iterations)[1]
+            seconds = limit_multiply(self._ops, KINDS.index(kind), iterations)[1]
         return iterations
 
     def _read(self, loop: int) -> float:
         """Read the next part of the ring, and return the seconds it took."""
         if self._place + self._read_bytes > READ_BYTES:
             self._place = 0
-        seconds = self._ops.limit_read(loop, self._memory.data_ptr() + self._place, self._read_bytes)
+        seconds = limit_read(self._ops, loop, self._memory.data_ptr() + self._place, self._read_bytes)
         self._place += self._read_bytes
         return seconds
 
@@ -84,7 +85,7 @@ class MachineLimits:
         """Measure reading once, and multiplying once per kind."""
         rates = {READ: self._read_bytes / self._read(self._loop) / 1e9}
         for kind in kinds:
-            operations, seconds = self._ops.limit_multiply(KINDS.index(kind), self._iterations[kind])
+            operations, seconds = limit_multiply(self._ops, KINDS.index(kind), self._iterations[kind])
             rates[kind] = operations / seconds / 1e9
         for name, rate in rates.items():
             self.seen[name].append(rate)

@@ -39,6 +39,7 @@ from penstock import InvalidRequestError, NotSupportedError
 from penstock.kernels.reference import attention as parts
 from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.attention import Part, Scoring
+from penstock_lab.conventions.tiled_attention import attend_tiles, combine
 
 SLICES = {0: 3, 1: 2}  # inner_precise -> the number of int8 rows that represent a row multiplied with int8
 QUERY_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the operator has only the first two
@@ -191,7 +192,7 @@ def _attend(
     if prefix is not None:  # all rows attend to it as one sequence, so it is read once and not B times
         keys, values = (x.to(q.dtype) for x in prefix)
         before, before_lse = parts.finish(parts.attend_part(q[None], keys, values, None, Scoring(scoring.scale)))
-        out, lse = parts.combine(torch.stack([before[0], out]), torch.stack([before_lse[0], lse]))
+        out, lse = combine(torch.stack([before[0], out]), torch.stack([before_lse[0], lse]))
     return out, lse
 
 
@@ -208,7 +209,7 @@ def _part(q: Tensor, k: _Stored, v: _Stored, visible: Tensor, scoring: Scoring, 
     if keys.shape[1] == 0:
         return Part.nothing(q)
     if keys.dtype != torch.int8:
-        return parts.attend_tiles(q, keys.to(q.dtype), values.to(q.dtype), visible, scoring)
+        return attend_tiles(q, keys.to(q.dtype), values.to(q.dtype), visible, scoring)
     per_token, per_head = k.scales(q.shape[2])
     rows = kv.slices(q.float() * per_head, slices)
     p, greatest = parts.probabilities(parts.scores(rows, (keys.float() + k.offset) * per_token, visible, scoring))

@@ -218,3 +218,8 @@ def _check_spread(found: Any) -> None:
     for name, pair in found.items():
         for value in pair:
             number(f"spread.{name}", value, 0.0, MAX_RATE)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return bytes as text in MiB, or in GiB from 10 GiB on."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"

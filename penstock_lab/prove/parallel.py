@@ -25,14 +25,13 @@ from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array
 from penstock.models.config_json import load_model_config
-from penstock.ranks.build import RankPlan, make_runner
+from penstock.ranks.build import RankPlan, RanksExecutor, StartRanks, make_runner, open_pipeline, start_ranks
 from penstock.ranks.group import Group, ParallelExecutor, StepOrder
 from penstock.ranks.launcher import HostLauncher, Launcher
 from penstock.ranks.pipeline import Channel
 from penstock.ranks.process import serve
 from penstock.ranks.sharding import general, is_beginning, module_of
 from penstock.ranks.stage import FollowingRunner
-from penstock.ranks.start import Leader, StartRanks, open_pipeline, start_ranks
 from penstock.runner.structured import Forms
 from penstock.weights.loader import make_ops
 from penstock.weights.sources import read_parameters
@@ -101,6 +100,7 @@ class LocalGroup(Group):
         self.ranks = [LocalLinks(rank, self) for rank in range(size)]
         self._inboxes: list[queue.SimpleQueue[StepOrder | None]] = []
         self._following = threading.Semaphore(0)
+        self.cache_bytes = 0  # not counted
 
     @property
     def bytes_received(self) -> int:
@@ -243,22 +243,21 @@ def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, 
     return found
 
 
-def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> Leader:
+def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> RanksExecutor:
     """Make every rank a thread of this process, where ranks.start_ranks makes them processes.
 
     Raises:
         PenstockError: the leader's part cannot be built.
     """
     if plan.config.parallel.pipeline_parallel_size > 1:
-        pipeline = open_pipeline(plan, _StageThreads(plan.degrees.size))
-        return Leader(pipeline, pipeline.cache_bytes)
+        return open_pipeline(plan, _StageThreads(plan.degrees.size))
     degrees = plan.degrees
     group = LocalGroup(degrees.size)
     for rank in range(1, degrees.size):
         threading.Thread(target=_be_rank, args=(plan, rank, group), daemon=True).start()
     runner = make_runner(plan, ops, 0, group.ranks[0], forms)
     group.wait_until_whole()
-    return Leader(ParallelExecutor(runner, group), runner.cache_bytes)
+    return ParallelExecutor(runner, group)
 
 
 def _be_rank(plan: RankPlan, rank: int, group: LocalGroup) -> None:

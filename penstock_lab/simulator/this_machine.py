@@ -25,6 +25,7 @@ from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheS
 from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, UINT8, Tensor, address_of, empty
+from penstock_lab.bench.native import limit_read
 from penstock_lab.bench.samples import spread
 from penstock_lab.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware
 from penstock_lab.planner.planned import PlannedModel
@@ -214,10 +215,10 @@ def _probe(ops: CpuOps) -> Case:
     memory[...] = 1
     at = address_of(memory)
     loops = range(ABI.constants["READ_LOOPS"])
-    fastest = min(loops, key=lambda loop: min(ops.limit_read(loop, at, READ_BYTES) for _ in range(3)))
+    fastest = min(loops, key=lambda loop: min(limit_read(ops, loop, at, READ_BYTES) for _ in range(3)))
 
     def read() -> float:
-        return READ_BYTES / ops.limit_read(fastest, address_of(memory), READ_BYTES)
+        return READ_BYTES / limit_read(ops, fastest, address_of(memory), READ_BYTES)
 
     return read
 
