@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from zlib import crc32
 
 from penstock.client import records
-from penstock.client.ring import FRAME_BYTES, Ring
+from penstock.client.records import FRAME_BYTES, Ring
 from penstock.engine.engine import Engine
 from penstock.engine.observer import EngineObserver
 from penstock.interface.messages import EngineRequest, ModelInfo

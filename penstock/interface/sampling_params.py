@@ -529,15 +529,7 @@ class BeamSearchParams:
 
     def sampling_params(self) -> SamplingParams:
         """Return the same search as a request's parameters, with the log-probabilities of vLLM's beam search."""
-        return SamplingParams(
-            n=self.beam_width,
-            use_beam_search=True,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            logprobs=min(2 * self.beam_width, MAX_LOGPROBS),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        same = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "beam_width"}
+        logprobs = min(2 * self.beam_width, MAX_LOGPROBS)
+        kind = RequestOutputKind.FINAL_ONLY
+        return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=logprobs, output_kind=kind, **same)

@@ -59,18 +59,34 @@ class Links(Protocol):
         """
 
 
-class SharedMemoryLinks:
+class _Sockets:
+    """A socket to each other rank.
+
+    Attributes:
+        bytes_received: bytes that this rank has received from other ranks so far.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
+        self.rank = rank
+        self._peers = peers
+        self.bytes_received = 0
+
+    def close(self) -> None:
+        """Leave the group, so that the other ranks' next gather with this one fails. A second call does nothing."""
+        for sock in self._peers.values():
+            sock.close()
+
+
+class SharedMemoryLinks(_Sockets):
     """Links to ranks on the same host."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int, buffer_bytes: int) -> None:
-        """peers: a socket to each other rank. memory: the shared memory's descriptor. buffer_bytes: of each buffer."""
-        self.rank = rank
-        self._peers = peers
+        """memory: the shared memory's descriptor. buffer_bytes: of each buffer."""
+        super().__init__(rank, peers)
         self._buffer_bytes = buffer_bytes
         size = (len(peers) + 1) * len(DEGREES) * 2 * buffer_bytes
         self._memory = np.frombuffer(mmap.mmap(memory, size), dtype=UINT8)
         self._parity = dict.fromkeys(DEGREES, 0)  # by degree: which of the two buffers was written last
-        self.bytes_received = 0
         for sock in peers.values():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_S, 0))
 
@@ -96,11 +112,6 @@ class SharedMemoryLinks:
                 self.bytes_received += size
             found.append(self._buffer(first + index, degree, parity)[:size].view(x.dtype).reshape(shape))
         return found
-
-    def close(self) -> None:
-        """Leave the group, so that the other ranks' next gather with this one fails. A second call does nothing."""
-        for sock in self._peers.values():
-            sock.close()
 
     def _buffer(self, rank: int, degree: int, parity: int) -> Array:
         start = ((rank * len(DEGREES) + DEGREES.index(degree)) * 2 + parity) * self._buffer_bytes
@@ -135,16 +146,13 @@ class SharedMemoryLinks:
         return b""
 
 
-class SocketLinks:
+class SocketLinks(_Sockets):
     """Links to ranks on other machines. A rank sends its array to the others of its block and receives theirs at the
     same time, so no two ranks wait for each other to read."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
-        """peers: a connection to each other rank."""
-        self.rank = rank
-        self._peers = peers
+        super().__init__(rank, peers)
         self._counts = dict.fromkeys(DEGREES, 0)  # gathers so far modulo 256, by degree
-        self.bytes_received = 0
         for sock in peers.values():
             sock.setblocking(False)
 
@@ -197,11 +205,6 @@ class SocketLinks:
                 else:
                     poll.unregister(descriptor)
                     del ranks[descriptor]
-
-    def close(self) -> None:
-        """Leave the group, so that the other ranks' next gather with this one fails. A second call does nothing."""
-        for sock in self._peers.values():
-            sock.close()
 
 
 def _receive_into(sock: socket.socket, buffer: memoryview) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 from penstock import EngineConfig, SamplingParams
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.recorder import Recorder, describe
-from penstock.client.records import Bundle, make_bundle
-from penstock.client.ring import Ring
+from penstock.client.records import Bundle, Ring, make_bundle
 from penstock.interface.messages import EngineRequest
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, fit_costs
 from penstock_lab.simulator.recorded import measured_steps
