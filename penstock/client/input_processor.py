@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import Any
 
 from penstock.client.open_requests import OpenRequest
+from penstock.client.prompts import PROMPT_KEYS, check_text
 from penstock.errors import (
     InvalidRequestError,
     check_float,
@@ -32,7 +33,6 @@ from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_
 
 # A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
 Prompt = str | list[int] | Mapping[str, Any]
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 MAX_SALT_LENGTH = 1024
 MAX_REQUEST_ID_LENGTH = 128
 MAX_PRIORITY = 1000
@@ -269,12 +269,6 @@ def _of_choices(source: EngineRequest, known: Sequence[list[int]]) -> list[Engin
         )
         for choice in range(count)
     ]
-
-
-def check_text(text: str) -> None:
-    """Raise InvalidRequestError for an empty prompt."""
-    if not text:
-        raise fail("prompt", text, "a text of at least one character")
 
 
 def check_salt(salt: Any) -> None:

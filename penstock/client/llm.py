@@ -10,10 +10,10 @@ from typing import Any
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.engine_handle import Launcher
 from penstock.client.fleet import MAX_REPLICAS
-from penstock.client.input_processor import Prompt, PromptRequest, check_text
+from penstock.client.input_processor import Prompt, PromptRequest
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import progress
+from penstock.client.prompts import check_text, progress
 from penstock.client.results import (
     embedding_output,
     embedding_request,

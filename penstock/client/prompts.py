@@ -7,9 +7,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from penstock.client.input_processor import PROMPT_KEYS
 from penstock.errors import InvalidRequestError, fail, invalid
 
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a mapping
 STDIN = "-"
 MAX_BYTES = 2**28  # of a file of prompts, which is read as a whole; a device or a pipe may have no end
 JSON_BEGINNINGS = ("[", "{", '"')
@@ -105,3 +105,9 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
+
+
+def check_text(text: str) -> None:
+    """Raise InvalidRequestError for an empty prompt."""
+    if not text:
+        raise fail("prompt", text, "a text of at least one character")
