@@ -19,7 +19,7 @@ from penstock.kernels.tensors import Array
 from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import WHOLE_IN_FILES, WeightLayer
 from penstock.models.config_json import load_model_config
-from penstock.ranks.build import RankPlace
+from penstock.ranks.build import RankPlace, split_of
 from penstock.ranks.layers import row_magnitudes
 from penstock.ranks.sharding import Share, find_degrees, heads_are_together
 from penstock.spec.model_config import ModelConfig
@@ -109,7 +109,8 @@ class _Part:
     def __init__(self, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource, share: Share) -> None:
         ops = load_ops("cpu", dtype_for(model, "cpu", numerics.dtype), threads=numerics.threads or 1)
         self._whole_rows = _WholeRows(source, ops)
-        self.place: Place = ANYWHERE if share.degrees.size == 1 else RankPlace.of(share, self._whole_rows, model)
+        is_whole = share.degrees.size == 1
+        self.place: Place = ANYWHERE if is_whole else RankPlace(split=split_of(model, share, self._whole_rows))
         self._source = self.place.source(source)
         whole = LayerFactory.single_device(ops, read_parameters(model), scheme=numerics.scheme, max_positions=1)
         self._make = self.place.factory(whole)

@@ -166,19 +166,6 @@ class RankPlace(Place):
     split: Split | None = None
     stage: Stage | None = None
 
-    @classmethod
-    def of(
-        cls,
-        share: Share,
-        links: Links,
-        model: ModelConfig,
-        *,
-        free_memory: Callable[[], int] | None = None,
-        stage: Stage | None = None,
-    ) -> "RankPlace":
-        """Return the place of a share of a model."""
-        return cls(free_memory, Split(share, links, cut_all(read_parameters(model), share, model)), stage)
-
     @property
     def prefix(self) -> str:
         return "" if self.split is None else f"rank.{self.split.share.rank}."
@@ -200,6 +187,11 @@ class RankPlace(Place):
     def trim(self, model: Any, make: LayerFactory) -> None:
         if self.stage is not None:
             self.stage.cut(model, make)
+
+
+def split_of(model: ModelConfig, share: Share, links: Links) -> Split:
+    """Return a share of a model, cut out of its parameters."""
+    return Split(share, links, cut_all(read_parameters(model), share, model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +229,8 @@ def make_runner(
             f"{plan.weights} on {gethostname()} differs from the engine's; give all machines the same files"
         )
     config, whole, share = plan.config, plan.model_config, Share(rank, plan.degrees)
-    part = RankPlace(free_memory_bytes, None, stage)
-    if links is not None:
-        part = RankPlace.of(share, links, whole, free_memory=free_memory_bytes, stage=stage)
-    model = make_model(config, whole, plan.weights, ops, part)
+    split = None if links is None else split_of(whole, share, links)
+    model = make_model(config, whole, plan.weights, ops, RankPlace(free_memory_bytes, split, stage))
     scales = read_scales(config, whole)
     own_scales = None if scales is None else [_own_scales(item, share, whole) for item in scales]
     kind = RankRunner if rank == 0 else FollowingRunner

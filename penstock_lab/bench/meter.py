@@ -26,7 +26,7 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.costs import Cost, ModelCosts
 from penstock_lab.bench.machine import MachineLimits
 from penstock_lab.bench.native import describe_key, expert_counts, kernel_seconds, trace
-from penstock_lab.bench.profile import DECODE, PREFILL, Profile, PromptTokens, Span, Step, Stretch
+from penstock_lab.bench.profile import DECODE, PREFILL, Profile, ProfiledStep, PromptTokens, Span, Stretch
 from penstock_lab.bench.samples import Rates, Sample, Work
 
 STRETCH_SECONDS = 0.05
@@ -173,7 +173,7 @@ class StepMeter(EngineObserver):
             trace(self._ops, None)
         return self._stretches
 
-    def step(self, compute: Callable[[], Result]) -> tuple[Result, Step]:
+    def step(self, compute: Callable[[], Result]) -> tuple[Result, ProfiledStep]:
         """Compute a step of the engine, and return its result with its measurements."""
         self.begin_step()
         result = compute()
@@ -182,11 +182,11 @@ class StepMeter(EngineObserver):
     def begin_step(self) -> None:
         self._begin = time.perf_counter(), self.watch.now(), self._kernel_seconds()
 
-    def end_step(self) -> Step:
+    def end_step(self) -> ProfiledStep:
         """Return the measurements of the step that has begun."""
         begin, begun, kernels = self._begin
         ended, end = self.watch.now(), time.perf_counter()
-        step = Step(
+        step = ProfiledStep(
             phase=self._phase(),
             input_tokens=self._prompt_tokens,
             tokens=self._last.num_tokens,

@@ -32,7 +32,7 @@ from penstock_lab.check.report import Report
 from penstock_lab.check.target import find_target
 from penstock_lab.check.twin import ATTENTIONS, Twin, transformers
 
-SHORTEST = 8  # fewest tokens in the prompt
+MIN_PROMPT_TOKENS = 8  # fewest tokens in the prompt
 Announce = Callable[[str], None]
 
 
@@ -60,7 +60,7 @@ class Options:
     def __post_init__(self) -> None:
         check_str("model", self.model)
         check_str("against", self.against, optional=True)
-        check_int("prompt_len", self.prompt_len, SHORTEST, 2**20)
+        check_int("prompt_len", self.prompt_len, MIN_PROMPT_TOKENS, 2**20)
         EngineConfig.from_options(dtype=self.dtype, kernels=self.kernels)
         if self.against is not None and (self.tiny or self.verify):
             raise fail("against", self.against, "left out with --tiny and --verify")
@@ -83,7 +83,7 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
             torch.set_num_threads(1)  # products this small do not gain from more threads
         numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
         longest = config.max_position_embeddings - NUM_TOKENS - 1
-        check_int("prompt_len", options.prompt_len, SHORTEST, longest)
+        check_int("prompt_len", options.prompt_len, MIN_PROMPT_TOKENS, longest)
         prompts = make_prompts(options.prompt_len, config.vocab_size)
         setting = Setting(target.directory, numerics.dtype, numerics.kernels, prompts)
         report = Report(

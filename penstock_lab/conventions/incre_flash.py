@@ -134,7 +134,7 @@ class _Slots:
     def of_sequence(self, b: int) -> slice:
         return slice(self.starts[b], self.stops[b])
 
-    def take(self, x: KeyValue, b: int) -> Tensor:
+    def tokens_of(self, x: KeyValue, b: int) -> Tensor:
         """Return sequence b's part of x [B, S, ...], of a list of [S, ...], or of blocks [num_blocks, block_size, ...].
 
         The result is contiguous, so that torch adds in the same order wherever the tokens were."""
@@ -164,8 +164,8 @@ class _Stored:
     def of_sequence(self, slots: _Slots, b: int) -> "_Stored":
         scale, offset = self.scale, self.offset
         if self.by_token:
-            scale, offset = (slots.take(x, b)[:, None, None] for x in (scale, offset))
-        return _Stored(slots.take(self.tokens, b)[None], scale, offset, self.by_token)
+            scale, offset = (slots.tokens_of(x, b)[:, None, None] for x in (scale, offset))
+        return _Stored(slots.tokens_of(self.tokens, b)[None], scale, offset, self.by_token)
 
     def scales(self, num_heads: int) -> tuple[Tensor, Tensor]:
         """Return the scales of tokens, [S or 1, 1, 1], and of query heads, [N or 1, D or 1]. One of the two is 1."""
