@@ -140,9 +140,14 @@ def listed(names: list[str], separator: str = ", ") -> str:
     return separator.join(names[:MAX_LISTED]) + more
 
 
+def invalid(param: str, problem: str, code: str | None = None) -> InvalidRequestError:
+    """Return the error for a field. Its message begins with the field's name."""
+    return InvalidRequestError(f"{param}: {problem}", param=param, code=code)
+
+
 def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
     """Return the error for a value that is out of range or of the wrong type."""
-    return InvalidRequestError(f"{name}: {shown(value)} is not allowed; it must be {allowed}", param=name)
+    return invalid(name, f"{shown(value)} is not allowed; it must be {allowed}")
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -162,9 +167,8 @@ def check_unicode(text: str, *, param: str = "prompt") -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{param}: contains a lone surrogate (\\u{ord(text[error.start]):x}) at character {error.start}",
-            param=param,
+        raise invalid(
+            param, f"contains a lone surrogate (\\u{ord(text[error.start]):x}) at character {error.start}"
         ) from error
 
 
@@ -240,7 +244,7 @@ def _items(node: dict[str, Any] | list[Any]) -> Sequence[Any]:
 def check_nesting(name: str, value: Any) -> None:
     """Check that a JSON value can be read recursively."""
     if is_deeper(value):
-        raise InvalidRequestError(f"{name}: nested more than {MAX_NESTING} deep, which is the limit", param=name)
+        raise invalid(name, f"nested more than {MAX_NESTING} deep, which is the limit")
 
 
 class Interval(NamedTuple):

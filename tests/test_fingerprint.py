@@ -13,7 +13,7 @@ from penstock.assembly import build_engine
 from penstock.config import EngineConfig, option_names
 from penstock.layers import rotary
 from penstock_lab.planner.table_template import table_text
-from penstock_lab.prove.answers import Answer, Query, ask_alone
+from penstock_lab.prove.completions import Completion, Query, ask_alone
 from tests.hf_models import make_llama, random_ids
 from tests.kernels.packed import levels
 
@@ -67,7 +67,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(directory / file) for name, file in found.items()}
 
 
-def build(files: dict[str, str], **options: Any) -> tuple[str, dict[Any, Answer]]:
+def build(files: dict[str, str], **options: Any) -> tuple[str, dict[Any, Completion]]:
     """The fingerprint of an engine, and its answers."""
     options = {"model": "MODEL"} | BASE | options
     for name, value in options.items():

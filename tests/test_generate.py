@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ def deltas() -> Iterator[tuple[int, RequestOutput]]:
 
 
 def printed(printer: Printer) -> None:
-    with printer:
+    with closing(printer):
         for index, output in deltas():
             printer.show(index, output)
 

@@ -11,19 +11,19 @@ from penstock.errors import ModelLoadError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.generation_config import (
-    HARMLESS_KEYS,
     HONOURED,
     HONOURED_DRAWING,
+    KEYS,
     OF_A_CALL,
     READ,
     REFUSED,
     SAMPLING_RANGES,
     read_ignored,
-    read_refused,
     read_sampling,
 )
+from penstock_lab.compat.colossalai_config import read_refused
 
-TABLES = (HONOURED, HONOURED_DRAWING, SAMPLING_RANGES, READ, HARMLESS_KEYS.split(), OF_A_CALL, REFUSED)
+TABLES = (HONOURED, HONOURED_DRAWING, SAMPLING_RANGES, READ, KEYS["harmless"], OF_A_CALL, REFUSED)
 THEIRS = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 DOCUMENT = Path(__file__).parents[1] / "docs" / "sampling.md"
 VALUES: dict[str, Any] = {  # of honoured fields -> what SamplingParams gets
@@ -79,7 +79,7 @@ def test_other_fields_are_refused_or_told() -> None:
     refused = read_refused(reader(**some, nonsense=1))
     assert set(refused) == {*REFUSED, *OF_A_CALL, "nonsense"}
     assert all(refused.values())
-    neutral = {name: value for name, (value, _) in REFUSED.items()}
+    neutral = {name: item.get("neutral") for name, item in REFUSED.items()}
     neutral |= {name: values[0] for name, values in OF_A_CALL.items() if values}
     assert not read_refused(reader(**neutral))
 

@@ -21,15 +21,21 @@ from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
-from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
-from penstock.ranks.build import RankPlan, check_split, degrees_of, explain_sharding
+from penstock.ranks.build import (
+    RankPlan,
+    RanksExecutor,
+    StartRanks,
+    check_split,
+    degrees_of,
+    explain_sharding,
+    start_ranks,
+)
 from penstock.ranks.launcher import open_launcher
-from penstock.ranks.start import Leader, StartRanks, start_ranks
 from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
@@ -67,10 +73,8 @@ def plan_engine(config: EngineConfig) -> PlannedEngine:
     import_files(config.imports)
     model_config, weights = _find(config, None, needs_weights=False)
     config = _resolve(config, model_config, weights)
-    free = free_memory_bytes()
-    config, memory = _plan_memory(config, model_config, make_ops(config, model_config), free, 0)
-    groups = memory.cache.groups if memory is not None else _plan_cache(config, model_config, free, None).groups
-    return PlannedEngine(config, model_config, groups)
+    config, plan, _ = _plan(config, model_config, make_ops(config, model_config), free_memory_bytes())
+    return PlannedEngine(config, model_config, plan.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,61 +143,37 @@ def _build(
     weights: Weights,
     free: int,
     groups: list[CacheGroup] | None,
-    start: Callable[[RankPlan, Ops, Grammars], Leader],
+    start: Callable[[RankPlan, Ops, Grammars], RanksExecutor],
 ) -> BuiltEngine:
     """Load the model of a resolved config and make its engine, within `free` bytes of memory."""
     kv_scales = read_scales(config, model_config)
     ops = make_ops(config, model_config)
     draft = find_draft(config, model_config, weights)
     free -= draft.num_bytes + (config.cache.kv_offload_memory_bytes or 0)
-    config, memory = (
-        _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
-    )
-    plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
+    config, plan, memory = _plan(config, model_config, ops, free, draft.num_bytes, groups)
     forms = open_grammars(weights, model_config.vocab_size, model_config.eos_token_ids)
-    plan_of_ranks = RankPlan(config, model_config, weights, tuple(plan.groups), degrees_of(config, model_config))
-    model, executor, cache_bytes = _open(plan_of_ranks, ops, kv_scales, forms, start)
+    model: CausalLM
+    executor: LocalExecutor | RanksExecutor
+    has_stages = config.parallel.pipeline_parallel_size > 1
+    if has_stages or config.parallel.num_ranks > 1:
+        degrees = degrees_of(config, model_config)
+        executor = start(RankPlan(config, model_config, weights, tuple(plan.groups), degrees), ops, forms)
+        option = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
+        model = _NoModel(option, "no process has the whole model; use 1 to look into it")
+    else:
+        model = make_model(config, model_config, weights, ops, Place(free_memory_bytes))
+        executor = LocalExecutor(ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms))
+    cache_bytes = executor.cache_bytes
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {cache_bytes} bytes, but {plan.num_bytes} were planned")
-    info = with_memory(describe(config, model_config, plan, weights), memory)
-    store, info = _open_store(config, info, plan.groups, executor)
+    info, store = with_memory(describe(config, model_config, plan, weights), memory), None
+    if config.cache.offload_option is not None and isinstance(executor, LocalExecutor):  # others are refused earlier
+        store = executor.use_store(partial(make_store, config, info.system_fingerprint, plan.groups))
+        info = replace(info, block_directory=store.directory)
     engine = _make_engine(config, model_config, executor, plan.groups, store=store)
     engine.speculate(make_speculation(config, draft))
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
     return BuiltEngine(engine, config, info, cache_bytes, model, model_config, ops, forward_pass, forms)
-
-
-def _open(
-    plan: RankPlan,
-    ops: Ops,
-    kv_scales: tuple[KVScales, ...] | None,
-    forms: Grammars,
-    start: Callable[[RankPlan, Ops, Grammars], Leader],
-) -> tuple[CausalLM, Executor, int]:
-    """Load the model, here or in several processes. Return the model, its executor, and the bytes of its caches."""
-    config, model_config, groups = plan.config, plan.model_config, list(plan.groups)
-    has_stages = config.parallel.pipeline_parallel_size > 1
-    if has_stages or config.parallel.num_ranks > 1:
-        leader = start(plan, ops, forms)
-        option = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
-        model: CausalLM = _NoModel(option, "no process has the whole model; use 1 to look into it")
-        return model, leader.executor, leader.cache_bytes
-    model = make_model(config, model_config, plan.weights, ops, Place(free_memory_bytes))
-    runner = ModelRunner(model, ops, groups, config, model_config, kv_scales, forms)
-    return model, LocalExecutor(runner), runner.cache_bytes
-
-
-def _open_store(
-    config: EngineConfig, info: ModelInfo, groups: list[CacheGroup], executor: Executor
-) -> tuple[BlockStore | None, ModelInfo]:
-    """Give the runner of this process a store of blocks beyond the cache, and return it; None if not configured.
-
-    Also return the description for clients, completed with the directory of the store's files.
-    """
-    if config.cache.offload_option is None or not isinstance(executor, LocalExecutor):  # others are refused earlier
-        return None, info
-    store = executor.use_store(partial(make_store, config, info.system_fingerprint, groups))
-    return store, info if store is None else replace(info, block_directory=store.directory)
 
 
 class _NoModel:
@@ -215,7 +195,11 @@ def _build_mock(
     """Make an engine that is complete except for its model. Each token is a hash of the tokens before it."""
     reason = {"load_format": "mock: no model is loaded, and the tokens mean nothing"}
     config = replace(config, reasons=config.reasons | reason)
-    plan = replace(_plan_cache(config, model_config, UNLIMITED, groups), reason="none: its cache holds token ids")
+    if groups is None:
+        plan = plan_kv_cache(config, model_config, UNLIMITED)
+    else:
+        plan = plan_given_cache(config, model_config, UNLIMITED, groups)
+    plan = replace(plan, reason="none: its cache holds token ids")
     depth = config.parallel.pipeline_parallel_size
     make_executor = entry_points.load("executors", "mock", "load_format")
     executor: Executor = make_executor(plan.groups, model_config.vocab_size, depth=depth)
@@ -228,16 +212,8 @@ def _build_mock(
         )
     engine.speculate(make_speculation(config, Draft()))
     model, ops = _NoModel("load_format", "mock has no model"), make_ops(config, model_config)
-    return BuiltEngine(
-        engine=engine,
-        config=config,
-        info=describe(config, model_config, plan, weights),
-        cache_bytes=plan.num_bytes,
-        model=model,
-        model_config=model_config,
-        ops=ops,
-        forward_pass=ForwardPass(model, ops, config, model_config),
-    )
+    info, forward_pass = describe(config, model_config, plan, weights), ForwardPass(model, ops, config, model_config)
+    return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops, forward_pass)
 
 
 def _make_engine(
@@ -270,32 +246,31 @@ def _make_engine(
     )
 
 
-def _plan_cache(
-    config: EngineConfig, model_config: ModelConfig, free: int, groups: list[CacheGroup] | None
-) -> CachePlan:
-    """Plan the cache of an engine without a ledger."""
-    if groups is not None:
-        return plan_given_cache(config, model_config, free, groups)
-    return plan_kv_cache(config, model_config, free)
+def _plan(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    ops: Ops,
+    free_bytes: int,
+    draft_bytes: int = 0,
+    groups: list[CacheGroup] | None = None,
+) -> tuple[EngineConfig, CachePlan, MemoryPlan | None]:
+    """Return the config, the cache and the ledger of an engine whose model is not loaded yet.
 
-
-def _plan_memory(
-    config: EngineConfig, model_config: ModelConfig, ops: Ops, free_bytes: int, draft_bytes: int
-) -> tuple[EngineConfig, MemoryPlan | None]:
-    """Return the config and the memory plan of an engine whose model is not loaded yet. The plan is None if torch
-    computes, because torch's memory cannot be planned.
+    There is no ledger for given groups, nor if torch computes, because torch's memory cannot be planned.
 
     Raises:
         InvalidRequestError: the engine does not fit the option `memory`, or the option needs a ledger.
     """
+    if groups is not None:
+        return config, plan_given_cache(config, model_config, free_bytes, groups), None
     if is_torch(ops.dtype):
         if config.cache.memory is not None:
             raise fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
-        return config, None
+        return config, plan_kv_cache(config, model_config, free_bytes), None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
     sizes = cache(lambda scheme: model_sizes(model_config, ops, scheme, layout))
-    ledger = Ledger(model_config, sizes, resident_bytes(), free_bytes, draft_bytes)
-    return ledger.fit(config)
+    config, memory = Ledger(model_config, sizes, resident_bytes(), free_bytes, draft_bytes).fit(config)
+    return config, memory.cache, memory
 
 
 def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool = True) -> tuple[ModelConfig, Weights]:

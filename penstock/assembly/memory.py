@@ -17,6 +17,7 @@ max_model_len is refused. `penstock prove --only memory` fills a real engine to 
 the ledger.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -176,25 +177,12 @@ def mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def size_text(num_bytes: int) -> str:
-    """Return bytes as text in MiB, or in GiB from 10 GiB on."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else mib(num_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class Products:
     """The bytes of the weights that products read, and their operations per row, by type."""
 
-    num_bytes: Mapping[str, int] = field(default_factory=dict)
-    operations: Mapping[str, int] = field(default_factory=dict)
-
-    def plus(self, other: "Products") -> "Products":
-        """Return the sum of both."""
-        return Products(_added(self.num_bytes, other.num_bytes), _added(self.operations, other.operations))
-
-
-def _added(ours: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
-    return {kind: ours.get(kind, 0) + others.get(kind, 0) for kind in {**ours, **others}}
+    num_bytes: dict[str, int] = field(default_factory=Counter)
+    operations: dict[str, int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,24 +21,21 @@ def check_offload(config: EngineConfig) -> None:
     name, numerics = config.cache.offload_option, config.numerics
     if name is None:
         return
+    why = None
     if numerics.load_format == "mock":
-        raise fail(name, getattr(config.cache, name), "left out: mock has no keys and values to keep")
-    if numerics.kernels != "cpu":
-        raise fail(
-            name, getattr(config.cache, name), "left out: only the native kernels (kernels = cpu) can save blocks"
-        )
-    if config.parallel.num_ranks > 1 or config.parallel.pipeline_parallel_size > 1:
-        raise fail(
-            name,
-            getattr(config.cache, name),
-            "left out: blocks of a model that several processes share cannot be saved",
-        )
+        why = "mock has no keys and values to keep"
+    elif numerics.kernels != "cpu":
+        why = "only the native kernels (kernels = cpu) can save blocks"
+    elif config.parallel.num_ranks > 1 or config.parallel.pipeline_parallel_size > 1:
+        why = "blocks of a model that several processes share cannot be saved"
+    if why is not None:
+        raise fail(name, getattr(config.cache, name), f"left out: {why}")
 
 
 def make_store(
     config: EngineConfig, fingerprint: str, groups: Sequence[CacheGroup], block_bytes: list[int]
-) -> TieredBlockStore | None:
-    """Return the store of an engine; None if the config does not ask for one.
+) -> TieredBlockStore:
+    """Return the store of an engine whose config asks for one.
 
     fingerprint: the fingerprint of all that can change a bit.
 
@@ -46,8 +43,6 @@ def make_store(
         InvalidRequestError: the directory cannot be used.
     """
     cache = config.cache
-    if cache.offload_option is None:
-        return None
     files = None
     if cache.kv_offload_dir is not None:
         layout = [(group.layers, group.sliding_window, group.block_size) for group in groups]

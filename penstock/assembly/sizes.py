@@ -11,6 +11,7 @@ from penstock.assembly.memory import ModelSizes, Products
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
 from penstock.layers.decoder import MoE
+from penstock.layers.factory import LayerFactory
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.spec.model_config import ModelConfig
@@ -25,7 +26,8 @@ def model_sizes(
 
     place: the part that is counted.
     """
-    make = place.factory(ops, read_parameters(model_config), scheme=scheme, max_positions=1, head=head)
+    parameters = read_parameters(model_config)
+    make = place.factory(LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=1, head=head))
     model = empty_model(model_config, make)
     modules = [module for _, module in named_modules(model)]
     heads = [module for module in modules if isinstance(module, LMHead)]
@@ -51,7 +53,9 @@ def _products(modules: Iterable[object], plain: str) -> dict[str, Products]:
     for layer in modules:
         if isinstance(layer, Linear):
             use = "head" if isinstance(layer, LMHead) else "experts" if id(layer) in experts else "layers"
-            products[use] = products[use].plus(_product(layer, plain))
+            (n, k), scheme, kind = layer.spec.shape, layer.spec.packing.scheme, _kind(layer, plain)
+            products[use].num_bytes[kind] += int(layer.num_bytes)
+            products[use].operations[kind] += 2 * n * k * max(1, scheme.slices if scheme else 1)
     return products
 
 
@@ -77,12 +81,6 @@ def _expert_products(modules: Iterable[object]) -> Iterator[Linear]:
 def _kind(layer: Linear, plain: str) -> str:
     scheme = layer.spec.packing.scheme
     return plain if scheme is None else scheme.name.partition("-x")[0]
-
-
-def _product(layer: Linear, plain: str) -> Products:
-    """Return the bytes of a weight, and the operations that multiply one row by it."""
-    (n, k), scheme, kind = layer.spec.shape, layer.spec.packing.scheme, _kind(layer, plain)
-    return Products({kind: int(layer.num_bytes)}, {kind: 2 * n * k * max(1, scheme.slices if scheme else 1)})
 
 
 def _bytes_of(layer: Linear, plain: str) -> Counter[str]:

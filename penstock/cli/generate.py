@@ -8,15 +8,13 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import add_generation_options, load_llm, parse_size, sampling_options
 from penstock.cli.terminal import handle_signals, note, show_choices
-from penstock.client.input_processor import check_text
-from penstock.client.prompts import STDIN, progress, read_prompts, read_text
+from penstock.client.prompts import STDIN, check_text, progress, read_prompts, read_text
 from penstock.errors import InvalidRequestError, check_int
 from penstock.interface import entry_points
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -125,17 +123,18 @@ def _print_text(llm: "LLM", prompts: list[Any], params: Any, args: argparse.Name
     grows = not args.output_at_end and (params.n == 1 or args.concurrent or args.reprint)
     params = replace(params, output_kind=RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY)
     stream = _all(llm, prompts, params) if args.output_at_end else _stream(llm, prompts, params)
-    with _printer(args, texts, params.n) as printer:
+    with closing(_printer(args, texts, params.n)) as printer:
         for index, output in stream:
             printer.show(index, output)
             yield output
 
 
 def _printer(args: argparse.Namespace, texts: list[str], num_choices: int) -> "Printer":
-    given = {} if args.print_interval is None else {"interval": args.print_interval}
     if args.reprint:
-        return Reprint(texts, num_choices=num_choices, **given)
-    return Concurrent(texts, num_choices=num_choices, **given) if args.concurrent else InOrder(texts, **given)
+        return Reprint(texts, args.print_interval or 1, num_choices)
+    if args.concurrent:
+        return Concurrent(texts, args.print_interval or LINE_INTERVAL, num_choices)
+    return InOrder(texts, args.print_interval or 1)
 
 
 def _print_json(llm: "LLM", prompts: list[Any], params: Any, args: argparse.Namespace) -> Iterator["RequestOutput"]:
@@ -221,12 +220,7 @@ class Printer:
         """Take an output of the prompt `index`, and print the text that is due."""
         raise NotImplementedError
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Print the remaining text."""
 
     def _add(self, index: int, output: "RequestOutput") -> list[_Stream]:
@@ -247,7 +241,7 @@ class InOrder(Printer):
     Several choices of one prompt cannot grow in the same place, so they come as final outputs.
     """
 
-    def __init__(self, prompts: Sequence[str], interval: int = 1) -> None:
+    def __init__(self, prompts: Sequence[str], interval: int) -> None:
         super().__init__([("\n" if index else "") + prompt for index, prompt in enumerate(prompts)], interval, 1)
         self._current = 0
 
@@ -272,9 +266,6 @@ class Concurrent(Printer):
     """Prints all choices as they grow, each piece on separate lines that begin with its label: [2], or [2.0] if a
     prompt has several choices. A piece ends at the end of a word if possible, so that the lines are readable."""
 
-    def __init__(self, prompts: Sequence[str], interval: int = LINE_INTERVAL, num_choices: int = 1) -> None:
-        super().__init__(prompts, interval, num_choices)
-
     def show(self, index: int, output: "RequestOutput") -> None:
         for stream in self._add(index, output):
             if stream.finished or stream.tokens >= self._interval:
@@ -293,7 +284,7 @@ class Reprint(Printer):
     end it prints the whole texts one after the other; without a terminal it prints nothing before."""
 
     def __init__(
-        self, prompts: Sequence[str], interval: int = 1, num_choices: int = 1, console: "Console | None" = None
+        self, prompts: Sequence[str], interval: int, num_choices: int, console: "Console | None" = None
     ) -> None:
         """Print to `console` if it is given, else to standard output."""
         from rich.console import Console
@@ -302,6 +293,7 @@ class Reprint(Printer):
         super().__init__(prompts, interval, num_choices)
         self._console = console or Console(highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live.start()
 
     def show(self, index: int, output: "RequestOutput") -> None:
         growing = (self._streams[index * self._num_choices + item.index] for item in output.outputs)
@@ -311,13 +303,7 @@ class Reprint(Printer):
                 stream.tokens = 0
         self._add(index, output)
 
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._live.stop()
         texts = (f"{stream.label}{stream.text}\n" for stream in self._streams)
         self._console.file.write("\n".join(texts))

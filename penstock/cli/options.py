@@ -255,7 +255,12 @@ def add_fields(group: argparse._ArgumentGroup, kind: type, names: Sequence[str])
 
 def given_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:
     """Return the given flags as fields of a dataclass of options."""
-    flags = {name: FLAGS.get(name, name) for name in given_names(kind)}
+    return given_flags(args, given_names(kind))
+
+
+def given_flags(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Return the given flags by the names of their fields."""
+    flags = {name: FLAGS.get(name, name) for name in names}
     return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
 
 
@@ -269,8 +274,7 @@ def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, 
 
     `seed` says whether --seed is the engine's seed.
     """
-    flags = {name: FLAGS.get(name, name) for name in option_names() if seed or name != "seed"}
-    options = {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
+    options = given_flags(args, [name for name in option_names() if seed or name != "seed"])
     EngineConfig.from_options(**options)
     return options
 

@@ -17,7 +17,6 @@ process, and of no other (client/fleet.py).
 import asyncio
 import logging
 import signal
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -34,7 +33,7 @@ from penstock.client import frames
 from penstock.client.engine_client import EngineState, StandbyStatus
 from penstock.errors import EngineDeadError, EngineError, PenstockError
 from penstock.interface.messages import EngineStats, ModelInfo
-from penstock.ranks.children import Effort, spawn
+from penstock.ranks.children import Effort, spawn_connected
 
 LOGGER = logging.getLogger("penstock")
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
@@ -136,16 +135,9 @@ class EngineChild(EngineConnection):
 
     def __init__(self, start: frames.Start) -> None:
         super().__init__()
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        words = [str(theirs.fileno())]
-        inherited = [theirs.fileno()] if start.ring is None else [theirs.fileno(), start.ring]
-        try:
-            self._process = spawn("penstock.client.engine_process", words, inherited=inherited, stdout=STDERR)
-        except OSError:
-            self._sock.close()
-            raise
-        finally:
-            theirs.close()
+        inherited = [] if start.ring is None else [start.ring]
+        module = "penstock.client.engine_process"
+        self._sock, self._process = spawn_connected(module, inherited=inherited, stdout=STDERR)
         with suppress(OSError):  # it has died already: the end of the connection will show
             self._sock.sendall(frames.pack(start))
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from penstock.client import frames
 from penstock.client.recorder import Recorder, describe
-from penstock.client.ring import Ring
+from penstock.client.records import Ring
 from penstock.engine.engine import Engine
 from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineRequest, EngineStats

@@ -15,7 +15,17 @@ from hashlib import blake2b
 from typing import Any
 
 from penstock.client.open_requests import OpenRequest
-from penstock.errors import InvalidRequestError, check_float, check_ids, check_int, check_str, check_unicode, fail
+from penstock.client.prompts import PROMPT_KEYS, check_text
+from penstock.errors import (
+    InvalidRequestError,
+    check_float,
+    check_ids,
+    check_int,
+    check_str,
+    check_unicode,
+    fail,
+    invalid,
+)
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import MAX_BREAKER_IDS, SamplingParams
@@ -23,7 +33,6 @@ from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_
 
 # A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
 Prompt = str | list[int] | Mapping[str, Any]
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 MAX_SALT_LENGTH = 1024
 MAX_REQUEST_ID_LENGTH = 128
 MAX_PRIORITY = 1000
@@ -138,7 +147,7 @@ class InputProcessor:
         params.check_vocabulary(self._info.vocab_size)
         deadline = self._check_order(request.priority, request.timeout)
         if params.stop and self._tokenizer is None:
-            raise InvalidRequestError("stop: stop strings need a tokenizer, and the model has none", param="stop")
+            raise invalid("stop", "stop strings need a tokenizer, and the model has none")
         ids = self.read_prompt(request, params.pooling)
         params = self._settle_pooling(params, len(ids))
         arrival = next(self._arrivals)
@@ -164,7 +173,7 @@ class InputProcessor:
         check_salt(request.cache_salt)
         if not ids:
             if self._tokenizer is None:
-                raise InvalidRequestError("prompt: the model has no tokenizer; give token ids", param="prompt")
+                raise invalid("prompt", "the model has no tokenizer; give token ids")
             check_text(text or "")
             check_prompt_length(text or "", self._info.max_model_len)
         if text is not None:
@@ -187,9 +196,7 @@ class InputProcessor:
         policy = self._info.scheduling_policy
         for name, value, needed in (("priority", priority or None, "priority"), ("timeout", timeout, "deadline")):
             if value is not None and policy != needed:
-                raise InvalidRequestError(
-                    f"{name}: {value} has no effect with scheduling_policy = {policy}; it needs {needed}", param=name
-                )
+                raise invalid(name, f"{value} has no effect with scheduling_policy = {policy}; it needs {needed}")
         return None if timeout is None else time.monotonic() + timeout
 
     def assign_seed(self) -> int:
@@ -264,12 +271,6 @@ def _of_choices(source: EngineRequest, known: Sequence[list[int]]) -> list[Engin
     ]
 
 
-def check_text(text: str) -> None:
-    """Raise InvalidRequestError for an empty prompt."""
-    if not text:
-        raise fail("prompt", text, "a text of at least one character")
-
-
 def check_salt(salt: Any) -> None:
     """Raise InvalidRequestError unless `salt` is a valid cache_salt or None."""
     check_str("cache_salt", salt, max_length=MAX_SALT_LENGTH, optional=True)
@@ -289,7 +290,7 @@ def check_num_tokens(param: str, num_tokens: int, max_model_len: int, *, is_pool
         what += "at least one token of the answer"
     else:
         return
-    raise InvalidRequestError(f"{param}: {what}", param=param, code="context_length_exceeded")
+    raise invalid(param, what, "context_length_exceeded")
 
 
 def _check_known(output_token_ids: Sequence[list[int]], params: SamplingParams) -> Sequence[list[int]]:
@@ -302,17 +303,15 @@ def _check_known(output_token_ids: Sequence[list[int]], params: SamplingParams) 
     if not output_token_ids or (params.use_beam_search and not any(output_token_ids)):
         return ()
     if params.use_beam_search:
-        message = "output_token_ids: not allowed with use_beam_search: a search cannot be resumed"
-        raise InvalidRequestError(message, param="output_token_ids")
+        raise invalid("output_token_ids", "not allowed with use_beam_search: a search cannot be resumed")
     num_tokens = [len(ids) for ids in output_token_ids]
     if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
         allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"
-        raise InvalidRequestError(f"output_token_ids: must be {allowed}", param="output_token_ids")
+        raise invalid("output_token_ids", f"must be {allowed}")
     if params.logprobs is not None or params.prompt_logprobs is not None or params.has_sampler_state:
-        message = (
-            "output_token_ids: not allowed with log-probabilities or mirostat; compute the request from its beginning"
+        raise invalid(
+            "output_token_ids", "not allowed with log-probabilities or mirostat; compute the request from its beginning"
         )
-        raise InvalidRequestError(message, param="output_token_ids")
     return output_token_ids
 
 
@@ -353,8 +352,9 @@ class SequenceBreakers:
             check_unicode(breaker, param="dry_sequence_breakers")
             found |= dict.fromkeys(self._of_one(breaker))
         if len(found) > MAX_BREAKER_IDS:
-            message = f"dry_sequence_breakers: {len(found)} tokens contain one; at most {MAX_BREAKER_IDS} are allowed"
-            raise InvalidRequestError(message, param="dry_sequence_breakers")
+            raise invalid(
+                "dry_sequence_breakers", f"{len(found)} tokens contain one; at most {MAX_BREAKER_IDS} are allowed"
+            )
         return tuple(found)
 
     def _search(self, breaker: str) -> Sequences:

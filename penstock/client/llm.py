@@ -10,10 +10,10 @@ from typing import Any
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.engine_handle import Launcher
 from penstock.client.fleet import MAX_REPLICAS
-from penstock.client.input_processor import Prompt, PromptRequest, check_text
+from penstock.client.input_processor import Prompt, PromptRequest
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
-from penstock.client.prompts import progress
+from penstock.client.prompts import check_text, progress
 from penstock.client.results import (
     embedding_output,
     embedding_request,
@@ -37,6 +37,7 @@ from penstock.errors import (
     check_int,
     check_unicode,
     fail,
+    invalid,
     list_of,
     shown,
 )
@@ -448,7 +449,7 @@ class LLM:
         conversation = _conversation(messages)
         tokenizer = self.client.tokenizer
         if tokenizer is None:
-            raise InvalidRequestError("messages: the model has no tokenizer", param="messages")
+            raise invalid("messages", "the model has no tokenizer")
         chat = render_chat(tokenizer, conversation, **options)
         check_prompt_length(chat.text, self.client.model_info.max_model_len, param="messages")
         return {"prompt": chat.text, "prompt_token_ids": chat.token_ids(tokenizer)}
@@ -460,8 +461,7 @@ class LLM:
         if not isinstance(listed, list | tuple) or not all(isinstance(item, SamplingParams) for item in listed):
             raise fail("sampling_params", given, "a SamplingParams, or a list of them")
         if len(listed) != count:
-            message = f"sampling_params: {len(listed)} for {count} prompts; give one, or one per prompt"
-            raise InvalidRequestError(message, param="sampling_params")
+            raise invalid("sampling_params", f"{len(listed)} for {count} prompts; give one, or one per prompt")
         return list(listed)
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -485,8 +485,7 @@ def _priorities(given: Any, count: int) -> list[Any]:
         return [0] * count
     listed = list_of("priority", given, max_items=count)
     if len(listed) != count:
-        message = f"priority: {len(listed)} for {count} prompts; give one per prompt"
-        raise InvalidRequestError(message, param="priority")
+        raise invalid("priority", f"{len(listed)} for {count} prompts; give one per prompt")
     return list(listed)
 
 
@@ -504,9 +503,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _conversation(messages: Any) -> list[Message]:
     """Return the messages, each content as one text. The template decides which roles exist."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise InvalidRequestError("messages: give a list of at least one message", param="messages")
+        raise invalid("messages", "give a list of at least one message")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            text = f"messages: {shown(message)} is not a message; it must have a role and a content"
-            raise InvalidRequestError(text, param="messages")
+            raise invalid("messages", f"{shown(message)} is not a message; it must have a role and a content")
     return [turn_of(message) for message in messages]

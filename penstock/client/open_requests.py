@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.client.prefixes import Pin, Prefixes
-from penstock.errors import InvalidRequestError, PenstockError, RequestFailedError
+from penstock.errors import PenstockError, RequestFailedError, invalid
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -100,7 +100,7 @@ class OpenRequests:
     def open(self, request: "OpenRequest") -> None:
         """Add a request. Raise InvalidRequestError if its id is in use."""
         if request.request_id in self._requests:
-            raise InvalidRequestError(f"request_id: {request.request_id!r} is in use", param="request_id")
+            raise invalid("request_id", f"{request.request_id!r} is in use")
         assert not any(one.request_id in self._running for one in request.engine_requests), "their ids are never reused"
         self._requests[request.request_id] = request
         for choice in request.choices:  # a beam search runs under its first choice

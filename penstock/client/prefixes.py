@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from penstock.errors import InvalidRequestError, fail
+from penstock.errors import fail, invalid
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import PrefixUse
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -80,20 +80,20 @@ class Prefixes:
             raise fail("name", name, "1 to 64 letters, digits and _ . @ -")
         ids = token_ids[: len(token_ids) // block_size * block_size]
         if not ids:
-            message = f"prompt: {len(token_ids)} tokens do not fill a block of {block_size}, so there is none to pin"
-            raise InvalidRequestError(message, param="prompt")
+            raise invalid(
+                "prompt", f"{len(token_ids)} tokens do not fill a block of {block_size}, so there is none to pin"
+            )
         known = self._pins.get(name)
         if known is not None:
             if (known.request.prompt_token_ids, known.request.cache_salt) != (ids, salt):
-                message = f"name: {name!r} is the name of another pin; unpin it first"
-                raise InvalidRequestError(message, param="name", code="name_in_use")
+                raise invalid("name", f"{name!r} is the name of another pin; unpin it first", "name_in_use")
             if not known.is_computed:
-                message = f"name: {name!r} is being computed for another call"
-                raise InvalidRequestError(message, param="name", code="name_in_use")
+                raise invalid("name", f"{name!r} is being computed for another call", "name_in_use")
             return known
         if len(self._pins) >= MAX_PINS:
-            message = f"name: there are {MAX_PINS} pins, which is the most; unpin one first"
-            raise InvalidRequestError(message, param="name", code="pin_limit_exceeded")
+            raise invalid(
+                "name", f"there are {MAX_PINS} pins, which is the most; unpin one first", "pin_limit_exceeded"
+            )
         engine_id = f"pin {name}#pin {self._num_pins}"
         request = EngineRequest(engine_id, ids, ONE_OUTPUT, flow=engine_id, cache_salt=salt)
         self._num_pins += 1

@@ -33,6 +33,7 @@ from penstock.errors import (
     PenstockError,
     RequestFailedError,
     check_int,
+    invalid,
 )
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
@@ -193,8 +194,9 @@ class ProcessClient:
     async def check_form(self, form: StructuredOutputsParams) -> None:
         check = getattr(self._tokenizer, "check_form", None)
         if check is None or not self._follows_forms:
-            message = "structured_outputs: they need the tokenizer in the model's own directory, which the engine reads"
-            raise InvalidRequestError(message, param="structured_outputs")
+            raise invalid(
+                "structured_outputs", "they need the tokenizer in the model's own directory, which the engine reads"
+            )
         info = self.model_info
         async with self._checking:  # other forms wait here, and not in a thread
             await asyncio.to_thread(check, form, info.vocab_size, info.eos_token_ids)
@@ -224,7 +226,7 @@ class ProcessClient:
             self.unpin_prefix(pin.name)
             raise
         if self._requests.prefixes.get(pin.name) is not pin:
-            raise InvalidRequestError(f"name: {pin.name!r} was unpinned while it was computed", param="name")
+            raise invalid("name", f"{pin.name!r} was unpinned while it was computed")
         pin.is_computed = True
         self._fleet.compute_everywhere(pin)
         return replace(pin.use)

@@ -7,9 +7,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from penstock.client.input_processor import PROMPT_KEYS
-from penstock.errors import InvalidRequestError, fail
+from penstock.errors import InvalidRequestError, fail, invalid
 
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a mapping
 STDIN = "-"
 MAX_BYTES = 2**28  # of a file of prompts, which is read as a whole; a device or a pipe may have no end
 JSON_BEGINNINGS = ("[", "{", '"')
@@ -53,7 +53,7 @@ def read_text(name: str | Path) -> str:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
         if str(name) == STDIN:
             raise InvalidRequestError(f"cannot read standard input: {error}") from error
-        raise InvalidRequestError(f"prompts: cannot read {str(name)!r}: {error}", param="prompts") from error
+        raise invalid("prompts", f"cannot read {str(name)!r}: {error}") from error
 
 
 def _array(place: str, text: str) -> Iterator[Written]:
@@ -72,7 +72,7 @@ def _parsed(place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"prompts: {place} is not JSON: {error}; {HINT}", param="prompts") from error
+        raise invalid("prompts", f"{place} is not JSON: {error}; {HINT}") from error
 
 
 def _prompt(place: str, value: Any) -> Written:
@@ -80,14 +80,16 @@ def _prompt(place: str, value: Any) -> Written:
         text, ids = value.get("prompt"), value.get("prompt_token_ids")
         is_one = isinstance(text, str) if ids is None else isinstance(ids, list) and text is None
         if not is_one or not (text or ids):
-            message = f"prompts: {place} needs either prompt (a text) or prompt_token_ids (a list of ids), not empty"
-            raise InvalidRequestError(message, param="prompts")
+            raise invalid(
+                "prompts", f"{place} needs either prompt (a text) or prompt_token_ids (a list of ids), not empty"
+            )
         return value
     if not isinstance(value, str):
-        message = f"prompts: {place} must be a string or an object with prompt or prompt_token_ids, and nothing else"
-        raise InvalidRequestError(message, param="prompts")
+        raise invalid(
+            "prompts", f"{place} must be a string or an object with prompt or prompt_token_ids, and nothing else"
+        )
     if not value:
-        raise InvalidRequestError(f"prompts: {place} is an empty string", param="prompts")
+        raise invalid("prompts", f"{place} is an empty string")
     return value
 
 
@@ -103,3 +105,9 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
+
+
+def check_text(text: str) -> None:
+    """Raise InvalidRequestError for an empty prompt."""
+    if not text:
+        raise fail("prompt", text, "a text of at least one character")

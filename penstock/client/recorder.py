@@ -12,25 +12,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ParamSpec
 from zlib import crc32
 
-from penstock.client.records import (
-    Aborted,
-    Arrived,
-    Begun,
-    Computed,
-    EngineDescription,
-    EngineFailed,
-    Introduced,
-    Planned,
-    Record,
-    StepFailed,
-    encode,
-    pack_ids,
-)
-from penstock.client.ring import FRAME_BYTES, Ring
+from penstock.client import records
+from penstock.client.records import FRAME_BYTES, Ring
 from penstock.engine.engine import Engine
 from penstock.engine.observer import EngineObserver
 from penstock.interface.messages import EngineRequest, ModelInfo
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     NewRequest,
     RequestStepOutput,
@@ -56,31 +42,20 @@ NOT_RECORDED = {"memory", "kv_cache_memory_bytes", "threads", "cpu_affinity", "s
 
 @dataclass(slots=True)
 class _Known:
-    """A request as the executor knows it."""
+    """A request as the executor knows it: as it was introduced, and how it has changed since."""
 
     number: int
-    request_id: str
+    new: NewRequest
     token_ids: list[int]
-    num_prompt_tokens: int
-    params: SamplingParams
-    choice: int
     tables: list[list[int]]
     released: list[int]
+    sampler_state: SamplerState | None
     num_computed_tokens: int = 0
-    sampler_state: SamplerState | None = None
 
-    def introduced(self) -> Introduced:
-        return Introduced(
-            self.number,
-            self.request_id,
-            pack_ids(self.token_ids),
-            self.num_prompt_tokens,
-            self.params,
-            self.choice,
-            self.tables,
-            self.num_computed_tokens,
-            self.sampler_state,
-        )
+    def introduced(self) -> records.Introduced:
+        new, ids = self.new, records.pack_ids(self.token_ids)
+        now = self.tables, self.num_computed_tokens, self.sampler_state
+        return records.Introduced(self.number, new.request_id, ids, new.num_prompt_tokens, new.params, new.choice, *now)
 
 
 class Recorder(EngineObserver):
@@ -93,7 +68,7 @@ class Recorder(EngineObserver):
         ring: only this recorder writes to it.
     """
 
-    def __init__(self, ring: Ring, engine: EngineDescription, epoch: int = 0) -> None:
+    def __init__(self, ring: Ring, engine: records.EngineDescription, epoch: int = 0) -> None:
         self.wants_checksums = True
         self._ring, self._engine, self._epoch = ring, engine, epoch
         self._known: dict[str, _Known] = {}
@@ -107,14 +82,14 @@ class Recorder(EngineObserver):
 
     def arrived(self, request: EngineRequest) -> None:
         num_prompt, num_outputs = len(request.prompt_token_ids), len(request.output_token_ids)
-        self._guarded(self._write, Arrived(time.time(), request.request_id, num_prompt, num_outputs))
+        self._guarded(self._write, records.Arrived(time.time(), request.request_id, num_prompt, num_outputs))
 
     def aborted(self, request_id: str) -> None:
-        self._guarded(self._write, Aborted(time.time(), request_id))
+        self._guarded(self._write, records.Aborted(time.time(), request_id))
 
     def engine_failed(self, error: str) -> None:
         """Record the exception that ends the engine process."""
-        self._guarded(self._write, EngineFailed(time.time(), error[-MAX_ERROR:]))
+        self._guarded(self._write, records.EngineFailed(time.time(), error[-MAX_ERROR:]))
 
     def submitting(self, plan: SchedulerOutput) -> None:
         if not self._in_flight:
@@ -128,7 +103,8 @@ class Recorder(EngineObserver):
     def failed(self, plan: SchedulerOutput, error: Exception) -> None:
         if not self._in_flight or self._in_flight[0] is not plan:  # another observer raised before or after this one
             return
-        self._guarded(self._write_result, StepFailed(plan.step_id, f"{type(error).__name__}: {error}"[:MAX_ERROR]))
+        reason = f"{type(error).__name__}: {error}"[:MAX_ERROR]
+        self._guarded(self._write_result, records.StepFailed(plan.step_id, reason))
         self._record_next(plan)
 
     def _record_next(self, ended: SchedulerOutput) -> None:
@@ -151,13 +127,13 @@ class Recorder(EngineObserver):
     def _write_plan(self, plan: SchedulerOutput) -> None:
         known = self._known
         introduced = [self._introduce(request) for request in plan.new_requests]
-        added = {item.request_id: item for item in introduced}
+        added = {item.new.request_id: item for item in introduced}
         rows = [added.get(item.request_id) or known[item.request_id] for item in plan.scheduled]
         tables = {}
         for index, (row, item) in enumerate(zip(rows, plan.scheduled, strict=True)):
             if any(item.new_block_ids) or item.num_released_blocks != row.released:
                 tables[index] = (item.new_block_ids, item.num_released_blocks)
-        record = Planned(
+        record = records.Planned(
             plan.step_id,
             time.time(),
             [row.introduced() for row in introduced],
@@ -180,18 +156,7 @@ class Recorder(EngineObserver):
     def _introduce(self, new: NewRequest) -> _Known:
         self._num_introduced += 1
         tables = [list(table) for table in new.block_tables]
-        released = [0] * len(tables)
-        return _Known(
-            self._num_introduced,
-            new.request_id,
-            list(new.token_ids),
-            new.num_prompt_tokens,
-            new.params,
-            new.choice,
-            tables,
-            released,
-            sampler_state=new.sampler_state,
-        )
+        return _Known(self._num_introduced, new, list(new.token_ids), tables, [0] * len(tables), new.sampler_state)
 
     def _write_output(self, plan: SchedulerOutput, output: StepOutput, duration_s: float) -> None:
         results = [output.results[item.request_id] for item in plan.scheduled]
@@ -204,7 +169,7 @@ class Recorder(EngineObserver):
             row.sampler_state = row.sampler_state if result.sampler_state is None else result.sampler_state
             if result.error is not None:
                 errors[index] = result.error[:MAX_ERROR]
-        record = Computed(
+        record = records.Computed(
             plan.step_id,
             int(1e6 * duration_s),
             [item.new_token_ids for item in results],
@@ -216,12 +181,12 @@ class Recorder(EngineObserver):
 
     # --- the ring --------------------------------------------------------------------------------------------------
 
-    def _write(self, record: Record, reserve: int = 0) -> None:
+    def _write(self, record: records.Record, reserve: int = 0) -> None:
         """Append a record, in a new segment if needed. `reserve` bytes must stay free for the record after it."""
         if self._steps_to_skip:
-            self._steps_to_skip -= isinstance(record, Planned)
+            self._steps_to_skip -= isinstance(record, records.Planned)
             return
-        data = encode(record)
+        data = records.encode(record)
         if not (self._continued and self._ring.room >= len(data) + reserve):
             self._start_segment(len(data) + reserve)
         if self._steps_to_skip == 0:
@@ -230,17 +195,17 @@ class Recorder(EngineObserver):
     def _start_segment(self, reserve: int) -> None:
         """Begin a segment with all open requests. If they and `reserve` bytes do not fit, leave a gap."""
         requests = [row.introduced() for row in self._known.values()]
-        begun = encode(Begun(time.time(), self._epoch, self._continued, self._engine, requests))
+        begun = records.encode(records.Begun(time.time(), self._epoch, self._continued, self._engine, requests))
         if len(begun) + reserve + FRAME_BYTES > self._ring.longest_record:
             self._continued, self._steps_to_skip = False, RETRY_STEPS
         else:
             self._ring.start_segment()
             self._ring.append(begun)
 
-    def _write_result(self, record: Record) -> None:
+    def _write_result(self, record: records.Record) -> None:
         """Append the results of a step to the segment of its plan. If they do not fit, leave a gap."""
         if self._continued:
-            self._continued = self._ring.append(encode(record))
+            self._continued = self._ring.append(records.encode(record))
 
 
 def _update_tables(row: _Known, new_block_ids: list[list[int]], released: list[int]) -> None:
@@ -266,7 +231,7 @@ def _scores_checksum(entries: list[TokenLogprobs]) -> int:
     return crc32(repr(list(values)).encode())
 
 
-def describe(engine: Engine, config: "EngineConfig", info: ModelInfo) -> EngineDescription:
+def describe(engine: Engine, config: "EngineConfig", info: ModelInfo) -> records.EngineDescription:
     """Return what a replay needs to build the engine of a resolved config again."""
     from penstock.config import PARTS  # here, so that an engine process listens before it loads the config
 
@@ -275,7 +240,7 @@ def describe(engine: Engine, config: "EngineConfig", info: ModelInfo) -> EngineD
         names = (item.name for item in fields(part_class) if item.name not in NOT_RECORDED)
         chosen = {name: getattr(getattr(config, part), name) for name in names}
         options |= {name: value for name, value in chosen.items() if value is not None}
-    return EngineDescription(
+    return records.EngineDescription(
         system_fingerprint=info.system_fingerprint,
         options=options,
         groups=engine.kv_cache.groups,

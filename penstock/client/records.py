@@ -1,4 +1,4 @@
-"""The records of the flight recorder, the bundles that are made of them, and RecordKeeper, which makes them.
+"""The records of the flight recorder, the ring that holds the newest, and the bundles that RecordKeeper makes of it.
 
 A step has two records, Planned before it is computed and Computed after it, so that the last record before the engine
 dies names the step in which it died. A request has a number from its introduction to the executor until its removal.
@@ -15,9 +15,13 @@ them again.
 import hashlib
 import itertools
 import logging
+import mmap
 import os
 import re
+import struct
+import tempfile
 import time
+import weakref
 import zlib
 from array import array
 from collections.abc import Callable
@@ -30,8 +34,15 @@ from typing import Any
 
 import msgspec
 
-from penstock.client.ring import Ring, Segment
-from penstock.errors import EngineOverloadedError, InvalidRequestError, check_bool, check_int, check_str
+from penstock.errors import (
+    EngineError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    check_bool,
+    check_int,
+    check_str,
+    invalid,
+)
 from penstock.interface.sampling_params import DRY_BREAKERS, SamplingParams
 from penstock.interface.step import CacheGroup, SamplerState
 
@@ -181,6 +192,145 @@ def unpack_ids(data: bytes) -> list[int]:
     return array("I", data).tolist()
 
 
+# --- the ring --------------------------------------------------------------------------------------------------------
+
+NUM_SEGMENTS = 4
+_MAGIC = b"pnstring"
+_HEADER = struct.Struct("<8sQ")  # magic, bytes per segment
+_WORD = struct.Struct("<Q")
+_FRAME = struct.Struct("<II")  # length and CRC-32 of a record
+FRAME_BYTES = _FRAME.size
+_FIRST = 64  # offset of the first segment
+_HEAD = 2 * _WORD.size  # head of a segment: its number, counted from 1 (0: being emptied), and the bytes used
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A copy of one segment: its number and its records, oldest first."""
+
+    number: int
+    records: list[bytes]
+
+
+class Ring:
+    """The records of the last minutes, in memory that two processes share and that outlives the writing process.
+
+        | header | segment | segment | ... |        segment:  number, used | length, checksum, record | ...
+
+    One process writes; it inherits `descriptor`. It appends to one segment; when that is full, it empties the oldest
+    segment and continues there. `used` is set after a record is in place, so a writer that is killed leaves only whole
+    records. A reader copies a segment, and discards the copy if the segment was emptied meanwhile.
+
+    Raises:
+        EngineError: the descriptor does not belong to a ring.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, 0)
+        magic, num_bytes = _HEADER.unpack_from(self._memory)
+        self.segment_bytes = int(num_bytes)
+        if magic != _MAGIC or _FIRST + NUM_SEGMENTS * self.segment_bytes != len(self._memory):
+            raise EngineError(f"file descriptor {descriptor} is not a flight recorder's ring")
+        self._number = 0  # number of the segment being written; 0 until this process writes for the first time
+        self._used = 0
+
+    @classmethod
+    def create(cls, num_bytes: int) -> "Ring":
+        """Make an empty ring. Its pages take memory only when they are written."""
+        segment_bytes = num_bytes // NUM_SEGMENTS // _WORD.size * _WORD.size
+        descriptor = _anonymous_file()
+        os.ftruncate(descriptor, _FIRST + NUM_SEGMENTS * segment_bytes)
+        os.pwrite(descriptor, _HEADER.pack(_MAGIC, segment_bytes), 0)
+        made = cls(descriptor)
+        weakref.finalize(made, os.close, descriptor)
+        return made
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def start_segment(self) -> None:
+        """Empty the oldest segment, to which `append` then writes."""
+        self._number = 1 + (self._number or max(self._word(index, 0) for index in range(NUM_SEGMENTS)))
+        index = self._number % NUM_SEGMENTS
+        self._set_word(index, 0, 0)
+        self._set_word(index, 1, 0)
+        self._set_word(index, 0, self._number)
+        self._used = 0
+
+    @property
+    def longest_record(self) -> int:
+        """Return the length of the longest record that fits into an empty segment."""
+        return self.segment_bytes - _HEAD - FRAME_BYTES
+
+    @property
+    def room(self) -> int:
+        """Return the length of the longest record that `append` can take now; negative before the first segment."""
+        return self.longest_record - self._used if self._number else -1
+
+    def append(self, record: bytes) -> bool:
+        """Add a record to the segment and return True; if there is no room, write nothing and return False."""
+        if len(record) > self.room:
+            return False
+        index = self._number % NUM_SEGMENTS
+        start = self._start(index) + _HEAD + self._used
+        _FRAME.pack_into(self._memory, start, len(record), zlib.crc32(record))
+        start += FRAME_BYTES
+        self._memory[start : start + len(record)] = record
+        self._used += FRAME_BYTES + len(record)
+        assert _HEAD + self._used <= self.segment_bytes, "a record runs into the next segment"
+        # Last, because a reader trusts everything below it: if this process is killed before, the record never was.
+        self._set_word(index, 1, self._used)
+        return True
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def read(self) -> list[Segment]:
+        """Return the segments of the ring, oldest first. Another process may write meanwhile."""
+        found = (self._read_segment(index) for index in range(NUM_SEGMENTS))
+        return sorted((item for item in found if item is not None), key=lambda item: item.number)
+
+    def _read_segment(self, index: int) -> Segment | None:
+        number, used = self._word(index, 0), min(self._word(index, 1), self.segment_bytes - _HEAD)
+        start = self._start(index) + _HEAD
+        data = self._memory[start : start + used]
+        if number == 0 or self._word(index, 0) != number:
+            return None
+        return Segment(number, _split(data))
+
+    def _start(self, index: int) -> int:
+        return _FIRST + index * self.segment_bytes
+
+    def _word(self, index: int, word: int) -> int:
+        return int(_WORD.unpack_from(self._memory, self._start(index) + word * _WORD.size)[0])
+
+    def _set_word(self, index: int, word: int, value: int) -> None:
+        _WORD.pack_into(self._memory, self._start(index) + word * _WORD.size, value)
+
+
+def _split(data: bytes) -> list[bytes]:
+    """Return the records before the first one that is not intact."""
+    records, start = [], 0
+    while start + FRAME_BYTES <= len(data):
+        length, checksum = _FRAME.unpack_from(data, start)
+        start += FRAME_BYTES
+        record = data[start : start + length]
+        if len(record) < length or zlib.crc32(record) != checksum:
+            break
+        records.append(record)
+        start += length
+    return records
+
+
+def _anonymous_file() -> int:
+    """Return the descriptor of a file without a name, in memory if the system supports it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("penstock-flight-recorder")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+# --- bundles ---------------------------------------------------------------------------------------------------------
+
 MAGIC = b"penstock-record\n"
 DIGEST_BYTES = 16
 MAX_BYTES = 2**31  # largest uncompressed content of a bundle
@@ -257,19 +407,12 @@ def without_text(bundle: Bundle) -> Bundle:
     return msgspec.structs.replace(bundle, has_text=False, records=records)
 
 
-@dataclass(slots=True)
-class _Prefix:
-    """The tokens of one request so far, as a chained hash."""
-
-    state: bytes = b""
-
-
 class _Pseudonyms:
     """Replaces each token by a keyed hash of it and all tokens before it."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._prefixes: dict[int, _Prefix] = {}
+        self._prefixes: dict[int, bytes] = {}  # chained hash of the tokens so far, by request
         self._scheduled: list[int] = []  # numbers of the requests in the step planned last
 
     def of_record(self, record: Record) -> Record:
@@ -294,18 +437,18 @@ class _Pseudonyms:
         return record
 
     def _of_request(self, request: Introduced) -> Introduced:
-        self._prefixes[request.number] = _Prefix()
+        self._prefixes[request.number] = b""
         ids = self._hidden(request.number, unpack_ids(request.token_ids))
         params: SamplingParams = request.params.settled(**TEXT_FIELDS)
         return msgspec.structs.replace(request, token_ids=pack_ids(ids), params=params)
 
     def _hidden(self, number: int, ids: list[int]) -> list[int]:
-        prefix = self._prefixes.setdefault(number, _Prefix())
-        found = []
+        prefix, found = self._prefixes.get(number, b""), []
         for token_id in ids:
-            data = prefix.state + token_id.to_bytes(8, "little")
-            prefix.state = hashlib.blake2b(data, digest_size=16, key=self._key).digest()
-            found.append(int.from_bytes(prefix.state[:4], "little"))
+            data = prefix + token_id.to_bytes(8, "little")
+            prefix = hashlib.blake2b(data, digest_size=16, key=self._key).digest()
+            found.append(int.from_bytes(prefix[:4], "little"))
+        self._prefixes[number] = prefix
         return found
 
 
@@ -348,13 +491,9 @@ class RecordOptions:
         check_str("record_dir", self.record_dir, optional=True)
         check_bool("record_text", self.record_text)
         if self.record_dir is not None and not self.flight_recorder:
-            raise InvalidRequestError(
-                "record_dir: the flight recorder is off (flight_recorder = 0)", param="record_dir"
-            )
+            raise invalid("record_dir", "the flight recorder is off (flight_recorder = 0)")
         if self.record_dir is not None and not (os.path.isdir(self.record_dir) and os.access(self.record_dir, os.W_OK)):
-            raise InvalidRequestError(
-                f"record_dir: {self.record_dir!r} is not a directory that can be written to", param="record_dir"
-            )
+            raise invalid("record_dir", f"{self.record_dir!r} is not a directory that can be written to")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import InvalidRequestError, RequestFailedError, check_choice, fail
+from penstock.errors import RequestFailedError, check_choice, fail, invalid
 from penstock.interface.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from penstock.interface.pooling import (
     EmbeddingOutput,
@@ -58,8 +58,7 @@ def requests_for(params: Any, count: int, make: Any) -> list[SamplingParams]:
     """Return one request for each prompt; params: one PoolingParams for all, one for each, or None."""
     listed = list(params) if isinstance(params, list | tuple) else [params] * count
     if len(listed) != count:
-        message = f"pooling_params: {len(listed)} for {count} prompts; give one, or one per prompt"
-        raise InvalidRequestError(message, param="pooling_params")
+        raise invalid("pooling_params", f"{len(listed)} for {count} prompts; give one, or one per prompt")
     return [make(item) for item in listed]
 
 

@@ -174,10 +174,6 @@ class StepClient(ABC):
         """Return the pinned prefixes, oldest first."""
 
     @abstractmethod
-    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
-        """Return the prefixes found most often in the cache, pinned or not."""
-
-    @abstractmethod
     def shutdown(self) -> None:
         """Free the model, or end its process. A second call does nothing."""
 
@@ -338,6 +334,7 @@ class InProcessClient(StepClient):
         return self._requests.prefixes.pinned()
 
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
+        """Return the prefixes found most often in the cache, pinned or not."""
         return self._requests.prefixes.most_used(count)
 
     def shutdown(self) -> None:
@@ -421,9 +418,6 @@ class ChildClient(StepClient):
 
     def pinned_prefixes(self) -> list[PrefixUse]:
         return self._call(self._client.pinned_prefixes)
-
-    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
-        return self._call(self._client.most_used_prefixes, count)
 
     def shutdown(self) -> None:
         if self._ended is not None:

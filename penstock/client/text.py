@@ -1,11 +1,12 @@
 """The tokenizer of a client: chosen by choose_tokenizer, and for servers isolated, so that no text can hold up or end
 them.
 
-IsolatedTokenizer handles the texts of requests in text processes (client/text_process.py). A TextWorker is the server's
-side of one: calls with limits, and a new process after a call that exceeds them. Such a call ends the text process, and
-thus only its own request; the next call waits until a new process has loaded the same files. The functions block: call
-them in a thread.
-
+Model files may contain a regular expression that backtracks for ever, a normalizer that turns a letter into gigabytes,
+or a template that loops. So IsolatedTokenizer handles the texts of requests in text processes, which also compile
+answer forms. `main` is such a process. It runs one call after another, and before each call limits its own processor
+time and memory. Beyond the time, the kernel ends it with SIGPROF; beyond the memory, the call fails or the process
+ends. It holds no state, so another process can take its place. A TextWorker is the server's side of it. A call beyond
+the limits ends only its own request; the next call waits until a new process has loaded the same files.
 
 Tokens of streams become text in this process: streams outlive a text process, and the cost of a tokenizer.json's
 decoders is bounded when it is loaded. The text process loads the files first, so files that cannot be loaded within its
@@ -13,14 +14,18 @@ limits never reach the server.
 """
 
 import logging
+import os
+import resource
+import select
 import signal
 import socket
 import subprocess
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -28,25 +33,70 @@ from typing import Any, cast
 import msgspec
 
 from penstock.client import frames
-from penstock.client.text_process import LOAD_CPU_S, Call, Reply, unpack_reply
 from penstock.errors import (
     EngineDeadError,
     EngineError,
     InvalidRequestError,
     ModelLoadError,
+    PenstockError,
     RequestFailedError,
     check_unicode,
+    invalid,
 )
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
-from penstock.ranks.children import spawn
+from penstock.ranks.children import spawn_connected
 from penstock.tokenizer.chat_template import ChatTemplate
-from penstock.tokenizer.hf import adopt_tokenizer, load_tokenizer
+from penstock.tokenizer.hf import HFTokenizer, adopt_tokenizer, load_tokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.weights.hub import resolve_model
 
+LOGGER = logging.getLogger("penstock")
 LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short texts do not wait for them
 MAX_FITTING = 1024
 MANY_IDS = 64  # more ids than this are decoded in the text process, because the text is long
+CALL_CPU_S, CPU_S_PER_CHAR = 1.0, 1e-5  # processor time; a million letters take 0.5 to 1.7 s
+CALL_MEMORY, MEMORY_PER_CHAR = 2**29, 2**11  # bytes; a million letters take 700 MB
+# The wall-clock limit of a call is PATIENCE times its limit of processor time, because the machine may be busy, plus
+# PATIENCE_S if the process is asked.
+PATIENCE, PATIENCE_S = 10.0, 30.0
+# By function: the field of the request that it works on, and what runs.
+SUBJECTS = {
+    "encode_all": ("prompt", "the model's tokenizer"),
+    "decode": ("tokens", "the model's tokenizer"),
+    "render": ("messages", "the model's chat template"),
+    "check_form": (FIELD, "the form"),
+}
+LOAD_CPU_S = 120.0
+FORM_CPU_S, FORM_MEMORY = 0.4, 2**29  # to compile a form of answers
+MAX_REPLY = 2**26  # bytes; no prompt that fits a context needs as many
+LOAD_MEMORY = 2**30  # bytes, plus LOAD_MEMORY_PER_BYTE for each byte of the file
+LOAD_MEMORY_PER_BYTE = 32
+MAX_TOKEN_CHARS = 2**16  # the serving process turns tokens into text itself
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json",
+                   "special_tokens_map.json")  # fmt: skip
+
+
+def choose_tokenizer(given: Any, model: str | None, *, isolated: bool = False) -> Tokenizer | None:
+    """Return the tokenizer that a user gave, or the model's own; None without one: prompts must then be ids.
+
+    Args:
+        given: an object (of Penstock or Transformers), a directory, a hub name, "demo", or None for the model's own.
+        model: a directory, a hub name or "demo"; None for a model object, which has no tokenizer.
+        isolated: whether a tokenizer from files handles texts in processes of its own; it must
+            be loaded before it is used.
+
+    Raises:
+        ModelLoadError, InvalidRequestError: the tokenizer does not exist or cannot be used.
+    """
+    if given is not None and not isinstance(given, str):
+        return adopt_tokenizer(given)
+    source = given or model
+    if source is None:
+        return None
+    directory = resolve_model(source)
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        return None
+    return IsolatedTokenizer(directory) if isolated else load_tokenizer(directory)
 
 
 class IsolatedTokenizer:
@@ -137,20 +187,6 @@ class _IsolatedTemplate:
         return str(self._tokenizer.call("render", [list(messages)], options, num_chars=num_chars))
 
 
-LOGGER = logging.getLogger("penstock")
-CALL_CPU_S, CPU_S_PER_CHAR = 1.0, 1e-5  # processor time; a million letters take 0.5 to 1.7 s
-CALL_MEMORY, MEMORY_PER_CHAR = 2**29, 2**11  # bytes; a million letters take 700 MB
-# The wall-clock limit of a call is PATIENCE times its limit of processor time, plus PATIENCE_S.
-PATIENCE, PATIENCE_S = 10.0, 30.0
-# By function: the field of the request that it works on, and what runs.
-SUBJECTS = {
-    "encode_all": ("prompt", "the model's tokenizer"),
-    "decode": ("tokens", "the model's tokenizer"),
-    "render": ("messages", "the model's chat template"),
-    "check_form": (FIELD, "the form"),
-}
-
-
 class TextWorker:
     """One text process at a time for the model in `folder`. Thread-safe; calls take turns.
 
@@ -174,7 +210,7 @@ class TextWorker:
             self._loaded()
 
     def call(self, function: str, args: list[Any], options: dict[str, Any], *, num_chars: int) -> Any:
-        """Call one of text_process.FUNCTIONS.
+        """Call one of FUNCTIONS.
 
         Args:
             num_chars: length of the texts, which determines the limits.
@@ -192,7 +228,7 @@ class TextWorker:
             body = msgspec.msgpack.encode(Call(function, args, options, cpu_s, memory))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             param = SUBJECTS[function][0]
-            raise InvalidRequestError(f"{param}: holds a value that is not plain JSON: {error}", param=param) from None
+            raise invalid(param, f"holds a value that is not plain JSON: {error}") from None
         with self._lock:
             child = self._ready()
             reply = child.ask(body, cpu_s)
@@ -256,22 +292,15 @@ class _Child:
     """A text process and our end of its connection. It ends when this end is closed, by us or with our process."""
 
     def __init__(self, folder: Path) -> None:
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.loaded = False
-        words, inherited = [str(theirs.fileno()), str(folder.absolute())], [theirs.fileno()]
-        try:
-            self._process = spawn("penstock.client.text_process", words, inherited=inherited, stdout=subprocess.DEVNULL)
-        except OSError:
-            self._sock.close()
-            raise
-        finally:
-            theirs.close()
+        words, module = [str(folder.absolute())], "penstock.client.text"
+        self._sock, self._process = spawn_connected(module, words, stdout=subprocess.DEVNULL)
 
     @property
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def ask(self, call: bytes, cpu_s: float) -> Reply | None:
+    def ask(self, call: bytes, cpu_s: float) -> "Reply | None":
         """Send a call and return its reply; None if the process has ended, or was stuck and is ended here."""
         with suppress(OSError):
             self._sock.settimeout(PATIENCE_S + PATIENCE * cpu_s)
@@ -280,7 +309,7 @@ class _Child:
         self._kill()
         return None
 
-    def receive(self, cpu_s: float) -> Reply | None:
+    def receive(self, cpu_s: float) -> "Reply | None":
         """Wait for a reply; return None as `ask` does."""
         try:
             self._sock.settimeout(PATIENCE_S + PATIENCE * cpu_s)
@@ -320,33 +349,150 @@ class _Child:
 def _cut_off(function: str, reason: str) -> InvalidRequestError:
     param, subject = SUBJECTS[function]
     code = subject.removeprefix("the ").removeprefix("model's ").replace(" ", "_")
-    return InvalidRequestError(
-        f"{param}: {subject} {reason} for this; it was cut off", param=param, code=f"{code}_limit"
-    )
+    return invalid(param, f"{subject} {reason} for this; it was cut off", f"{code}_limit")
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json",
-                   "special_tokens_map.json")  # fmt: skip
+# --- the text process ------------------------------------------------------------------------------------------------
 
 
-def choose_tokenizer(given: Any, model: str | None, *, isolated: bool = False) -> Tokenizer | None:
-    """Return the tokenizer that a user gave, or the model's own; None without one: prompts must then be ids.
+class Call(msgspec.Struct, frozen=True):
+    """A call of one of FUNCTIONS, with its limits: cpu_s in seconds and memory in bytes."""
 
-    Args:
-        given: an object (of Penstock or Transformers), a directory, a hub name, "demo", or None for the model's own.
-        model: a directory, a hub name or "demo"; None for a model object, which has no tokenizer.
-        isolated: whether a tokenizer from files handles texts in processes of its own (client/isolation.py); it must
-            be loaded before it is used.
+    function: str
+    args: list[Any]
+    options: dict[str, Any]
+    cpu_s: float
+    memory: int
 
-    Raises:
-        ModelLoadError, InvalidRequestError: the tokenizer does not exist or cannot be used.
+
+class Reply(msgspec.Struct, frozen=True):
+    """The result of a call, or its error. The first reply, after loading, has files_state() as its `value`."""
+
+    value: Any = None
+    error: str | None = None
+    param: str | None = None
+    code: str | None = None
+    from_request: bool = True  # whether the request is wrong, rather than the model's files
+
+
+TOO_LARGE = Reply(None, "needs more memory than it may take", code="out_of_memory")
+unpack_call: Callable[[bytes], Call] = msgspec.msgpack.Decoder(Call).decode
+unpack_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply).decode
+
+
+def encode_all(tokenizer: HFTokenizer, texts: list[str], **options: Any) -> list[list[int]]:
+    return [tokenizer.encode(text, **options) for text in texts]
+
+
+def render(tokenizer: HFTokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
+    """Return the conversation as rendered by the model's template."""
+    if tokenizer.chat_template is None:
+        raise invalid("messages", "the model has no chat template")
+    return tokenizer.chat_template.render(messages, **options)
+
+
+def check_form(tokenizer: HFTokenizer, form: dict[str, Any], vocab_size: int, eos_token_ids: list[int]) -> None:
+    """Raise InvalidRequestError for an answer form that cannot be followed, or not compiled within its limits.
+
+    Forms that exceed the limits are easily made, so a copy of this process compiles the form, and this one survives.
     """
-    if given is not None and not isinstance(given, str):
-        return adopt_tokenizer(given)
-    source = given or model
-    if source is None:
-        return None
-    directory = resolve_model(source)
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
-        return None
-    return IsolatedTokenizer(directory) if isolated else load_tokenizer(directory)
+    tokenizer.grammars(vocab_size, eos_token_ids).tokenizer()  # this takes longer, but only once
+    params = StructuredOutputsParams.of(form)
+    reply = _in_a_copy(partial(tokenizer.check_form, params, vocab_size, eos_token_ids), FORM_CPU_S, FORM_MEMORY)
+    if reply is None or reply.code == TOO_LARGE.code:
+        limits = f"{FORM_CPU_S:g} s or {FORM_MEMORY >> 20} MiB"
+        raise invalid(FIELD, f"the form takes more than {limits} to compile", "form_limit")
+    if reply.error is not None:
+        raise InvalidRequestError(reply.error, param=reply.param, code=reply.code)
+
+
+def _in_a_copy(work: Callable[[], Any], cpu_s: float, memory: int) -> "Reply | None":
+    """Do the work in a fork of this process, within limits. Return None if the fork gave no reply."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException), limited(cpu_s, memory):
+            os.write(theirs, _encoded(_answer(work)))
+        os._exit(0)
+    os.close(theirs)
+    try:
+        is_ready = select.select([ours], [], [], PATIENCE * cpu_s)[0]
+        data = os.read(ours, select.PIPE_BUF) if is_ready else b""
+        return unpack_reply(data) if data else None
+    finally:
+        os.close(ours)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "encode_all": encode_all, "decode": HFTokenizer.decode, "render": render, "check_form": check_form,
+}  # fmt: skip
+
+
+def files_state(folder: Path) -> list[list[Any]]:
+    """Return name, size and modification time of the tokenizer files, because changed files would give other tokens."""
+    files = sorted(file for pattern in ("*.json", "*.jinja", "*/*.jinja") for file in folder.glob(pattern))
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+@contextmanager
+def limited(cpu_s: float, memory: int) -> Iterator[None]:
+    """Limit the processor time of this process, and the memory that it takes in addition to what it has."""
+    with suppress(OSError, ValueError):  # no /proc: a system without this limit
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory, hard))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _load(folder: Path) -> HFTokenizer:
+    file = folder / "tokenizer.json"
+    size = file.stat().st_size if file.is_file() else 0
+    with limited(LOAD_CPU_S, LOAD_MEMORY + LOAD_MEMORY_PER_BYTE * size):
+        tokenizer = load_tokenizer(folder)
+        tokenizer.check_token_lengths(MAX_TOKEN_CHARS)
+    return tokenizer
+
+
+def _answer(work: Callable[[], Any]) -> Reply:
+    try:
+        return Reply(work())
+    except PenstockError as error:
+        from_request = isinstance(error, InvalidRequestError)
+        param, code = getattr(error, "param", None), getattr(error, "code", None)
+        return Reply(None, str(error), param, code, from_request)
+    except MemoryError:
+        return TOO_LARGE
+
+
+def _encoded(reply: Reply) -> bytes:
+    with suppress(MemoryError):
+        body = msgspec.msgpack.encode(reply)
+        if len(body) <= MAX_REPLY:
+            return body
+    return msgspec.msgpack.encode(TOO_LARGE)
+
+
+def main(argv: list[str]) -> int:
+    """Load the tokenizer of the directory argv[1], then answer calls on the inherited socket of descriptor argv[0]."""
+    sock, folder = socket.socket(fileno=int(argv[0])), Path(argv[1])
+    loaded: list[HFTokenizer] = []
+
+    def load() -> list[list[Any]]:
+        loaded.append(_load(folder))
+        return files_state(folder)
+
+    sock.sendall(frames.with_header(msgspec.msgpack.encode(_answer(load))))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints each panic, which the reply already reports
+    while loaded and (body := frames.receive(sock)) is not None:
+        call = unpack_call(body)
+        with limited(call.cpu_s, call.memory):
+            reply = _answer(partial(FUNCTIONS[call.function], loaded[0], *call.args, **call.options))
+            body = _encoded(reply)
+        sock.sendall(frames.with_header(body))
+    return 0

@@ -359,9 +359,10 @@ class Engine:
             output = self._ended(request, start, result.error)
             self._finish(request)
             return output
-        assert request.num_computed_tokens == item.num_computed_tokens, "a request has moved while it was computed"
+        computed = item.num_computed_tokens
+        assert request.num_computed_tokens == computed, "a request has moved while it was computed"
         num_rejected = num_rejected_drafts(item, result) if item.draft_token_ids else 0
-        computed = request.num_computed_tokens + item.num_new_tokens - num_rejected
+        computed += item.num_new_tokens - num_rejected
         if isinstance(request, Beam):
             request.num_computed_tokens = computed
             self._score(request, result)
@@ -371,9 +372,10 @@ class Engine:
             reason = FinishReason.STOP
         if result.sampler_state is not None:
             request.sampler_state = result.sampler_state
-        num_tokens = len(request.token_ids)
-        assert computed < num_tokens or reason is not None, "a request goes on with nothing to compute"
-        request.num_computed_tokens = min(computed, num_tokens)  # it may have ended within its drafts
+        if computed >= (num_tokens := len(request.token_ids)):  # it has ended, perhaps within its drafts
+            assert reason is not None, "a request goes on with nothing to compute"
+            computed = num_tokens
+        request.num_computed_tokens = computed
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)

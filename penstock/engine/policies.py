@@ -20,7 +20,7 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.engine.request import Request
 from penstock.errors import check_choice
@@ -394,27 +394,6 @@ BASE_WEIGHT = 0.1  # weight of a new base that is slower than the old one; a fas
 FORGET = 1.01  # factor by which the cost of a token rises with each step, to notice that a machine has become slow
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """The measured time of a step with prompts.
-
-    Attributes:
-        context: mean number of tokens that its prompt tokens attended to.
-    """
-
-    num_tokens: int = 0
-    extra_s: float = 0.0
-    context: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenCost:
-    """The most that a further prompt token costs, if it attends to no more than `context` tokens."""
-
-    seconds: float = float("inf")
-    context: float = 0.0
-
-
 @dataclass(slots=True)
 class Allowance:
     """What a step has left for prompts.
@@ -455,8 +434,10 @@ class Pace:
     def __init__(self, max_stall_s: float) -> None:
         self.max_stall_s = max_stall_s
         self._base_s: dict[int, float] = {0: 0.0}  # by the number of tokens of streams
-        self._sample = _Sample()
-        self._token = _TokenCost()
+        # The last step with prompts: their tokens, its extra time, and how many tokens each attended to in the mean.
+        self._num_tokens, self._extra_s, self._context = 0, 0.0, 0.0
+        # The most that a further prompt token costs, if it attends to no more than so many tokens.
+        self._token_s, self._token_context = float("inf"), 0.0
 
     def allowance(self, num_stream_tokens: int) -> Allowance:
         """Return what prompts may have in a step with num_stream_tokens.
@@ -466,17 +447,14 @@ class Pace:
         """
         if not self._known_base(num_stream_tokens):
             return Allowance(0.0, 0.0)
-        sample = self._sample
-        if sample.extra_s > self.max_stall_s:
-            tokens = sample.num_tokens * self.max_stall_s / sample.extra_s
+        if self._extra_s > self.max_stall_s:
+            tokens = self._num_tokens * self.max_stall_s / self._extra_s
         else:
-            per_token = max(self._token.seconds, sample.extra_s / max(1, sample.num_tokens))
-            tokens = sample.num_tokens + (self.max_stall_s - sample.extra_s) / per_token
-            if tokens < sample.num_tokens + 1 and sample.extra_s / max(1, sample.num_tokens) <= (
-                self.max_stall_s - sample.extra_s
-            ):
-                tokens = sample.num_tokens + 1  # to learn what it costs
-        return Allowance(max(1.0, tokens), min(sample.context, self._token.context))
+            mean_s, left_s = self._extra_s / max(1, self._num_tokens), self.max_stall_s - self._extra_s
+            tokens = self._num_tokens + left_s / max(self._token_s, mean_s)
+            if tokens < self._num_tokens + 1 and mean_s <= left_s:
+                tokens = self._num_tokens + 1  # to learn what it costs
+        return Allowance(max(1.0, tokens), min(self._context, self._token_context))
 
     def _known_base(self, num_stream_tokens: int) -> int:
         """Return the largest number of stream tokens, up to this one, measured without prompts; or 0."""
@@ -492,11 +470,11 @@ class Pace:
             return
         count = sum(item.num_new_tokens for item in prompts)
         attended = sum(item.num_new_tokens * (item.num_computed_tokens + item.num_new_tokens / 2) for item in prompts)
-        extra_s = max(0.0, seconds - self._base_s[self._known_base(streams)])
-        self._sample = _Sample(count, extra_s, attended / count)
-        self._token = replace(self._token, seconds=FORGET * self._token.seconds)
-        if seconds / count < self._token.seconds:
-            self._token = _TokenCost(seconds / count, attended / count)
+        self._num_tokens, self._context = count, attended / count
+        self._extra_s = max(0.0, seconds - self._base_s[self._known_base(streams)])
+        self._token_s *= FORGET
+        if seconds / count < self._token_s:
+            self._token_s, self._token_context = seconds / count, attended / count
 
 
 def is_stream(item: ScheduledRequest) -> bool:

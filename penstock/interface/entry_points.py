@@ -14,7 +14,7 @@
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import invalid
 
 
 def names(group: str) -> list[str]:
@@ -32,8 +32,7 @@ def load(group: str, name: str, option: str) -> Any:
     """
     entry = next(iter(entry_points(group=f"penstock.{group}", name=name)), None)
     if entry is None:
-        message = f"{option}: no installed package provides {name!r} (an entry point of the group penstock.{group})"
-        raise InvalidRequestError(message, param=option)
+        raise invalid(option, f"no installed package provides {name!r} (an entry point of the group penstock.{group})")
     try:
         return entry.load()
     except ImportError as error:
@@ -46,5 +45,4 @@ def _missing(entry: EntryPoint, error: ImportError, option: str) -> Exception:
     if not entry.extras or library in ("", "penstock", "penstock_lab"):
         return error
     extra = entry.extras[0]
-    text = f"{option}: {extra.capitalize()} is not installed: pip install 'penstock[{extra}]'"
-    return InvalidRequestError(text, param=option)
+    return invalid(option, f"{extra.capitalize()} is not installed: pip install 'penstock[{extra}]'")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from penstock.errors import InvalidRequestError, check_choice, check_str, fail, string_tuple
+from penstock.errors import check_choice, check_str, fail, invalid, string_tuple
 
 ROLES = ("prefill", "decode")
 MAX_URLS = 64
@@ -32,8 +32,7 @@ class KVTransferOptions:
         object.__setattr__(self, "kv_prefill_urls", tuple(url.rstrip("/") for url in urls))
         check_str("kv_prefill_api_key", self.kv_prefill_api_key, optional=True)
         if (self.kv_role == "decode") != bool(self.kv_prefill_urls):
-            message = "kv_prefill_urls: kv_role = decode needs at least one, and no other role takes any"
-            raise InvalidRequestError(message, param="kv_prefill_urls")
+            raise invalid("kv_prefill_urls", "kv_role = decode needs at least one, and no other role takes any")
         for url in self.kv_prefill_urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -42,10 +41,9 @@ class KVTransferOptions:
     def check_directory(self, kv_offload_dir: str | None) -> None:
         """Raise InvalidRequestError if a role is set and the engine has no directory for its blocks."""
         if self.kv_role is not None and kv_offload_dir is None:
-            message = (
-                "kv_offload_dir: a kv_role needs a directory for blocks, at best in memory, like /dev/shm/penstock"
+            raise invalid(
+                "kv_offload_dir", "a kv_role needs a directory for blocks, at best in memory, like /dev/shm/penstock"
             )
-            raise InvalidRequestError(message, param="kv_offload_dir")
 
 
 @dataclass(frozen=True, slots=True)

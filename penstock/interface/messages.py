@@ -116,7 +116,7 @@ def _stat(metric: str, help: str, status: str = "", *, also: tuple[str, str] | N
 class EngineStats:
     """Gauges, and counters (num_*_total) since the engine's start. Blocks are summed over all cache groups.
 
-    This is the one table of them: /metrics and /status (server/metrics.py) are made from the fields.
+    This is the one table of them: /metrics and /status (server/context.py) are made from the fields.
     """
 
     num_running: int = _stat("penstock_requests_running", "Sequences in the current batch", "running")

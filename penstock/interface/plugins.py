@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from penstock.errors import InvalidRequestError, check_str
+from penstock.errors import InvalidRequestError, check_str, invalid
 
 OPTION = "imports"  # the engine option that names the files
 LogitsProcessor = TypeVar("LogitsProcessor", bound=Callable[..., Any])
@@ -53,10 +53,11 @@ def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsPr
     def decorate(function: LogitsProcessor) -> LogitsProcessor:
         known = PROCESSORS.get(name)
         if known is not None and _origin(known) != _origin(function):
-            raise InvalidRequestError(f"name: another logits processor {name!r} is registered already", param="name")
+            raise invalid("name", f"another logits processor {name!r} is registered already")
         if _num_parameters(function) not in (WITHOUT_IDS, WITH_IDS):
-            message = f"name: the logits processor {name!r} must take (logits, args) or (logits, args, token_ids)"
-            raise InvalidRequestError(message, param="name")
+            raise invalid(
+                "name", f"the logits processor {name!r} must take (logits, args) or (logits, args, token_ids)"
+            )
         PROCESSORS[name] = function
         return function
 
@@ -77,8 +78,7 @@ def check_registered(names: Iterable[str]) -> None:
     unknown = next((name for name in names if name not in PROCESSORS), None)
     if unknown is not None:
         known = ", ".join(sorted(PROCESSORS)) or "none; the engine option `imports` names files that register some"
-        message = f"logits_processors: {unknown!r} is not registered; there are {known}"
-        raise InvalidRequestError(message, param="logits_processors")
+        raise invalid("logits_processors", f"{unknown!r} is not registered; there are {known}")
 
 
 def _num_parameters(function: Callable[..., Any]) -> int:
@@ -113,8 +113,7 @@ def files_fingerprint(files: Iterable[str]) -> str:
         try:
             digest.update(hashlib.blake2b(_path(file).read_bytes()).digest())
         except OSError as error:
-            message = f"{OPTION}: {file!r} cannot be read: {error.strerror}"
-            raise InvalidRequestError(message, param=OPTION) from error
+            raise invalid(OPTION, f"{file!r} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -127,16 +126,16 @@ def _import(file: Path) -> None:
     if name in sys.modules:
         return
     if file.suffix != ".py" or not file.is_file():
-        raise InvalidRequestError(f"{OPTION}: {str(file)!r} is not allowed; it must be a Python file", param=OPTION)
+        raise invalid(OPTION, f"{str(file)!r} is not allowed; it must be a Python file")
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise InvalidRequestError(f"{OPTION}: {str(file)!r} cannot be imported", param=OPTION)
+        raise invalid(OPTION, f"{str(file)!r} cannot be imported")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # sys.exit() in a file must not end the engine silently
         del sys.modules[name]
-        raise InvalidRequestError(f"{OPTION}: {_line_of(file, error)}: {_message(error)}", param=OPTION) from error
+        raise invalid(OPTION, f"{_line_of(file, error)}: {_message(error)}") from error
 
 
 def _line_of(file: Path, error: BaseException) -> str:

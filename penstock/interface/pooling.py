@@ -12,7 +12,6 @@ from operator import mul
 from typing import Any, Generic, TypeVar
 
 from penstock.errors import (
-    InvalidRequestError,
     NotSupportedError,
     check_bool,
     check_choice,
@@ -20,6 +19,7 @@ from penstock.errors import (
     check_options,
     fail,
     int_tuple,
+    invalid,
     option,
 )
 
@@ -123,10 +123,10 @@ class PoolerConfig:
             raise NotSupportedError(f"{self.unsupported}; pooler_config, or pooling_type, decides", param="model")
         self._check_dimensions(params.dimensions)
         if kind == "ALL" and num_tokens * self.hidden_size * FLOAT_BYTES > MAX_POOLED_BYTES:
-            raise InvalidRequestError(
-                f"pooling_type: the hidden states of {num_tokens} tokens take more than {MAX_POOLED_BYTES} bytes; at "
+            raise invalid(
+                "pooling_type",
+                f"the hidden states of {num_tokens} tokens take more than {MAX_POOLED_BYTES} bytes; at "
                 f"most {MAX_POOLED_BYTES // (self.hidden_size * FLOAT_BYTES)} tokens are allowed",
-                param="pooling_type",
             )
         normalize = kind != "ALL" and self.normalize if params.normalize is None else params.normalize
         return replace(params, pooling_type=kind, normalize=normalize)
@@ -135,11 +135,11 @@ class PoolerConfig:
         if dimensions is None:
             return
         if not self.is_matryoshka and not self.matryoshka_dimensions:
-            raise InvalidRequestError(
-                f"dimensions: {dimensions} is not allowed: nothing says that the leading numbers of this model's "
+            raise invalid(
+                "dimensions",
+                f"{dimensions} is not allowed: nothing says that the leading numbers of this model's "
                 "embeddings are embeddings too; if they are, start it with pooler_config = "
                 '{"is_matryoshka": true}',
-                param="dimensions",
             )
         if self.matryoshka_dimensions and dimensions not in self.matryoshka_dimensions:
             raise fail("dimensions", dimensions, f"one of {', '.join(map(str, self.matryoshka_dimensions))}")

@@ -17,7 +17,6 @@ from typing import Any, get_type_hints
 
 from penstock.errors import (
     Interval,
-    InvalidRequestError,
     NotSupportedError,
     check_choice,
     check_float,
@@ -27,6 +26,7 @@ from penstock.errors import (
     check_unicode,
     fail,
     int_tuple,
+    invalid,
     list_of,
     option,
     string_tuple,
@@ -197,8 +197,7 @@ def _early_stopping(name: str, value: Any) -> bool | str:
 
 
 def _guided_decoding(name: str, value: Any) -> None:
-    message = f"{name}: use structured_outputs, its newer name, with a StructuredOutputsParams"
-    raise InvalidRequestError(message, param=name)
+    raise invalid(name, "use structured_outputs, its newer name, with a StructuredOutputsParams")
 
 
 def _output_kind(name: str, value: Any) -> RequestOutputKind:
@@ -406,18 +405,19 @@ class SamplingParams:
         if self.structured_outputs is not None:
             for name in ("forced_bos_token_id", "forced_eos_token_id"):
                 if getattr(self, name) not in (None, ()):
-                    message = f"{name}: not allowed with structured_outputs, which decides which tokens may come where"
-                    raise InvalidRequestError(message, param=name)
+                    raise invalid(
+                        name, "not allowed with structured_outputs, which decides which tokens may come where"
+                    )
         self._check_beam_search()
         self._check_pooling()
         if self.stop and not self.detokenize:
-            raise InvalidRequestError("stop: stop strings need detokenize=True", param="stop")
+            raise invalid("stop", "stop strings need detokenize=True")
 
     def _check_beam_search(self) -> None:
         if not self.use_beam_search:
             for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != neutral:
-                    raise InvalidRequestError(f"{name}: only allowed with use_beam_search: true", param=name)
+                    raise invalid(name, "only allowed with use_beam_search: true")
             return
         check_int("n", self.n, 1, MAX_BEAM_WIDTH)
         if self.temperature not in (0.0, 1.0):
@@ -529,15 +529,7 @@ class BeamSearchParams:
 
     def sampling_params(self) -> SamplingParams:
         """Return the same search as a request's parameters, with the log-probabilities of vLLM's beam search."""
-        return SamplingParams(
-            n=self.beam_width,
-            use_beam_search=True,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            logprobs=min(2 * self.beam_width, MAX_LOGPROBS),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        same = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "beam_width"}
+        logprobs = min(2 * self.beam_width, MAX_LOGPROBS)
+        kind = RequestOutputKind.FINAL_ONLY
+        return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=logprobs, output_kind=kind, **same)

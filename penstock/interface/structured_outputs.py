@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import MAX_NESTING, InvalidRequestError, fail, is_deeper, one_line, shown
+from penstock.errors import MAX_NESTING, InvalidRequestError, fail, invalid, is_deeper, one_line, shown
 
 FIELD = "structured_outputs"
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between JSON tokens; limited, because a model may repeat whitespace for ever
@@ -52,7 +52,7 @@ class StructuredOutputsParams:
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = f"{' and '.join(given)} are given" if given else "none is given"
-            raise InvalidRequestError(f"{FIELD}: exactly one of {', '.join(FORMS)} is needed; {found}", param=FIELD)
+            raise invalid(FIELD, f"exactly one of {', '.join(FORMS)} is needed; {found}")
         self._set("json_object", self.json_object or None)
         self._set("json", _schema_text(self.json))
         self._set("choice", _choices(self.choice))

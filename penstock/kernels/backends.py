@@ -1,4 +1,9 @@
-"""The backends by name. kernels/ops.py is their interface."""
+"""The backends by name. kernels/ops.py is their interface.
+
+To add one, such as the planned one for GPUs: write a class of Ops in a folder beside cpu/, return it from load_ops, and
+let NumericsConfig (config.py) accept its name, which is in KERNELS there, and choose it for "auto". If its arrays are
+numpy's, say so in weights/loader.dtype_for; otherwise they are torch's.
+"""
 
 from collections.abc import Sequence
 
@@ -8,12 +13,7 @@ from penstock.kernels.tensors import Dtype
 
 
 def load_ops(
-    name: str,
-    dtype: Dtype,
-    device: object = "cpu",
-    *,
-    threads: int = 1,
-    cores: Sequence[Sequence[int]] = (),
+    name: str, dtype: Dtype, device: object = "cpu", *, threads: int = 1, cores: Sequence[Sequence[int]] = ()
 ) -> Ops:
     """Make the backend with this name for models of type `dtype`.
 

@@ -12,18 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.kernels.metadata import AttentionMetadata, KVCache
-from penstock.kernels.tensors import Tensor
-
-__all__ = [
-    "CausalLM",
-    "ForwardContext",
-    "Module",
-    "Tensor",
-    "get_submodule",
-    "is_torch_module",
-    "named_modules",
-    "replaced",
-]
+from penstock.kernels.tensors import Tensor as Tensor  # for models of a user's own
 
 
 @dataclass(frozen=True, slots=True)

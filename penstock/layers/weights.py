@@ -323,13 +323,7 @@ class LMHead(Linear):
     packed: HeadPieces
 
     def __init__(
-        self,
-        ops: Ops,
-        spec: LinearSpec,
-        out: Slot,
-        *,
-        softcap: float | None = None,
-        layout: HeadLayout = PLAIN_HEAD,
+        self, ops: Ops, spec: LinearSpec, out: Slot, *, softcap: float | None = None, layout: HeadLayout = PLAIN_HEAD
     ) -> None:
         """out: a buffer with V' columns. softcap: a soft limit of the logits' absolute values."""
         super().__init__(ops, spec, out)

@@ -20,7 +20,7 @@ from penstock.models.registry import find_architecture
 RANDOM_TINY = "random tiny"  # replaces the fingerprint if the weights are those of a small model made for the check
 # Code that every model depends on, relative to the package's root. find_basis adds the architecture's own code. The
 # families' config.py import from each other, so all of them are listed.
-SHARED_CODE = ("layers/*.py", "models/*/config.py", "models/config_json.py", "spec/*.py")
+SHARED_CODE = ("layers/*.py", "models/*/config.py", "models/config_json.py", "spec/*.py", "spec/*.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +83,6 @@ def certificate_file(certificate_id: str, weights: str) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{certificate_id}-tiny.json" if weights == RANDOM_TINY else f"{certificate_id}.json"
     return Path(base) / "penstock" / "certificates" / name
-
-
-def write_certificate(certificate: Certificate) -> Path:
-    """Write a certificate, replacing one of the same id atomically. Return its file."""
-    file = certificate_file(certificate.id, certificate.weights)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(f".{os.getpid()}")
-    content = {"id": certificate.id, **asdict(certificate)}
-    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    beside.replace(file)
-    return file
-
-
-def remove_certificate(certificate_id: str, weights: str) -> None:
-    """Remove a certificate that a later check has contradicted."""
-    certificate_file(certificate_id, weights).unlink(missing_ok=True)
 
 
 def read_certificate(basis: Basis) -> dict[str, Any] | None:

@@ -1,5 +1,7 @@
 """Registry: the family that reads and computes each architecture. No torch: built-in classes are imported on first use.
 
+To add a family: a folder with config.py (the keys of config.json), table.yaml (the parameters) and model.py (the
+computation), a line in ARCHITECTURES, and a case in tests/families; docs/adding_a_model.md goes through it.
 `register_model` adds an architecture, or a version of an architecture, from a user's own file.
 """
 

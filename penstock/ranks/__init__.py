@@ -1,7 +1,7 @@
 """Several processes that compute one model: the ranks of a group share every layer, the stages of a pipeline have some
 layers each, and a stage may be a group. The engine sees them as an Executor, and model files do not know of them.
 
-build, start       from a resolved config to the executor; process: what a started process runs
+build              from a resolved config to the executor; process: what a started process runs
 group, pipeline    the two executors            launcher, links     processes and their connections
 sharding           a rank's part of each parameter (sharding_map: as a file says)
 layers, stage      the layers of a part, and the runners that compute it

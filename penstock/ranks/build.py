@@ -1,27 +1,30 @@
-"""What the ranks of an engine build: RankPlan, from which several processes build their parts of one model; the checks
-whether a model can be split so; and make_runner, which builds a part."""
+"""From a resolved config to the ranks of an engine: the checks whether a model can be split so; RankPlan, from which
+several processes build their parts of one model; make_runner, which builds a part; and start_ranks, which starts a
+group, whose first rank is this process, or the stages of a pipeline, which all run elsewhere."""
 
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.interface.step import CacheGroup
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops, RowSource
-from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import LOGITS_ROWS, Array, as_array, is_torch
+from penstock.kernels.tensors import LOGITS_ROWS, as_array, is_torch
 from penstock.layers.factory import LayerFactory
-from penstock.layers.weights import HeadLayout
+from penstock.ranks.group import Group, ParallelExecutor
+from penstock.ranks.launcher import Launcher
 from penstock.ranks.layers import RankFactory, Split
 from penstock.ranks.links import Links
+from penstock.ranks.pipeline import PipelineExecutor
 from penstock.ranks.sharding import IN_A_LAYER, Cut, Degrees, Share, cut_all, find_degrees, heads_are_together
 from penstock.ranks.sharding_map import ShardingMap, split_by_map
-from penstock.ranks.stage import FollowingRunner, RankRunner, Stage
+from penstock.ranks.stage import FollowingRunner, RankRunner, Stage, split_layers
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
@@ -163,19 +166,6 @@ class RankPlace(Place):
     split: Split | None = None
     stage: Stage | None = None
 
-    @classmethod
-    def of(
-        cls,
-        share: Share,
-        links: Links,
-        model: ModelConfig,
-        *,
-        free_memory: Callable[[], int] | None = None,
-        stage: Stage | None = None,
-    ) -> "RankPlace":
-        """Return the place of a share of a model."""
-        return cls(free_memory, Split(share, links, cut_all(read_parameters(model), share, model)), stage)
-
     @property
     def prefix(self) -> str:
         return "" if self.split is None else f"rank.{self.split.share.rank}."
@@ -184,18 +174,12 @@ class RankPlace(Place):
     def is_whole(self) -> bool:
         return self.stage is None
 
-    def factory(
-        self,
-        ops: Ops,
-        parameters: Mapping[str, Parameter],
-        *,
-        scheme: Scheme | None,
-        max_positions: int | None,
-        head: HeadLayout,
-    ) -> LayerFactory:
-        if self.split is not None:  # the head of ranks is plain (config.py)
-            return RankFactory.of(self.split, ops, scheme=scheme, max_positions=max_positions)
-        return Place.factory(self, ops, parameters, scheme=scheme, max_positions=max_positions, head=head)
+    def factory(self, whole: LayerFactory) -> LayerFactory:
+        if self.split is None:
+            return whole
+        own = {name: cut.own for name, cut in self.split.cuts.items()}  # the head of ranks is plain (config.py)
+        positions = whole.max_positions
+        return RankFactory(whole.ops, own, whole.arena, whole.scheme, max_positions=positions, split=self.split)
 
     def source(self, source: ParameterSource) -> ParameterSource:
         return source if self.split is None else CutSource(source, self.split.cuts)
@@ -203,6 +187,11 @@ class RankPlace(Place):
     def trim(self, model: Any, make: LayerFactory) -> None:
         if self.stage is not None:
             self.stage.cut(model, make)
+
+
+def split_of(model: ModelConfig, share: Share, links: Links) -> Split:
+    """Return a share of a model, cut out of its parameters."""
+    return Split(share, links, cut_all(read_parameters(model), share, model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +208,6 @@ class CutSource:
             return rows
         parts = [CutRows(rows, begin, end, cut.axis) for begin, end in cut.ranges]
         return parts[0] if len(parts) == 1 else JoinedRows(parts, cut.axis)
-
-
-class NoLinks:
-    """Stands for the links of a rank whose part is only counted, never computed."""
-
-    bytes_received = 0
-
-    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
-        raise AssertionError("a part that is only counted does not compute")
 
 
 def make_runner(
@@ -249,10 +229,8 @@ def make_runner(
             f"{plan.weights} on {gethostname()} differs from the engine's; give all machines the same files"
         )
     config, whole, share = plan.config, plan.model_config, Share(rank, plan.degrees)
-    part = RankPlace(free_memory_bytes, None, stage)
-    if links is not None:
-        part = RankPlace.of(share, links, whole, free_memory=free_memory_bytes, stage=stage)
-    model = make_model(config, whole, plan.weights, ops, part)
+    split = None if links is None else split_of(whole, share, links)
+    model = make_model(config, whole, plan.weights, ops, RankPlace(free_memory_bytes, split, stage))
     scales = read_scales(config, whole)
     own_scales = None if scales is None else [_own_scales(item, share, whole) for item in scales]
     kind = RankRunner if rank == 0 else FollowingRunner
@@ -265,3 +243,54 @@ def _own_scales(scales: KVScales, share: Share, whole: ModelConfig) -> KVScales:
     first, last = share.attention.bounds(whole.num_key_value_heads)
     parts = (scales.key_scales, scales.key_offsets, scales.value_scales, scales.value_offsets)
     return KVScales(*(as_array(item)[first:last].copy() for item in parts))
+
+
+RanksExecutor = ParallelExecutor | PipelineExecutor
+StartRanks = Callable[[RankPlan, Ops, Forms | None, Launcher], RanksExecutor]
+
+
+def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> RanksExecutor:
+    """Start the ranks, and wait until all are ready. Without stages, this process is the first rank.
+
+    Raises:
+        ModelLoadError, InvalidRequestError: a part cannot be built.
+        EngineError: a rank ended.
+    """
+    if plan.config.parallel.is_on_ray and isinstance(plan.weights, Path):
+        digest = fingerprint(plan.weights) if plan.config.numerics.load_format == "auto" else None
+        plan = replace(plan, fingerprint=digest, weights=plan.weights.absolute())
+    if plan.config.parallel.pipeline_parallel_size > 1:
+        return open_pipeline(plan, launcher)
+    group = Group(plan.degrees.size, plan.max_gather_bytes, plan, launcher)
+    try:
+        try:
+            runner = make_runner(plan, ops, 0, group.links, forms)
+        except ExecutorLostError as error:
+            group.wait_until_ready()  # the rank that ended may have said why
+            raise group.lost(error) from error
+        group.wait_until_ready()
+    except BaseException:
+        group.close()
+        raise
+    return ParallelExecutor(runner, group)
+
+
+def open_pipeline(plan: RankPlan, launcher: Launcher) -> PipelineExecutor:
+    """Start the ranks of each stage of a resolved config.
+
+    Raises:
+        ModelLoadError: a stage cannot be loaded.
+        NotSupportedError: the weights are in this process's memory only.
+    """
+    if not isinstance(plan.weights, Path):
+        message = (
+            "pipeline_parallel_size: a model object cannot be split over processes; save it, and give its directory"
+        )
+        raise NotSupportedError(message, param="pipeline_parallel_size")
+    plan = replace(plan, weights=plan.weights.absolute())
+    stages = split_layers(plan.model_config.num_hidden_layers, plan.config.parallel.pipeline_parallel_size)
+    begins = [
+        [pickle.dumps(Begin(index, rank, plan, layers)) for rank in range(plan.degrees.size)]
+        for index, layers in enumerate(stages)
+    ]
+    return PipelineExecutor(begins, plan.max_gather_bytes, launcher)

@@ -3,7 +3,7 @@ else is imported.
 
     python -m penstock.ranks.child_main CLIENT_PID MODULE WORD ...      runs MODULE.main([WORD, ...])
 
-A running child ends when its connection is closed (engine_process.py, text_process.py). A child that is stopped, or
+A running child ends when its connection is closed (engine_process.py, text.py). A child that is stopped, or
 hangs in native code that never lets Python run, cannot notice that; the kernel kills it when the thread that started it
 ends.
 """

@@ -6,6 +6,7 @@ least one of these. All figures are read from /proc, so another process can see 
 """
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -45,6 +46,20 @@ def spawn(module: str, words: Sequence[str], *, inherited: Sequence[int], stdout
     process = _starter().start_process(run)
     _started.add(process)
     return process
+
+
+def spawn_connected(
+    module: str, words: Sequence[str] = (), *, inherited: Sequence[int] = (), stdout: int
+) -> tuple[socket.socket, Process]:
+    """Run `module.main` as `spawn` does. Its first word is the descriptor of its end of a connection; return ours."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        try:
+            number = theirs.fileno()
+            return ours, spawn(module, [str(number), *words], inherited=[number, *inherited], stdout=stdout)
+        except OSError:
+            ours.close()
+            raise
 
 
 def children() -> list[int]:

@@ -169,6 +169,7 @@ class ParallelExecutor:
         self.group = group
         self._submitted: deque[SchedulerOutput] = deque()
         self._sampled: dict[str, list[int]] = {}
+        self.cache_bytes = runner.cache_bytes + group.cache_bytes  # of all ranks
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Start a step in the other ranks. The leader's part runs in `collect`."""

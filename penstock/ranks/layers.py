@@ -20,11 +20,9 @@ import numpy as np
 from penstock.config import DEGREES
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, RowSource, SplittingOps
-from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import FLOAT32, Arena, Array, Slot, Tensor, as_array
+from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array
 from penstock.layers.factory import LayerFactory, Mixture
 from penstock.layers.weights import (
-    PLAIN_HEAD,
     ActivatedLinear,
     Embedding,
     GatedLinear,
@@ -321,12 +319,6 @@ class RankFactory(LayerFactory):
     """Makes the layers of a rank's part of a model. Its parameters are the rank's own."""
 
     split: Split = field(kw_only=True)
-
-    @classmethod
-    def of(cls, split: Split, ops: Ops, *, scheme: Scheme | None, max_positions: int | None) -> "RankFactory":
-        """Make a factory with a new arena."""
-        parameters = {name: cut.own for name, cut in split.cuts.items()}
-        return cls(ops, parameters, Arena(ops.empty), scheme, PLAIN_HEAD, max_positions=max_positions, split=split)
 
     def linear(self, name: str) -> Linear:
         made, cut, wires = LayerFactory.linear(self, name), self._cut(name), self._wires(name)

@@ -59,23 +59,34 @@ class Links(Protocol):
         """
 
 
-class SharedMemoryLinks:
-    """Links to ranks on the same host.
+class _Sockets:
+    """A socket to each other rank.
 
     Attributes:
-        num_gathers: number of calls of `gather` so far.
+        bytes_received: bytes that this rank has received from other ranks so far.
     """
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int, buffer_bytes: int) -> None:
-        """peers: a socket to each other rank. memory: the shared memory's descriptor. buffer_bytes: of each buffer."""
+    def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
         self.rank = rank
         self._peers = peers
+        self.bytes_received = 0
+
+    def close(self) -> None:
+        """Leave the group, so that the other ranks' next gather with this one fails. A second call does nothing."""
+        for sock in self._peers.values():
+            sock.close()
+
+
+class SharedMemoryLinks(_Sockets):
+    """Links to ranks on the same host."""
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int, buffer_bytes: int) -> None:
+        """memory: the shared memory's descriptor. buffer_bytes: of each buffer."""
+        super().__init__(rank, peers)
         self._buffer_bytes = buffer_bytes
         size = (len(peers) + 1) * len(DEGREES) * 2 * buffer_bytes
         self._memory = np.frombuffer(mmap.mmap(memory, size), dtype=UINT8)
         self._parity = dict.fromkeys(DEGREES, 0)  # by degree: which of the two buffers was written last
-        self.bytes_received = 0
-        self.num_gathers = 0
         for sock in peers.values():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_S, 0))
 
@@ -92,7 +103,6 @@ class SharedMemoryLinks:
             self._notify(rank, tag)
         for rank in others:
             self._wait_for(rank, tag)
-        self.num_gathers += 1
         found = []
         for index in range(degree):
             shape = x.shape if shapes is None else shapes[index]
@@ -102,11 +112,6 @@ class SharedMemoryLinks:
                 self.bytes_received += size
             found.append(self._buffer(first + index, degree, parity)[:size].view(x.dtype).reshape(shape))
         return found
-
-    def close(self) -> None:
-        """Leave the group, so that the other ranks' next gather with this one fails. A second call does nothing."""
-        for sock in self._peers.values():
-            sock.close()
 
     def _buffer(self, rank: int, degree: int, parity: int) -> Array:
         start = ((rank * len(DEGREES) + DEGREES.index(degree)) * 2 + parity) * self._buffer_bytes
@@ -141,21 +146,13 @@ class SharedMemoryLinks:
         return b""
 
 
-class SocketLinks:
+class SocketLinks(_Sockets):
     """Links to ranks on other machines. A rank sends its array to the others of its block and receives theirs at the
-    same time, so no two ranks wait for each other to read.
-
-    Attributes:
-        num_gathers: number of calls of `gather` so far.
-    """
+    same time, so no two ranks wait for each other to read."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
-        """peers: a connection to each other rank."""
-        self.rank = rank
-        self._peers = peers
+        super().__init__(rank, peers)
         self._counts = dict.fromkeys(DEGREES, 0)  # gathers so far modulo 256, by degree
-        self.bytes_received = 0
-        self.num_gathers = 0
         for sock in peers.values():
             sock.setblocking(False)
 
@@ -177,7 +174,6 @@ class SocketLinks:
                 )
             found[rank - first].reshape(-1).view(UINT8)[:] = buffer[len(tag) :]
             self.bytes_received += len(buffer) - len(tag)
-        self.num_gathers += 1
         return found
 
     def _exchange(self, data: memoryview, into: dict[int, memoryview]) -> None:
@@ -209,11 +205,6 @@ class SocketLinks:
                 else:
                     poll.unregister(descriptor)
                     del ranks[descriptor]
-
-    def close(self) -> None:
-        """Leave the group, so that the other ranks' next gather with this one fails. A second call does nothing."""
-        for sock in self._peers.values():
-            sock.close()
 
 
 def _receive_into(sock: socket.socket, buffer: memoryview) -> int:

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from penstock.errors import ExecutorLostError, PenstockError
@@ -62,9 +62,13 @@ def _run_in_group(ends: Sequence[str]) -> int:
         except ExecutorLostError:
             return EXIT_FAILED  # the leader says what happened
         except Exception:
-            print(f"penstock: rank {links.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            _print_failure(links.rank)
             return EXIT_FAILED
     return 0
+
+
+def _print_failure(rank: int) -> None:
+    print(f"penstock: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
 def follow(runner: FollowingRunner, leader: Connection) -> None:
@@ -106,7 +110,7 @@ def serve(engine: Channel, before: Channel | None, after: Channel | None, links:
         message = str(error) or "there is not enough memory for its layers"
         engine.send(encode(CannotStart(message, getattr(error, "param", None))))
         return 1
-    StageLoop(begin.stage, runner, engine, before, after, rank=begin.rank, links=links).run()
+    StageLoop(begin, runner, engine, before, after, links).run()
     return 0
 
 
@@ -126,73 +130,66 @@ def make_stage_runner(begin: Begin, links: Links | None) -> StageRunner:
     return StageRunner(make_runner(plan, ops, begin.rank, links, forms, stage), stage)
 
 
+@dataclass(frozen=True, slots=True)
 class StageLoop:
     """The loop of a rank of a pipeline: it computes its layers of every step, in order, until its engine disconnects.
 
     If a stage of one rank cannot compute a step, only that step is lost. Ranks that share a stage would no longer be at
     the same place of the model after such a failure, so they end, and their engine ends with them.
+
+    Attributes:
+        links: to the other ranks of the stage; None: it has no others.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        runner: StageRunner,
-        engine: Channel,
-        before: Channel | None,
-        after: Channel | None,
-        *,
-        rank: int = 0,
-        links: Links | None = None,
-    ) -> None:
-        """rank: its number in the stage. links: to the other ranks of the stage; None: it has no others."""
-        self._index = stage
-        self._rank = rank
-        self._links = links
-        self._runner = runner
-        self._engine = engine
-        self._before = before
-        self._after = after
+    begin: Begin
+    runner: StageRunner
+    engine: Channel
+    before: Channel | None
+    after: Channel | None
+    links: Links | None
 
     def run(self) -> None:
         """Compute steps until the engine, or a rank beside this one, is gone."""
         while True:
             try:
-                self._step(decode_order(self._engine.receive()))
+                self._step(decode_order(self.engine.receive()))
             except (ExecutorLostError, OSError):
                 return
 
     def _step(self, order: StepOrder) -> None:
         failure: StepFailed | None = None
         result, activations, received = None, None, 0
-        before = 0 if self._links is None else self._links.bytes_received
+        before = 0 if self.links is None else self.links.bytes_received
         try:
-            if self._before is not None:
-                activations, received = receive_activations(self._before)
+            if self.before is not None:
+                activations, received = receive_activations(self.before)
         except StageFailedError as error:
             failure = error.failure
         begin = time.perf_counter()
         try:
             if failure is None:
-                result = self._runner.compute(order.plan, order.sampled, activations)
+                result = self.runner.compute(order.plan, order.sampled, activations)
             else:
-                self._runner.skip(order.plan, order.sampled)
+                self.runner.skip(order.plan, order.sampled)
         except ExecutorLostError:
             raise
         except Exception as error:  # only this step is lost; later steps go on
-            if self._links is not None:
-                print(f"penstock: rank {self._rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            if self.links is not None:
+                print(
+                    f"penstock: rank {self.begin.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True
+                )
                 raise ExecutorLostError("the ranks of a stage are not at the same place any more") from error
             failure = failure or StepFailed(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
-        received += 0 if self._links is None else self._links.bytes_received - before
-        if self._rank == 0:
+        received += 0 if self.links is None else self.links.bytes_received - before
+        if self.begin.rank == 0:
             rows, tokens = len(order.plan.scheduled), order.plan.num_tokens
-            span = Span(self._index, order.plan.step_id, rows, tokens, begin, time.perf_counter())
-            self._engine.send(encode(span))
-        if self._after is None:
-            if self._rank == 0:
+            span = Span(self.begin.stage, order.plan.step_id, rows, tokens, begin, time.perf_counter())
+            self.engine.send(encode(span))
+        if self.after is None:
+            if self.begin.rank == 0:
                 done = Done(replace(result, bytes_received=received)) if failure is None and result else failure
-                self._engine.send(encode(done))
+                self.engine.send(encode(done))
         elif failure is not None:
-            send_failure(self._after, failure)
+            send_failure(self.after, failure)
         else:
-            send_activations(self._after, result, received)
+            send_activations(self.after, result, received)

@@ -382,12 +382,6 @@ class SamplingRows:
             self.adjustments[row] = LogitAdjustments(params, token_ids, *limits, self._eos_token_ids)
         self.sampler_state[row] = first_state(params) if request.sampler_state is None else request.sampler_state
 
-    def append(self, row: int, token_id: int) -> None:
-        """Count a new output token of a row."""
-        adjustments = self.adjustments[row]
-        if adjustments is not None:
-            adjustments.append(token_id)
-
 
 @dataclass(frozen=True, slots=True)
 class Positions:
@@ -431,10 +425,6 @@ class InputBatch:
         self._decode: DecodeStep | None = None  # the last step, if it was a decode step
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._row_of)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Remove requests, add new ones, and update the block tables, in this order.
@@ -515,7 +505,8 @@ class InputBatch:
         self.num_tokens[rows] = ends + 1  # if a row occurs several times, its last value stays
         if any(self.sampling.adjustments):
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-                self.sampling.append(row, token_id)
+                if (adjustments := self.sampling.adjustments[row]) is not None:
+                    adjustments.append(token_id)
 
     def extend(self, token_ids: Mapping[int, Sequence[int]]) -> None:
         """Append several tokens to each row, given by row. Raises EngineError as `append` does."""

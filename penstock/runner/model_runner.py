@@ -20,14 +20,7 @@ import numpy as np
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
-from penstock.interface.step import (
-    BlockCopy,
-    CacheGroup,
-    RequestStepOutput,
-    SchedulerOutput,
-    StepOutput,
-    TokenLogprobs,
-)
+from penstock.interface.step import BlockCopy, CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, Program, RecordingOps
 from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS, Array, Tensor, as_array, dtype_of, is_torch
@@ -314,13 +307,14 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner: ModelRunner | None = runner
         self._submitted: deque[SchedulerOutput] = deque()
+        self.cache_bytes = runner.cache_bytes
 
-    def use_store(self, make: Callable[[list[int]], TieredBlockStore | None]) -> TieredBlockStore | None:
+    def use_store(self, make: Callable[[list[int]], TieredBlockStore]) -> TieredBlockStore:
         """Keep blocks beyond the cache in the store that `make` returns; `make` gets the bytes of a block per group."""
         if self._runner is None:
             raise EngineError("the executor was shut down")
-        self._runner.store = make(self._runner.block_bytes)
-        return self._runner.store
+        store = self._runner.store = make(self._runner.block_bytes)
+        return store
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Queue a step; it starts in `collect`."""

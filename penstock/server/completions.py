@@ -15,16 +15,29 @@ from starlette.responses import Response
 
 from penstock.client.input_processor import PromptRequest
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
+from penstock.interface.outputs import CompletionOutput, FinishReason, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
+from penstock.server.api_errors import ApiError
 from penstock.server.context import ServerContext, context_of, json_response, log_of, read_body, within_limits
 from penstock.server.generation import EventStream, Generation, sse_data, until_disconnect
-from penstock.server.inputs import chat_params, chat_prompts, check_form, completion_params, completion_prompts, salted
-from penstock.server.kept_calls import Failure, Frame, KeptCall, Source
+from penstock.server.inputs import (
+    Rules,
+    chat_params,
+    chat_prompts,
+    check_form,
+    completion_params,
+    completion_prompts,
+    rules_of,
+    salted,
+    with_rules,
+)
+from penstock.server.kept_calls import Frame, KeptCall, Source
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.resumption import continued, keep, stream_of
-from penstock.server.tools import ChatAnswers, rules_of, with_rules
+from penstock.tokenizer.answer_formats import Kind, Part
+from penstock.tokenizer.answers import AnswerParser, Message, ReasoningCounter, call_id
+from penstock.tokenizer.tokenizer import Tokenizer
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
@@ -153,10 +166,10 @@ class Shape(ABC, Generic[Body]):
                     lane = chunk.choices[0].index if chunk.choices else num_choices
                     yield lane, sse_data(msgspec.json.encode(chunk))
 
-    def last_frames(self, failure: Failure | None) -> list[Frame]:
+    def last_frames(self, failure: ApiError | None) -> list[Frame]:
         return []
 
-    def result(self, failure: Failure | None = None, status: str | None = None) -> bytes | None:
+    def result(self, failure: ApiError | None = None, status: str | None = None) -> bytes | None:
         return None
 
     def _timeline(self) -> dict[str, Any] | UnsetType:
@@ -189,7 +202,7 @@ class ChatShape(Shape[ChatRequest]):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    _answers: ChatAnswers = field(init=False)
+    _answers: "ChatAnswers" = field(init=False)
 
     def __post_init__(self) -> None:
         context, prompts = self.generation.context, self.generation.prompts
@@ -308,3 +321,90 @@ class CompletionShape(Shape[CompletionRequest]):
 
 
 SHAPES: dict[str, type[Shape[Any]]] = {"completions": CompletionShape, "chat": ChatShape}
+
+
+# --- what a chat answer consists of -----------------------------------------------------------------------------------
+
+
+TOOL_CALLS = "tool_calls"
+
+
+class ChatAnswers:
+    """Parses the choices of one call according to its rules.
+
+    Attributes:
+        num_reasoning_tokens: in all choices so far.
+    """
+
+    def __init__(self, answer_id: str, rules: Rules, tokenizer: Tokenizer | None) -> None:
+        self.num_reasoning_tokens = 0
+        self._id = answer_id
+        self._rules = rules
+        self._tokenizer = tokenizer  # None: all is content
+        self._parsers: dict[int, AnswerParser] = {}
+        self._counters: dict[int, ReasoningCounter] = {}
+
+    def message(self, choice: CompletionOutput) -> shapes.ChatMessage:
+        """Return a whole choice as a message. If it has tool calls and no text, its content is null."""
+        message = Message()
+        message.add(self.parts(choice))
+        shaped = shapes.ChatMessage(role="assistant", content=message.content)
+        if message.reasoning:
+            shaped.reasoning_content = shaped.reasoning = message.reasoning
+        if message.calls:
+            shaped.content = message.content or None
+            shaped.tool_calls = [
+                _shown_call(self.call_id(choice.index, number), call.name, call.arguments)
+                for number, call in enumerate(message.calls)
+            ]
+        return shaped
+
+    def deltas(self, choice: CompletionOutput) -> list[shapes.Delta]:
+        """Return the deltas for the new part of a choice, one per parsed part."""
+        return [self._delta(choice.index, part) for part in self.parts(choice)]
+
+    def finish_reason(self, choice: CompletionOutput) -> str | None:
+        """Return why a choice has ended; None while it runs."""
+        if choice.finish_reason is None:
+            return None
+        parser = self._parsers.get(choice.index)
+        calls = parser is not None and parser.num_calls and choice.finish_reason is FinishReason.STOP
+        return TOOL_CALLS if calls else choice.finish_reason.value
+
+    def parts(self, choice: CompletionOutput) -> list[Part]:
+        """Return the parsed parts of a choice: those that its new text adds, or all of a whole choice."""
+        parser = self._parsers.get(choice.index) or self._rules.parser()
+        if parser is None:
+            return [Part(Kind.CONTENT, choice.text)] if choice.text else []
+        self._parsers[choice.index] = parser
+        self._count(choice)
+        return parser.push(choice.text) + (parser.finish() if choice.finish_reason is not None else [])
+
+    def call_id(self, choice: int, call: int) -> str:
+        """Return the id of tool call number `call` of a choice, counted from 0."""
+        assert self._rules.tool_format is not None
+        return call_id(self._rules.tool_format, self._id, choice, call)
+
+    def _count(self, choice: CompletionOutput) -> None:
+        if not self._rules.reasoning or self._tokenizer is None:
+            return
+        counter = self._counters.setdefault(choice.index, ReasoningCounter(is_thinking=self._rules.is_thinking))
+        before = counter.count
+        for token_id in choice.token_ids:
+            counter.add(self._tokenizer.token_to_bytes(token_id))
+        self.num_reasoning_tokens += counter.count - before
+
+    def _delta(self, index: int, part: Part) -> shapes.Delta:
+        if part.kind is Kind.CONTENT:
+            return shapes.Delta(content=part.text)
+        if part.kind is Kind.REASONING:
+            return shapes.Delta(reasoning_content=part.text, reasoning=part.text)
+        if part.kind is Kind.CALL:
+            return shapes.Delta(
+                tool_calls=[{"index": part.call, **_shown_call(self.call_id(index, part.call), part.text, "")}]
+            )
+        return shapes.Delta(tool_calls=[{"index": part.call, "function": {"arguments": part.text}}])
+
+
+def _shown_call(call_id: str, name: str, arguments: str) -> shapes.ToolCall:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
@@ -26,30 +26,21 @@ from penstock.interface.pooling import PoolingParams, cosine
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server.context import ServerContext, context_of, log_of, read_body, within_limits
 from penstock.server.generation import Generation, until_disconnect
-from penstock.server.inputs import encode, salted
-from penstock.server.openai_requests import Strict, check_timeout
+from penstock.server.inputs import Texts, encode, salted, split_texts
+from penstock.server.openai_requests import ComputingRequest, Strict
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
-class PoolingRequest(Strict, kw_only=True, frozen=True):
-    """The fields that all three share. `user` and those after it are labels for the log."""
+class PoolingRequest(ComputingRequest, kw_only=True, frozen=True):
+    """The fields that all three share."""
 
     place: ClassVar[str] = "pooling"
 
-    model: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    session_id: str | None = None
-    request_id: str | None = None
 
     def params(self) -> PoolingParams:
         """Return the body's PoolingParams. Raise InvalidRequestError for a value that is not allowed."""
@@ -92,61 +83,13 @@ class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
     return_documents: bool | None = None
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
-
-
-class PoolingUsage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embedding(msgspec.Struct, kw_only=True):
-    """One vector, as a JSON list of numbers, or with base64 as its float32 bytes in little-endian order."""
-
-    object: str = "embedding"
-    index: int
-    embedding: msgspec.Raw | str
-
-
-class Score(msgspec.Struct, kw_only=True):
-    index: int
-    object: str = "score"
-    score: float
-
-
-class Results(msgspec.Struct, kw_only=True):
-    """The answer of /v1/embeddings or /score."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: Sequence[Embedding | Score]
-    usage: PoolingUsage
-
-
-class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
-    index: int
-    document: dict[str, str] | None = None
-    relevance_score: float
-
-
-class Ranking(msgspec.Struct, kw_only=True):
-    id: str
-    model: str
-    usage: PoolingUsage
-    results: list[RankedDocument]
-
-
 # --- routes -----------------------------------------------------------------------------------------------------------
 
 
 MAX_INPUTS = 2048  # texts per call, as at OpenAI
-KINDS = "a text, a list of texts, a list of token ids or a list of lists of token ids"
 # The name of a body's first field -> the prefix of the answer's id.
 ANSWER_IDS = {"input": "embd", "text_1": "score", "query": "rerank"}
-Item = str | list[int]
-MakeAnswer = Callable[[str, str, list[RequestOutput]], msgspec.Struct]  # arguments: answer id, model name, vectors
+MakeAnswer = Callable[[list[RequestOutput]], dict[str, Any]]  # the answer's own fields, made of the vectors
 
 
 async def create_embeddings(request: Request) -> Response:
@@ -154,12 +97,13 @@ async def create_embeddings(request: Request) -> Response:
     body = await read_body(request, EmbeddingRequest)
     encoding = body.encoding_format or "float"
 
-    def answer(id_: str, model: str, outputs: list[RequestOutput]) -> msgspec.Struct:
-        data = [Embedding(index=index, embedding=_encoded(output, encoding)) for index, output in enumerate(outputs)]
-        created = int(time.time())
-        return Results(id=id_, created=created, model=model, data=data, usage=_usage(outputs))
+    def answer(outputs: list[RequestOutput]) -> dict[str, Any]:
+        return _list(
+            {"object": "embedding", "index": index, "embedding": _encoded(output, encoding)}
+            for index, output in enumerate(outputs)
+        )
 
-    return await _pooled(request, body, {"input": _inputs(body.input)}, body.params(), answer)
+    return await _pooled(request, body, {"input": split_texts("input", body.input)}, body.params(), answer)
 
 
 async def create_scores(request: Request) -> Response:
@@ -170,13 +114,12 @@ async def create_scores(request: Request) -> Response:
         message = f"text_1: has {len(first)} texts and text_2 {len(second)}; give one, or as many as text_2 has"
         raise InvalidRequestError(message, param="text_1")
 
-    def answer(id_: str, model: str, outputs: list[RequestOutput]) -> msgspec.Struct:
+    def answer(outputs: list[RequestOutput]) -> dict[str, Any]:
         known, others = outputs[: len(first)], outputs[len(first) :]
-        data = [
-            Score(index=index, score=_similarity(known[index % len(known)], other))
+        return _list(
+            {"index": index, "object": "score", "score": _similarity(known[index % len(known)], other)}
             for index, other in enumerate(others)
-        ]
-        return Results(id=id_, created=int(time.time()), model=model, data=data, usage=_usage(outputs))
+        )
 
     return await _pooled(request, body, {"text_1": first, "text_2": second}, _comparable(body), answer)
 
@@ -187,21 +130,20 @@ async def create_ranking(request: Request) -> Response:
     check_int("top_n", body.top_n, 0, MAX_INPUTS, optional=True)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
 
-    def answer(id_: str, model: str, outputs: list[RequestOutput]) -> msgspec.Struct:
-        query, *documents = outputs
-        results = [
-            RankedDocument(
-                index=index,
-                document={"text": texts[index]} if body.return_documents is not False else None,
-                relevance_score=_similarity(query, document),
-            )
-            for index, document in enumerate(documents)
-        ]
-        results.sort(key=lambda item: (-item.relevance_score, item.index))
-        usage = _usage(outputs)
-        return Ranking(id=id_, model=model, usage=usage, results=results[: body.top_n or None])
+    def answer(outputs: list[RequestOutput]) -> dict[str, Any]:
+        query, *others = outputs
+        results: list[dict[str, Any]] = []
+        for index, other in enumerate(others):
+            document = {} if body.return_documents is False else {"document": {"text": texts[index]}}
+            results.append({"index": index, **document, "relevance_score": _similarity(query, other)})
+        results.sort(key=lambda item: (-item["relevance_score"], item["index"]))
+        return {"results": results[: body.top_n or None]}
 
     return await _pooled(request, body, {"query": [body.query], "documents": texts}, _comparable(body), answer)
+
+
+def _list(data: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "created": int(time.time()), "data": list(data)}
 
 
 def _comparable(body: PoolingRequest) -> PoolingParams:
@@ -211,13 +153,13 @@ def _comparable(body: PoolingRequest) -> PoolingParams:
 async def _pooled(
     request: Request,
     body: PoolingRequest,
-    fields: dict[str, Sequence[Item]],
+    fields: dict[str, Texts],
     params: PoolingParams,
     answer: MakeAnswer,
 ) -> Response:
     """Compute one vector per item, field by field, and send the answer that `answer` makes of them."""
     context, log = context_of(request), log_of(request)
-    check_timeout(body.timeout)
+    body.check()
     info = context.info()
     model = context.check_model(body.model)
     context.client.check_admission(log.flow)
@@ -237,11 +179,13 @@ async def _pooled(
     generation = Generation(context, answer_id, prompts, sampling, log, at_once=info.max_num_seqs)
     generation.is_patient = len(prompts) > 1  # the call was admitted: later arrivals must not end it half-way
     outputs = await until_disconnect(request.receive, generation.collect())
-    encoded = await asyncio.to_thread(lambda: msgspec.json.encode(answer(answer_id, model, outputs)))
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    common = {"id": answer_id, "model": model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
+    encoded = await asyncio.to_thread(lambda: msgspec.json.encode({**common, **answer(outputs)}))
     return Response(encoded, media_type="application/json")
 
 
-def _check_count(fields: dict[str, Sequence[Item]]) -> None:
+def _check_count(fields: dict[str, Texts]) -> None:
     for name, listed in fields.items():
         if not listed:
             raise InvalidRequestError(f"{name}: give at least one text", param=name)
@@ -250,20 +194,14 @@ def _check_count(fields: dict[str, Sequence[Item]]) -> None:
             raise InvalidRequestError(message, param=name)
 
 
-def _inputs(given: str | list[Any]) -> Sequence[Item]:
-    """Return the texts or lists of token ids in an `input`."""
-    if isinstance(given, str):
-        return [given]
-    if given and type(given[0]) is int:
-        return [given]
-    kinds = set(map(type, given))
-    if kinds not in ({str}, {list}):
-        raise fail("input", given, KINDS)
-    return given
-
-
 async def _ids(
-    context: ServerContext, info: ModelInfo, name: str, item: Item, params: PoolingParams, special: bool, total: int
+    context: ServerContext,
+    info: ModelInfo,
+    name: str,
+    item: str | list[int],
+    params: PoolingParams,
+    special: bool,
+    total: int,
 ) -> list[int]:
     """Return the token ids to compute for an item, truncated if the parameters say so."""
     if isinstance(item, str):
@@ -279,11 +217,6 @@ async def _ids(
     ids = params.truncated(ids, info.max_model_len)
     check_num_tokens(name, len(ids), info.max_model_len, is_pooled=True)
     return ids
-
-
-def _usage(outputs: Sequence[RequestOutput]) -> PoolingUsage:
-    count = sum(len(output.prompt_token_ids) for output in outputs)
-    return PoolingUsage(prompt_tokens=count, total_tokens=count)
 
 
 def _encoded(output: RequestOutput, encoding: str) -> msgspec.Raw | str:

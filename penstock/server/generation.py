@@ -24,7 +24,7 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOu
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
 from penstock.server.context import ServerContext
-from penstock.server.openai_responses import CompletionTokensDetails, PromptTokensDetails, Seed, Usage
+from penstock.server.openai_responses import Seed, Usage
 from penstock.server.timelines import CallTimeline, RequestLog
 
 Indexed = tuple[int, RequestOutput]  # a prompt's index, and an output of it
@@ -124,20 +124,22 @@ class Generation:
             prompt_tokens=log.num_prompt_tokens,
             completion_tokens=log.num_completion_tokens,
             total_tokens=log.num_prompt_tokens + log.num_completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=log.num_cached_tokens),
+            prompt_tokens_details={"cached_tokens": log.num_cached_tokens},
             completion_tokens_details=self._details(),
         )
 
-    def _details(self) -> CompletionTokensDetails | UnsetType:
+    def _details(self) -> dict[str, int] | UnsetType:
         known = [output for output in self._latest if output is not None]
         accepted = sum(output.num_accepted_tokens for output in known)
         rejected = sum(output.num_rejected_tokens for output in known)
         reasoning = self.num_reasoning_tokens
         if not accepted and not rejected and not reasoning:
             return UNSET
-        return CompletionTokensDetails(
-            accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected, reasoning_tokens=reasoning
-        )
+        return {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+            "reasoning_tokens": reasoning,
+        }
 
     def seed(self) -> Seed:
         """Return the seed that reproduces the answer: one number, or one per prompt for a list of prompts."""

@@ -1,4 +1,4 @@
-"""Turns a request body into what the engine takes: prompts as token ids, and SamplingParams.
+"""Turns a request body into what the engine takes: prompts as token ids, and SamplingParams with the answer's grammar.
 
 Lengths are checked before any text is tokenised, and ids before anything is computed for them. A value comes from the
 request, else from the model's defaults, else from OpenAI's defaults. SamplingParams checks the ranges.
@@ -8,9 +8,11 @@ its older spellings `guided_json`, `guided_regex`, `guided_choice` and `guided_g
 """
 
 import asyncio
-import dataclasses
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -32,7 +34,7 @@ from penstock.errors import (
 )
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams, fields_of
-from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
+from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
 from penstock.server.context import ServerContext, account_of, context_of
 from penstock.server.openai_requests import (
     MAX_MESSAGES,
@@ -40,10 +42,21 @@ from penstock.server.openai_requests import (
     ChatRequest,
     CompletionRequest,
     Message,
-    PinRequest,
+    NamedChoice,
     TokenizeRequest,
     Tool,
     check_tools,
+)
+from penstock.server.options import ServerOptions
+from penstock.tokenizer.answer_formats import ToolFormat, tool_format_of
+from penstock.tokenizer.answers import (
+    END_OF_THINKING,
+    THINK,
+    AnswerParser,
+    Calls,
+    Function,
+    answer_grammar,
+    literal,
 )
 from penstock.tokenizer.tokenizer import (
     KWARGS,
@@ -56,6 +69,7 @@ from penstock.tokenizer.tokenizer import (
 )
 
 T = TypeVar("T")
+Texts = Sequence[str | list[int]]  # each is a text or token ids
 LONG_TEXT = 4096  # characters or ids; only a few longer texts are tokenised at the same time
 NOISE = ("temperature", "top_p", "top_k", "min_p")  # the fields that say how to sample
 
@@ -94,7 +108,7 @@ async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) 
 
 async def completion_prompts(context: ServerContext, body: CompletionRequest, info: ModelInfo) -> list[PromptRequest]:
     """Return the prompts of a call in order; `body.prompt` is a text, token ids, or a list of either."""
-    items = _split(body.prompt)
+    items = split_texts("prompt", body.prompt)
     limit = context.options.max_choices
     if len(items) * (body.n or 1) > limit:
         name = "n" if len(items) == 1 else "prompt"
@@ -119,12 +133,13 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
     return prompts
 
 
-def _split(prompt: str | list[Any]) -> Sequence[str | list[int]]:
+def split_texts(param: str, prompt: str | list[Any]) -> Texts:
+    """Return the texts or lists of token ids of a field that holds one of them or several."""
     if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
         return [prompt]
     kind = type(prompt[0]) if prompt else None
     if kind not in (str, list) or set(map(type, prompt)) != {kind}:
-        raise fail("prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids")
+        raise fail(param, prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids")
     return prompt
 
 
@@ -144,7 +159,7 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
 
 async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
     """Return the ids for POST /tokenize. A text that is too long for a prompt is refused as it would be as a prompt."""
-    check_one_prompt(body)
+    body.check()
     if body.messages is None:
         check_prompt_length(body.prompt or "", info.max_model_len)
         return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
@@ -152,15 +167,6 @@ async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInf
     chat = await _render(context, body, info, body.tools)
     check_prompt_length(chat.text, info.max_model_len, param="messages")
     return await encode(context, chat, add_special_tokens=bool(body.add_special_tokens))
-
-
-def check_one_prompt(body: TokenizeRequest | PinRequest) -> None:
-    """Raise InvalidRequestError unless a body has either a prompt, or messages and what is rendered with them."""
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
-    for name in ("tools", KWARGS, "continue_final_message"):
-        if body.messages is None and getattr(body, name, None):
-            raise InvalidRequestError(f"{name}: only with messages: a prompt is not rendered", param=name)
 
 
 async def _encode(
@@ -251,7 +257,7 @@ def salted(request: Request, given: str | None, prompts: list[PromptRequest]) ->
     salt = given
     if account is not None and context_of(request).options.cache_salt_by_key:
         salt = blake2b(f"{account.name} {given or ''}".encode(), digest_size=16).hexdigest()  # a name has no space
-    return prompts if salt is None else [dataclasses.replace(prompt, cache_salt=salt) for prompt in prompts]
+    return prompts if salt is None else [replace(prompt, cache_salt=salt) for prompt in prompts]
 
 
 # --- sampling parameters ----------------------------------------------------------------------------------------------
@@ -422,3 +428,154 @@ READERS: dict[str, Callable[[Any], StructuredOutputsParams | None]] = {
     FIELD: StructuredOutputsParams.of,
     **{f"guided_{kind}": partial(_of_guided, kind) for kind in GUIDED},
 }
+
+
+# --- tools and reasoning ----------------------------------------------------------------------------------------------
+# Which grammar the answers to a chat request have to follow, and how they are parsed.
+
+
+SCHEMA_AT = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
+RULE = re.compile(r"call_(\d+)_arguments: %json")
+TAIL = 16  # tokens at the end of a prompt in which <think> is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How an answer is parsed.
+
+    Attributes:
+        tool_format: how its tool calls are written; None: it has no tool calls.
+        names: the functions that it may call.
+        reasoning, is_thinking: as in AnswerParser.
+    """
+
+    tool_format: ToolFormat | None = None
+    names: Sequence[str] = ()
+    reasoning: bool = False
+    is_thinking: bool = False
+
+    def parser(self) -> AnswerParser | None:
+        """Return a parser for one answer; None if all of it is content."""
+        if self.tool_format is None and not self.reasoning:
+            return None
+        return AnswerParser(self.tool_format, self.names, reasoning=self.reasoning, is_thinking=self.is_thinking)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts that separate the parts of an answer."""
+        thoughts = (THINK, END_OF_THINKING) if self.reasoning else ()
+        return (*thoughts, *(() if self.tool_format is None else self.tool_format.marks))
+
+
+def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -> Rules:
+    """Return the rules for a request's answers. They depend only on data that a journal keeps."""
+    tokenizer, options = context.tokenizer(), context.options
+    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
+    reasoning = _separates_reasoning(options, template) and not _has_another_form(body)
+    tail = tokenizer.decode(prompt.token_ids[-TAIL:], skip_special_tokens=False) if reasoning else ""
+    opened, closed = (tail.rstrip().endswith(mark) for mark in (THINK, END_OF_THINKING))
+    is_thinking = reasoning and (opened or (options.reasoning_parser == "deepseek_r1" and not closed))
+    if not body.offered:
+        return Rules(reasoning=reasoning, is_thinking=is_thinking)
+    tool_format = tool_format_of(template, options.tool_call_parser)
+    return Rules(tool_format, body.callable_names, reasoning, is_thinking)
+
+
+def _separates_reasoning(options: ServerOptions, template: str) -> bool:
+    if options.reasoning_parser == "auto":
+        return END_OF_THINKING in template
+    return options.reasoning_parser != "none"
+
+
+def _has_another_form(body: ChatRequest) -> bool:
+    """Return whether the answer must have a form other than JSON, which leaves no room for reasoning."""
+    given = body.structured_outputs or {}
+    kinds = ("regex", "choice", "grammar")
+    return any(given.get(kind) is not None or getattr(body, f"guided_{kind}") is not None for kind in kinds)
+
+
+async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, params: SamplingParams) -> SamplingParams:
+    """Return parameters that enforce the request's tools, and keep marks that are special tokens in the text.
+
+    Raises:
+        InvalidRequestError: the requested form cannot be combined with the tools, or it is not known how the model
+            calls tools.
+    """
+    is_raw = context.options.tool_call_parser == "none" and not _constrains(body)
+    if body.offered and rules.tool_format is None and not is_raw:
+        message = "tools: how this model calls them is not known; start the server with --tool-call-parser"
+        raise NotSupportedError(message, param="tools")
+    if not rules.marks:
+        return params
+    tokens = await _tokens_of(context, rules.marks)
+    if context.tokenizer().special_ids.intersection(tokens.values()):
+        params = params.settled(skip_special_tokens=False)
+    is_constrained = rules.tool_format is not None and _constrains(body)
+    if not is_constrained and params.structured_outputs is None:
+        return params
+    functions = [tool.as_function() for tool in body.offered if tool.function.name in rules.names]
+    many = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedChoice)
+    calls = Calls(functions, body.must_call, many, _answer_schema(params.structured_outputs, body))
+    grammar = answer_grammar(
+        rules.tool_format, calls, partial(_term, tokens), reasoning=rules.reasoning, is_thinking=rules.is_thinking
+    )
+    form = StructuredOutputsParams(grammar=grammar)
+    try:
+        await context.client.check_form(form)
+    except InvalidRequestError as error:
+        raise _refusal(error, grammar.splitlines(), functions) from None
+    return params.settled(structured_outputs=form)
+
+
+def _refusal(error: InvalidRequestError, lines: list[str], functions: Sequence[Function]) -> InvalidRequestError:
+    """Turn an error about the generated grammar into an error about the function whose schema caused it."""
+    place = SCHEMA_AT.search(error.message)
+    rule = None if place is None else RULE.match(lines[int(place[1]) - 1])
+    if place is None or rule is None:
+        return InvalidRequestError(f"tools: they cannot be enforced: {error.message}", param="tools", code=error.code)
+    reason = re.split(r"\s+\d+ \| ", place[2])[0]
+    message = f"tools: the parameters of {functions[int(rule[1])].name} cannot be enforced: {reason}"
+    return InvalidRequestError(message, param="tools")
+
+
+def _constrains(body: ChatRequest) -> bool:
+    """Return whether a request restricts its tool calls beyond offering the tools."""
+    some = len(body.callable_names) < len(body.offered)
+    strict = any(tool.function.strict for tool in body.offered)
+    return bool(body.offered) and (body.must_call or some or strict or body.parallel_tool_calls is False)
+
+
+def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> str | None:
+    """Return the JSON schema of an answer without a tool call; None if its form is free."""
+    if form is None:
+        return None
+    if body.must_call:
+        message = "response_format: not allowed if tool_choice requires a call, because then there is no answer"
+        raise InvalidRequestError(message, param="response_format")
+    if form.json is None and not form.json_object:
+        message = (
+            "structured_outputs: with tools only json and json_object are allowed; tool_choice none leaves them out"
+        )
+        raise InvalidRequestError(message, param="structured_outputs")
+    schema = {"type": "object"} if form.json is None else json.loads(str(form.json))
+    guidance: dict[str, Any] = {"whitespace_pattern": form.whitespace_pattern or WHITESPACE}
+    if form.disable_any_whitespace:
+        guidance = {"whitespace_flexible": False}
+    return json.dumps({**schema, "x-guidance": guidance} if isinstance(schema, dict) else schema)
+
+
+async def _tokens_of(context: ServerContext, marks: Sequence[str]) -> dict[str, int]:
+    """Return the marks that are a single token, with the token's id."""
+    tokenizer = context.tokenizer()
+    unknown = [mark for mark in marks if mark not in context.mark_tokens]
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    for mark in unknown:
+        ids = await asyncio.to_thread(encode, mark)
+        is_one = len(ids) == 1 and tokenizer.token_to_text(ids[0]) == mark
+        context.mark_tokens[mark] = ids[0] if is_one else None
+    return {mark: token_id for mark in marks if (token_id := context.mark_tokens[mark]) is not None}
+
+
+def _term(tokens: dict[str, int], mark: str) -> str:
+    """Return a mark as a term of the grammar: as a token if it is a single token, else as text."""
+    return f"<[{tokens[mark]}]>" if mark in tokens else literal(mark)

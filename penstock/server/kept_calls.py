@@ -81,19 +81,6 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     token_ids: list[int]
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """An error as the client sees it."""
-
-    status: int
-    message: str
-    param: str | None
-    code: str | None
-    headers: dict[str, str] | None = None
-
-    def as_error(self) -> ApiError:
-        return ApiError(self.status, self.message, param=self.param, code=self.code, headers=self.headers)
-
-
 class Ended(msgspec.Struct, tag=True, frozen=True):
     """The end of a call.
 
@@ -107,7 +94,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     at: float
     frames: bytes
     result: bytes | None
-    failure: Failure | None
+    failure: ApiError | None
 
 
 class Deleted(msgspec.Struct, tag=True, frozen=True):
@@ -119,10 +106,6 @@ class Deleted(msgspec.Struct, tag=True, frozen=True):
 Record = Begun | Tokens | Ended | Deleted
 encode_record: Any = msgspec.msgpack.Encoder().encode
 decode_record: Any = msgspec.msgpack.Decoder(Record).decode
-
-
-def failure_of(error: ApiError) -> Failure:
-    return Failure(error.status, error.message, error.param, error.code, dict(error.headers or {}))
 
 
 # --- one call ---------------------------------------------------------------------------------------------------------
@@ -141,10 +124,10 @@ class Source(Protocol):
     def frames(self) -> AsyncGenerator[Frame | None, None]:
         """Yield the pieces of the stream, and None when nothing came for a while."""
 
-    def last_frames(self, failure: Failure | None) -> list[Frame]:
+    def last_frames(self, failure: ApiError | None) -> list[Frame]:
         """Return the frames that end the stream."""
 
-    def result(self, failure: Failure | None = None, status: str | None = None) -> bytes | None:
+    def result(self, failure: ApiError | None = None, status: str | None = None) -> bytes | None:
         """Return the whole answer so far as JSON; None if the API has no whole answer. `status` replaces its status."""
 
 
@@ -167,7 +150,7 @@ class KeptCall:
     def __init__(self, begun: Begun) -> None:
         self.begun = begun
         self.tokens: dict[tuple[int, int], list[int]] = {}
-        self.failure: Failure | None = None
+        self.failure: ApiError | None = None
         self.result: bytes | None = None
         self.ended = False
         self.ended_at = 0.0
@@ -187,16 +170,12 @@ class KeptCall:
         """Return roughly how much memory the call takes."""
         return self.begun.num_bytes + self._num_frame_bytes + len(self._packed) + len(self.result or b"")
 
-    def known_tokens(self, prompt: int, choice: int) -> list[int]:
-        """Return the list of a choice's tokens, which `note` extends."""
-        return self.tokens.setdefault((prompt, choice), [])
-
     def note(self, prompt: int, choice: int, start: int, ids: Sequence[int]) -> tuple[int, list[int]]:
         """Add tokens of a choice, some of which may be known. Return where the new ones start, and the new ones.
 
         Raises ValueError if the tokens contradict the known ones or leave a gap.
         """
-        known = self.known_tokens(prompt, choice)
+        known = self.tokens.setdefault((prompt, choice), [])
         old = known[start : start + len(ids)]
         if start > len(known) or old != list(ids[: len(old)]):
             raise ValueError(f"tokens from {start} on differ from the {len(known)} known ones, or leave a gap")
@@ -211,7 +190,7 @@ class KeptCall:
         self._num_frame_bytes += len(frame[1])
         self._wake()
 
-    def end(self, failure: Failure | None, result: bytes | None) -> None:
+    def end(self, failure: ApiError | None, result: bytes | None) -> None:
         """Record that the stream is complete."""
         self.failure, self.result = failure, result
         self.ended, self.ended_at = True, time.time()
@@ -263,7 +242,7 @@ class KeptCall:
                 yield None
         is_reported = bool(frames) and frames[-1][1].startswith(NAMED)
         if self.failure is not None and not is_reported:
-            raise self.failure.as_error()
+            raise self.failure.with_traceback(None)  # each reader raises the same object
 
     def _with_id(self, position: Sequence[int], frame: bytes) -> bytes:
         if frame.startswith(NAMED):
@@ -426,12 +405,12 @@ class KeptCalls:
                         call.add(frame)
         except Exception as error:
             call.is_lost = isinstance(error, EngineDeadError) and call.on_disk
-            failure = failure_of(from_exception(error))
+            failure = from_exception(error)
             if failure.code == "internal_error":
                 LOGGER.exception("%s failed", call.begun.id)
         self._end(call, source, failure)
 
-    def _end(self, call: KeptCall, source: Source | None, failure: Failure | None) -> None:
+    def _end(self, call: KeptCall, source: Source | None, failure: ApiError | None) -> None:
         for frame in () if source is None else source.last_frames(failure):
             call.add(frame)
         call.end(failure, None if source is None else source.result(failure))
@@ -460,7 +439,7 @@ class KeptCalls:
     def fail(self, call: KeptCall, error: ApiError, source: Source | None) -> None:
         """End a call that can no longer be computed. source: None if its request cannot even be read."""
         call.source = source
-        self._end(call, source, failure_of(error))
+        self._end(call, source, error)
 
     async def cancel(self, call: KeptCall) -> None:
         """Stop computing a call; its output so far is kept as the answer."""
@@ -499,7 +478,7 @@ class KeptCalls:
         if self.journal is not None and call.on_disk:
             self.journal.append(partial(encode_record, Deleted(call.begun.id)))
         if not call.ended:
-            call.end(failure_of(not_found("The answer was deleted.", "not_found", "id")), None)
+            call.end(not_found("The answer was deleted.", "not_found", "id"), None)
 
     def _schedule_removal(self, call: KeptCall) -> None:
         """Schedule the removal of a call without readers for the time when no client may come back to it."""
@@ -556,7 +535,7 @@ class KeptCalls:
             place = (call.begun.id, *key)
             if fresh and self.journal is not None and call.on_disk and place not in self._unwritten:
                 self._unwritten[place] = start
-                self.journal.append(partial(self._tokens_record, place, call.known_tokens(*key)))
+                self.journal.append(partial(self._tokens_record, place, call.tokens[key]))
 
     def _tokens_record(self, place: tuple[str, int, int], known: list[int]) -> bytes:
         """Return a record of the tokens of a choice that the journal lacks. Runs in a thread."""

@@ -113,50 +113,6 @@ class ToolCall(Strict, kw_only=True, frozen=True):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class ToolUse:
-    """What the tool fields of a body mean together. A mixin for ChatRequest, which has the fields."""
-
-    __slots__ = ()
-
-    tools: list[Tool] | None
-    tool_choice: ToolChoice | None
-
-    @property
-    def offered(self) -> list[Tool]:
-        """Return the tools that the model is shown: none if tool_choice is "none", so that it calls none."""
-        return [] if self.tool_choice == "none" else list(self.tools or ())
-
-    @property
-    def callable_names(self) -> list[str]:
-        """Return the names of the tools that the model may call."""
-        choice = self.tool_choice
-        if isinstance(choice, NamedChoice):
-            return [choice.function.name]
-        if isinstance(choice, AllowedChoice):
-            return [entry.function.name for entry in choice.allowed_tools.tools]
-        return [tool.function.name for tool in self.offered]
-
-    @property
-    def must_call(self) -> bool:
-        """Return whether the answer has to be a tool call."""
-        choice = self.tool_choice
-        if isinstance(choice, AllowedChoice):
-            return choice.allowed_tools.mode == "required"
-        return choice == "required" or isinstance(choice, NamedChoice)
-
-    def check_tools(self) -> None:
-        """Raise InvalidRequestError for invalid tools, and for a tool_choice that names no offered tool."""
-        check_tools(self.tools)
-        known = {tool.function.name for tool in self.tools or ()}
-        if not known and self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequestError("tool_choice: there are no tools to choose from", param="tool_choice")
-        for name in [] if self.tool_choice == "none" else self.callable_names:
-            if name not in known:
-                raise fail("tool_choice", name, f"the name of one of the tools: {', '.join(sorted(known))[:200]}")
-        if known and self.tool_choice != "none" and not self.callable_names:
-            raise InvalidRequestError("tool_choice: allowed_tools lists no tool", param="tool_choice")
-
-
 def check_tools(tools: list[Tool] | None) -> None:
     """Raise InvalidRequestError for too many tools, a bad or repeated name, or parameters that are no object schema."""
     if len(tools or ()) > MAX_TOOLS:
@@ -203,10 +159,23 @@ def _refused(message: str) -> InvalidRequestError:
 Body = TypeVar("Body", bound="Strict")
 
 
-def check_timeout(seconds: float | None) -> None:
-    """Raise InvalidRequestError if the timeout of a request is out of range."""
-    if seconds is not None:
-        check_float("timeout", seconds, 0.0, 86400.0, low_open=True)
+class ComputingRequest(Strict, kw_only=True, frozen=True):
+    """The fields of every request that the engine computes. `user` and those after it are labels for the log."""
+
+    model: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequestError for values that are out of range or contradict each other."""
+        if self.timeout is not None:
+            check_float("timeout", self.timeout, 0.0, 86400.0, low_open=True)
 
 
 def with_sampling_fields(body: type[Body]) -> type[Body]:
@@ -225,13 +194,9 @@ class StreamOptions(Strict, kw_only=True, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Strict, kw_only=True, frozen=True):
-    """The fields that completions and chat completions share, beside those that `with_sampling_fields` adds.
+class GenerationRequest(ComputingRequest, kw_only=True, frozen=True):
+    """The fields that completions and chat completions share, beside those that `with_sampling_fields` adds."""
 
-    The LABELS come last: only the log shows them.
-    """
-
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -250,19 +215,10 @@ class GenerationRequest(Strict, kw_only=True, frozen=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     resumable: bool | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
     timeline: bool | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    session_id: str | None = None
-    request_id: str | None = None
     prompt_cache_key: str | None = None
 
     def check(self) -> None:
-        """Raise InvalidRequestError for parameters that contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
         if self.resumable and not self.stream:
@@ -275,7 +231,7 @@ class GenerationRequest(Strict, kw_only=True, frozen=True):
         if self.resumable and self.timeline:
             message = "timeline: not allowed with resumable: such a stream has the same bytes whenever it is computed"
             raise InvalidRequestError(message, param="timeline")
-        check_timeout(self.timeout)
+        super().check()
 
     @property
     def usage_at_end(self) -> bool:
@@ -325,7 +281,7 @@ class Message(Strict, kw_only=True, frozen=True):
 
 
 @with_sampling_fields
-class ChatRequest(GenerationRequest, ToolUse, kw_only=True, frozen=True):
+class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
     place: ClassVar[str] = "chat"
@@ -353,37 +309,81 @@ class ChatRequest(GenerationRequest, ToolUse, kw_only=True, frozen=True):
             message = "max_completion_tokens: differs from max_tokens, its older name; give one of them"
             raise InvalidRequestError(message, param="max_completion_tokens")
 
+    # What the tool fields mean together.
 
-class TokenizeRequest(Strict, kw_only=True, frozen=True):
-    """POST /tokenize: a prompt, or messages to render first."""
+    @property
+    def offered(self) -> list[Tool]:
+        """Return the tools that the model is shown: none if tool_choice is "none", so that it calls none."""
+        return [] if self.tool_choice == "none" else list(self.tools or ())
 
-    place: ClassVar[str] = "tokenize"
+    @property
+    def callable_names(self) -> list[str]:
+        """Return the names of the tools that the model may call."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedChoice):
+            return [choice.function.name]
+        if isinstance(choice, AllowedChoice):
+            return [entry.function.name for entry in choice.allowed_tools.tools]
+        return [tool.function.name for tool in self.offered]
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    return_token_strs: bool | None = None
+    @property
+    def must_call(self) -> bool:
+        """Return whether the answer has to be a tool call."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedChoice)
+
+    def check_tools(self) -> None:
+        """Raise InvalidRequestError for invalid tools, and for a tool_choice that names no offered tool."""
+        check_tools(self.tools)
+        known = {tool.function.name for tool in self.tools or ()}
+        if not known and self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+        for name in [] if self.tool_choice == "none" else self.callable_names:
+            if name not in known:
+                raise fail("tool_choice", name, f"the name of one of the tools: {', '.join(sorted(known))[:200]}")
+        if known and self.tool_choice != "none" and not self.callable_names:
+            raise InvalidRequestError("tool_choice: allowed_tools lists no tool", param="tool_choice")
 
 
-class PinRequest(Strict, kw_only=True, frozen=True):
-    """POST /v1/cache/pin: a prompt, or the messages with which conversations begin."""
-
-    place: ClassVar[str] = "pin"
+class PromptOrMessages(Strict, kw_only=True, frozen=True):
+    """A prompt, or messages to render."""
 
     model: str | None = None
     prompt: str | list[Any] | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    name: str | None = None
-    cache_salt: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequestError unless a body has either a prompt, or messages and what is rendered with them."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
+        for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+            if self.messages is None and getattr(self, name, None):
+                raise InvalidRequestError(f"{name}: only with messages: a prompt is not rendered", param=name)
+
+
+class TokenizeRequest(PromptOrMessages, kw_only=True, frozen=True):
+    """POST /tokenize."""
+
+    place: ClassVar[str] = "tokenize"
+
+    prompt: str | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class PinRequest(PromptOrMessages, kw_only=True, frozen=True):
+    """POST /v1/cache/pin: a prompt, or the messages with which conversations begin."""
+
+    place: ClassVar[str] = "pin"
+
+    name: str | None = None
+    cache_salt: str | None = None
 
 
 class PrefillRequest(Strict, kw_only=True, frozen=True):

@@ -16,37 +16,20 @@ from penstock.tokenizer.tokenizer import Tokenizer
 FLOOR = -9999.0  # OpenAI's lowest log-probability; JSON has no infinities
 
 
-class PromptTokensDetails(msgspec.Struct, kw_only=True):
-    cached_tokens: int
-
-
-class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    """Draft tokens, of which only the accepted ones are part of completion_tokens, and reasoning tokens."""
-
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-    reasoning_tokens: int = 0
-
-
 class Usage(msgspec.Struct, kw_only=True):
-    """The tokens of a call. completion_tokens_details is present only if there were drafts or reasoning."""
+    """The tokens of a call. completion_tokens_details is present only if there were drafts or reasoning.
+
+    It has the draft tokens, of which only the accepted ones are part of completion_tokens, and the reasoning tokens.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] | UnsetType = UNSET
 
 
-class PromptLogprob(msgspec.Struct, kw_only=True):
-    """One alternative for one prompt token, in vLLM's format."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]  # alternatives of each prompt token, as vLLM shows them
 Seed = int | list[int | None] | None
 
 
@@ -72,35 +55,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class TopLogprob(msgspec.Struct, kw_only=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob, kw_only=True):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, kw_only=True):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class FunctionCall(msgspec.Struct, kw_only=True):
-    """The function of a tool call. A delta has only the name or the next piece of the arguments."""
-
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-class ToolCall(msgspec.Struct, kw_only=True):
-    """A tool call of a message, or a delta of one, whose index says which call it continues."""
-
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: FunctionCall
+ToolCall = dict[str, Any]  # of a message; in a delta, `index` says which call the piece continues
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -130,7 +85,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessage | UnsetType = UNSET
     delta: Delta | UnsetType = UNSET
-    logprobs: ChatLogprobs | None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -175,7 +130,9 @@ class TokenNames:
         return self.tokenizer.token_to_text(token_id)
 
 
-def chat_logprobs(names: TokenNames, token_ids: Sequence[int], places: Sequence[LogprobsAt], top: int) -> ChatLogprobs:
+def chat_logprobs(
+    names: TokenNames, token_ids: Sequence[int], places: Sequence[LogprobsAt], top: int
+) -> dict[str, Any]:
     """Return the chosen tokens, each with exactly the `top` most likely ones."""
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
@@ -185,9 +142,8 @@ def chat_logprobs(names: TokenNames, token_ids: Sequence[int], places: Sequence[
     content = []
     for token_id, at in zip(token_ids, places, strict=False):
         best = sorted(at.items(), key=lambda item: -finite(item[1].logprob))[:top]
-        tops = [TopLogprob(**entry(*item)) for item in best]
-        content.append(TokenLogprob(**entry(token_id, at[token_id]), top_logprobs=tops))
-    return ChatLogprobs(content=content)
+        content.append({**entry(token_id, at[token_id]), "top_logprobs": [entry(*item) for item in best]})
+    return {"content": content, "refusal": None}
 
 
 def cut(token_ids: Sequence[int], places: Sequence[LogprobsAt | None], top: int) -> list[LogprobsAt | None]:
@@ -245,7 +201,8 @@ def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
 def prompt_logprobs(names: TokenNames, places: Sequence[LogprobsAt | None]) -> PromptLogprobs:
     """Return one object per prompt token in vLLM's format, with token ids as keys and log-probabilities as values."""
 
-    def shaped(token_id: int, entry: Logprob) -> PromptLogprob:
-        return PromptLogprob(logprob=finite(entry.logprob), rank=entry.rank, decoded_token=names.name(token_id, entry))
+    def shaped(token_id: int, entry: Logprob) -> dict[str, Any]:
+        name = names.name(token_id, entry)
+        return {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": name}
 
     return [None if at is None else {str(key): shaped(key, entry) for key, entry in at.items()} for at in places]

@@ -162,15 +162,7 @@ def continued(request: Request, kind: str, body: Strict, last_event_id: str) -> 
     return stream_of(context, call, after)
 
 
-async def continue_completion(request: Request) -> Response:
-    return _continue(request, "completions")
-
-
-async def continue_chat_completion(request: Request) -> Response:
-    return _continue(request, "chat")
-
-
-def _continue(request: Request, kind: str) -> Response:
+async def continue_stream(request: Request, kind: str) -> Response:
     """Handle GET /v1/completions/{id}?stream=true, from the beginning or after Last-Event-ID."""
     if request.query_params.get("stream") not in ("true", "True", "1"):
         message = "stream: only ?stream=true is built: whole completions are not stored"

@@ -222,8 +222,7 @@ class CallTimeline:
 
     def shown(self) -> dict[str, Any]:
         """Return the call's timelines as JSON: the intervals of each choice up to now, or up to the end."""
-        at = time.monotonic() if self.ended is None else self.ended
-        lines = self._divided(at) if self.ended is None else self.timelines
+        at, lines = self._so_far()
         choices = [
             {"index": index, "largest": _largest(line), "parts": [_part(item, line.start) for item in line.intervals]}
             for index, line in enumerate(lines)
@@ -232,9 +231,15 @@ class CallTimeline:
 
     def summary(self) -> dict[str, Any]:
         """Return the call's entry in the list of calls."""
-        at = time.monotonic() if self.ended is None else self.ended
-        lines = self._divided(at) if self.ended is None else self.timelines
+        at, lines = self._so_far()
         return {**self._facts(at), "largest": _largest(lines[0])}
+
+    def _so_far(self) -> tuple[float, list[Timeline]]:
+        """Return the time of the call's end, or now, and its timelines up to then."""
+        if self.ended is not None:
+            return self.ended, self.timelines
+        now = time.monotonic()
+        return now, self._divided(now)
 
     def _facts(self, at: float) -> dict[str, Any]:
         log = self.log

@@ -1,10 +1,13 @@
 """Read Transformers' GenerationConfig, from a model's generation_config.json or a call, as fields of SamplingParams.
 
-Every field is in one of the tables: it is honoured, changes no token here, or is refused (docs/sampling.md).
+Every field is in one of the tables, here or in generation_keys.toml: it is honoured, changes no token here, or is
+refused (docs/sampling.md).
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import InvalidRequestError
@@ -33,65 +36,10 @@ SAMPLING_RANGES = {"temperature": (0.0, 100.0), "top_p": (1e-12, 1.0), "min_p": 
 # The other honoured keys, which are read by name.
 READ = ("repetition_penalty", "max_new_tokens", "do_sample", "top_k", "eos_token_id", "bos_token_id")
 
-# Keys that change no token here, whatever their value.
-HARMLESS_KEYS = """
-    transformers_version _from_model_config pad_token_id decoder_start_token_id use_model_defaults chat_format
-    renormalize_logits disable_compile compile_config max_cache_len
-"""
-# Keys that change no token here either, but say how to compute or what to return -> the values that ask for nothing.
-# A model's file may have these keys. A call may not set another value, because it would not get what it asks for.
-OF_A_CALL: dict[str, tuple[Any, ...]] = {
-    "use_cache": (True,),
-    "cache_implementation": (),
-    "cache_config": (),
-    "return_legacy_cache": (False, True),
-    "return_dict_in_generate": (False,),
-    "output_scores": (False,),
-    "output_logits": (False,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-    "is_assistant": (False,),
-    "num_assistant_tokens": (20,),
-    "num_assistant_tokens_schedule": ("constant",),
-    "assistant_confidence_threshold": (0.4,),
-    "assistant_early_exit": (),
-    "assistant_lookbehind": (10,),
-    "assistant_ensemble_weight": (),
-    "target_lookbehind": (10,),
-    "prompt_lookup_num_tokens": (),
-    "max_matching_ngram_size": (),
-    "speculation_type": (),
-    "use_mtp": (False,),
-    "low_memory": (False,),
-    "prefill_chunk_size": (),
-    "continuous_batching_config": (),
-}
-HARMLESS = frozenset((*HARMLESS_KEYS.split(), *OF_A_CALL))
-# Keys that would change tokens -> the neutral value, and why others are refused. Null and [] are always neutral.
-BEAMS = "beam search is asked for in another way: LLM.beam_search, or use_beam_search over HTTP"
-ENCODER = "only models without an encoder are served"
-NOT_BUILT = "it is not built"
-REFUSED: dict[str, tuple[Any, str]] = {
-    "max_length": (20, "the prompt is part of it; give max_new_tokens"),
-    "max_time": (None, "a time limit would make tokens depend on the load; use the server's --request-timeout"),
-    "num_beams": (1, BEAMS),
-    "num_beam_groups": (1, BEAMS),
-    "length_penalty": (1.0, BEAMS),
-    "diversity_penalty": (0.0, BEAMS),
-    "early_stopping": (False, BEAMS),
-    "constraints": (None, BEAMS),
-    "force_words_ids": (None, BEAMS),
-    "num_return_sequences": (1, "a call asks for several choices: n"),
-    "encoder_no_repeat_ngram_size": (0, ENCODER),
-    "encoder_repetition_penalty": (1.0, ENCODER),
-    "forced_decoder_ids": (None, ENCODER),
-    "penalty_alpha": (0.0, "contrastive search is not built"),
-    "dola_layers": (None, NOT_BUILT),
-    "guidance_scale": (1.0, "it needs a second prompt; it is not built"),
-    "watermarking_config": (None, NOT_BUILT),
-    "remove_invalid_values": (False, "a request whose logits are not finite ends with an error"),
-    "token_healing": (False, NOT_BUILT),
-}
+KEYS = tomllib.loads(Path(__file__).with_name("generation_keys.toml").read_text(encoding="utf-8"))
+OF_A_CALL: dict[str, list[Any]] = KEYS["of_a_call"]
+HARMLESS = frozenset((*KEYS["harmless"], *OF_A_CALL))
+REFUSED: dict[str, dict[str, Any]] = KEYS["refused"]
 
 
 def read_sampling(read: ConfigReader) -> dict[str, Any]:
@@ -142,20 +90,10 @@ def _checked(read: ConfigReader, key: str, name: str) -> Any:
 
 def read_ignored(read: ConfigReader) -> tuple[str, ...]:
     """Return every key that was not read and whose value is not neutral. Must be called last."""
-    return tuple(_not_neutral(read, HARMLESS))
+    return tuple(not_neutral(read, HARMLESS))
 
 
-def read_refused(read: ConfigReader) -> dict[str, str]:
-    """Return each unread key of a call's config that asks for something, and why it is refused. Must be called last."""
-    found = {key: REFUSED.get(key, (None, "unknown parameter"))[1] for key in _not_neutral(read, HARMLESS)}
-    for key, neutral in OF_A_CALL.items():
-        value = read.raw(key)
-        if value is not None and not any(same(value, item) for item in neutral):
-            found[key] = "it would have no effect here"
-    return found
-
-
-def _not_neutral(read: ConfigReader, harmless: frozenset[str]) -> list[str]:
+def not_neutral(read: ConfigReader, harmless: frozenset[str]) -> list[str]:
     unread: Mapping[str, Any] = {key: read.raw(key) for key in read.unread(harmless)}
     given = {key: value for key, value in unread.items() if value is not None and value != []}
-    return [key for key, value in given.items() if key not in REFUSED or not same(value, REFUSED[key][0])]
+    return [key for key, value in given.items() if key not in REFUSED or not same(value, REFUSED[key].get("neutral"))]

@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock.errors import InvalidRequestError, ModelLoadError, fail
+from penstock.errors import InvalidRequestError, ModelLoadError, fail, invalid
 from penstock.tokenizer.tokenizer import KWARGS, check_template_kwargs
 
 Message = Mapping[str, Any]
@@ -74,9 +74,7 @@ class ChatTemplate:
                 the template's own).
         """
         if continue_final_message and add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message: needs add_generation_prompt=false", param="continue_final_message"
-            )
+            raise invalid("continue_final_message", "needs add_generation_prompt=false")
         check_template_kwargs(template_kwargs or {})
         values = {
             **self._special_tokens,
@@ -165,7 +163,7 @@ def _plain(param: str, value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [_plain(param, item) for item in value]
     except RecursionError as error:
-        raise InvalidRequestError(f"{param}: nested too deep", param=param) from error
+        raise invalid(param, "nested too deep") from error
     if value is None or type(value) in (int, float, bool):
         return value
     if isinstance(value, str):

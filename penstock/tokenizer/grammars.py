@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InvalidRequestError, one_line
+from penstock.errors import InvalidRequestError, invalid, one_line
 from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -98,14 +98,13 @@ class Grammars:
 
         to_json = getattr(self._load(), "to_json", None)
         if to_json is None:
-            raise InvalidRequestError(f"{FIELD}: a form needs a tokenizer.json, and the model has none", param=FIELD)
+            raise invalid(FIELD, "a form needs a tokenizer.json, and the model has none")
         if not self._end_ids:
-            raise InvalidRequestError(f"{FIELD}: the model has no end token to end the answer with", param=FIELD)
+            raise invalid(FIELD, "the model has no end token to end the answer with")
         try:
             return llguidance.LLTokenizer(to_json(), n_vocab=self._vocab_size, eos_token=self._end_ids)
         except (ValueError, RuntimeError) as error:
-            message = f"{FIELD}: the model's tokenizer cannot follow a form: {one_line(error)}"
-            raise InvalidRequestError(message, param=FIELD) from None
+            raise invalid(FIELD, f"the model's tokenizer cannot follow a form: {one_line(error)}") from None
 
 
 class Matcher:

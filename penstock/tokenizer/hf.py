@@ -21,7 +21,7 @@ from typing import Any, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import InvalidRequestError, ModelLoadError, check_unicode, one_line, shown
+from penstock.errors import ModelLoadError, check_unicode, invalid, one_line, shown
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.grammars import Grammars
@@ -272,10 +272,10 @@ def adopt_tokenizer(given: Any) -> Tokenizer:
             clean_up=bool(getattr(given, "clean_up_tokenization_spaces", False)),
         )
     if not callable(getattr(given, "save_pretrained", None)):
-        raise InvalidRequestError(
-            f"tokenizer: an object of type {type(given).__name__} is not supported; give a directory, a tokenizer of "
+        raise invalid(
+            "tokenizer",
+            f"an object of type {type(given).__name__} is not supported; give a directory, a tokenizer of "
             "Transformers, or an object with the methods of penstock.tokenizer.tokenizer.Tokenizer",
-            param="tokenizer",
         )
     with tempfile.TemporaryDirectory() as directory:
         given.save_pretrained(directory)
@@ -302,7 +302,9 @@ def read_backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelLoadError(_missing_message(folder))
-    text = _read_announced(path)
+    text = read_text(path)
+    if len(text) > SLOW_CHARS:
+        LOGGER.warning("loading %s: %d MB, which may take a while", path, len(text) // 10**6)
     try:
         _check_charsmaps(text)
         backend = Backend.from_str(text)
@@ -329,16 +331,8 @@ def library_errors(param: str, what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if type(error) is Exception or is_panic(error):
-            message = f"{param}: {what} with the model's tokenizer: {one_line(error)}"
-            raise InvalidRequestError(message, param=param) from error
+            raise invalid(param, f"{what} with the model's tokenizer: {one_line(error)}") from error
         raise
-
-
-def _read_announced(path: Path) -> str:
-    text = read_text(path)
-    if len(text) > SLOW_CHARS:
-        LOGGER.warning("loading %s: %d MB, which may take a while", path, len(text) // 10**6)
-    return text
 
 
 def _check_growth(what: str, component: Any) -> None:

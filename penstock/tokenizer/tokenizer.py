@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.errors import InvalidRequestError, NotSupportedError, fail, shown
+from penstock.errors import NotSupportedError, fail, invalid, shown
 
 if TYPE_CHECKING:  # keeps Jinja and the library out of processes that only talk to an engine
     from tokenizers import Tokenizer as Backend
@@ -100,11 +100,11 @@ def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt")
     """
     limit = MAX_CHARS_PER_TOKEN * max_model_len + MAX_CHARS_SLACK
     if len(text) > limit:
-        raise InvalidRequestError(
-            f"{param}: {len(text)} characters are too many; the context of {max_model_len} tokens takes at most "
+        raise invalid(
+            param,
+            f"{len(text)} characters are too many; the context of {max_model_len} tokens takes at most "
             f"{limit} characters",
-            param=param,
-            code="context_length_exceeded",
+            "context_length_exceeded",
         )
 
 
@@ -157,8 +157,7 @@ class RenderedChat:
         for before in range(len(around) - len(part) + 1):
             if around[before : before + len(part)] == part:
                 return [*around[:before], *ids, *around[before + len(part) :]]
-        message = "add_special_tokens: this tokenizer does not add them around the prompt"
-        raise InvalidRequestError(message, param="add_special_tokens")
+        raise invalid("add_special_tokens", "this tokenizer does not add them around the prompt")
 
 
 def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,13 +206,15 @@ def render_chat(
     """
     template = tokenizer.chat_template
     if template is None:
-        message = "messages: the model has no chat template; send a prompt"
-        raise InvalidRequestError(message, param="messages", code="no_chat_template")
+        raise invalid("messages", "the model has no chat template; send a prompt", "no_chat_template")
     for name in LISTS:
         options[name] = options.get(name) or None
         if options[name] and name not in template.text:
-            message = f"{name}: the model's chat template does not support {name}, so the model would not see them"
-            raise InvalidRequestError(message, param=name, code=f"no_{name}")
+            raise invalid(
+                name,
+                f"the model's chat template does not support {name}, so the model would not see them",
+                f"no_{name}",
+            )
     check_variables(template, options.get("template_kwargs") or {})
     spellings = [tokenizer.token_to_text(token_id) for token_id in tokenizer.special_ids]
     spellings = sorted((text for text in spellings if len(text) > 1), key=len, reverse=True)
@@ -233,8 +234,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any], param: str = KWARGS) -> Non
         node = nodes.pop()
         if isinstance(node, Mapping):
             if names := RESERVED_NAMES.intersection(node):
-                message = f"{param}: {min(names)} cannot be set here"
-                raise InvalidRequestError(message, param=param, code="not_allowed")
+                raise invalid(param, f"{min(names)} cannot be set here", "not_allowed")
             nodes.extend(node.values())
         elif isinstance(node, list | tuple):
             nodes.extend(node)
@@ -247,8 +247,7 @@ def check_variables(template: "ChatTemplate | None", variables: Mapping[str, Any
     check_template_kwargs(variables, param)
     for name in variables:
         if template is None or not _is_read(template.text, name):
-            message = f"{param}: the model's chat template reads no variable named {shown(name)}"
-            raise InvalidRequestError(message, param=param, code="no_variable")
+            raise invalid(param, f"the model's chat template reads no variable named {shown(name)}", "no_variable")
 
 
 def effort_variables(template: "ChatTemplate | None", effort: str) -> dict[str, Any]:
@@ -277,7 +276,7 @@ def _unused_mark(messages: Any) -> str:
     for mark in MARKS:
         if mark not in used and ascii(mark)[1:-1] not in used:
             return mark
-    raise InvalidRequestError("messages: contain every noncharacter from U+FDD0 to U+FDEF", param="messages")
+    raise invalid("messages", "contain every noncharacter from U+FDD0 to U+FDEF")
 
 
 def _mark(value: Any, spellings: Sequence[str], mark: str) -> Any:

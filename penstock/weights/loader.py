@@ -23,7 +23,6 @@ from penstock.layers.module import CausalLM, is_torch_module, named_modules
 from penstock.layers.weights import PLAIN_HEAD, WHOLE_IN_FILES, Embedding, HeadLayout, LMHead, WeightLayer
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import Parameter
 from penstock.weights.instance import Weights
 from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows
@@ -53,17 +52,9 @@ class Place:
         """Whether this part has all layers."""
         return True
 
-    def factory(
-        self,
-        ops: Ops,
-        parameters: Mapping[str, Parameter],
-        *,
-        scheme: Scheme | None,
-        max_positions: int | None,
-        head: HeadLayout,
-    ) -> LayerFactory:
-        """Return what makes the layers. parameters: those of the whole model."""
-        return LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_positions, head=head)
+    def factory(self, whole: LayerFactory) -> LayerFactory:
+        """Return what makes this part's layers, from what makes those of the whole model here."""
+        return whole
 
     def source(self, source: ParameterSource) -> ParameterSource:
         """Return the source of this part's parameters, from that of the whole model's."""
@@ -136,7 +127,8 @@ def load_model(
     free_memory = place.free_memory if str(ops.device) == "cpu" else None  # not known here for other devices
     if free_memory is not None:
         check_memory({"rotary tables of all positions": rotary_bytes(model_config, max_model_len)}, free_memory())
-    make = place.factory(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
+    whole = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
+    make = place.factory(whole)
     source = None if packed is not None else open_source(directory, model_config, load_format)
     model = empty_model(model_config, make)
     place.trim(model, make)

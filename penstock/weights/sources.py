@@ -1,8 +1,11 @@
 """Sources of the values of a model's parameters: a checkpoint, or random numbers. No torch.
 
 A checkpoint is matched with the parameter table first: which of its tensors hold each parameter, and in which of the
-layouts that the table allows (weights/rows.py reads them). Nothing here knows a file format: a Checkpoint
-(weights/safetensors.py) has entries by name, and gives rows on request; another format is another such class.
+layouts that the table allows (weights/rows.py reads them). Nothing here knows a file format.
+
+To add one, such as GGUF, AWQ, GPTQ or FP8: write a subclass of Checkpoint (weights/safetensors.py), which has entries
+by name and gives rows of floats on request; choose it in open_source by the files of the directory, which find_files
+and fingerprint must know; and let models/config_json.py accept its quantization_config.
 """
 
 import hashlib

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.ops import CpuKVCache, CpuOps
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
-from penstock_lab.bench.machine import MachineLimits, Turn, ring_length, take_turns, uniform
+from penstock_lab.bench.machine import MachineLimits, TimedCall, ring_length, time_in_rounds, uniform
+from penstock_lab.bench.native import describe_key
 from penstock_lab.bench.samples import Work
 
 DTYPES = ("bf16", "int8")  # of caches
@@ -67,13 +67,13 @@ class AttentionCase:
         if self.single:
             ours.setdefault(1, CpuOps(torch.bfloat16, threads=1))
         calls, keys = zip(*map(sequences.call, ours.values()), strict=True)
-        turns = [Turn(call, sequences.caches) for call in calls]
-        turns.append(Turn(sequences.torch_call, sequences.plain))
+        timed = [TimedCall(call, sequences.caches) for call in calls]
+        timed.append(TimedCall(sequences.torch_call, sequences.plain))
         pairs = self.seqs * sum(range(self.cached + 1, self.cached + self.new + 1))
         operations = 4 * pairs * heads.num_heads * heads.head_dim
         passes = max(1, SLICES[self.dtype])
         work = Work(round(sequences.read_bytes), Counter({self.dtype: operations * passes}))
-        results = take_turns(turns, work, limits)
+        results = time_in_rounds(timed, work, limits)
         case = {"op": self.op, "dtype": self.dtype, "leaves": 1, "m": None, "n": None, "k": None}
         shape = {"heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
         for threads, key, measured in zip(ours, keys, results, strict=True):

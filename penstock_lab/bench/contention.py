@@ -2,7 +2,7 @@
 
 python -m penstock_lab.bench.contention [--rows M ...] [--threads N]
 
-The products of a 1.1B Llama's decoder layers run alone and beside a process that keeps one core busy, in turns, with
+The products of a 1.1B Llama's decoder layers run alone and beside a process that keeps one core busy, alternately, with
 the kernels and with torch's F.linear. Prints the medians, their ratio, and whether the bits stayed the same.
 """
 
@@ -29,7 +29,7 @@ LAYERS = 8  # 350 MB of weights, more than any cache holds
 QKV, GATE_UP = (2560, 2048), (11264, 2048)
 PRODUCTS = ((QKV, 1), (O_PROJ_1B, REDUCTION_LEAVES), (GATE_UP, 1), (DOWN_1B, REDUCTION_LEAVES))
 ROUNDS = 7
-STEPS = 12  # steps per turn
+STEPS = 12  # steps per round
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint('busy', flush=True)\nwhile True: pass"
 
 

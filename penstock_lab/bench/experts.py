@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES
-from penstock_lab.bench.machine import MachineLimits, Turn, take_turns, uniform
+from penstock_lab.bench.machine import MachineLimits, TimedCall, time_in_rounds, uniform
 from penstock_lab.bench.products import packed_copies
 from penstock_lab.bench.samples import Work
 
@@ -57,7 +57,7 @@ class ExpertsCase:
             chosen = len(set(ids[0].flatten().tolist()))
             operations = 2 * m * self.top_k * self.expert_elements
             work = Work(chosen * layer.expert_bytes, Counter({self.dtype: operations}))
-            (measured,) = take_turns([Turn(ours, ids), Turn(torchs, ids)], work, limits)
+            (measured,) = time_in_rounds([TimedCall(ours, ids), TimedCall(torchs, ids)], work, limits)
             case = {"op": "experts", "dtype": self.dtype, "leaves": REDUCTION_LEAVES, "m": m}
             shape = {"n": self.hidden, "k": self.inner, "experts": self.count, "top_k": self.top_k, "chosen": chosen}
             yield {**case, **shape, **measured.figures(work.read_bytes, operations, limits)}

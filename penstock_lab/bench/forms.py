@@ -1,4 +1,4 @@
-"""Measure the cost of a form of the answers: the same requests with and without it, in turns on one engine.
+"""Measure the cost of a form of the answers: the same requests with and without it, alternately on one engine.
 
 A run sends all requests at once. The time to the first token is measured with one request alone, after the form has
 been used, so that compiling the form is not counted. Tokens that the form determines need no step of the model, so a

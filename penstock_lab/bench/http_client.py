@@ -1,7 +1,7 @@
 """An HTTP client that costs little, because it shares the machine with the server that it measures.
 
-It notes the arrival of each part of an answer at once, not when a task gets its turn, and parses the parts only when
-the answer is whole. General clients spend about as long on a token as a small model does.
+It notes the arrival of each part of a response at once, not when a task is next scheduled, and parses the parts only
+when the response is whole. General clients spend about as long on a token as a small model does.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from penstock import InvalidRequestError
 
 
 @dataclass(slots=True)
-class Answer:
-    """The answer to a request. Times are those of `time.perf_counter`, in seconds."""
+class HttpResponse:
+    """The response to a request. Times are those of `time.perf_counter`, in seconds."""
 
     status: int = 0
     parts: list[bytes] = field(default_factory=list)
@@ -36,7 +36,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._answer = Answer()
+        self._response = HttpResponse()
         self._done: asyncio.Future[None] | None = None
         self.is_open = False
 
@@ -55,27 +55,27 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def on_headers_complete(self) -> None:
-        self._answer.status = self._parser.get_status_code()
+        self._response.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        self._answer.parts.append(body)
-        self._answer.arrivals.append(self._now)
+        self._response.parts.append(body)
+        self._response.arrivals.append(self._now)
 
     def on_message_complete(self) -> None:
-        self._answer.is_whole = True
+        self._response.is_whole = True
         if not self._parser.should_keep_alive():
             self.close()
         self._end()
 
-    async def request(self, data: bytes) -> Answer:
-        """Send the bytes of a request and return the answer, which is not whole if the connection ends early."""
-        self._answer = Answer()
+    async def request(self, data: bytes) -> HttpResponse:
+        """Send the bytes of a request and return the response, which is not whole if the connection ends early."""
+        self._response = HttpResponse()
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
         assert self._transport is not None
         self._transport.write(data)
         await self._done
-        return self._answer
+        return self._response
 
     def close(self) -> None:
         self.is_open = False
@@ -117,8 +117,8 @@ class HttpClient:
         self._head = "".join(f"{name}: {value}\r\n" for name, value in named.items()).encode()
         self._idle: list[_Connection] = []
 
-    async def request(self, method: str, route: str, body: bytes = b"") -> Answer:
-        """Return the answer to a request.
+    async def request(self, method: str, route: str, body: bytes = b"") -> HttpResponse:
+        """Return the response to a request.
 
         Raises:
             OSError: the server cannot be reached.
@@ -126,13 +126,13 @@ class HttpClient:
         connection = await self._connect()
         try:
             line = f"{method} {self._path}{route} HTTP/1.1\r\nContent-Length: {len(body)}\r\n".encode()
-            answer = await connection.request(line + self._head + b"\r\n" + body)
+            response = await connection.request(line + self._head + b"\r\n" + body)
         except BaseException:
             connection.close()
             raise
         if connection.is_open:
             self._idle.append(connection)
-        return answer
+        return response
 
     def close(self) -> None:
         """Close the connections that are not in use."""

@@ -1,4 +1,4 @@
-"""Measure the machine's limits, and time calls in turns with them.
+"""Measure the machine's limits, and time calls in rounds with them.
 
 Every timed batch of calls stands between two probes of the limits (samples.py says why). Operands rotate over a ring
 that is larger than the processor's caches, like the layers of a model. The memory that probes read rotates as well.
@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import empty
+from penstock_lab.bench.native import limit_multiply, limit_read
 from penstock_lab.bench.samples import READ, Rates, Sample, Work, settled, spread, summary
 
 READ_BYTES = 512 * 2**20  # size of the ring of memory to read; larger than the cache available to one user of a machine
@@ -28,7 +29,7 @@ READ_LOOPS = ABI.constants["READ_LOOPS"]
 CALIBRATIONS = 15
 RING_BYTES = 256 * 2**20  # size of a ring of operands
 ROUNDS = 9
-ROUND_SECONDS = 0.02  # target duration of one turn of a call
+ROUND_SECONDS = 0.02  # target duration of one sample of a call
 TORCH_REST_SECONDS = 0.02  # torch's threads spin for up to 10 ms after a call, which halves the speed of multiplying
 FIGURES = {READ: "read_gb_s", "f32": "f32_gflop_s", "bf16": "bf16_gflop_s", "int8": "int8_gop_s"}  # names in JSON
 
@@ -59,7 +60,7 @@ class MachineLimits:
             self.probe(*KINDS)
 
     def _fastest_loop(self) -> tuple[int, float]:
-        """Return the loop with the shortest median time, and that time. All loops take turns."""
+        """Return the loop with the shortest median time, and that time. Each round times every loop once."""
         rounds = [[self._read(loop) for loop in range(READ_LOOPS)] for _ in range(CALIBRATIONS)]
         medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
         return medians.index(min(medians)), min(medians)
@@ -69,14 +70,14 @@ class MachineLimits:
         iterations, seconds = 1000, 0.0
         while seconds < MULTIPLY_SECONDS:
             iterations *= 2
-            seconds = self._ops.limit_multiply(KINDS.index(kind), iterations)[1]
+            seconds = limit_multiply(self._ops, KINDS.index(kind), iterations)[1]
         return iterations
 
     def _read(self, loop: int) -> float:
         """Read the next part of the ring, and return the seconds it took."""
         if self._place + self._read_bytes > READ_BYTES:
             self._place = 0
-        seconds = self._ops.limit_read(loop, self._memory.data_ptr() + self._place, self._read_bytes)
+        seconds = limit_read(self._ops, loop, self._memory.data_ptr() + self._place, self._read_bytes)
         self._place += self._read_bytes
         return seconds
 
@@ -84,7 +85,7 @@ class MachineLimits:
         """Measure reading once, and multiplying once per kind."""
         rates = {READ: self._read_bytes / self._read(self._loop) / 1e9}
         for kind in kinds:
-            operations, seconds = self._ops.limit_multiply(KINDS.index(kind), self._iterations[kind])
+            operations, seconds = limit_multiply(self._ops, KINDS.index(kind), self._iterations[kind])
             rates[kind] = operations / seconds / 1e9
         for name, rate in rates.items():
             self.seen[name].append(rate)
@@ -106,15 +107,15 @@ class MachineLimits:
         return {**best, "spread": {FIGURES[name]: spread(rates) for name, rates in self.seen.items()}}
 
 
-class Turn:
+class TimedCall:
     """A call that is timed in batches, and takes the operands of a ring one after the other."""
 
     def __init__(self, call: Callable[[Any], Any], ring: Sequence[Any]) -> None:
         self._call, self._ring, self._next, self._calls = call, ring, 0, 1
-        once = self.take()  # also touches the memory for the first time
+        once = self.sample()  # also touches the memory for the first time
         self._calls = max(1, min(int(ROUND_SECONDS / max(once, 1e-7)), 4 * len(ring)))
 
-    def take(self) -> float:
+    def sample(self) -> float:
         """Time one batch, and return the seconds per call."""
         started = time.perf_counter()
         for index in range(self._next, self._next + self._calls):
@@ -125,7 +126,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The samples of one turn, and torch's samples from the same rounds."""
+    """The samples of one call, and torch's samples from the same rounds."""
 
     samples: Sequence[Sample]
     torch_samples: Sequence[Sample]
@@ -156,15 +157,15 @@ def _median_seconds(samples: Sequence[Sample]) -> float:
     return statistics.median(sample.seconds for sample in settled(samples))
 
 
-def take_turns(turns: Sequence[Turn], work: Work, limits: MachineLimits) -> list[Measured]:
+def time_in_rounds(calls: Sequence[TimedCall], work: Work, limits: MachineLimits) -> list[Measured]:
     """Time one batch of each call per round, with probes between. All do the same work; the last is torch's."""
     kinds = sorted(work.operations)
-    samples: list[list[Sample]] = [[] for _ in turns]
+    samples: list[list[Sample]] = [[] for _ in calls]
     before = limits.probe(*kinds)
     for _ in range(ROUNDS):
-        for index, turn in enumerate(turns):
-            seconds = turn.take()
-            if index == len(turns) - 1:
+        for index, call in enumerate(calls):
+            seconds = call.sample()
+            if index == len(calls) - 1:
                 time.sleep(TORCH_REST_SECONDS)
             after = limits.probe(*kinds)
             samples[index].append(Sample(seconds, work, before, after))

@@ -11,7 +11,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar, cast
 
 from torch import nn
@@ -20,13 +20,13 @@ from penstock.assembly import BuiltEngine
 from penstock.engine.observer import EngineObserver
 from penstock.errors import fail
 from penstock.interface.step import SchedulerOutput, StepOutput
-from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import PenstockCall, PenstockSpan
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.costs import Cost, ModelCosts
 from penstock_lab.bench.machine import MachineLimits
-from penstock_lab.bench.profile import DECODE, PREFILL, Profile, PromptTokens, Span, Step, Stretch
+from penstock_lab.bench.native import describe_key, expert_counts, kernel_seconds, trace
+from penstock_lab.bench.profile import DECODE, PREFILL, Profile, ProfiledStep, PromptTokens, Span, Stretch
 from penstock_lab.bench.samples import Rates, Sample, Work
 
 STRETCH_SECONDS = 0.05
@@ -153,15 +153,15 @@ class StepMeter(EngineObserver):
             return
         if profile is not None:
             self._spans = (PenstockSpan * MAX_SPANS)()
-            ops.trace(self._spans)
+            trace(ops, self._spans)
 
         def probe() -> Rates:
-            before = ops.kernel_seconds()
+            before = kernel_seconds(ops)
             rates = limits.probe(*self._costs.kinds)
-            self._probe_seconds += ops.kernel_seconds() - before
+            self._probe_seconds += kernel_seconds(ops) - before
             return rates
 
-        counts = ops.expert_counts
+        counts = partial(expert_counts, ops)
         self._meter = CallMeter(self._costs, self.watch, probe=probe, expert_counts=counts, keep=self._keep)
         ops.observer = self._meter
 
@@ -170,10 +170,10 @@ class StepMeter(EngineObserver):
         if self._ops is not None and self._meter is not None:
             self._meter.close()
             self._ops.observer = None
-            self._ops.trace(None)
+            trace(self._ops, None)
         return self._stretches
 
-    def step(self, compute: Callable[[], Result]) -> tuple[Result, Step]:
+    def step(self, compute: Callable[[], Result]) -> tuple[Result, ProfiledStep]:
         """Compute a step of the engine, and return its result with its measurements."""
         self.begin_step()
         result = compute()
@@ -182,11 +182,11 @@ class StepMeter(EngineObserver):
     def begin_step(self) -> None:
         self._begin = time.perf_counter(), self.watch.now(), self._kernel_seconds()
 
-    def end_step(self) -> Step:
+    def end_step(self) -> ProfiledStep:
         """Return the measurements of the step that has begun."""
         begin, begun, kernels = self._begin
         ended, end = self.watch.now(), time.perf_counter()
-        step = Step(
+        step = ProfiledStep(
             phase=self._phase(),
             input_tokens=self._prompt_tokens,
             tokens=self._last.num_tokens,
@@ -225,12 +225,12 @@ class StepMeter(EngineObserver):
 
     def _kernel_seconds(self) -> float:
         """Return the seconds spent in native calls so far, without those of probes."""
-        return 0.0 if self._ops is None else self._ops.kernel_seconds() - self._probe_seconds
+        return 0.0 if self._ops is None else kernel_seconds(self._ops) - self._probe_seconds
 
     def _keep(self, stretch: Stretch) -> None:
         self._stretches.append(stretch)
         if self._profile is not None and self._ops is not None:
-            count = self._ops.trace(self._spans)
+            count = trace(self._ops, self._spans)
             spans = [Span(_name(span.function), span.begin, span.end) for span in self._spans[:count]]
             self._profile.add_stretch(stretch, spans)
 

@@ -1,8 +1,8 @@
 """Compare each kernel with the machine's limits and with torch.
 
-The kernel, torch and the machine's limits take turns in one run (machine.py). Times are medians. Shares compare each
-sample with the limits probed before and after it (samples.py). products.py, experts.py and attention.py define what
-their figures count.
+The rounds of one run time the kernel, torch and the machine's limits (machine.py). Times are medians. Shares compare
+each sample with the limits probed before and after it (samples.py). products.py, experts.py and attention.py define
+what their figures count.
 """
 
 import contextlib

@@ -45,7 +45,7 @@ NUM_BODIES = 1000
 FACTOR = 10
 WARM_UP = 0.4  # share of each phase that is not counted, because the queue has to fill first
 HAMMER_S = NUM_CLIENTS * FACTOR / 600  # pause of a client that hammers, between a refusal and its next request
-PATIENCE = 2  # a request that has not ended after this many times max_queue_wait, plus ANSWER_S, is broken
+MAX_WAITS = 2  # a request that has not ended after this many times max_queue_wait, plus ANSWER_S, is broken
 ANSWER_S = 10.0
 
 
@@ -153,7 +153,7 @@ class Senders:
             return
         except OSError:
             data = b""
-        if connection.take(data, self.now()):
+        if connection.receive(data, self.now()):
             self._end(connection, is_open=bool(data) and self._keep_alive)
         elif not data and connection.is_stale:
             self._close(connection)
@@ -197,7 +197,7 @@ class _Connection:
         self.request, self.unsent, self.received = request, data, b""
         self.num_sent += 1
 
-    def take(self, data: bytes, now: float) -> bool:
+    def receive(self, data: bytes, now: float) -> bool:
         """Note what came. Return whether the answer is complete."""
         request = self.request
         received = self.received + data
@@ -205,7 +205,7 @@ class _Connection:
             request.status, request.answered_at = int(received[9:12]), now
         if request.status != 200:
             self.received = received
-            return self._take_refusal(now)
+            return self._receive_refusal(now)
         if request.first_token_at is None and FIRST_TOKEN in received:
             request.first_token_at = now
         if END_OF_STREAM in received[-2 * TAIL :] and received.endswith(END_OF_CHUNKS):
@@ -214,7 +214,7 @@ class _Connection:
         self.received = received[-TAIL:]
         return False
 
-    def _take_refusal(self, now: float) -> bool:
+    def _receive_refusal(self, now: float) -> bool:
         head, _, body = self.received.partition(b"\r\n\r\n")
         length = CONTENT_LENGTH.search(head)
         if length is None or len(body) < int(length[1]):
@@ -278,7 +278,7 @@ class Load:
 
     def _run(self, name: str, senders: Senders) -> Phase:
         began, cpu_s = time.perf_counter(), time.process_time()
-        senders.run(self._seconds + PATIENCE * self._max_queue_wait + ANSWER_S)
+        senders.run(self._seconds + MAX_WAITS * self._max_queue_wait + ANSWER_S)
         phase = self._sum_up(name, senders.requests)
         phase.client_cores = (time.process_time() - cpu_s) / (time.perf_counter() - began)
         print(line(phase), flush=True)
@@ -381,8 +381,8 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 1
     shares = {phase.load: phase.finished_tokens_per_s / phases[0].finished_tokens_per_s for phase in phases[2:]}
-    told = ", ".join(f"{load}: {share:.1%}" for load, share in shares.items())
-    print(f"of the peak, {told}; the bound of the first token is {args.max_queue_wait:g} s")
+    text = ", ".join(f"{load}: {share:.1%}" for load, share in shares.items())
+    print(f"of the peak, {text}; the bound of the first token is {args.max_queue_wait:g} s")
     if args.json:
         figures = {"max_queue_wait_s": args.max_queue_wait, "share_of_peak": shares}
         with open(args.json, "w", encoding="utf-8") as file:

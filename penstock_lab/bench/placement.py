@@ -174,16 +174,16 @@ def _refuse(config: EngineConfig, model: ModelConfig) -> None:
 
 
 @dataclass(slots=True)
-class Answer:
+class RowOutput:
     """The tokens of one row and their log-probabilities."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-def answers(engine: Engine, rows: int) -> dict[str, Answer]:
+def answers(engine: Engine, rows: int) -> dict[str, RowOutput]:
     """Return an engine's answers, one per row, and shut it down. Raise RequestFailedError if one fails."""
-    found = {str(row): Answer() for row in range(rows)}
+    found = {str(row): RowOutput() for row in range(rows)}
     try:
         for row in range(rows):
             prompt = [(7 + 5 * row + 31 * place) % engine.vocab_size for place in range(PROMPT_LENS[row % 3])]

@@ -20,7 +20,7 @@ from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import empty
 from penstock.spec.param_table import leaf_bounds
-from penstock_lab.bench.machine import MachineLimits, Turn, ring_length, take_turns, uniform
+from penstock_lab.bench.machine import MachineLimits, TimedCall, ring_length, time_in_rounds, uniform
 from penstock_lab.bench.samples import Work
 
 DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")
@@ -56,10 +56,13 @@ class ProductCase:
         plain = [weight.clone() for _ in range(ring_length(weight.nbytes))]
         for m in self.rows:
             x, out = uniform((m, self.k), ops.dtype, generator), torch.empty((m, self.n))
-            turns = [Turn(partial(ops.linear, x, out=out), packed), Turn(partial(functional.linear, x), plain)]
+            timed = [
+                TimedCall(partial(ops.linear, x, out=out), packed),
+                TimedCall(partial(functional.linear, x), plain),
+            ]
             operations, slices = 2 * m * self.n * self.k, 2 if self.dtype == "int8-x2" else 1
             work = Work(packed[0].num_bytes, Counter({MULTIPLIES_IN[self.dtype]: operations * slices}))
-            (measured,) = take_turns(turns, work, limits)
+            (measured,) = time_in_rounds(timed, work, limits)
             shape = {"op": "linear", "dtype": self.dtype, "leaves": self.leaves, "m": m, "n": self.n, "k": self.k}
             yield {**shape, **measured.figures(work.read_bytes, operations, limits)}
 

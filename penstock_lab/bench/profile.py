@@ -67,7 +67,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProfiledStep:
     """A measured step. The durations leave out the time that measuring took.
 
     Attributes:
@@ -119,7 +119,7 @@ class Operation:
 
 @dataclass(slots=True)
 class _Phase:
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProfiledStep] = field(default_factory=list)
     operations: dict[str, Operation] = field(default_factory=dict)
 
 
@@ -133,7 +133,7 @@ class Profile:
         self._events: list[dict[str, Any]] = []
         self._rows = {1: "engine"}
 
-    def add_step(self, step: Step) -> None:
+    def add_step(self, step: ProfiledStep) -> None:
         self._phases.setdefault(step.phase, _Phase()).steps.append(step)
         _, submit, collect, end = step.edges
         begin = self.add_outline(step)
@@ -141,7 +141,7 @@ class Profile:
         self._event("execute", "engine", submit, collect, {})
         self._event("commit", "engine", collect, end, {})
 
-    def add_outline(self, step: Step) -> float:
+    def add_outline(self, step: ProfiledStep) -> float:
         """Draw a step without its parts. Return when it began."""
         begin, *_, end = step.edges
         self._event(f"{step.phase} step", "step", begin, end, {"tokens": step.tokens})
@@ -260,7 +260,7 @@ class Phase:
     output_tokens: int = 0
     samples: list[Sample] = field(default_factory=list)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: ProfiledStep) -> None:
         self.seconds += step.seconds
         self.kernel_seconds += step.kernel_seconds
         self.step_seconds.append(step.seconds)

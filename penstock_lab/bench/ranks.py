@@ -3,7 +3,7 @@
 python -m penstock_lab.bench.ranks DIR [--ranks 2] [--quantization int8] [--write]
 
 DIR is a model's directory. --write first writes a model of the 1.1B shape with random weights there. Both engines are
-loaded at the same time and take turns; the one that waits uses no core.
+loaded at the same time and measured alternately; the one that waits uses no core.
 """
 
 import argparse

@@ -13,8 +13,7 @@ import numpy as np
 
 from penstock import SamplingParams
 from penstock.client.recorder import Recorder
-from penstock.client.records import EngineDescription
-from penstock.client.ring import Ring
+from penstock.client.records import EngineDescription, Ring
 from penstock.interface.step import (
     CacheGroup,
     NewRequest,

@@ -10,7 +10,7 @@ that limit the sample is
 
 - *unsettled* if its two probes differ by more than a factor of UNSETTLED, so that the limit in between is unknown.
   Unsettled samples are counted, but left out of medians unless all samples are unsettled;
-- *fast* if the mean of its two probes is at least FAST of the best rate seen, otherwise *slow*.
+- *fast* if the mean of its two probes is at least FAST_SHARE of the best rate seen, otherwise *slow*.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 UNSETTLED = 1.25  # ratio of two neighbouring probes
-FAST = 0.75  # share of the best rate seen
+FAST_SHARE = 0.75  # share of the best rate seen
 READ = "read"
 
 Rates = Mapping[str, float]  # READ in GB/s, and the kinds that multiply in 10^9 operations per second
@@ -85,7 +85,7 @@ class Sample:
 
     def is_fast(self, best: Rates) -> bool:
         """Return whether the limit that binds the work was near the best rate seen."""
-        return self.rates[self.bound] >= FAST * best[self.bound]
+        return self.rates[self.bound] >= FAST_SHARE * best[self.bound]
 
 
 def settled(samples: Sequence[Sample]) -> list[Sample]:

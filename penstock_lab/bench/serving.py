@@ -15,7 +15,7 @@ import msgspec
 from penstock import EngineError, InvalidRequestError
 from penstock.errors import check_choice, one_line
 from penstock_lab.bench.datasets import Sample
-from penstock_lab.bench.http_client import Answer, HttpClient
+from penstock_lab.bench.http_client import HttpClient, HttpResponse
 from penstock_lab.bench.outcomes import Load, Outcome, check_percentiles, figures
 
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -73,7 +73,7 @@ class Target:
     async def close(self) -> None:
         """Close the connections."""
         self._client.close()
-        await asyncio.sleep(0)  # the loop closes them in its next turn
+        await asyncio.sleep(0)  # the loop closes them in its next iteration
 
     async def find_model(self) -> None:
         """Ask the server for its model, unless one was given.
@@ -82,14 +82,14 @@ class Target:
             EngineError: the server cannot be reached, or lists no model.
         """
         try:
-            answer = await self._client.request("GET", "/v1/models")
+            response = await self._client.request("GET", "/v1/models")
         except OSError as error:
             raise EngineError(f"the server cannot be reached: {error.strerror or error}; is it running?") from None
-        if answer.status != 200:
-            raise EngineError(f"GET /v1/models: {_reason(answer)}")
+        if response.status != 200:
+            raise EngineError(f"GET /v1/models: {_reason(response)}")
         if self.model is None:
             try:
-                self.model = str(msgspec.json.decode(answer.body)["data"][0]["id"])
+                self.model = str(msgspec.json.decode(response.body)["data"][0]["id"])
             except (msgspec.DecodeError, LookupError, TypeError):
                 raise EngineError("GET /v1/models: the server lists no model; give --served-model-name") from None
 
@@ -116,32 +116,32 @@ class Target:
         data = msgspec.json.encode(body)
         outcome = Outcome(sample.prompt_len, perf_counter())
         try:
-            answer = await self._client.request("POST", self.endpoint, data)
+            response = await self._client.request("POST", self.endpoint, data)
         except OSError as error:
             outcome.error = f"cannot connect: {error.strerror or error}"
             return outcome
-        outcome.ended_at = answer.arrivals[-1] if answer.arrivals else perf_counter()
-        if answer.status == 200:
-            self._read(answer, outcome)
+        outcome.ended_at = response.arrivals[-1] if response.arrivals else perf_counter()
+        if response.status == 200:
+            self._read(response, outcome)
         else:
-            outcome.error = _reason(answer)
+            outcome.error = _reason(response)
         return outcome
 
-    def _read(self, answer: Answer, outcome: Outcome) -> None:
+    def _read(self, response: HttpResponse, outcome: Outcome) -> None:
         """Find the tokens in a stream of events. Parts may cut events; an event arrives with its last part."""
         rest = b""
-        for part, arrival in zip(answer.parts, answer.arrivals, strict=True):
+        for part, arrival in zip(response.parts, response.arrivals, strict=True):
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
                 if line.startswith(DATA) and not line.startswith(DATA + b"[DONE]"):
-                    self._take(line[len(DATA) :], arrival, outcome)
-        if not answer.is_whole:
+                    self._add_event(line[len(DATA) :], arrival, outcome)
+        if not response.is_whole:
             outcome.error = outcome.error or "the connection ended in the middle of the answer"
         elif not outcome.arrivals:
             outcome.error = outcome.error or (NO_TEXT if outcome.output_len else "the answer has no token")
         outcome.output_len = outcome.output_len or len(outcome.arrivals)
 
-    def _take(self, data: bytes, arrival: float, outcome: Outcome) -> None:
+    def _add_event(self, data: bytes, arrival: float, outcome: Outcome) -> None:
         try:
             event = self._read_event(data)
         except msgspec.DecodeError as error:
@@ -156,8 +156,8 @@ class Target:
             outcome.prompt_len = event.usage.prompt_tokens or outcome.prompt_len
 
 
-def _reason(answer: Answer) -> str:
-    return f"status {answer.status}: {one_line(answer.body[:300].decode(errors='replace'))}"
+def _reason(response: HttpResponse) -> str:
+    return f"status {response.status}: {one_line(response.body[:300].decode(errors='replace'))}"
 
 
 async def send_all(

@@ -1,4 +1,4 @@
-"""Measure what speculation gains: the same requests without and with drafts, in turns on one engine.
+"""Measure what speculation gains: the same requests without and with drafts, alternately on one engine.
 
 dataset       random   random ids, input_len per prompt
               repeat   the demo model is asked to repeat a text
@@ -29,7 +29,7 @@ from penstock_lab.training import chats
 DATASETS = ("random", "repeat", "demo")
 MAKERS: dict[str, Sequence[Callable[[Random], list[chats.Turn]]]] = {
     "repeat": (chats.repeat_task,),
-    "demo": (chats.told_story, chats.read_story, chats.list_task, chats.json_task),
+    "demo": (chats.requested_story, chats.read_story, chats.list_task, chats.json_task),
 }
 
 
@@ -67,7 +67,7 @@ class Contest:
         return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-class Told:
+class KnownDrafts:
     """A proposer that knows the next tokens, and proposes each of them correctly with the probability `share`."""
 
     is_free = True
@@ -122,7 +122,7 @@ def measure_speculation(
     built = build_engine(EngineConfig.from_options(**{"enable_prefix_caching": False, **options}))
     announce(built.info)
     engine = built.engine
-    told = None if contest.acceptance is None else _tell(engine, contest.acceptance)
+    known = None if contest.acceptance is None else _propose_known(engine, contest.acceptance)
     pairs: list[tuple[_Run, _Run]] = []
     with progress("runs", 2 * contest.rounds + 2) as advance:
         for index in range(contest.rounds + 1):  # the first round warms up
@@ -130,8 +130,8 @@ def measure_speculation(
             with _without_drafts(engine):
                 plain = _run(engine, prompts, contest)
             advance(1)
-            if told is not None:
-                told.answers = {name: (len(prompts[int(name)]), ids) for name, ids in plain.outputs.items()}
+            if known is not None:
+                known.answers = {name: (len(prompts[int(name)]), ids) for name, ids in plain.outputs.items()}
             drafted = _run(engine, prompts, contest)
             advance(1)
             if drafted.outputs != plain.outputs:
@@ -153,14 +153,14 @@ def measure_speculation(
     }
 
 
-def _tell(engine: Engine, acceptance: float) -> Told | None:
+def _propose_known(engine: Engine, acceptance: float) -> KnownDrafts | None:
     """Replace the engine's proposer by one that knows the next tokens."""
     if engine.speculation is None:
         return None
-    told, most = Told(acceptance, engine.vocab_size), len(engine.speculation.accepted_per_position)
+    known, most = KnownDrafts(acceptance, engine.vocab_size), len(engine.speculation.accepted_per_position)
     engine.speculation.shutdown()
-    engine.speculate(Speculation(told, most))
-    return told
+    engine.speculate(Speculation(known, most))
+    return known
 
 
 @contextmanager

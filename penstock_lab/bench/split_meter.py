@@ -20,7 +20,7 @@ from penstock.spec.model_config import ModelConfig
 from penstock.weights.sources import read_parameters
 from penstock_lab.bench.meter import Watch, peak_rss_bytes
 from penstock_lab.bench.pipeline import StageTime, bubble
-from penstock_lab.bench.profile import DECODE, PREFILL, Profile, PromptTokens, Step, Stretch
+from penstock_lab.bench.profile import DECODE, PREFILL, Profile, ProfiledStep, PromptTokens, Stretch
 
 FLOAT32_BYTES = 4
 Result = TypeVar("Result")
@@ -135,13 +135,13 @@ class SplitMeter(EngineObserver):
             self._profile.add_stages(self._stages())
         return []
 
-    def step(self, compute: Callable[[], Result]) -> tuple[Result, Step]:
+    def step(self, compute: Callable[[], Result]) -> tuple[Result, ProfiledStep]:
         """Compute a step of the engine, and return its result with its measurements."""
         begin = time.perf_counter()
         result = compute()
         end = time.perf_counter()
         plan, prompt_tokens, submitted = self._last
-        step = Step(
+        step = ProfiledStep(
             phase=PREFILL if prompt_tokens else DECODE,
             input_tokens=prompt_tokens,
             tokens=plan.num_tokens,

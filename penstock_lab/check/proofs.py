@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # name -> options under which every answ
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Generated:
     """The result of one prompt.
 
     Attributes:
@@ -122,18 +122,20 @@ def prove(setting: Setting) -> Iterator[Proof]:
             yield Proof(name, _median_error(ask(engine, setting, indices), alone), bound, SPREAD)
 
 
-def ask(engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logprobs: int | None = 0) -> list[Answer]:
+def ask(
+    engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logprobs: int | None = 0
+) -> list[Generated]:
     """Return the engine's answers to these prompts, run together. Odd indices are sampled, even ones are greedy."""
     fields = {"prompt_logprobs": prompt_logprobs, "max_tokens": NUM_TOKENS}
     return _run(engine, [(setting.prompts[index], fields | {"temperature": 0.8 * (index % 2)}) for index in indices])
 
 
-def difference(found: Answer, expected: Answer) -> float:
+def difference(found: Generated, expected: Generated) -> float:
     """Return the largest difference of a log-probability, up to and including the first token that differs."""
     return max(_largest(found.prompt_logprobs, expected.prompt_logprobs), _generated_difference(found, expected))
 
 
-def _generated_difference(found: Answer, expected: Answer) -> float:
+def _generated_difference(found: Generated, expected: Generated) -> float:
     worst = 0.0
     for own, other, ours, theirs in zip(found.ids, expected.ids, found.logprobs, expected.logprobs, strict=True):
         worst = max(worst, _largest([ours], [theirs]))
@@ -142,7 +144,7 @@ def _generated_difference(found: Answer, expected: Answer) -> float:
     return worst
 
 
-def _rescore(engine: Engine, setting: Setting, alone: list[Answer]) -> float:
+def _rescore(engine: Engine, setting: Setting, alone: list[Generated]) -> float:
     """Score prompt and answer as one prompt. Return the largest difference from the generated log-probabilities."""
     worst = 0.0
     for prompt, answer in zip(setting.prompts, alone, strict=True):
@@ -151,7 +153,7 @@ def _rescore(engine: Engine, setting: Setting, alone: list[Answer]) -> float:
     return worst
 
 
-def _run(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> list[Answer]:
+def _run(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> list[Generated]:
     """Return the answers to requests that run together, each a prompt and fields of SamplingParams."""
     outputs: dict[str, list[EngineOutput]] = {str(index): [] for index in range(len(requests))}
     for name, (prompt, fields) in zip(outputs, requests, strict=True):
@@ -163,7 +165,7 @@ def _run(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> li
                 raise RequestFailedError(f"the engine failed on a prompt of the check: {output.error}")
             outputs[output.request_id].append(output)
     return [
-        Answer(
+        Generated(
             [token for output in found for token in output.new_token_ids],
             [entry.logprobs[0] for output in found for entry in output.logprobs or []],
             [entry.logprobs[0] for output in found for entry in output.prompt_logprobs or []],
@@ -180,7 +182,7 @@ def _largest(found: list[float], expected: list[float]) -> float:
     return max((abs(own - other) for own, other in zip(found, expected, strict=True)), default=0.0)
 
 
-def _median_error(found: list[Answer], expected: list[Answer]) -> float:
+def _median_error(found: list[Generated], expected: list[Generated]) -> float:
     """Return the median error of the prompts' log-probabilities over their standard deviation.
 
     It is the median, because a router with a close choice may choose another expert, which is not an error.

@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import json
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +17,7 @@ from penstock.errors import check_int, check_str, fail
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
-from penstock.models.certificate import RANDOM_TINY, Certificate, find_basis, remove_certificate, write_certificate
+from penstock.models.certificate import RANDOM_TINY, Certificate, certificate_file, find_basis
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
@@ -30,7 +32,7 @@ from penstock_lab.check.report import Report
 from penstock_lab.check.target import find_target
 from penstock_lab.check.twin import ATTENTIONS, Twin, transformers
 
-SHORTEST = 8  # fewest tokens in the prompt
+MIN_PROMPT_TOKENS = 8  # fewest tokens in the prompt
 Announce = Callable[[str], None]
 
 
@@ -58,7 +60,7 @@ class Options:
     def __post_init__(self) -> None:
         check_str("model", self.model)
         check_str("against", self.against, optional=True)
-        check_int("prompt_len", self.prompt_len, SHORTEST, 2**20)
+        check_int("prompt_len", self.prompt_len, MIN_PROMPT_TOKENS, 2**20)
         EngineConfig.from_options(dtype=self.dtype, kernels=self.kernels)
         if self.against is not None and (self.tiny or self.verify):
             raise fail("against", self.against, "left out with --tiny and --verify")
@@ -81,7 +83,7 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
             torch.set_num_threads(1)  # products this small do not gain from more threads
         numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
         longest = config.max_position_embeddings - NUM_TOKENS - 1
-        check_int("prompt_len", options.prompt_len, SHORTEST, longest)
+        check_int("prompt_len", options.prompt_len, MIN_PROMPT_TOKENS, longest)
         prompts = make_prompts(options.prompt_len, config.vocab_size)
         setting = Setting(target.directory, numerics.dtype, numerics.kernels, prompts)
         report = Report(
@@ -163,7 +165,7 @@ def _certify(report: Report, config_file: Path) -> Report:
     file = Path(inspect.getfile(model.model_class))
     basis = find_basis(report.architecture, file, model.table_file, config_file, NUMERICS_VERSION)
     if not report.passed:
-        remove_certificate(basis.id, report.weights)
+        certificate_file(basis.id, report.weights).unlink(missing_ok=True)
         return report
     largest = {
         "layers, relative": max(row.relative_error for row in report.rows if not row.absolute),
@@ -180,4 +182,15 @@ def _certify(report: Report, config_file: Path) -> Report:
         transformers=transformers().__version__,
         proofs=largest | {proof.name: proof.error for proof in report.proofs},
     )
-    return replace(report, certificate=str(write_certificate(certificate)))
+    return replace(report, certificate=str(_write(certificate)))
+
+
+def _write(certificate: Certificate) -> Path:
+    """Write a certificate, replacing one of the same id atomically. Return its file."""
+    file = certificate_file(certificate.id, certificate.weights)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(f".{os.getpid()}")
+    content = {"id": certificate.id, **asdict(certificate)}
+    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    beside.replace(file)
+    return file

@@ -7,7 +7,7 @@ once. The embedding, the final norm, and a head that the placement leaves out ar
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array
 from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import ActivatedLinear, GatedLinear, Linear, LinearSpec, LMHead, whole
 from penstock.ranks.layers import tree_sum
-from penstock.spec.param_table import Parameter
 from penstock.weights.loader import Place
 from penstock_lab.chips.device import Work
 from penstock_lab.chips.machine import Machine, Site
@@ -222,5 +221,6 @@ class ChipsPlace(Place):
 
     machine: Machine | None = None
 
-    def factory(self, ops: Ops, parameters: Mapping[str, Parameter], **options: Any) -> LayerFactory:
-        return replace(PlacedFactory.single_device(ops, parameters, **options), machine=self.machine)
+    def factory(self, whole: LayerFactory) -> LayerFactory:
+        made = PlacedFactory(whole.ops, whole.parameters, whole.arena, whole.scheme, whole.head)
+        return replace(made, max_positions=whole.max_positions, machine=self.machine)

@@ -133,7 +133,7 @@ class Machine:
     def check(self) -> None:
         """Try every epoch, after the layers have reserved buffers. Raise OverBudgetError if one does not fit."""
         for epoch in self._epochs:
-            self._take(epoch)
+            self._hold(epoch)
             self._free(epoch)
 
     @property
@@ -180,7 +180,7 @@ class Machine:
 
     def _enter(self, index: int) -> None:
         epoch = self._epochs[index]
-        self._take(epoch)
+        self._hold(epoch)
         self._epoch = index
         self._now = max(self._now, *(self.devices[chip].free_at for site in epoch for chip in site.chips))
 
@@ -203,7 +203,7 @@ class Machine:
                 self.devices[chip].free_at = self._now
         self._clocks = {}
 
-    def _take(self, epoch: Sequence[Site]) -> None:
+    def _hold(self, epoch: Sequence[Site]) -> None:
         for site in epoch:
             operation = site.operation
             for chip in site.chips:

@@ -158,9 +158,9 @@ class AttentionOnChips(OnInner):
             first, last = item.kv_heads
             heads, kv_heads = slice(first * group, last * group), slice(first, last)
             mixed = self._inner.attend(
-                self._take(q, step, heads),
-                self._take(k_new, step, kv_heads),
-                self._take(v_new, step, kv_heads),
+                self._copy_heads(q, step, heads),
+                self._copy_heads(k_new, step, kv_heads),
+                self._copy_heads(v_new, step, kv_heads),
                 placed.parts[index],
                 step.meta,
                 self._params_of(index, heads, params),
@@ -217,7 +217,7 @@ class AttentionOnChips(OnInner):
         """Return the bytes of the queries, keys, values and results of `tokens` tokens."""
         return tokens * item.count * (2 * self._group + 2) * self._dim * int(self._inner.dtype.itemsize)
 
-    def _take(self, x: Tensor, step: RowsOfStep, heads: slice) -> Tensor:
+    def _copy_heads(self, x: Tensor, step: RowsOfStep, heads: slice) -> Tensor:
         """Copy the heads `heads` of the tokens of `step` from x [T, H, D]."""
         chosen = as_array(x)[step.tokens, heads]
         mine = self._inner.empty(chosen.shape, str(chosen.dtype))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from penstock import EngineConfig, InvalidRequestError
 from penstock.cli.options import parse_size
-from penstock_lab.planner.machines import MOST_DEVICES, Hardware
-from penstock_lab.planner.yaml_file import MOST_BYTES
+from penstock_lab.planner.machines import MAX_DEVICES, Hardware
+from penstock_lab.planner.yaml_file import MAX_BYTES
 
 if TYPE_CHECKING:  # an error in the options must not wait for the import of numpy
     from penstock_lab.planner.fit import Budget
@@ -27,12 +27,12 @@ def parse_devices(text: str) -> Devices:
     """Return the number and memory of devices from a text like 8 or 8x16GB."""
     match = DEVICES.fullmatch(text.replace("×", "x"))
     count = int(match[1]) if match else 0
-    if match is None or not 1 <= count <= MOST_DEVICES:
-        message = f"{text!r} is not from 1 to {MOST_DEVICES} devices; write it like 8 or 8x16GB"
+    if match is None or not 1 <= count <= MAX_DEVICES:
+        message = f"{text!r} is not from 1 to {MAX_DEVICES} devices; write it like 8 or 8x16GB"
         raise argparse.ArgumentTypeError(message)
     size = parse_size(match[2]) if match[2] else None
-    if size is not None and not 1 <= size <= MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r}: {match[2]} is not from 1 to {MOST_BYTES} bytes")
+    if size is not None and not 1 <= size <= MAX_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r}: {match[2]} is not from 1 to {MAX_BYTES} bytes")
     return count, size
 
 

@@ -9,7 +9,7 @@ from penstock import EngineConfig, InvalidRequestError
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import check_writable, note, saying
 from penstock_lab.cli.hardware import add_hardware, budget_of, check_ranks
-from penstock_lab.planner.machines import THIS, Hardware, load_hardware, this_file
+from penstock_lab.planner.machines import THIS_MACHINE, Hardware, load_hardware, this_file
 
 if TYPE_CHECKING:  # an error in the options must not wait for the import of numpy
     from penstock_lab.planner.placement import Placement
@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None and not args.is_run:
             raise InvalidRequestError(f"{name}: only allowed with --run", param=name)
     # Without --hardware, use the measurement of this machine, if there is one.
-    name = THIS if args.hardware is None and this_file().is_file() else args.hardware
+    name = THIS_MACHINE if args.hardware is None and this_file().is_file() else args.hardware
     hardware = None if name is None else load_hardware(name)
-    elsewhere = hardware if args.hardware not in (None, THIS) else None
+    elsewhere = hardware if args.hardware not in (None, THIS_MACHINE) else None
     check_ranks(config, elsewhere, args.devices)
     if args.plot is not None and Path(args.plot).suffix not in PICTURES:
         raise InvalidRequestError(f"plot: {args.plot!r} must end with {' or '.join(PICTURES)}", param="plot")

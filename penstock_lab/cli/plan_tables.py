@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.assembly.memory import size_text
+from penstock_lab.planner.machines import size_text
 
 MIB = 2**20
 TIME_UNITS = ((1, "s"), (1e3, "ms"), (1e6, "µs"))

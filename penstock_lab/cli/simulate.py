@@ -12,7 +12,7 @@ from penstock.client.prompts import progress
 from penstock.config import option_names
 from penstock_lab.cli.bench_serve import add_arrivals, add_dataset, read_dataset
 from penstock_lab.cli.hardware import add_hardware, budget_of, check_ranks
-from penstock_lab.planner.machines import THIS, load_hardware
+from penstock_lab.planner.machines import THIS_MACHINE, load_hardware
 
 DESCRIPTION = "Simulate a load: the real scheduler and cache on a virtual clock, which the cost of each step advances."
 # Options that change a fleet -> options, at least one of which must also be given.
@@ -147,7 +147,7 @@ def _elsewhere(options: dict[str, Any], args: argparse.Namespace) -> tuple[Any, 
     from penstock_lab.simulator.elsewhere import plan_replica
 
     config, hardware = EngineConfig.from_options(**options), load_hardware(args.hardware)
-    elsewhere = None if args.hardware == THIS else hardware
+    elsewhere = None if args.hardware == THIS_MACHINE else hardware
     check_ranks(config, elsewhere, args.devices)
     return plan_replica(config, hardware, budget_of(config, elsewhere, args.devices))
 

@@ -120,7 +120,7 @@ class InferenceEngine:
             raise
         while self.llm.engine.has_unfinished_requests():
             self._step()
-        finished = sorted(self._take_finished(), key=lambda item: item.request_id)
+        finished = sorted(self._pop_finished(), key=lambda item: item.request_id)
         tokenizer = self.llm.get_tokenizer()
         decode = (lambda ids: "") if tokenizer is None else tokenizer.decode
         texts = [decode(item.input_token_id + item.output_token_id) for item in finished]
@@ -174,7 +174,7 @@ class InferenceEngine:
             RequestFailedError: the computation of a request failed. The next call returns those that finished.
         """
         self._step()
-        return self._take_finished()
+        return self._pop_finished()
 
     def _step(self) -> None:
         finished = [output for output in self.llm.engine.step() if output.finished]
@@ -188,7 +188,7 @@ class InferenceEngine:
         if failures:
             raise RequestFailedError("; ".join(failures))
 
-    def _take_finished(self) -> list[Sequence]:
+    def _pop_finished(self) -> list[Sequence]:
         finished, self._finished = self._finished, []
         return finished
 

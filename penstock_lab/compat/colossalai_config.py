@@ -12,7 +12,7 @@ from penstock.config import BLOCK_SIZES, KV_CACHE_DTYPES, MAX_CONTEXT
 from penstock.errors import check_bool, check_choice, check_int, fail, shown
 from penstock.interface.plugins import PROCESSORS as REGISTERED
 from penstock.spec.config_reader import ConfigReader, same
-from penstock.spec.generation_config import read_refused, read_sampling
+from penstock.spec.generation_config import HARMLESS, OF_A_CALL, REFUSED, not_neutral, read_sampling
 
 # torch's types are compared as text, so that torch is not imported. float16 is served as bfloat16.
 TYPES = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
@@ -179,6 +179,16 @@ def _read(read: ConfigReader, fields: Mapping[str, Any], num_prompt_tokens: int)
     if processors:
         sampling["logits_processors"] = processors
     return sampling
+
+
+def read_refused(read: ConfigReader) -> dict[str, str]:
+    """Return each unread key of a call's config that asks for something, and why it is refused. Must be called last."""
+    found = {key: REFUSED.get(key, {"why": "unknown parameter"})["why"] for key in not_neutral(read, HARMLESS)}
+    for key, neutral in OF_A_CALL.items():
+        value = read.raw(key)
+        if value is not None and not any(same(value, item) for item in neutral):
+            found[key] = "it would have no effect here"
+    return found
 
 
 def fields_of(generation_config: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from penstock import InvalidRequestError, NotSupportedError
 from penstock.kernels.reference import attention as parts
 from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.attention import Part, Scoring
+from penstock_lab.conventions.tiled_attention import attend_tiles, combine
 
 SLICES = {0: 3, 1: 2}  # inner_precise -> the number of int8 rows that represent a row multiplied with int8
 QUERY_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the operator has only the first two
@@ -133,7 +134,7 @@ class _Slots:
     def of_sequence(self, b: int) -> slice:
         return slice(self.starts[b], self.stops[b])
 
-    def take(self, x: KeyValue, b: int) -> Tensor:
+    def tokens_of(self, x: KeyValue, b: int) -> Tensor:
         """Return sequence b's part of x [B, S, ...], of a list of [S, ...], or of blocks [num_blocks, block_size, ...].
 
         The result is contiguous, so that torch adds in the same order wherever the tokens were."""
@@ -163,8 +164,8 @@ class _Stored:
     def of_sequence(self, slots: _Slots, b: int) -> "_Stored":
         scale, offset = self.scale, self.offset
         if self.by_token:
-            scale, offset = (slots.take(x, b)[:, None, None] for x in (scale, offset))
-        return _Stored(slots.take(self.tokens, b)[None], scale, offset, self.by_token)
+            scale, offset = (slots.tokens_of(x, b)[:, None, None] for x in (scale, offset))
+        return _Stored(slots.tokens_of(self.tokens, b)[None], scale, offset, self.by_token)
 
     def scales(self, num_heads: int) -> tuple[Tensor, Tensor]:
         """Return the scales of tokens, [S or 1, 1, 1], and of query heads, [N or 1, D or 1]. One of the two is 1."""
@@ -191,7 +192,7 @@ def _attend(
     if prefix is not None:  # all rows attend to it as one sequence, so it is read once and not B times
         keys, values = (x.to(q.dtype) for x in prefix)
         before, before_lse = parts.finish(parts.attend_part(q[None], keys, values, None, Scoring(scoring.scale)))
-        out, lse = parts.combine(torch.stack([before[0], out]), torch.stack([before_lse[0], lse]))
+        out, lse = combine(torch.stack([before[0], out]), torch.stack([before_lse[0], lse]))
     return out, lse
 
 
@@ -208,7 +209,7 @@ def _part(q: Tensor, k: _Stored, v: _Stored, visible: Tensor, scoring: Scoring, 
     if keys.shape[1] == 0:
         return Part.nothing(q)
     if keys.dtype != torch.int8:
-        return parts.attend_tiles(q, keys.to(q.dtype), values.to(q.dtype), visible, scoring)
+        return attend_tiles(q, keys.to(q.dtype), values.to(q.dtype), visible, scoring)
     per_token, per_head = k.scales(q.shape[2])
     rows = kv.slices(q.float() * per_head, slices)
     p, greatest = parts.probabilities(parts.scores(rows, (keys.float() + k.offset) * per_token, visible, scoring))

@@ -48,9 +48,9 @@ class PlainDecoder(nn.Module):
 
     def forward(self, tokens: Tensor, input_pos: Tensor, caches: Sequence[Any], mask: Tensor) -> Tensor:
         x: Tensor = self.embed_tokens(tokens)
-        turn = None if self.cos_sin is None else self.cos_sin[input_pos][:, None]  # (B, 1, S, D)
+        rotary = None if self.cos_sin is None else self.cos_sin[input_pos][:, None]  # (B, 1, S, D)
         for block, cache in zip(self.layers, caches, strict=True):
-            x = block(x, turn, cache, mask)
+            x = block(x, rotary, cache, mask)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -65,8 +65,8 @@ class PlainBlock(nn.Module):
         self.post_attention_layernorm = PlainNorm(config)
         self.mlp = PlainMLP(config)
 
-    def forward(self, x: Tensor, turn: Tensor | None, cache: Any, mask: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, cache, mask)
+    def forward(self, x: Tensor, rotary: Tensor | None, cache: Any, mask: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, cache, mask)
         branch: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + branch
 
@@ -84,13 +84,13 @@ class PlainAttention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv, bias=config.attention_bias)
         self.o_proj = nn.Linear(q, hidden, bias=config.attention_out_bias)
 
-    def forward(self, x: Tensor, turn: Tensor | None, cache: Any, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor | None, cache: Any, mask: Tensor) -> Tensor:
         q, k, v = (
             proj(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, S, D)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         keys, values = (item.repeat_interleave(self.group, dim=1) for item in cache.update(k, v))
         scores = q.float() @ keys.float().transpose(2, 3) * self.head_dim**-0.5 + mask
         mixed = scores.softmax(dim=-1).to(values.dtype) @ values
@@ -98,9 +98,9 @@ class PlainAttention(nn.Module):
         return branch
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate the two halves of each head [..., D]; `turn` holds cosines, then sines."""
-    cos, sin = turn.chunk(2, dim=-1)
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate the two halves of each head [..., D]; `rotary` holds cosines, then sines."""
+    cos, sin = rotary.chunk(2, dim=-1)
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 

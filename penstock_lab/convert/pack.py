@@ -16,9 +16,10 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array
-from penstock.layers.weights import PLAIN_HEAD, WHOLE_IN_FILES, WeightLayer
+from penstock.layers.factory import LayerFactory
+from penstock.layers.weights import WHOLE_IN_FILES, WeightLayer
 from penstock.models.config_json import load_model_config
-from penstock.ranks.build import RankPlace
+from penstock.ranks.build import RankPlace, split_of
 from penstock.ranks.layers import row_magnitudes
 from penstock.ranks.sharding import Share, find_degrees, heads_are_together
 from penstock.spec.model_config import ModelConfig
@@ -108,11 +109,11 @@ class _Part:
     def __init__(self, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource, share: Share) -> None:
         ops = load_ops("cpu", dtype_for(model, "cpu", numerics.dtype), threads=numerics.threads or 1)
         self._whole_rows = _WholeRows(source, ops)
-        self.place: Place = ANYWHERE if share.degrees.size == 1 else RankPlace.of(share, self._whole_rows, model)
+        is_whole = share.degrees.size == 1
+        self.place: Place = ANYWHERE if is_whole else RankPlace(split=split_of(model, share, self._whole_rows))
         self._source = self.place.source(source)
-        self._make = self.place.factory(
-            ops, read_parameters(model), scheme=numerics.scheme, max_positions=1, head=PLAIN_HEAD
-        )
+        whole = LayerFactory.single_device(ops, read_parameters(model), scheme=numerics.scheme, max_positions=1)
+        self._make = self.place.factory(whole)
         self.layers = _packable_layers(empty_model(model, self._make))
 
     def fill(self, prefix: str, layer: WeightLayer) -> None:

@@ -18,7 +18,9 @@ from penstock.ranks.sharding import Degrees
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner.machines import Hardware
 
-MOSTLY = 0.8  # if reading takes at least this share of the multiply time, compute is not reported as the limit
+MEMORY_BOUND_SHARE = (
+    0.8  # if reading takes at least this share of the multiply time, compute is not reported as the limit
+)
 FLOAT_BYTES = 4  # bytes of a logit, and of an element of a sum that ranks exchange
 
 
@@ -53,7 +55,7 @@ class ModelWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UniformBatch:
     """One step: each of `sequences` sequences has `cached` tokens and gets `rows` new ones."""
 
     sequences: int
@@ -101,7 +103,7 @@ class StepTime:
         """The binding limit."""
         parts = {
             "memory bandwidth": self.read,
-            "compute": self.multiply if self.read < MOSTLY * self.multiply else 0.0,
+            "compute": self.multiply if self.read < MEMORY_BOUND_SHARE * self.multiply else 0.0,
             "interconnect": self.exchange,
             "host": self.host,
         }
@@ -117,7 +119,7 @@ class StepTime:
         )
 
 
-def step_time(work: ModelWork, hardware: Hardware, step: Step) -> StepTime:
+def step_time(work: ModelWork, hardware: Hardware, step: UniformBatch) -> StepTime:
     """Return the time of a step; see `time_of`."""
     tokens, pairs = _attended(work, step)
     of_streams = (pairs, 0.0) if step.rows == 1 else (0.0, pairs)
@@ -154,7 +156,7 @@ def time_of(work: ModelWork, hardware: Hardware, step: Amounts) -> StepTime:
 
 def decode_time(work: ModelWork, hardware: Hardware, batch: int, context: int) -> StepTime:
     """Return the time of a step that gives one token to each of `batch` streams with `context` tokens."""
-    return step_time(work, hardware, Step(batch, 1, max(0, context - 1)))
+    return step_time(work, hardware, UniformBatch(batch, 1, max(0, context - 1)))
 
 
 def prefill_time(
@@ -166,7 +168,7 @@ def prefill_time(
         rows = min(max_num_batched_tokens, prompt_len - done)
         together = max(1, max_num_batched_tokens // rows) if not done else 1
         for some in _portions(batch, together):
-            part = step_time(work, hardware, Step(some, rows, done))
+            part = step_time(work, hardware, UniformBatch(some, rows, done))
             total, seconds = total.plus(part), seconds + part.seconds
         done += rows
     return total, seconds
@@ -186,7 +188,7 @@ def _experts_read(work: ModelWork, rows: float) -> float:
     return float(1.0 - (1.0 - work.chosen / work.num_experts) ** rows)
 
 
-def _attended(work: ModelWork, step: Step) -> tuple[float, float]:
+def _attended(work: ModelWork, step: UniformBatch) -> tuple[float, float]:
     """Return the cached tokens that are read, and the pairs of a token and a key, in all layers and sequences."""
     tokens = pairs = 0.0
     for layers, window in work.windows:

@@ -14,16 +14,16 @@ from typing import Any
 
 from penstock import InvalidRequestError
 from penstock.errors import check_choice, check_str, fail
-from penstock_lab.planner.yaml_file import MOST_BYTES, load, names_in, number, record, whole
+from penstock_lab.planner.yaml_file import MAX_BYTES, load, names_in, number, record, whole
 
 FOLDER = Path(__file__).parent / "hardware"
-THIS = "this"
+THIS_MACHINE = "this"
 TYPES = ("float32", "bfloat16", "int8", "int4", "int4-a16")
 MULTIPLIES_IN = {"int4": "int8", "int4-a16": "bfloat16"}  # the type whose rate is used if a file has none for the key
-MOST = 1e18  # largest rate, in bytes or operations per second
-MOST_DEVICES = 2**16
+MAX_RATE = 1e18  # largest rate, in bytes or operations per second
+MAX_DEVICES = 2**16
 MANY_ROWS = 256  # from this number of rows on, a product reaches operations_per_s
-MOST_ROWS = MANY_ROWS - 1
+MAX_FEW_ROWS = MANY_ROWS - 1
 LONGEST_S = 1e6
 ALL_OTHERS = "other"  # the rate of all types not listed
 
@@ -156,8 +156,10 @@ def load_hardware(text: str) -> Hardware:
     Raises:
         InvalidRequestError: there is no such file, or one of its fields is unknown, missing or out of range.
     """
-    path = this_file() if text == THIS else FOLDER / f"{text}.yaml" if text in names() else Path(text)
-    advice = "measure it with `penstock bench machine`" if text == THIS else f"names are this, {', '.join(names())}"
+    path = this_file() if text == THIS_MACHINE else FOLDER / f"{text}.yaml" if text in names() else Path(text)
+    advice = (
+        "measure it with `penstock bench machine`" if text == THIS_MACHINE else f"names are this, {', '.join(names())}"
+    )
     return load("hardware", text, path, read_hardware, advice)
 
 
@@ -167,17 +169,17 @@ def read_hardware(found: Any) -> Hardware:
     for name in RATES:
         rates = values.get(name, {})
         rates = rates if isinstance(rates, Mapping) else {ALL_OTHERS: rates}
-        values[name] = {str(kind): number(f"{name}.{kind}", rate, 1.0, MOST) for kind, rate in rates.items()}
+        values[name] = {str(kind): number(f"{name}.{kind}", rate, 1.0, MAX_RATE) for kind, rate in rates.items()}
     if "rows_bytes_per_s" in values:
         values["rows_bytes_per_s"] = _by_rows(values["rows_bytes_per_s"])
-    for name, high in (("memory_bytes", MOST_BYTES), ("sram_bytes", MOST_BYTES), ("devices", MOST_DEVICES)):
+    for name, high in (("memory_bytes", MAX_BYTES), ("sram_bytes", MAX_BYTES), ("devices", MAX_DEVICES)):
         if name in values:
             values[name] = whole(name, values[name], 0 if name == "sram_bytes" else 1, high)
     for name in ("link_latency_s", "step_s", "sequence_s"):
         if name in values:
             values[name] = number(name, values[name], 0.0, LONGEST_S)
     if values.get("link_bytes_per_s"):  # 0: unknown
-        values["link_bytes_per_s"] = number("link_bytes_per_s", values["link_bytes_per_s"], 1.0, MOST)
+        values["link_bytes_per_s"] = number("link_bytes_per_s", values["link_bytes_per_s"], 1.0, MAX_RATE)
     if values.get("on_chip") is not None:
         values["on_chip"] = _on_chip(values["on_chip"])
     _check_spread(values.get("spread", {}))
@@ -190,7 +192,9 @@ def _by_rows(found: Any) -> dict[str, dict[int, float]]:
         raise fail("rows_bytes_per_s", found, "a mapping of types to {rows: rate}")
     return {
         str(kind): {
-            whole(f"rows_bytes_per_s.{kind}", rows, 2, MOST_ROWS): number(f"rows_bytes_per_s.{kind}", rate, 1.0, MOST)
+            whole(f"rows_bytes_per_s.{kind}", rows, 2, MAX_FEW_ROWS): number(
+                f"rows_bytes_per_s.{kind}", rate, 1.0, MAX_RATE
+            )
             for rows, rate in rates.items()
         }
         for kind, rates in found.items()
@@ -199,11 +203,11 @@ def _by_rows(found: Any) -> dict[str, dict[int, float]]:
 
 def _on_chip(found: Any) -> OnChip:
     values = record(found, OnChip, "on_chip")
-    counts = {"cores": MOST_DEVICES, "buffer_bytes": MOST_BYTES, "vectors_per_matrix": MOST_DEVICES}
+    counts = {"cores": MAX_DEVICES, "buffer_bytes": MAX_BYTES, "vectors_per_matrix": MAX_DEVICES}
     for name, high in counts.items():
         values[name] = whole(f"on_chip.{name}", values[name], 1, high)
     for name in ("matrix_flops", "vector_flops"):
-        values[name] = number(f"on_chip.{name}", values[name], 1.0, MOST)
+        values[name] = number(f"on_chip.{name}", values[name], 1.0, MAX_RATE)
     return OnChip(**values)
 
 
@@ -213,4 +217,9 @@ def _check_spread(found: Any) -> None:
         raise fail("spread", found, "a mapping of figures to [p10, p90]")
     for name, pair in found.items():
         for value in pair:
-            number(f"spread.{name}", value, 0.0, MOST)
+            number(f"spread.{name}", value, 0.0, MAX_RATE)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return bytes as text in MiB, or in GiB from 10 GiB on."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -51,7 +51,7 @@ class Tiles:
 
     Attributes:
         keys: number of keys in a tile (SInner).
-        rows: query rows that the vector units take at once; they take the group in `portions` turns.
+        rows: query rows that the vector units take at once; they take the group in `portions` passes.
     """
 
     keys: int

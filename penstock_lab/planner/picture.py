@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from penstock.assembly.memory import size_text
+from penstock_lab.planner.machines import size_text
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
@@ -33,10 +33,10 @@ td, th {{ padding: .2rem .8rem; white-space: nowrap; border-bottom: 1px solid #8
 WIDTH, LEFT, RIGHT = 980, 150, 230  # widths of the drawing, and of the text on both sides of a bar
 ROOM = WIDTH - LEFT - RIGHT
 ROW = 24
-HELD = ("weights", "cache", "workspace", "runtime")
+MEMORY_KINDS = ("weights", "cache", "workspace", "runtime")
 PARTS = ("read", "multiply", "exchange", "host")
 OPERATIONS = ("attention", "mlp", "lm_head")
-MOST_STEPS = 12
+MAX_STEPS = 12
 STYLE = """svg.plan { --paper: #ffffff; --ink: #1d2126; --soft: #5d6670; --line: #c9cfd6; --rest: #eceff2;
   --a: #3568a8; --b: #c4701c; --c: #4b8a3a; --d: #8a5fb0; --bad: #b3261e;
   font: 13px system-ui, sans-serif; background: var(--paper) }
@@ -137,14 +137,14 @@ class _Sheet:
 
 
 def _draw_memory(sheet: _Sheet, devices: Sequence[dict[str, Any]]) -> None:
-    sheet.heading("Memory by device", HELD)
+    sheet.heading("Memory by device", MEMORY_KINDS)
     longest = max(max(item["total_bytes"], item["budget_bytes"]) for item in devices)
     for item in devices:
         total, budget = item["total_bytes"], item["budget_bytes"]
         sheet.text(LEFT - 10, sheet.y + 15, item["name"], "end")
         sheet.bar(LEFT, sheet.y + 3, ROOM * budget / longest, 16, "rest")
         x = float(LEFT)
-        for name, kind in zip(HELD, "abcd", strict=True):
+        for name, kind in zip(MEMORY_KINDS, "abcd", strict=True):
             size = item[f"{name}_bytes"]
             sheet.bar(x, sheet.y + 3, ROOM * size / longest, 16, kind, f"{name}: {size_text(size)}")
             x += ROOM * size / longest
@@ -206,7 +206,7 @@ def _draw_steps(sheet: _Sheet, predictions: Sequence[dict[str, Any]]) -> None:
     if not predictions:
         return
     sheet.heading("A step in time", ("read", "multiply", "exchange", "host"))
-    for item in predictions[:MOST_STEPS]:
+    for item in predictions[:MAX_STEPS]:
         read, multiply, exchange, host = (item["parts"][name] / item["seconds"] * ROOM for name in PARTS)
         tokens = item["prompt_len"] or item["context"]
         sheet.text(LEFT - 10, sheet.y + 15, f"{item['phase']} {item['batch']} × {tokens}", "end")
@@ -218,8 +218,8 @@ def _draw_steps(sheet: _Sheet, predictions: Sequence[dict[str, Any]]) -> None:
         sheet.bar(both + exchange, sheet.y + 3, host, 16, "d", f"host: {_seconds(item['parts']['host'])}")
         sheet.text(LEFT + ROOM + 12, sheet.y + 15, f"{_seconds(item['seconds'])}, {item['bound']}")
         sheet.y += ROW
-    if len(predictions) > MOST_STEPS:
-        sheet.text(LEFT, sheet.y + 14, f"and {len(predictions) - MOST_STEPS} more", "soft")
+    if len(predictions) > MAX_STEPS:
+        sheet.text(LEFT, sheet.y + 14, f"and {len(predictions) - MAX_STEPS} more", "soft")
         sheet.y += ROW
     sheet.y += 8
 
@@ -235,7 +235,7 @@ def _seconds(value: float) -> str:
 
 
 def _device_row(item: dict[str, Any]) -> dict[str, str]:
-    names = (*HELD, "total", "budget")
+    names = (*MEMORY_KINDS, "total", "budget")
     return {"device": item["name"], **{name: size_text(item[f"{name}_bytes"]) for name in names}}
 
 

@@ -18,7 +18,7 @@ from penstock import InvalidRequestError
 from penstock.errors import check_choice, fail
 from penstock.kernels.attention.items import ELEMENT_BYTES
 from penstock.spec.model_config import ModelConfig
-from penstock_lab.planner.yaml_file import MOST_BYTES, load, names_in, whole
+from penstock_lab.planner.yaml_file import MAX_BYTES, load, names_in, whole
 
 STREAMED, RESIDENT = "streamed", "resident"
 WEIGHT_BYTES = ELEMENT_BYTES["bfloat16"]  # a placement's weights are bfloat16
@@ -26,18 +26,18 @@ LAYER = re.compile(r"\.(\d+)\.")
 FOLDER = Path(__file__).parent / "placements"
 RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 OPERATIONS = ("attention", "mlp", "lm_head")
-MOST_CHIPS = 2**12  # each has a line in the plan
-MOST_TOKENS = 2**24
+MAX_CHIPS = 2**12  # each has a line in the plan
+MAX_TOKENS = 2**24
 COUNTS = {
     "rows": 2**16,
-    "context": MOST_TOKENS,
-    "chips": MOST_CHIPS,
-    "sram_per_chip": MOST_BYTES,
-    "dram_per_chip": MOST_BYTES,
-    "stream_buffer": MOST_BYTES,
-    "checkpoint_bytes": MOST_BYTES,
+    "context": MAX_TOKENS,
+    "chips": MAX_CHIPS,
+    "sram_per_chip": MAX_BYTES,
+    "dram_per_chip": MAX_BYTES,
+    "stream_buffer": MAX_BYTES,
+    "checkpoint_bytes": MAX_BYTES,
 }
-MAY_LACK = ("stream_buffer", "checkpoint_bytes")
+OPTIONAL_COUNTS = ("stream_buffer", "checkpoint_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +312,8 @@ def read_placement(found: Any) -> Placement:
         raise InvalidRequestError(f"{', '.join(missing)} must be given, like {{chips: 0-15}}")
     for name, high in COUNTS.items():
         if values.get(name) is not None:
-            values[name] = whole(name, values[name], 0 if name in MAY_LACK else 1, high)
-        elif name not in MAY_LACK:
+            values[name] = whole(name, values[name], 0 if name in OPTIONAL_COUNTS else 1, high)
+        elif name not in OPTIONAL_COUNTS:
             raise InvalidRequestError(f"{name} must be given")
     check_choice("weights", values.get("weights", STREAMED), (STREAMED, RESIDENT))
     check_choice("cache_type", values.setdefault("cache_type", "bfloat16"), tuple(ELEMENT_BYTES))
@@ -330,7 +330,7 @@ def _operation(name: str, found: Any) -> tuple[tuple[int, ...], int]:
     allowed = {"chips", "pad"} if name == "lm_head" else {"chips"}
     if not isinstance(found, Mapping) or not set(found) <= allowed:
         raise fail(name, found, f"a mapping of {', '.join(sorted(allowed))}")
-    pad = whole("lm_head.pad", found["pad"], 0, MOST_TOKENS) if found.get("pad") is not None else 0
+    pad = whole("lm_head.pad", found["pad"], 0, MAX_TOKENS) if found.get("pad") is not None else 0
     return _chips(name, found.get("chips")), pad
 
 
@@ -344,7 +344,7 @@ def _chips(name: str, found: Any) -> tuple[int, ...]:
     for word in str(found).split(","):
         match = RANGE.fullmatch(word.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last < MOST_CHIPS:
-            raise fail(f"{name}.chips", found, f"chips like 0-15 or 3,5-7, each below {MOST_CHIPS}")
+        if not first <= last < MAX_CHIPS:
+            raise fail(f"{name}.chips", found, f"chips like 0-15 or 3,5-7, each below {MAX_CHIPS}")
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))

@@ -1,6 +1,6 @@
 """A model as the planner sees it: its config values and sizes, from config.json alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,10 +12,10 @@ from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import is_torch
+from penstock.kernels.tensors import Array, is_torch
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
-from penstock.ranks.build import NoLinks, RankPlace
+from penstock.ranks.build import RankPlace
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together
 from penstock.spec.model_config import ModelConfig
@@ -114,6 +114,15 @@ class PlannedModel:
             shapes = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in cuts.items())
             self._parts[share] = RankPlace(split=Split(share, NoLinks(), cuts)), shapes
         return self._parts[share]
+
+
+class NoLinks:
+    """Stands for the links of a rank whose part is only counted, never computed."""
+
+    bytes_received = 0
+
+    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
+        raise AssertionError("a part that is only counted does not compute")
 
 
 def layer_shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[tuple[int, ...], ...]]:

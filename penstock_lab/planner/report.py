@@ -11,7 +11,7 @@ from penstock.ranks.sharding import Share
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner.fit import Budget, Fit, Fitter
 from penstock_lab.planner.forecast import Forecaster, Load, as_json
-from penstock_lab.planner.machines import THIS, Hardware, OnChip
+from penstock_lab.planner.machines import THIS_MACHINE, Hardware, OnChip
 from penstock_lab.planner.operator import MODES, UNIFIED_BUFFER, check_buffers, schedule, tiles
 from penstock_lab.planner.placement import Placement, operation_bytes, plan_placement
 
@@ -64,7 +64,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
     share = None if fit.degrees.size == 1 else Share(0, fit.degrees)
     hardware = question.hardware
     result: dict[str, Any] = {
-        "hardware": THIS if hardware is None else hardware.name,
+        "hardware": THIS_MACHINE if hardware is None else hardware.name,
         "devices": [device.as_json() for device in fit.devices],
         "fits": fit.fits,
         "smallest_change": fit.smallest_change,

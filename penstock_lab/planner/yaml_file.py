@@ -9,7 +9,7 @@ from penstock import InvalidRequestError, ModelLoadError
 from penstock.errors import fail, one_line, shown
 from penstock.spec.config_reader import read_text, read_yaml
 
-MOST_BYTES = 2**60
+MAX_BYTES = 2**60
 Found = TypeVar("Found")
 
 

@@ -19,7 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.observer import EngineObserver
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import LogprobsAt
-from penstock_lab.prove.answers import Answer, Entry, Key, Member, Query, add_output
+from penstock_lab.prove.completions import Completion, Entry, Key, Member, Query, add_output
 from penstock_lab.prove.every_draft import EveryDraft
 from penstock_lab.prove.proof import Subject
 from penstock_lab.prove.servers import serve, stream
@@ -30,15 +30,17 @@ MAX_STEPS = 100_000  # maximum for a crowd; more would be a hang
 MAX_WAIT_S = 180.0  # maximum time for a crowd on another process, which may hang
 MAX_KILL_AFTER = 30  # maximum number of outputs of a crowd before the kill
 PIN = "pin"
-PATIENT = "--max-queue-wait=100000"  # for a server: this proof is about bits, and a busy machine is no reason to refuse
-AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+LONG_QUEUE_WAIT = (
+    "--max-queue-wait=100000"  # for a server: this proof is about bits, and a busy machine is no reason to refuse
+)
+RETURN_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True)
 class _Preemptions(EngineObserver):
     """Notes in the answers which requests were preempted."""
 
-    found: dict[Key, Answer]
+    found: dict[Key, Completion]
 
     def preempted(self, request_id: str) -> None:
         self.found[_key(request_id)].preempted = True
@@ -50,19 +52,21 @@ class Offline:
     expected: the answers of the queries' choices, for requests that bring outputs along.
     """
 
-    def __init__(self, engine: Engine, queries: list[Query], expected: dict[Key, Answer]) -> None:
+    def __init__(self, engine: Engine, queries: list[Query], expected: dict[Key, Completion]) -> None:
         self.engine = engine
         self._queries = queries
         self._expected = expected
 
-    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
+    def ask(
+        self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False
+    ) -> dict[Key, Completion]:
         """Return a crowd's answers.
 
         Args:
             disturbed: preempt running requests at random steps.
             pinned: pin the prompt of one of the requests, if it can be pinned and all requests find room beside it.
         """
-        found = {(index, choice): Answer() for index, member in enumerate(crowd) for choice in range(member.n)}
+        found = {(index, choice): Completion() for index, member in enumerate(crowd) for choice in range(member.n)}
         waiting = sorted(enumerate(crowd), key=lambda item: item[1].delay)
         scheduler, step, left = self.engine.scheduler, 0, MAX_PREEMPTIONS if disturbed else 0
         preemptions = _Preemptions(found)
@@ -107,7 +111,7 @@ class Offline:
             yield EngineRequest(f"{index} 0", query.prompt, query.params(member.n), cache_salt=member.salt)
             return
         for choice in range(member.n):
-            known = self._expected[member.query, choice] if member.cut else Answer()
+            known = self._expected[member.query, choice] if member.cut else Completion()
             state = known.sampler_states[member.cut - 1] if member.cut else None
             yield EngineRequest(
                 f"{index} {choice}", query.prompt, query.params(), choice, known.ids[: member.cut],
@@ -122,7 +126,7 @@ def _key(request_id: str) -> Key:
 
 
 def open_offline(
-    stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Answer]
+    stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Completion]
 ) -> Offline:
     engine = build_engine(EngineConfig.from_options(**options)).engine
     stack.callback(engine.shutdown)
@@ -143,11 +147,13 @@ class Streaming:
         self._runner.run(self._llm.shutdown())
         self._runner.close()
 
-    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
+    def ask(
+        self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False
+    ) -> dict[Key, Completion]:
         return self._runner.run(self._ask(crowd, random.randint(1, MAX_KILL_AFTER) if disturbed else None))
 
-    async def _ask(self, crowd: list[Member], kill_after: int | None) -> dict[Key, Answer]:
-        found: dict[Key, Answer] = {}
+    async def _ask(self, crowd: list[Member], kill_after: int | None) -> dict[Key, Completion]:
+        found: dict[Key, Completion] = {}
         num_outputs = 0
 
         async def ask(index: int, member: Member) -> None:
@@ -165,12 +171,12 @@ class Streaming:
         return found
 
 
-def _answers(output: RequestOutput) -> Iterator[tuple[int, Answer]]:
+def _answers(output: RequestOutput) -> Iterator[tuple[int, Completion]]:
     prompt = [_plain(at) for at in output.prompt_logprobs or () if at is not None]
     for choice in output.outputs:
         logprobs = [_plain(at) for at in choice.logprobs or ()]
         ended = str(choice.finish_reason)
-        answer = Answer(choice.token_ids, logprobs, prompt, ended, output.error, output.num_cached_tokens)
+        answer = Completion(choice.token_ids, logprobs, prompt, ended, output.error, output.num_cached_tokens)
         answer.pooled = output.pooled
         yield choice.index, answer
 
@@ -185,7 +191,7 @@ def _kill(pid: int | None) -> None:
 
 
 def open_streaming(
-    stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Answer]
+    stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Completion]
 ) -> Streaming:
     asker = Streaming(options, queries)
     stack.callback(asker.close)
@@ -201,19 +207,21 @@ class Serving:
     def __init__(self, stack: ExitStack, options: dict[str, Any], queries: list[Query]) -> None:
         model = options["model"]
         subject = Subject(model, {name: value for name, value in options.items() if name != "model"})
-        self._server = stack.enter_context(serve(subject, PATIENT))
+        self._server = stack.enter_context(serve(subject, LONG_QUEUE_WAIT))
         self._queries = queries
 
-    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
+    def ask(
+        self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False
+    ) -> dict[Key, Completion]:
         kill_after = random.randint(0, 5) if disturbed else None
 
-        def ask(index: int) -> dict[Key, Answer]:
-            found: dict[Key, Answer] = {}
+        def ask(index: int) -> dict[Key, Completion]:
+            found: dict[Key, Completion] = {}
             for number, chunk in enumerate(stream(self._server.url, self._body(crowd[index]))):
                 if index == 0 and number == kill_after:
                     _kill(self._server.engine_pid)
                 for choice in chunk["choices"]:
-                    _add_chunk(found.setdefault((index, choice["index"]), Answer()), choice)
+                    _add_chunk(found.setdefault((index, choice["index"]), Completion()), choice)
             return found
 
         with ThreadPoolExecutor(len(crowd)) as pool:
@@ -221,10 +229,10 @@ class Serving:
 
     def _body(self, member: Member) -> dict[str, Any]:
         query = self._queries[member.query]
-        return {"prompt": query.prompt, "n": member.n, "cache_salt": member.salt, **query.fields, **AS_IDS}
+        return {"prompt": query.prompt, "n": member.n, "cache_salt": member.salt, **query.fields, **RETURN_IDS}
 
 
-def _add_chunk(answer: Answer, choice: dict[str, Any]) -> None:
+def _add_chunk(answer: Completion, choice: dict[str, Any]) -> None:
     answer.ids += choice.get("token_ids", [])
     if choice["logprobs"] is not None:
         for top in choice["logprobs"]["top_logprobs"]:
@@ -233,14 +241,14 @@ def _add_chunk(answer: Answer, choice: dict[str, Any]) -> None:
 
 
 def open_serving(
-    stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Answer]
+    stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Completion]
 ) -> Serving:
     return Serving(stack, options, queries)
 
 
 Asker = Offline | Streaming | Serving
 OFFLINE, STREAMING, SERVING = "offline", "AsyncLLM", "HTTP"
-OPEN: dict[str, Callable[[ExitStack, dict[str, Any], list[Query], dict[Key, Answer]], Asker]] = {
+OPEN: dict[str, Callable[[ExitStack, dict[str, Any], list[Query], dict[Key, Completion]], Asker]] = {
     OFFLINE: open_offline,
     STREAMING: open_streaming,
     SERVING: open_serving,

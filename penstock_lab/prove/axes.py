@@ -15,8 +15,8 @@ from penstock.tokenizer.answers import Calls, Function, answer_grammar, literal
 Axis = dict[str, dict[str, Any]]
 
 MAX_MODEL_LEN = 144
-ITSELF = "itself"  # in LAYOUTS: the model under test also makes the drafts, so that greedy drafts are right
-OFFLOADED = "offloaded"  # in LAYOUTS: a directory of the proof, which all engines of a round share
+SELF_DRAFT = "itself"  # in LAYOUTS: the model under test also makes the drafts, so that greedy drafts are right
+OFFLOAD_DIRECTORY = "offloaded"  # in LAYOUTS: a directory of the proof, which all engines of a round share
 ROOM = "room"  # in LAYOUTS: how many of the longest requests the cache has room for, instead of a size in bytes
 
 # What an answer depends on: each combination has its own answers, with which all others are compared.
@@ -51,17 +51,21 @@ LAYOUTS: dict[str, Axis] = {
         "one per request": {"block_size": MAX_MODEL_LEN, "enable_prefix_caching": False},
     },
     "scheduling_policy": {name: {"scheduling_policy": name} for name in SCHEDULING_POLICIES},
-    "offload": {"none": {}, "memory": {"kv_offload_memory_bytes": 2**24}, "files": {"kv_offload_dir": OFFLOADED}},
+    "offload": {
+        "none": {},
+        "memory": {"kv_offload_memory_bytes": 2**24},
+        "files": {"kv_offload_dir": OFFLOAD_DIRECTORY},
+    },
     "stall": {"any": {}, "1 ms": {"max_stall_ms": 1}},
     "room": {"for all": {ROOM: 33}, "for 2": {ROOM: 2}},
     "speculation": {
         "off": {},
         "prompt lookup": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-        "itself": {"speculative_config": {"model": ITSELF, "num_speculative_tokens": 3}},
+        "itself": {"speculative_config": {"model": SELF_DRAFT, "num_speculative_tokens": 3}},
     },
     "head": {"whole": {}, "in 3 pieces, padded": {"lm_head_pieces": 3, "pad_vocab_multiple": 128}},
 }
-UNCUT: dict[str, Any] = {  # the undisturbed engine: each request alone, in one piece, one thread, nothing cached
+UNDISTURBED: dict[str, Any] = {  # the undisturbed engine: each request alone, in one piece, one thread, nothing cached
     "max_num_batched_tokens": 2048, "threads": 1, "enable_prefix_caching": False, "max_num_seqs": 1,
 }  # fmt: skip
 
@@ -69,7 +73,7 @@ SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "integer"}}, "required": ["a", "b"],
 }  # fmt: skip
 ADD = Function("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict=True)
-DEMANDED, OFFERED = (  # tool calls as grammars, in a form without special tokens
+REQUIRED_CALL, OPTIONAL_CALL = (  # tool calls as grammars, in a form without special tokens
     answer_grammar(TOOL_FORMATS["llama3_json"], Calls([ADD], required), literal, reasoning=False, is_thinking=False)
     for required in (True, False)
 )
@@ -101,8 +105,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "beam search": {"use_beam_search": True, "length_penalty": 0.7},
     "a JSON schema": {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}},
     "a regular expression": {"temperature": 0.0, "structured_outputs": {"regex": "[a-z]{2,9}-0123456789"}, **UNSCORED},
-    "demanded tool calls": {"temperature": 1.0, "structured_outputs": {"grammar": DEMANDED}},
-    "tool calls or text": {"temperature": 1.0, "structured_outputs": {"grammar": OFFERED}, **UNSCORED},
+    "demanded tool calls": {"temperature": 1.0, "structured_outputs": {"grammar": REQUIRED_CALL}},
+    "tool calls or text": {"temperature": 1.0, "structured_outputs": {"grammar": OPTIONAL_CALL}, **UNSCORED},
     "pooled prompt": {
         "pooling": PoolingParams(pooling_type="MEAN", normalize=False),
         "temperature": 0.0,
@@ -119,11 +123,11 @@ CHOICES = {1: 4, 4: 1}  # n -> how often it is taken
 ARRIVALS = ("together", "at random steps")
 PREEMPTED, RESUMED, KILLED = "preempted at random steps", "resumed after a random token", "engine killed"
 DISTURBANCES = ("none", PREEMPTED, RESUMED)  # the last two only if the engine is in the proof's own process
-OF_THE_ENGINE = (PREEMPTED, KILLED)
+ENGINE_DISTURBANCES = (PREEMPTED, KILLED)
 SALTS = ("none", "a", "b")  # drawn for each request of a crowd
 PINNED = ("nothing", "a prompt")  # the latter only if the engine is in the proof's own process
-VIA = {"offline": 10, "AsyncLLM": 1, "HTTP": 1}  # way to the engine (askers.OPEN) -> how often it is taken
-OF_CROWDS: dict[str, Sequence[str]] = {  # every value that a comparison may have, besides those above
+ENTRY_WEIGHTS = {"offline": 10, "AsyncLLM": 1, "HTTP": 1}  # way to the engine (askers.OPEN) -> how often it is taken
+CROWD_AXES: dict[str, Sequence[str]] = {  # every value that a comparison may have, besides those above
     "crowd": [*map(str, CROWDS)],
     "position": ("first", "between", "last"),
     "n": [*map(str, {*CHOICES, BEAMS})],
@@ -133,7 +137,7 @@ OF_CROWDS: dict[str, Sequence[str]] = {  # every value that a comparison may hav
     "salt": SALTS,
     "pinned": PINNED,
     "prefix": ("cold", "partial", "warm"),
-    "via": [*VIA],
+    "via": [*ENTRY_WEIGHTS],
     "request": [*KINDS],
 }
 

@@ -1,4 +1,4 @@
-"""The oracle of every attack: an honest stream that runs beside it, and everything that must be restored after it.
+"""The monitor of every attack: an honest stream that runs beside it, and everything that must be restored after it.
 
 The answer to an attack is the smaller part of a judgement. The larger part is what everybody else notices, which must
 be nothing: the canary's tokens and log-probabilities have the bits of its solo run, /health is 200 throughout, the
@@ -33,7 +33,7 @@ CANARY = {
     "return_token_ids": True,
 }
 # A text so long that short ones must not wait for it, and a form of answers, each go to a process of their own.
-WAKING: tuple[tuple[str, dict[str, Any]], ...] = (
+PROCESS_STARTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/tokenize", {"prompt": "a" * (LONG_TEXT + 1)}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}),
 )
@@ -77,7 +77,7 @@ class Worst:
 
 
 @dataclass(slots=True)
-class Oracle:
+class Monitor:
     """Watches one server while it is attacked.
 
     Args:
@@ -111,7 +111,7 @@ class Oracle:
 
     @property
     def growth_bytes(self) -> int:
-        """The growth of the server's memory since the oracle was made."""
+        """The growth of the server's memory since the monitor was made."""
         return memory_bytes(self.server.process.pid) - self._memory
 
     @contextlib.contextmanager
@@ -144,7 +144,7 @@ class Oracle:
 
     def _start_everything(self) -> None:
         """Use what a server starts with the first request that needs it, and keeps: two more text processes."""
-        for path, body in WAKING:
+        for path, body in PROCESS_STARTS:
             self._http.post(path, json=body).raise_for_status()
 
     def _complainer(self, name: str) -> Callable[[str], None]:

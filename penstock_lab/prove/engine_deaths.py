@@ -22,19 +22,19 @@ from penstock.client.engine_client import EngineState
 from penstock.client.engine_handle import MAX_DEATHS
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.servers import no_core_dumps, no_log, send_signal
-from penstock_lab.prove.streams import Answer, Stream, read
+from penstock_lab.prove.streams import ReceivedStream, Stream, read
 
 NUM_STREAMS = 16
 NUM_CROWDS = 8  # sets of streams, whose undisturbed answers are computed once
 KILLS_PER_CLIENT = MAX_DEATHS - 1
-LONGEST_WAIT_S = 0.3  # maximum time from the recovery to the next death
-SHARE_OF_HURRY = 0.1  # share of deaths that come during the recovery from the last one
+MAX_DEATH_DELAY_S = 0.3  # maximum time from the recovery to the next death
+SHARE_DURING_RECOVERY = 0.1  # share of deaths that come during the recovery from the last one
 SHARE_OF_STANDBY = 0.1  # share of the engine's deaths that follow a death of the standby
-PATIENCE_S = 180.0  # maximum wait for a recovery or a stream, on a busy machine
+TIMEOUT_S = 180.0  # maximum wait for a recovery or a stream, on a busy machine
 POLL_S = 0.002
 MEMORY_GRACE_S = 2.0  # an engine that asks for no memory within this time is killed
 OUT_OF_MEMORY = "out of memory"
-WAYS: dict[str, int] = {  # ways of dying, and how often: a hang takes seconds until it is noticed
+DEATH_WEIGHTS: dict[str, int] = {  # ways of dying, and how often: a hang takes seconds until it is noticed
     "SIGKILL": 80, "SIGSEGV": 6, "SIGABRT": 4, "SIGILL": 2, "SIGBUS": 2, OUT_OF_MEMORY: 4, "SIGSTOP": 2,
 }  # fmt: skip
 
@@ -44,7 +44,7 @@ class Case:
     """A stream, its undisturbed answer, and whether its reader waits for the first output after a death."""
 
     stream: Stream
-    expected: Answer
+    expected: ReceivedStream
     is_interrupted: bool = False
 
 
@@ -155,13 +155,13 @@ class Crowd:
                 if number and not self.trials.go_on():
                     break
                 # Never two in a row: a request that gets no token between three deaths fails, as intended.
-                hurry = number % 2 == 1 and self.trials.random.random() < 2 * SHARE_OF_HURRY
+                hurry = number % 2 == 1 and self.trials.random.random() < 2 * SHARE_DURING_RECOVERY
                 await self.end_engine(hurry=hurry)
                 self.trials.tried()
             await self.until(self.recovered, "streams to go on")
         finally:
             self._over = True
-            await asyncio.wait_for(asyncio.gather(*readers), PATIENCE_S)
+            await asyncio.wait_for(asyncio.gather(*readers), TIMEOUT_S)
 
     # --- deaths ----------------------------------------------------------------------------------------------------
 
@@ -172,12 +172,12 @@ class Crowd:
             await self.until(self.is_whole, "every engine and standby")
             if self.llm.status().standby is not None and self.trials.random.random() < SHARE_OF_STANDBY:
                 await self._end_standby()
-        await asyncio.sleep(self.trials.random.uniform(0, LONGEST_WAIT_S))
+        await asyncio.sleep(self.trials.random.uniform(0, MAX_DEATH_DELAY_S))
         await self.until(lambda: self.llm.status().pid is not None, "an engine process")
         pid = self._victim([one.pid for one in self.llm.status().replicas if one.pid is not None])
-        self.expect_death(self.trials.random.choices([*WAYS], [*WAYS.values()])[0])
+        self.expect_death(self.trials.random.choices([*DEATH_WEIGHTS], [*DEATH_WEIGHTS.values()])[0])
         if self._way == OUT_OF_MEMORY:
-            await self._take_memory(pid)
+            await self._limit_memory(pid)
         else:
             send_signal(pid, signal.Signals[self._way])
 
@@ -198,7 +198,7 @@ class Crowd:
         await self.until(lambda: self.llm.status().standby != standby, "the standby's death to be noticed")
         await self.until(self.is_whole, "another standby")
 
-    async def _take_memory(self, pid: int | None) -> None:
+    async def _limit_memory(self, pid: int | None) -> None:
         """Allow an engine no more memory than it has. If it needs none for a while, it is killed."""
         if pid is not None:
             with suppress(ProcessLookupError):
@@ -221,10 +221,10 @@ class Crowd:
         return all(state is EngineState.READY for state in states)
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             if time.monotonic() > deadline:
-                raise EngineError(f"waited {PATIENCE_S:.0f} s in vain for {what}, after {self._way}")
+                raise EngineError(f"waited {TIMEOUT_S:.0f} s in vain for {what}, after {self._way}")
             await asyncio.sleep(POLL_S)
 
     # --- streams ---------------------------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ from penstock.interface.step import SchedulerOutput
 from penstock.runner.block_store import BlockFiles
 from penstock.runner.model_runner import ModelRunner
 from penstock_lab.prove import axes
-from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock_lab.prove.askers import OFFLINE, OPEN, STREAMING, Asker, Offline
+from penstock_lab.prove.completions import Completion, Key, Member, Query, ask_alone
 from penstock_lab.prove.proof import Trials
 
 NUM_CALLS = 500  # of each kind; each call fails in one trial
-ANY_MEMORY = 2**50
+UNLIMITED_BYTES = 2**50
 MAX_CROWDS = 200  # consecutive crowds without a call of a kind after which nothing would be proved
 CAUSE = "InjectedFault: injected by the proof"
 
@@ -124,13 +124,15 @@ class Faults:
     def run(self, trials: Trials) -> None:
         options = trials.subject.options | {"model": trials.subject.model, "max_model_len": axes.MAX_MODEL_LEN}
         queries = make_queries(trials.random)
-        undisturbed = build_engine(EngineConfig.from_options(**options | axes.UNCUT))
+        undisturbed = build_engine(EngineConfig.from_options(**options | axes.UNDISTURBED))
         wanted = [(query, choice) for query in range(len(queries)) for choice in range(2)]
         expected = ask_alone(undisturbed.engine, queries, wanted)
         undisturbed.engine.shutdown()
         busy = options | {"max_num_batched_tokens": 24, "max_num_seqs": 2}
         plan = plan_kv_cache(
-            EngineConfig.from_options(**busy).resolve(undisturbed.model_config), undisturbed.model_config, ANY_MEMORY
+            EngineConfig.from_options(**busy).resolve(undisturbed.model_config),
+            undisturbed.model_config,
+            UNLIMITED_BYTES,
         )
         busy |= {"max_num_seqs": 6, "kv_cache_memory_bytes": plan.num_bytes}  # so that requests are preempted too
         calls = dict.fromkeys(FAULTS, 0)
@@ -192,7 +194,7 @@ def _member(query: int, random: Random) -> Member:
 
 
 def try_fault(
-    fault: Fault, number: int, asker: Asker, queries: list[Query], expected: dict[Key, Answer], random: Random
+    fault: Fault, number: int, asker: Asker, queries: list[Query], expected: dict[Key, Completion], random: Random
 ) -> tuple[int, str | None]:
     """Let the call with this number fail in a crowd; if the crowd has fewer calls, the first call of the next one.
 
@@ -213,7 +215,7 @@ def try_fault(
     return number, f"there was no such call in {MAX_CROWDS} crowds"
 
 
-def _wrong(found: dict[Key, Answer], crowd: list[Member], expected: dict[Key, Answer]) -> str | None:
+def _wrong(found: dict[Key, Completion], crowd: list[Member], expected: dict[Key, Completion]) -> str | None:
     """Return what is wrong with the answers of a crowd in which one call has failed; None if nothing is."""
     failed = 0
     for (index, choice), answer in found.items():

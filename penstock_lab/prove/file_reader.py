@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock import PenstockError
-from penstock.client.text import choose_tokenizer
-from penstock.client.text_process import limited
+from penstock.client.text import choose_tokenizer, limited
 from penstock.kernels.backends import load_ops
 from penstock.models.config_json import load_model_config
 from penstock.ranks.sharding_map import ShardingMap

@@ -19,7 +19,9 @@ from penstock_lab.prove.mutations import Mutator
 from penstock_lab.prove.proof import Trials
 
 EPOCH = 7
-TO_SOCKET = 0.1  # share of the frames for an engine that go to a real one; each frame that it obeys costs it a request
+SOCKET_SHARE = (
+    0.1  # share of the frames for an engine that go to a real one; each frame that it obeys costs it a request
+)
 CANARY = "the-canary"
 WAIT_S = 120.0
 NAMES = ("type", "request", "request_ids", "params", "epoch", "seed", "n", "", "prompt_token_ids", "output_token_ids")
@@ -61,7 +63,7 @@ class FrameAttack:
             self._decodes(frames.unpack_from_engine, data)
             data = self._for_engine()
             decodes = self._decodes(frames.unpack_to_engine, data)
-            if self._mutator.random.random() < TO_SOCKET:
+            if self._mutator.random.random() < SOCKET_SHARE:
                 self._send(data, obeyed=decodes)
         self._trials.tried(2 * number)
         await self._check()

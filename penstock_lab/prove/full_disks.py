@@ -26,7 +26,7 @@ NUM_KINDS = 12  # number of requests whose undisturbed answers are computed once
 MAX_CALLS = 40  # calls of a trial after which the disk must have been full
 MAX_ROOM = 4096  # maximum number of bytes by which the journal may still grow
 REWRITE_RATE = 0.2  # share of the trials in which even a newly written journal has no room
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 POLL_S = 0.005  # pause between two polls of a call, which take processor time from the call
 
 
@@ -101,7 +101,7 @@ class _Trial:
             _limit_files(self.server, resource.RLIM_INFINITY)
         if not refused:
             self.trials.wrong(f"the journal may not pass {limit} bytes, and {MAX_CALLS} calls were taken")
-        wait_until(lambda: not self._has_failed(), PATIENCE_S, "the journal to be written again")
+        wait_until(lambda: not self._has_failed(), TIMEOUT_S, "the journal to be written again")
         if not self._send():
             self.trials.wrong("a call was refused after the disk had room again")
         _check(self.trials, self.http, self.taken, f"with a journal that might not pass {limit} bytes")
@@ -136,7 +136,7 @@ def _check(trials: Trials, http: httpx.Client, calls: list[_Call], when: str) ->
     """Wait for the end of each call, and report those without the expected text."""
     for call in calls:
         found: dict[str, Any] = {}
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while found.get("status") in (None, "queued", "in_progress") and time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
                 found = http.get(f"{PATH}/{call.call_id}").json()

@@ -32,7 +32,7 @@ from penstock.server.openai_requests import (
 from penstock.server.responses import ResponseRequest
 from penstock_lab.prove.attacks import ATTACKS, SLOW_ATTACKS
 from penstock_lab.prove.attacks.attack import BODIES, FLAGS, KEY, Attack, Target, judge
-from penstock_lab.prove.canary import Oracle
+from penstock_lab.prove.canary import Monitor
 from penstock_lab.prove.frame_attacks import FrameAttack
 from penstock_lab.prove.levels import memory_bytes
 from penstock_lab.prove.mutations import Mutator
@@ -54,7 +54,7 @@ KINDS: dict[str, type[Strict]] = {
     "/rerank": RankingRequest,
 }
 JSON_HEADER = ((b"content-type", b"application/json"),)
-FINE = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)
+ALLOWED_STATUSES = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)
 PER_ROUND, AT_ONCE, THREADS = 400, 16, 4
 BACKGROUND_S = 60.0  # time within which a response that nobody waits for must end
 WIRE_S = 10.0  # a damaged request that never becomes complete is given up after this
@@ -90,42 +90,42 @@ class HostileRequests:
 
     def run(self, trials: Trials) -> None:
         with serve(trials.subject, *FLAGS) as server:
-            oracle, target = Oracle(server, KEY), Target(server.url)
+            monitor, target = Monitor(server, KEY), Target(server.url)
             mutator = Mutator(trials.random)
             maker = BodyMaker(mutator)
             known = trials.random.sample(ATTACKS, len(ATTACKS))  # so that short runs do not all try the same attacks
             for attack in (*known, *SLOW_ATTACKS):
                 if trials.go_on():
-                    self._attack(trials, oracle, target, attack)
-                    self._generated(trials, oracle, target, maker, mutator)
+                    self._attack(trials, monitor, target, attack)
+                    self._generated(trials, monitor, target, maker, mutator)
             while trials.go_on():
-                self._generated(trials, oracle, target, maker, mutator)
-            oracle.report(trials)
+                self._generated(trials, monitor, target, maker, mutator)
+            monitor.report(trials)
 
-    def _attack(self, trials: Trials, oracle: Oracle, target: Target, attack: Attack) -> None:
+    def _attack(self, trials: Trials, monitor: Monitor, target: Target, attack: Attack) -> None:
         try:
-            with oracle.watching(attack.name):
+            with monitor.watching(attack.name):
                 number = attack.run(target)
         except (OSError, ValueError, KeyError) as error:
             number = 1
             target.complaints.append(f"{attack.name}: {type(error).__name__}: {error}")
         trials.tried(number)
-        _report(trials, oracle, target)
+        _report(trials, monitor, target)
 
-    def _generated(self, trials: Trials, oracle: Oracle, target: Target, maker: BodyMaker, mutator: Mutator) -> None:
+    def _generated(self, trials: Trials, monitor: Monitor, target: Target, maker: BodyMaker, mutator: Mutator) -> None:
         requests = [maker.make() for _ in range(PER_ROUND // 2)]
         wire = [mutator.http(*maker.make(), KEY) for _ in range(PER_ROUND // 2)]
-        with oracle.watching("generated requests"):
+        with monitor.watching("generated requests"):
             _send_generated(target, requests, wire)
         trials.tried(PER_ROUND)
-        _report(trials, oracle, target)
+        _report(trials, monitor, target)
 
 
-def _report(trials: Trials, oracle: Oracle, target: Target) -> None:
-    for complaint in (*target.complaints, *oracle.complaints):
+def _report(trials: Trials, monitor: Monitor, target: Target) -> None:
+    for complaint in (*target.complaints, *monitor.complaints):
         trials.wrong(complaint)
     target.complaints.clear()
-    oracle.complaints.clear()
+    monitor.complaints.clear()
 
 
 def _send_generated(target: Target, requests: list[tuple[str, bytes]], wire: list[bytes]) -> None:
@@ -157,7 +157,7 @@ def _send_body(target: Target, path: str, body: bytes, http: httpx.Client) -> No
     except httpx.HTTPError as error:
         target.complaints.append(f"{what}: no answer: {type(error).__name__}")
     else:
-        target.judge(what, answer.status_code, answer.content, FINE)
+        target.judge(what, answer.status_code, answer.content, ALLOWED_STATUSES)
 
 
 def _send_on_wire(target: Target, data: bytes) -> None:
@@ -214,7 +214,7 @@ class GeneratedInput:
                         answer = await server.call("POST", path, body, JSON_HEADER)
                     # A body may ask for an answer within 1e-45 s, and only its own deadline may end it.
                     is_late = b'"timeout"' in body and b'"request_timeout"' in answer.body
-                    fine = (*FINE, 504) if is_late else FINE
+                    fine = (*ALLOWED_STATUSES, 504) if is_late else ALLOWED_STATUSES
                     problem = judge(answer.status, answer.body, fine) or _not_json(answer.status, answer.body)
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"

@@ -31,8 +31,8 @@ MAX_SLOPE = 1 << 20  # bytes per SLOPE_REQUESTS
 SLOPE_REQUESTS = 100_000
 OVER_HTTP = 1 / 11  # share of the requests
 IN_PROCESS_TIME = 0.6  # share of the time that the requests in this process may take
-LEAVE = 0.1  # share of the clients that leave
-KILL = 0.01  # share of the requests that begin with a death of the engine
+LEAVE_SHARE = 0.1  # share of the clients that leave
+KILL_SHARE = 0.01  # share of the requests that begin with a death of the engine
 KILL_EVERY_S = 20.0  # minimum time between two deaths, because a server gives up after five within a minute
 DEMO_SERVERS = 4  # they mostly wait until their engine may be killed again
 SERVER_WARM_UP = 4000  # requests in which a server's memory grows to its level; measured
@@ -90,7 +90,7 @@ async def _without_sockets(trials: Trials, *, until: float) -> None:
 
     async def work(bodies: list[dict[str, Any]]) -> None:
         while bodies:
-            leave_after = source.randrange(6) if source.random() < LEAVE else None
+            leave_after = source.randrange(6) if source.random() < LEAVE_SHARE else None
             content = json.dumps(bodies.pop()).encode()
             answer = await server.call("POST", "/v1/completions", content, JSON_HEADER, leave_after=leave_after)
             if leave_after is None and answer.status != 200:
@@ -137,8 +137,8 @@ class _OverHttp:
 
     def _round(self, number: int) -> None:
         bodies = [body(self._random) for _ in range(number)]
-        leave = [self._random.random() < LEAVE for _ in bodies]
-        kill = [self._random.random() < KILL for _ in bodies]
+        leave = [self._random.random() < LEAVE_SHARE for _ in bodies]
+        kill = [self._random.random() < KILL_SHARE for _ in bodies]
         pending = list(zip(bodies, leave, kill, strict=True))
         threads = [threading.Thread(target=self._work, args=(pending,)) for _ in range(4)]
         for thread in threads:
@@ -170,9 +170,9 @@ class _OverHttp:
                 with self._lock:
                     self.num_left += 1
                 return
-            told = answer.read()
+            body = answer.read()
         if answer.status_code != 200:
-            raise EngineError(f"{answer.status_code}: {told[:300]!r}")
+            raise EngineError(f"{answer.status_code}: {body[:300]!r}")
 
     def _kill(self) -> None:
         """Kill the engine, if it is there, once it may be killed again; do nothing if the time is up before."""

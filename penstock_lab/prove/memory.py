@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from penstock_lab.prove.proof import Trials
 
-ALLOWED = 0.05  # difference allowed, as a share of the plan
+TOLERANCE = 0.05  # difference allowed, as a share of the plan
 TIMEOUT_S = 900.0
 CHOICES: dict[str, tuple[Any, ...]] = {
     "max_num_seqs": (4, 16, 32),
@@ -44,7 +44,7 @@ class MemoryPlanProof:
                 trials.wrong(f"{options}: {result['error']}")
                 continue
             shares.append(result["peak"] / result["planned"])
-            if abs(shares[-1] - 1) > ALLOWED:
+            if abs(shares[-1] - 1) > TOLERANCE:
                 trials.wrong(f"{options}: peak {result['peak']:,} bytes, but {result['planned']:,} were planned")
         if shares:
             trials.figure("smallest_peak_of_plan", min(shares))

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import inspect
 
-NASTY: tuple[Any, ...] = (
+BAD_VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 17, 255, 256, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**40,
     0.5, -0.0, 1e-45, 1e308, float("nan"), float("inf"), -float("inf"), "", "a", "NaN", "5", "\u0000", "\ud800",
     "\U0001f469\u200d", "x" * 300, "../../etc/passwd", "{{ 7*7 }}", "`$.n` - at ", [], {}, [[]], [None], {"": None},
@@ -39,7 +39,7 @@ class Mutator:
         """Return a value that JSON can encode, or almost."""
         pick = self.random.random()
         if depth >= MAX_DEPTH or pick < 0.8:
-            return self.random.choice(NASTY)
+            return self.random.choice(BAD_VALUES)
         items = [self.value(depth + 1) for _ in range(self.random.randrange(4))]
         return items if pick < 0.9 else {self.random.choice(NAMES): item for item in items}
 

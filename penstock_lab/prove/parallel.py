@@ -25,14 +25,13 @@ from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array
 from penstock.models.config_json import load_model_config
-from penstock.ranks.build import RankPlan, make_runner
+from penstock.ranks.build import RankPlan, RanksExecutor, StartRanks, make_runner, open_pipeline, start_ranks
 from penstock.ranks.group import Group, ParallelExecutor, StepOrder
 from penstock.ranks.launcher import HostLauncher, Launcher
 from penstock.ranks.pipeline import Channel
 from penstock.ranks.process import serve
 from penstock.ranks.sharding import general, is_beginning, module_of
 from penstock.ranks.stage import FollowingRunner
-from penstock.ranks.start import Leader, StartRanks, open_pipeline, start_ranks
 from penstock.runner.structured import Forms
 from penstock.weights.loader import make_ops
 from penstock.weights.sources import read_parameters
@@ -41,9 +40,9 @@ from penstock_lab.prove.proof import Trials
 
 TIMEOUT_S = 60
 PROCESSES_EVERY = 5
-MAPS = 0.4  # share of the trials that have a sharding map
-HINTS = 0.3  # share of the branches that have a hint in the map
-BY_MAP = ("attention_parallel_size", "mlp_parallel_size")
+MAP_SHARE = 0.4  # share of the trials that have a sharding map
+HINT_SHARE = 0.3  # share of the branches that have a hint in the map
+SIZES_IN_MAP = ("attention_parallel_size", "mlp_parallel_size")
 BASE: dict[str, Any] = {
     "load_format": "dummy", "max_model_len": 128, "threads": 1, "kernels": "cpu", "kv_cache_memory_bytes": 2**22,
     "max_num_batched_tokens": 48, "max_num_seqs": 8,
@@ -101,6 +100,7 @@ class LocalGroup(Group):
         self.ranks = [LocalLinks(rank, self) for rank in range(size)]
         self._inboxes: list[queue.SimpleQueue[StepOrder | None]] = []
         self._following = threading.Semaphore(0)
+        self.cache_bytes = 0  # not counted
 
     @property
     def bytes_received(self) -> int:
@@ -140,7 +140,7 @@ class LocalGroup(Group):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Received:
     """Everything that a request received."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -175,9 +175,9 @@ class ParallelBits:
             while trials.go_on():
                 name = trials.random.choice(sorted(models))
                 options = draw(trials.random)
-                if trials.random.random() < MAPS:
+                if trials.random.random() < MAP_SHARE:
                     file.write_text(draw_map(Path(models[name]), trials.random))
-                    options |= dict.fromkeys(BY_MAP) | {"expert_parallel_size": 1, "sharding_config": str(file)}
+                    options |= dict.fromkeys(SIZES_IN_MAP) | {"expert_parallel_size": 1, "sharding_config": str(file)}
                     num_maps += 1
                 as_processes = trials.outcome.tried % PROCESSES_EVERY == 0
                 num_processes += as_processes
@@ -205,7 +205,7 @@ def draw_map(model: Path, chance: random.Random) -> str:
     parameters = read_parameters(load_model_config(model)).values()
     axes = {general(item.name): chance.randrange(-1, len(item.shape)) for item in parameters}
     modules = sorted({module_of(item) for item in parameters if is_beginning(item)})
-    hints = {module: chance.choice((-1, 1)) for module in modules if chance.random() < HINTS}
+    hints = {module: chance.choice((-1, 1)) for module in modules if chance.random() < HINT_SHARE}
     return "".join(f"{name}: {axis}\n" for name, axis in (axes | hints).items())
 
 
@@ -223,10 +223,10 @@ def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str |
     return None
 
 
-def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, Answer]:
+def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, Received]:
     """Return an engine's answers to greedy and sampled requests, long and short, with log-probabilities."""
     engine = build_engine(config, start=start).engine
-    found = {str(index): Answer() for index in range(4)}
+    found = {str(index): Received() for index in range(4)}
     try:
         for index, length in enumerate((3, 70, 70, 18)):
             prompt = [(7 + 5 * index // 2 + 31 * place) % engine.vocab_size for place in range(length)]
@@ -243,22 +243,21 @@ def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, 
     return found
 
 
-def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> Leader:
+def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None, launcher: Launcher) -> RanksExecutor:
     """Make every rank a thread of this process, where ranks.start_ranks makes them processes.
 
     Raises:
         PenstockError: the leader's part cannot be built.
     """
     if plan.config.parallel.pipeline_parallel_size > 1:
-        pipeline = open_pipeline(plan, _StageThreads(plan.degrees.size))
-        return Leader(pipeline, pipeline.cache_bytes)
+        return open_pipeline(plan, _StageThreads(plan.degrees.size))
     degrees = plan.degrees
     group = LocalGroup(degrees.size)
     for rank in range(1, degrees.size):
         threading.Thread(target=_be_rank, args=(plan, rank, group), daemon=True).start()
     runner = make_runner(plan, ops, 0, group.ranks[0], forms)
     group.wait_until_whole()
-    return Leader(ParallelExecutor(runner, group), runner.cache_bytes)
+    return ParallelExecutor(runner, group)
 
 
 def _be_rank(plan: RankPlan, rank: int, group: LocalGroup) -> None:

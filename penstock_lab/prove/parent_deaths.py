@@ -21,13 +21,13 @@ from penstock import EngineError
 from penstock_lab.prove.proof import Subject, Trials
 from penstock_lab.prove.servers import command_line, send_signal, stream
 
-MARK = "PENSTOCK_PROOF"  # environment variable
+MARK_VARIABLE = "PENSTOCK_PROOF"  # environment variable
 ALLOWED_S = 1.0
 START_S = 1.5  # time within which a starting server is killed
 RUN_S = 0.2  # time within which a started server is killed
 SHARE_WITH_STANDBY = 0.3
 FIRST_LINES_S = 0.2  # time from the import of ctypes to the call that ties a child to its parent, on a busy machine
-PATIENCE_S = 120.0  # maximum wait for the remaining processes to end, so that the proof leaves nothing behind
+TIMEOUT_S = 120.0  # maximum wait for the remaining processes to end, so that the proof leaves nothing behind
 LONG_STREAM = {"prompt": [1, 2, 3], "max_tokens": 10**6, "ignore_eos": True, "temperature": 0}
 
 
@@ -48,13 +48,13 @@ class ParentDeaths:
 
         def draw() -> _Choices:
             random = trials.random
-            moment = random.choice([*MOMENTS])
+            moment = random.choice([*DEATH_MOMENTS])
             flags = ["--standby"] if random.random() < SHARE_WITH_STANDBY else []
             return _Choices(moment, flags, random.uniform(0, START_S), random.uniform(0, RUN_S))
 
         def trial(chosen: _Choices) -> str | None:
             with Owner(trials.subject, chosen.flags) as owner:
-                MOMENTS[chosen.moment](owner, chosen)
+                DEATH_MOMENTS[chosen.moment](owner, chosen)
                 took.append(seconds := owner.kill())
             if seconds <= ALLOWED_S:
                 return None
@@ -69,7 +69,7 @@ class _Choices:
     """The random choices of a trial.
 
     Attributes:
-        moment: when the server is killed, one of MOMENTS.
+        moment: when the server is killed, one of DEATH_MOMENTS.
         start_s: seconds after which a starting server is killed.
         run_s: seconds after which a server that is ready, or has begun a stream, is killed.
     """
@@ -84,7 +84,7 @@ class Owner:
     """A server with its engine processes."""
 
     def __init__(self, subject: Subject, flags: list[str]) -> None:
-        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        self._mark = f"{MARK_VARIABLE}={uuid.uuid4().hex}"
         name, value = self._mark.split("=")
         self._process = subprocess.Popen(
             command_line(subject, *flags),
@@ -132,7 +132,7 @@ class Owner:
         self._process.kill()
         started = time.monotonic()
         while self.processes():
-            if time.monotonic() - started > PATIENCE_S:
+            if time.monotonic() - started > TIMEOUT_S:
                 break
             time.sleep(0.005)
         return time.monotonic() - started
@@ -179,7 +179,7 @@ def _busy_and_stopped(owner: Owner, chosen: _Choices) -> None:
     owner.stop_engines()
 
 
-MOMENTS: dict[str, Callable[[Owner, _Choices], None]] = {
+DEATH_MOMENTS: dict[str, Callable[[Owner, _Choices], None]] = {
     "starting": _starting, "starting and stopped": _starting_and_stopped,
     "idle": _idle, "busy": _busy, "stopped": _stopped, "busy and stopped": _busy_and_stopped,
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 A cluster of three nodes with four replicas is started on this machine. 32 mixed streams run at once while engines,
 replicas and whole nodes are killed. Every answer must be that of the same stream in an engine that this process starts.
-Then requests with a shared prompt show how much of it is found in caches with the router, and by taking turns.
+Then requests with a shared prompt show how much of it is found in caches with the router, and by taking slots.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ NUM_NODES, NUM_REPLICAS, NUM_STREAMS = 3, 4, 32
 OBJECT_STORE_BYTES = 100 * 2**20  # nothing passes through the store
 CPUS_PER_NODE = 4  # number that Ray assumes, whatever the machine has
 ENGINE, REPLICA, NODE = "SIGKILL of an engine", "SIGKILL of a replica", "a node lost"
-WAYS: dict[str, int] = {ENGINE: 4, REPLICA: 10, NODE: 6}
+DEATH_WEIGHTS: dict[str, int] = {ENGINE: 4, REPLICA: 10, NODE: 6}
 SHARED_TOKENS, OWN_TOKENS, NUM_SHARING, AT_ONCE = 512, 8, 60, 4
 
 
@@ -81,7 +81,7 @@ class ClusterCrowd(Crowd):
         await self.until(self.recovered, "streams to go on")
         await self.until(lambda: len(self._ready_pids()) >= 2, "two engines")
         await asyncio.sleep(self.trials.random.uniform(0, 0.3))
-        way = self.trials.random.choices([*WAYS], [*WAYS.values()])[0]
+        way = self.trials.random.choices([*DEATH_WEIGHTS], [*DEATH_WEIGHTS.values()])[0]
         self.counts[way] = self.counts.get(way, 0) + 1
         self.expect_death(way)
         pid = self.trials.random.choice(self._ready_pids())
@@ -108,7 +108,7 @@ class ClusterCrowd(Crowd):
 
 
 class RoundRobin(Router[int]):
-    """Takes turns, whatever is cached."""
+    """Takes slots, whatever is cached."""
 
     def choose(self, hashes: Sequence[bytes], num_tokens: int, queued: Mapping[int, float]) -> int:
         return super().choose([], 0, dict.fromkeys(queued, 0.0))
@@ -123,15 +123,15 @@ async def measure_prefix_hits(llm: AsyncLLM, trials: Trials) -> None:
         llm.client._fleet.router = router
         shared = [random.randrange(info.vocab_size) for _ in range(SHARED_TOKENS)]
         before = llm.status().stats.num_cached_tokens_total
-        turns = asyncio.Semaphore(AT_ONCE)
+        slots = asyncio.Semaphore(AT_ONCE)
         own = [[random.randrange(info.vocab_size) for _ in range(OWN_TOKENS)] for _ in range(NUM_SHARING)]
-        await asyncio.gather(*(_ask(llm, shared + tail, turns) for tail in own))
+        await asyncio.gather(*(_ask(llm, shared + tail, slots) for tail in own))
         found = llm.status().stats.num_cached_tokens_total - before
         trials.figure(f"prefix_hits_{name}", found / (SHARED_TOKENS * NUM_SHARING))
 
 
-async def _ask(llm: AsyncLLM, prompt: list[int], turns: asyncio.Semaphore) -> None:
-    async with turns:
+async def _ask(llm: AsyncLLM, prompt: list[int], slots: asyncio.Semaphore) -> None:
+    async with slots:
         async for _ in llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=4, ignore_eos=True)):
             pass
 

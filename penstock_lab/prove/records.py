@@ -12,8 +12,7 @@ import msgspec
 from penstock import EngineConfig, SamplingParams
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.recorder import Recorder, describe
-from penstock.client.records import Bundle, Computed, EngineDescription, make_bundle, pack
-from penstock.client.ring import Ring
+from penstock.client.records import Bundle, Computed, EngineDescription, Ring, make_bundle, pack
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import peak_blocks
 from penstock.engine.observer import EngineObserver

@@ -18,8 +18,8 @@ from penstock import EngineConfig, InvalidRequestError, ModelLoadError
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.assembly.memory import plan_kv_cache
 from penstock_lab.prove import axes, tiny_models
-from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock_lab.prove.askers import OFFLINE, OPEN, SERVING
+from penstock_lab.prove.completions import Completion, Key, Member, Query, ask_alone
 from penstock_lab.prove.proof import Trials
 
 ENGINES, CROWDS = 3, 5  # engines of a round, and crowds in each of them
@@ -27,7 +27,7 @@ LENGTHS = (1, 5, 16, 17, 24, 33, 48, 64, 72, 80, 97, 110, 120)  # lengths of pro
 SHARED = (40, 70)  # numbers of leading tokens of the longest prompt with which two more prompts begin
 MAX_TOKENS = 12
 MAX_DELAY = 12  # maximum number of steps between the first arrival and the last
-ANY_MEMORY = 2**50
+UNLIMITED_BYTES = 2**50
 MAX_LEFT_OUT = 20  # the proof is skipped if this many rounds at its start cannot be made
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Round:
     options: dict[str, Any]
     undisturbed: BuiltEngine
     queries: list[Query]
-    expected: dict[Key, Answer] = field(default_factory=dict)
+    expected: dict[Key, Completion] = field(default_factory=dict)
     offloaded: str = ""
 
     def expect(self, crowd: Iterable[Member]) -> None:
@@ -95,14 +95,14 @@ class SameBits:
             if not trials.go_on():
                 break
             point, layout = axes.choose(random, axes.LAYOUTS)
-            via = _weighted(random, axes.VIA)
+            via = _weighted(random, axes.ENTRY_WEIGHTS)
             with ExitStack() as stack:
                 asker = OPEN[via](stack, engine_options(this, layout), this.queries, this.expected)
                 for index in range(CROWDS):
                     if not trials.go_on():
                         break
                     crowd, about = make_crowd(random, this, via, is_first=index == 0)
-                    disturbed = about["disturbance"] in axes.OF_THE_ENGINE
+                    disturbed = about["disturbance"] in axes.ENGINE_DISTURBANCES
                     found = asker.ask(crowd, random, disturbed=disturbed, pinned=about["pinned"] != axes.PINNED[0])
                     _compare(trials, this, crowd, this.point | point | {"via": via} | about, found, counts)
         this.undisturbed.engine.shutdown()
@@ -122,7 +122,7 @@ def start_round(number: int, models: dict[str, str], given: dict[str, Any]) -> R
     options = options | given | {"model": models[model], "kernels": "cpu", "max_model_len": axes.MAX_MODEL_LEN}
     if models[model] != models.get("demo", models.get("yours")):
         options["load_format"] = "dummy"
-    undisturbed = build_engine(EngineConfig.from_options(**options | axes.UNCUT))
+    undisturbed = build_engine(EngineConfig.from_options(**options | axes.UNDISTURBED))
     queries = make_queries(random, undisturbed.info.vocab_size)
     return Round(number, {"model": model, **point}, options, undisturbed, queries)
 
@@ -146,7 +146,7 @@ def engine_options(this: Round, layout: dict[str, Any]) -> dict[str, Any]:
     options = this.options | {"max_num_seqs": max(axes.CROWDS)} | layout
     room = options.pop(axes.ROOM)
     drafts = options.get("speculative_config")
-    if drafts is not None and drafts.get("model") == axes.ITSELF:
+    if drafts is not None and drafts.get("model") == axes.SELF_DRAFT:
         options["speculative_config"] = {**drafts, "model": options["model"]}
     if not options.get("enable_prefix_caching", True) or not this.offloaded:
         options = {name: value for name, value in options.items() if not name.startswith("kv_offload")}
@@ -163,7 +163,7 @@ def room_bytes(options: dict[str, Any], built: BuiltEngine, room: int) -> int:
     numerics = built.config.numerics  # a directory of packed weights determines some of these
     chosen = {name: getattr(numerics, name) for name in ("dtype", "quantization", "quantization_group_size")}
     sized = EngineConfig.from_options(**options | chosen | {"max_num_seqs": room})
-    return plan_kv_cache(sized.resolve(built.model_config), built.model_config, ANY_MEMORY).num_bytes
+    return plan_kv_cache(sized.resolve(built.model_config), built.model_config, UNLIMITED_BYTES).num_bytes
 
 
 def make_crowd(random: Random, this: Round, via: str, *, is_first: bool) -> tuple[list[Member], dict[str, str]]:
@@ -214,14 +214,14 @@ def _compare(
     this: Round,
     crowd: list[Member],
     where: dict[str, str],
-    found: dict[Key, Answer],
+    found: dict[Key, Completion],
     counts: Counter[tuple[str, str]],
 ) -> None:
     for index, member in enumerate(crowd):
         query = this.queries[member.query]
         position = "first" if index == 0 else "last" if index == len(crowd) - 1 else "between"
         for choice in range(member.n):
-            answer = found.get((index, choice), Answer())
+            answer = found.get((index, choice), Completion())
             point = where | {"position": position, "n": str(member.n), "request": query.kind}
             point["salt"] = member.salt or axes.SALTS[0]
             point |= {"prefix": _prefix(answer.num_cached, len(query.prompt)), "preempted": _yes(answer.preempted)}
@@ -242,7 +242,7 @@ def _yes(value: bool) -> str:
 
 
 def _report(trials: Trials, counts: Counter[tuple[str, str]], models: list[str], left_out: dict[str, str]) -> None:
-    known = {"model": models, **axes.FORMS, **axes.LAYOUTS, **axes.OF_CROWDS}
+    known = {"model": models, **axes.FORMS, **axes.LAYOUTS, **axes.CROWD_AXES}
     missed = [f"{name}: {value}" for name, values in known.items() for value in values if not counts[name, value]]
     total = sum(map(len, known.values()))
     trials.figure("values_tried", f"{total - len(missed)} of {total} on {len(known)} axes")

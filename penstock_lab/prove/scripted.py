@@ -142,13 +142,13 @@ class ScriptedClient:
                     if output.request_id in self._mailboxes:
                         self._mailboxes[output.request_id].put(output)
                 await asyncio.sleep(0)
-        except Exception as error:  # the readers must be told
+        except Exception as error:  # the readers must learn of it
             for mailbox in self._mailboxes.values():
                 mailbox.put(RequestFailedError(f"{type(error).__name__}: {error}"))
 
 
 @dataclass(slots=True)
-class Answer:
+class Response:
     """What the application answered. `status` is 0 if the client left before."""
 
     status: int = 0
@@ -175,13 +175,13 @@ class ScriptedServer:
     async def call(
         self, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = (),
         *, leave_after: int | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Response:  # fmt: skip
         """Make one request.
 
         Args:
             leave_after: number of pieces of the answer after which the client disconnects.
         """
-        answer, pieces, left = Answer(), [body], asyncio.Event()
+        answer, pieces, left = Response(), [body], asyncio.Event()
         num_sent = 0
 
         async def receive() -> Message:

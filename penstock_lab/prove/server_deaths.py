@@ -22,7 +22,7 @@ STREAMS = 10  # streams that run at each kill
 MAX_KILLS_OF_A_STREAM = 3
 LATEST_KILL_S = 1.2  # after the streams have begun, or the server is back
 LATEST_KILL_AT_START_S = 3.0
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 RETRY_S = 0.05
 PROMPTS = ("Once upon a time", "The little robot", "A story about a ship:", "What is 3 + 4?")
 
@@ -75,10 +75,10 @@ class Follower(threading.Thread):
         self._lost_at: float | None = None
 
     def run(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not self._over and self.problem is None:
             if time.monotonic() > deadline:
-                self.problem = f"it did not end within {PATIENCE_S:.0f} s"
+                self.problem = f"it did not end within {TIMEOUT_S:.0f} s"
                 break
             with contextlib.suppress(httpx.HTTPError):
                 self._connect()
@@ -116,12 +116,12 @@ class Follower(threading.Thread):
                 return
             else:
                 if "data" in fields:
-                    self._take(fields)
+                    self._add_event(fields)
                 fields = {}
             if self._over or self.problem:
                 return
 
-    def _take(self, fields: dict[str, str]) -> None:
+    def _add_event(self, fields: dict[str, str]) -> None:
         event = json.loads(fields["data"])
         if "error" in event and "type" not in event:
             return  # a server that is killed may report that its engine is gone
@@ -129,7 +129,7 @@ class Follower(threading.Thread):
             self.gaps.append(time.monotonic() - self._lost_at)
             self._lost_at = None
         if "type" in event:
-            self._take_response(event)
+            self._add_response_event(event)
         else:
             self._last_id = fields["id"]
             for choice in event["choices"]:
@@ -137,7 +137,7 @@ class Follower(threading.Thread):
                 if choice.get("text"):
                     self.has_begun.set()
 
-    def _take_response(self, event: dict[str, Any]) -> None:
+    def _add_response_event(self, event: dict[str, Any]) -> None:
         if event["type"] == "response.failed":
             return
         if event["sequence_number"] != self._next_number:
@@ -203,7 +203,7 @@ class _Cycle:
         for follower in followed:
             follower.start()
         for follower in followed[: self._trials.random.randrange(len(followed) + 1)]:
-            follower.has_begun.wait(PATIENCE_S)
+            follower.has_begun.wait(TIMEOUT_S)
         num_kills = 0
         port = int(url.rpartition(":")[2])
         for _ in range(self._trials.random.randint(1, MAX_KILLS_OF_A_STREAM)):
@@ -233,7 +233,7 @@ class _Cycle:
         self._trials.tried(num_kills)
 
     def _problem(self, follower: Follower) -> str | None:
-        follower.join(PATIENCE_S)
+        follower.join(TIMEOUT_S)
         self.gaps += follower.gaps
         got = {
             index: (*follower.received.answer[index], reason) for index, reason in follower.received.finished.items()
@@ -253,7 +253,7 @@ class _Cycle:
             return answer.status_code not in (200, 503) or found.get("status") not in (None, "queued", "in_progress")
 
         with contextlib.suppress(EngineError):
-            wait_until(has_ended, PATIENCE_S, "a response in the background")
+            wait_until(has_ended, TIMEOUT_S, "a response in the background")
         is_right = found.get("status") in ("completed", "incomplete") and _text_of(found) == request.expected
         return None if is_right else _differs(request, found)
 

@@ -1,4 +1,4 @@
-"""Proof that a server that is told to stop finishes its requests, lets nothing new in, and leaves nothing behind."""
+"""Proof that a server that is asked to stop finishes its requests, lets nothing new in, and leaves nothing behind."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "stop": [" the"], "max_tokens": 400},
 )
 
-Answer = dict[int, tuple[str, str | None]]  # by choice: its text, and why it ended
+ChoiceTexts = dict[int, tuple[str, str | None]]  # by choice: its text, and why it ended
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Reader:
 
     url: str
     body: dict[str, Any]
-    answer: Answer = field(default_factory=dict)
+    answer: ChoiceTexts = field(default_factory=dict)
     problem: Exception | None = None
     began: float = 0.0
 
@@ -54,11 +54,11 @@ class _Reader:
         except (httpx.HTTPError, EngineError) as error:
             self.problem = error
 
-    def refused(self, told_at: float) -> bool:
+    def refused(self, signalled_at: float) -> bool:
         """Return whether the request was not let in: it got a 503, or the server was already gone."""
         if self.answer or self.problem is None:
             return False
-        late = self.began > told_at and isinstance(self.problem, httpx.HTTPError)
+        late = self.began > signalled_at and isinstance(self.problem, httpx.HTTPError)
         return late or str(self.problem).startswith("503") or isinstance(self.problem, httpx.ConnectError)
 
 
@@ -111,7 +111,7 @@ class _Drain:
     """
 
     bodies: list[dict[str, Any]]
-    expected: list[Answer]
+    expected: list[ChoiceTexts]
     delay_s: float
     problems: list[str] = field(default_factory=list)
     finished: int = 0
@@ -125,22 +125,22 @@ class _Drain:
             readers = [_Reader(server.url, body) for body in self.bodies]
             threads = _start(readers)
             time.sleep(self.delay_s)
-            told_at = time.monotonic()
+            signalled_at = time.monotonic()
             os.kill(server.process.pid, signal.SIGTERM)
             self.problems += _new_request_problem(server)
             for thread in threads:
                 thread.join(STOP_TIMEOUT_S)
             code = server.process.wait(STOP_TIMEOUT_S)
-            self.stop_s = time.monotonic() - told_at
+            self.stop_s = time.monotonic() - signalled_at
             if code != 0:
                 self.problems.append(f"exit code {code}: {server.log()[-500:]}")
         for reader, answer in zip(readers, self.expected, strict=True):
-            refused = reader.refused(told_at)
+            refused = reader.refused(signalled_at)
             self.refused += refused
             self.finished += not refused
             if not refused and (reader.problem is not None or reader.answer != answer):
-                told = f"{reader.body} gave {reader.answer}, then {reader.problem!r}; undisturbed {answer}"
-                self.problems.append(told)
+                problem = f"{reader.body} gave {reader.answer}, then {reader.problem!r}; undisturbed {answer}"
+                self.problems.append(problem)
         if engine_pid is not None and not _ended(engine_pid):
             self.problems.append(f"the engine process {engine_pid} has outlived its server")
 
@@ -166,7 +166,7 @@ def _read_all(readers: list[_Reader]) -> list[_Reader]:
 
 
 def _new_request_problem(server: Server) -> list[str]:
-    """Send a request to a server that has been told to stop. Return what is wrong with its answer, if anything is."""
+    """Send a request to a server that has been asked to stop. Return what is wrong with its answer, if anything is."""
     wait_s = 0.05  # for the signal to arrive; an earlier request may be let in
     time.sleep(wait_s)
     try:

@@ -62,7 +62,7 @@ class Stream:
 
 
 @dataclass(slots=True)
-class Received:
+class ReceivedChoice:
     """What the reader of one choice has received: all outputs together, however they were divided."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -87,10 +87,10 @@ class Received:
 
 
 @dataclass(slots=True)
-class Answer:
+class ReceivedStream:
     """What the reader of one stream has received."""
 
-    choices: dict[int, Received] = field(default_factory=dict)
+    choices: dict[int, ReceivedChoice] = field(default_factory=dict)
     prompt_logprobs: list[LogprobsAt | None] | None = None
 
     @property
@@ -100,14 +100,14 @@ class Answer:
     def add(self, output: RequestOutput, params: SamplingParams) -> None:
         """Take an output of the stream. Raise ValueError if it takes back what was given before."""
         for choice in output.outputs:
-            self.choices.setdefault(choice.index, Received()).add(choice, is_delta=params.output_kind == "delta")
+            self.choices.setdefault(choice.index, ReceivedChoice()).add(choice, is_delta=params.output_kind == "delta")
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
 
-    def difference(self, undisturbed: "Answer") -> str | None:
+    def difference(self, undisturbed: "ReceivedStream") -> str | None:
         """Return where this answer differs from that of an undisturbed run; None if they are equal."""
         for index, expected in undisturbed.choices.items():
-            found = self.choices.get(index, Received())
-            for name in Received.__slots__:
+            found = self.choices.get(index, ReceivedChoice())
+            for name in ReceivedChoice.__slots__:
                 ours, theirs = getattr(found, name), getattr(expected, name)
                 if ours != theirs:
                     return f"choice {index}: {name} is {ours!r}, undisturbed {theirs!r}"
@@ -115,9 +115,9 @@ class Answer:
         return None if same else "there are other choices or prompt log-probabilities"
 
 
-async def read(outputs: AsyncIterator[RequestOutput], stream: Stream, noticed: Callable[[], None]) -> Answer:
+async def read(outputs: AsyncIterator[RequestOutput], stream: Stream, noticed: Callable[[], None]) -> ReceivedStream:
     """Read a stream to its end. `noticed` is called after each output."""
-    answer = Answer()
+    answer = ReceivedStream()
     async for output in outputs:
         answer.add(output, stream.params)
         noticed()

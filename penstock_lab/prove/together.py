@@ -44,7 +44,7 @@ NUM_SHARED = 6  # number of texts with which prompts begin
 ROWS, ROOM = 24, 2  # requests at once, and how many of the longest ones find room in the cache
 MAX_OPEN = 40  # requests that run or wait
 ARRIVAL_RATES = (0.05, 0.3, 1.0)  # per step; each sitting has one of them
-SITTING = 100  # requests, after which the engine finishes all of them, and every block must be free
+REQUESTS_PER_ROUND = 100  # requests, after which the engine finishes all of them, and every block must be free
 
 
 def ramp(logits: Any, args: Any) -> Any:
@@ -197,7 +197,7 @@ class Together:
         crowd = _open(trials)
         try:
             while trials.go_on():
-                _sit(crowd)
+                _run_round(crowd)
         finally:
             PROCESSORS.pop(PROCESSOR, None)
             crowd.client.shutdown()
@@ -217,7 +217,7 @@ def _open(trials: Trials) -> _Crowd:
     """Build both engines. The one for the crowd has little room, so that requests preempt each other."""
     random, subject = Random(f"engine {trials.seed}"), trials.subject
     options: dict[str, Any] = {"kernels": "cpu", **subject.options, "model": subject.model}
-    alone = build_engine(EngineConfig.from_options(**{**options, **axes.UNCUT, "max_num_seqs": 4}))
+    alone = build_engine(EngineConfig.from_options(**{**options, **axes.UNDISTURBED, "max_num_seqs": 4}))
     longest = alone.info.max_model_len - MAX_TOKENS
     check_int("max_model_len", longest, LENGTHS[0] + 1, 2**31)
     layout = {
@@ -240,17 +240,17 @@ def _open(trials: Trials) -> _Crowd:
     return _Crowd(trials, maker, served, client, other)
 
 
-def _sit(crowd: _Crowd) -> None:
+def _run_round(crowd: _Crowd) -> None:
     """Let requests come at random until there were enough, and the engine finish all of them."""
     random, trials = Random(f"arrivals {crowd.trials.seed} {crowd.number}"), crowd.trials
-    left, rate = min(SITTING, trials.goal - trials.outcome.tried), random.choice(ARRIVAL_RATES)
+    left, rate = min(REQUESTS_PER_ROUND, trials.goal - trials.outcome.tried), random.choice(ARRIVAL_RATES)
     while left or crowd.client.has_unfinished_requests():
         if left and len(crowd.open) < MAX_OPEN and random.random() < rate:
             left -= 1
             _arrive(crowd)
         for output in crowd.client.step():
-            _take(crowd, output)
-        if left < SITTING - MAX_OPEN and not trials.go_on():
+            _receive(crowd, output)
+        if left < REQUESTS_PER_ROUND - MAX_OPEN and not trials.go_on():
             left = 0
     crowd.served.engine.check_integrity()
     cache = crowd.served.engine.kv_cache
@@ -272,7 +272,7 @@ def _arrive(crowd: _Crowd) -> None:
     crowd.counts.update(asked.features)
 
 
-def _take(crowd: _Crowd, output: RequestOutput) -> None:
+def _receive(crowd: _Crowd, output: RequestOutput) -> None:
     number, asked, _ = crowd.open[output.request_id]
     crowd.open[output.request_id] = number, asked, output
     leaves = asked.leaves_after is not None and len(output.outputs[0].token_ids) >= asked.leaves_after

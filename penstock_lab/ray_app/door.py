@@ -45,8 +45,8 @@ class Door:
         self._token = token
         self._socket = socket.create_server((host, 0))
         self._socket.setblocking(False)
-        self._let_in: dict[bytes, asyncio.Future[socket.socket]] = {}
-        self._asking: set[asyncio.Task[None]] = set()
+        self._admitted: dict[bytes, asyncio.Future[socket.socket]] = {}
+        self._admitting: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
     @property
@@ -62,42 +62,42 @@ class Door:
 
     def close(self) -> None:
         """Stop listening, and close the connections that nobody has taken."""
-        for task in (*self._asking, *filter(None, [self._accepting])):
+        for task in (*self._admitting, *filter(None, [self._accepting])):
             task.cancel()
         self._socket.close()
-        for found in self._let_in.values():
+        for found in self._admitted.values():
             if found.done() and not found.cancelled():
                 found.result().close()
             found.cancel()
-        self._let_in.clear()
+        self._admitted.clear()
 
-    async def take(self, *labels: bytes, within_s: float) -> list[socket.socket]:
+    async def accept(self, *labels: bytes, within_s: float) -> list[socket.socket]:
         """Wait until all connections with these labels have come. Return them, non-blocking; the caller owns them.
 
         Raises:
             TimeoutError: one of them has not come in time, perhaps because its process has ended.
         """
         if self._accepting is None:
-            self._accepting = asyncio.create_task(self._accept(), name="connections to a door")
+            self._accepting = asyncio.create_task(self._accept_all(), name="connections to a door")
         waited = [self._expect(label) for label in labels]
         _, missing = await asyncio.wait(waited, timeout=within_s)
         if missing:
             raise TimeoutError(f"{len(missing)} of {len(labels)} connections have not come in {within_s:g} s")
         for label in labels:
-            del self._let_in[label]
+            del self._admitted[label]
         return [item.result() for item in waited]
 
     def _expect(self, label: bytes) -> "asyncio.Future[socket.socket]":
-        return self._let_in.setdefault(label, asyncio.get_running_loop().create_future())
+        return self._admitted.setdefault(label, asyncio.get_running_loop().create_future())
 
-    async def _accept(self) -> None:
+    async def _accept_all(self) -> None:
         while True:
             connection, _ = await asyncio.get_running_loop().sock_accept(self._socket)
-            task = asyncio.create_task(self._ask(connection))
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            task = asyncio.create_task(self._admit(connection))
+            self._admitting.add(task)
+            task.add_done_callback(self._admitting.discard)
 
-    async def _ask(self, connection: socket.socket) -> None:
+    async def _admit(self, connection: socket.socket) -> None:
         """Accept a connection if it sends the token; close it otherwise."""
         connection.setblocking(False)
         hello = b""

@@ -52,7 +52,7 @@ class EngineReplica:
         token = secrets.token_bytes(TOKEN_BYTES)
         with Door(token, ray.util.get_node_ip_address()) as door:
             yield {"address": door.address, "token": token, **self._place}
-            engine, load = await door.take(ENGINE, LOAD, within_s=CONNECT_S)
+            engine, load = await door.accept(ENGINE, LOAD, within_s=CONNECT_S)
         with load:
             with engine:
                 descriptor = engine.fileno()

@@ -36,7 +36,7 @@ from penstock_lab.ray_app.cluster import join_cluster
 from penstock_lab.ray_app.door import LABEL_BYTES, TOKEN_BYTES, Door, dial
 
 PLACE_S = 60.0  # time limit for Ray to find places, which may first have to be freed, and for each answer of a place
-LOOK_S = 1.0  # between two readings of the remote ranks' processor time
+READING_INTERVAL_S = 1.0  # between two readings of the remote ranks' processor time
 LEVEL = "PENSTOCK_CPU_LEVEL"
 
 
@@ -107,7 +107,7 @@ class Place:
 
     async def _connect(self, wire: Wire) -> socket.socket:
         if wire.address is None:
-            (found,) = await self._door.take(wire.label, within_s=PLACE_S)
+            (found,) = await self._door.accept(wire.label, within_s=PLACE_S)
         else:
             found = await asyncio.to_thread(dial, wire.address, self._token + wire.label)
         found.setblocking(True)
@@ -231,9 +231,9 @@ class RayLauncher:
         return time.monotonic() if self._cpu_s is None else self._cpu_s
 
     def _watch(self) -> None:
-        while not self._is_closed.wait(LOOK_S):
+        while not self._is_closed.wait(READING_INTERVAL_S):
             with suppress(RayError):  # a lost rank uses no more time
-                self._cpu_s = sum(self._ask("cpu_s", timeout=LOOK_S))
+                self._cpu_s = sum(self._ask("cpu_s", timeout=READING_INTERVAL_S))
 
     def close(self) -> None:
         """End the places and everything that runs in them. A second call does nothing."""

@@ -7,7 +7,7 @@
     replica       one engine, as assembly makes it; `leap` takes many steps at once while nothing is decided
     fleet         several replicas behind a router, in order of time
     figures       streaming percentiles; no request is kept
-    scenario      a load and a fleet; the smallest fleet for a target; `workers` distributes it to processes
+    scenario      a load and a fleet; the smallest fleet for a target
 
-`run` goes from options to figures, which `report` prints and draws.
+`run` goes from options to figures, in several processes if wanted, which `report` prints and draws.
 """

@@ -7,15 +7,14 @@ from typing import Any
 from penstock import EngineConfig, SamplingParams
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.recorder import Recorder, describe
-from penstock.client.records import Bundle, make_bundle
-from penstock.client.ring import Ring
+from penstock.client.records import Bundle, Ring, make_bundle
 from penstock.interface.messages import EngineRequest
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, fit_costs
 from penstock_lab.simulator.recorded import measured_steps
 
 RING_BYTES = 2**26
 SECONDS = 8.0  # time after which no further load begins, except in the first round
-LONGEST = 1024  # tokens of a prompt
+MAX_PROMPT_TOKENS = 1024  # tokens of a prompt
 LONG_PROMPTS = 4  # long prompts in a load; more prompts are shorter, so that a round of a large model takes a minute
 OUTPUT_LEN = 24
 
@@ -40,7 +39,7 @@ def record_mix(built: BuiltEngine) -> Bundle:
     ring = Ring.create(RING_BYTES)
     engine.observe(Recorder(ring, describe(engine, built.config, built.info)))
     rng, ended_at, round_number = random.Random(0), time.monotonic() + SECONDS, 0
-    longest = max(1, min(LONGEST, engine.max_model_len - OUTPUT_LEN))
+    longest = max(1, min(MAX_PROMPT_TOKENS, engine.max_model_len - OUTPUT_LEN))
     while round_number == 0 or time.monotonic() < ended_at:
         count = 1
         while count <= engine.scheduler.max_num_seqs:

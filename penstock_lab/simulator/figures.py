@@ -13,7 +13,7 @@ from penstock import InvalidRequestError
 from penstock.errors import shown
 
 WIDTH = math.log1p(0.005)  # width of a bucket, in the logarithm of the time
-SHORTEST = 1e-9  # seconds; a shorter time counts as this
+MIN_SECONDS = 1e-9  # seconds; a shorter time counts as this
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "itl", "e2e")
 COUNTS = ("requests", "rejected", "failed", "good", "output_tokens", "prompt_tokens", "cached_tokens", "preemptions",
@@ -28,7 +28,7 @@ class Histogram:
         self._counts: Counter[int] = Counter()
 
     def add(self, seconds: float, count: int = 1) -> None:
-        self._counts[math.floor(math.log(max(seconds, SHORTEST)) / WIDTH)] += count
+        self._counts[math.floor(math.log(max(seconds, MIN_SECONDS)) / WIDTH)] += count
 
     def merge(self, other: "Histogram") -> None:
         self._counts.update(other._counts)
@@ -195,7 +195,7 @@ class Figures:
 
     def summary(self, replicas: int) -> dict[str, Any]:
         """Return the figures for JSON. Times are in milliseconds, goodput in good requests per second."""
-        duration = max(self.ended - self.began, SHORTEST) if self.requests else 0.0
+        duration = max(self.ended - self.began, MIN_SECONDS) if self.requests else 0.0
         rate = 1 / duration if duration else 0.0
         num_requests = self.requests + self.rejected + self.failed
         fleet = self.fleet or FleetFigures(replicas, replicas, 0, 0)

@@ -20,7 +20,7 @@ from enum import Enum
 from penstock.errors import check_float
 from penstock_lab.simulator.figures import FleetFigures
 
-LOOK_S = 10.0  # seconds between two decisions of the autoscaler
+DECISION_INTERVAL_S = 10.0  # seconds between two decisions of the autoscaler
 LONGEST_S = 1e7
 
 
@@ -141,7 +141,7 @@ class Lifecycle:
             self._since[index] = 0.0
             self._serve(index, 0.0)
         if self._scaler is not None:
-            self._set_timer(-1, LOOK_S)
+            self._set_timer(-1, DECISION_INTERVAL_S)
 
     @property
     def next_at(self) -> float:
@@ -156,7 +156,7 @@ class Lifecycle:
         """
         _, index, _ = heapq.heappop(self._timers)
         if index < 0:
-            self._set_timer(-1, now + LOOK_S)
+            self._set_timer(-1, now + DECISION_INTERVAL_S)
             return self._scaled(now, ongoing)
         if self._states[index] is _State.STARTING:
             self._serve(index, now)

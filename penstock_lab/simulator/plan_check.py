@@ -3,7 +3,8 @@
 python -m penstock_lab.simulator.plan_check MODEL
 
 The weights are random if MODEL's directory has only a config.json. For each form of the weights, two kinds of cases are
-predicted and measured: the step of some streams, and the time to the first token of one prompt. All cases take turns.
+predicted and measured: the step of some streams, and the time to the first token of one prompt. Every round
+measures each case once.
 
 The rates that predictions are based on are those of `penstock bench machine`, measured right before and right after the
 cases of a form, because the rates of a shared machine change within minutes; a prediction is the mean of both. The exit

@@ -21,7 +21,7 @@ from penstock_lab.simulator.arrivals import Arrival
 from penstock_lab.simulator.executor import TOKEN, CostExecutor, StepCosts, VirtualClock
 from penstock_lab.simulator.figures import Figures, RequestTimes
 
-SHORTEST = 2  # steps; fewer are computed one by one
+MIN_LEAP_STEPS = 2  # steps; fewer are computed one by one
 MakeEngine = Callable[[Executor, VirtualClock], Engine]
 NUM_IDS = 2**62  # size of the vocabulary: each prompt has its own id, so that no prompt begins like another by accident
 
@@ -36,7 +36,7 @@ def num_forced_steps(engine: Engine) -> int:
     if scheduler.is_trying or engine.speculation is not None:
         return 0
     count = min((item.max_output_tokens - item.num_output_tokens for item in running), default=0) - 1
-    if count < SHORTEST or not all(item.is_stream for item in running):
+    if count < MIN_LEAP_STEPS or not all(item.is_stream for item in running):
         return 0
     size = group.block_size
     needed = sum(-(-(item.num_tokens - 1 + count) // size) + (item.num_tokens - 1) // -size for item in running)

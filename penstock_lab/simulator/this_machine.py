@@ -1,7 +1,7 @@
 """Measure this machine once, for `penstock plan`: how fast products read and multiply weights of each type, and how
 long a step takes beside its products.
 
-All cases take turns, round after round, until the medians of the first and the second half of the rounds agree. So the
+Every round measures each case once, until the medians of the first and the second half of the rounds agree. So the
 load of other processes affects all cases alike, and a machine that does not settle is reported as unsettled. No torch.
 """
 
@@ -25,6 +25,7 @@ from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheS
 from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, UINT8, Tensor, address_of, empty
+from penstock_lab.bench.native import limit_read
 from penstock_lab.bench.samples import spread
 from penstock_lab.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware
 from penstock_lab.planner.planned import PlannedModel
@@ -41,7 +42,7 @@ PROBE = "read"
 FILE_COMMENT = "# Measured by `penstock bench machine`; measure again when the machine changes.\n"
 
 Ring = list[tuple[tuple[int, int], PackedLinear]]  # weights with their shapes
-Case = Callable[[], float]  # takes a turn, and returns bytes or operations per second
+Case = Callable[[], float]  # runs once, and returns bytes or operations per second
 BLOCK_SIZE = 16
 PROMPT_LEN, PROMPT_HEADS = 2048, Heads(8, 2, 64)  # a quarter of a layer's heads: the same speed, measured in less time
 STREAMS, CONTEXT, STREAM_HEADS = 8, 1024, Heads(32, 8, 64)
@@ -72,7 +73,7 @@ def measure_machine(
     costs: measures the steps of a model, here the demo's.
     """
     count = threads or available_threads()
-    found = take_turns(_cases(count))
+    found = measure_in_rounds(_cases(count))
     reads = {kind: found.median(f"{kind} read") for kind in TYPES} | {ALL_OTHERS: found.median(PROBE)}
     operations = {kind: found.median(f"{kind} multiply") for kind in TYPES}
     attends = {
@@ -116,8 +117,8 @@ def write_machine(figures: dict[str, Any], path: Path) -> Hardware:
     return hardware
 
 
-def take_turns(cases: dict[str, Case]) -> Measurement:
-    """Let all cases take turns until the rates of each have settled, or for MAX_ROUNDS."""
+def measure_in_rounds(cases: dict[str, Case]) -> Measurement:
+    """Measure all cases once per round until the rates of each have settled, or for MAX_ROUNDS."""
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
         case()  # touches its memory for the first time
@@ -159,7 +160,7 @@ def _cases(threads: int) -> dict[str, Case]:
 
 
 def _ring(ops: CpuOps, scheme: Scheme | None) -> Ring:
-    """Return weights of all SHAPES in turn, which together are larger than the caches."""
+    """Return weights of all SHAPES in sample, which together are larger than the caches."""
     generator, packing = np.random.default_rng(0), Packing((), scheme, False)
     layer = [
         (shape, ops.pack_linear((generator.random(shape, dtype=np.float32) - 0.5).astype(ops.element), packing=packing))
@@ -214,10 +215,10 @@ def _probe(ops: CpuOps) -> Case:
     memory[...] = 1
     at = address_of(memory)
     loops = range(ABI.constants["READ_LOOPS"])
-    fastest = min(loops, key=lambda loop: min(ops.limit_read(loop, at, READ_BYTES) for _ in range(3)))
+    fastest = min(loops, key=lambda loop: min(limit_read(ops, loop, at, READ_BYTES) for _ in range(3)))
 
     def read() -> float:
-        return READ_BYTES / ops.limit_read(fastest, address_of(memory), READ_BYTES)
+        return READ_BYTES / limit_read(ops, fastest, address_of(memory), READ_BYTES)
 
     return read
 

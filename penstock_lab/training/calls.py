@@ -14,7 +14,7 @@ from penstock_lab.training.records import Source
 from penstock_lab.training.words import PHRASES
 
 Call = tuple[str, dict[str, object]]
-LONGEST = 2100  # characters of a conversation, which are fewer than 1,024 tokens
+MAX_CHARACTERS = 2100  # characters of a conversation, which are fewer than 1,024 tokens
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def direct_exchange(scene: Scene) -> list[Turn]:
     rng = scene.rng
     makers: Sequence[Callable[[Random], list[Turn]]] = (
         chats.smalltalk, chats.smalltalk, chats.unknown, chats.list_task, chats.fact_task, chats.repeat_task,
-        chats.json_task, chats.told_story, chats.told_story,
+        chats.json_task, chats.requested_story, chats.requested_story,
     )  # fmt: skip
     return [turn for turn in rng.choice(makers)(rng) if turn[0] != "system"]
 
@@ -270,7 +270,7 @@ def conversation(source: Source, usual_share: float = 0.9) -> list[Turn]:
     turns = opened(scene, given)
     for _ in range(rng.choice((1, 1, 2, 3, 3, 5, 10))):
         more = rng.choices(list(fitting), list(fitting.values()))[0](scene)
-        if sum(len(text) for _, text in [*turns, *more]) > LONGEST:
+        if sum(len(text) for _, text in [*turns, *more]) > MAX_CHARACTERS:
             break
         turns += more
     return turns

@@ -88,7 +88,7 @@ def unknown(rng: Random) -> list[Turn]:
     return ask(rng, (question, rng.choice(PHRASES["unknown_answers"])))
 
 
-def told_story(rng: Random, questions: int = 0) -> list[Turn]:
+def requested_story(rng: Random, questions: int = 0) -> list[Turn]:
     """Return a request for a story, the story, and questions about it."""
     story = stories.tell(rng)
     hero = stories.article(story.kind)

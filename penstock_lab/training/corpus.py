@@ -36,8 +36,8 @@ Mixture = dict[str, tuple[float, Callable[[Random], str]]]
 MIXTURE: Mixture = {
     "plain stories": (18, plain(lambda rng: stories.tell(rng, once=0.7).text)),
     "pages of sums": (6, plain(sums.sheet)),
-    "stories on request": (11, chat(chats.told_story)),
-    "stories on request, with questions": (4, chat(lambda rng: chats.told_story(rng, questions=2))),
+    "stories on request": (11, chat(chats.requested_story)),
+    "stories on request, with questions": (4, chat(lambda rng: chats.requested_story(rng, questions=2))),
     "questions about a given story": (18, chat(chats.read_story)),
     "sums": (20, chat(chats.sum_task)),
     "JSON answers": (20, chat(chats.json_task)),

@@ -15,7 +15,7 @@ from penstock_lab.training.chats import Turn
 from penstock_lab.training.records import Source
 
 Case = tuple[str, str, str]  # kind, prompt with special tokens, right answer
-Answer = Callable[[Sequence[str], float], Sequence[str]]  # (prompts, temperature) -> answers
+Generate = Callable[[Sequence[str], float], Sequence[str]]  # (prompts, temperature) -> answers
 SAMPLED = 0.8
 CONVERSATIONS = 25  # number of conversations per kind of exchange
 JSON_CASES = 100
@@ -95,7 +95,7 @@ def right(kind: str, expected: str, text: str) -> bool:
     return text == expected
 
 
-def verdicts(answer: Answer, temperature: float) -> dict[str, list[bool]]:
+def verdicts(answer: Generate, temperature: float) -> dict[str, list[bool]]:
     """Return for each kind whether each of its cases was answered correctly."""
     cases = tool_cases() + json_cases()
     found: dict[str, list[bool]] = {}
@@ -107,7 +107,7 @@ def verdicts(answer: Answer, temperature: float) -> dict[str, list[bool]]:
     return found
 
 
-def measure(answer: Answer) -> dict[str, dict[str, float]]:
+def measure(answer: Generate) -> dict[str, dict[str, float]]:
     """Return for each kind the number of cases, and the shares of right answers, greedy and sampled."""
     greedy, sampled = (verdicts(answer, temperature) for temperature in (0.0, SAMPLED))
     return {

@@ -139,7 +139,7 @@ def test_a_process_that_cannot_be_started_costs_no_further_request(isolated, mon
     with monkeypatch.context() as short_of_processes:
         short_of_processes.setattr(text, "PATIENCE_S", 0.2)
         short_of_processes.setattr(text, "PATIENCE", 0.0)
-        short_of_processes.setattr(text, "spawn", refuse)
+        short_of_processes.setattr(text, "spawn_connected", refuse)
         os.kill(tokenizer._short._child._process.pid, signal.SIGSTOP)
         with pytest.raises(InvalidRequestError, match="stuck"):
             tokenizer.encode("text")
@@ -211,7 +211,7 @@ def test_loading_has_limits(isolated, tmp_path) -> None:
     (folder / "chat_template.jinja").write_text("{{ " + "(" * 6000 + "1" + ")" * 6000 + " }}")
     with pytest.raises(ModelLoadError, match="chat_template 'default': cannot be compiled"):
         isolated(folder)
-    script = "from penstock.client.text_process import limited\nwith limited(0.05, 2**30):\n    while True: pass"
+    script = "from penstock.client.text import limited\nwith limited(0.05, 2**30):\n    while True: pass"
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGPROF
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client.ring import NUM_SEGMENTS, Ring
+from penstock.client.records import NUM_SEGMENTS, Ring
 from penstock.errors import EngineError
 
 WRITER = """
 import sys
-from penstock.client.ring import Ring
+from penstock.client.records import Ring
 ring, number = Ring(int(sys.argv[1])), 0
 while True:
     record = number.to_bytes(8, "little") * (1 + number % 40)

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from penstock.kernels.attention.plan import CHOICES, decode_key, describe_key, encode_key
+from penstock.kernels.attention.plan import CHOICES, encode_key
+from penstock_lab.bench.native import decode_key, describe_key
 
 KEY = {
     "phase": "decode", "query": "bfloat16", "cache": "int8", "output": "bfloat16", "scales": "token", "slices": "2",

@@ -35,9 +35,9 @@ from penstock.kernels.attention.plan import (
     SPAN_END,
     AttentionPlan,
     Planner,
-    decode_key,
 )
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockCache, load_library
+from penstock_lab.bench.native import decode_key
 
 SMALL = AttentionShape(4, 2, 16, "float32")
 LLAMA = AttentionShape(32, 8, 128, "bfloat16")

@@ -10,8 +10,8 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
+from penstock.ranks.build import RanksExecutor
 from penstock.ranks.sharding_map import ShardingMap
-from penstock.ranks.start import Leader
 from penstock.spec.param_table import Parameter, ParamTable
 from penstock_lab.planner.table_template import table_text
 from tests.hf_models import make_llama, make_qwen2
@@ -169,7 +169,7 @@ def test_a_hint_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
             build_engine(EngineConfig.from_options(**options, **more), start=never)
 
 
-def never(*_: object) -> Leader:
+def never(*_: object) -> RanksExecutor:
     raise AssertionError("it began to load")
 
 

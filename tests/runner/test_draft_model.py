@@ -15,7 +15,7 @@ from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
 from penstock.interface.step import DraftQuery
 from penstock.models.config_json import load_model_config
-from penstock_lab.prove.answers import Query, ask_alone
+from penstock_lab.prove.completions import Query, ask_alone
 from penstock_lab.prove.every_draft import EveryDraft
 from tests.hf_models import make_llama, make_mistral, random_ids
 from tests.kernels.packed import levels

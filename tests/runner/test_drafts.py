@@ -11,8 +11,8 @@ from penstock.config import EngineConfig
 from penstock.engine.speculation import Speculation
 from penstock.interface.plugins import PROCESSORS, register_logits_processor
 from penstock_lab.prove import axes, tiny_models
-from penstock_lab.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock_lab.prove.askers import Offline
+from penstock_lab.prove.completions import Completion, Key, Member, Query, ask_alone
 from penstock_lab.prove.every_draft import EveryDraft
 from tests.fakes_drafts import Oracle
 from tests.kernels.packed import levels
@@ -58,7 +58,7 @@ def queries(vocab_size: int) -> list[Query]:
     ]
 
 
-def oracle(asked: list[Query], crowd: list[Member], expected: dict[Key, Answer], share: float) -> Oracle:
+def oracle(asked: list[Query], crowd: list[Member], expected: dict[Key, Completion], share: float) -> Oracle:
     """A proposer that knows what each member of a crowd will answer."""
 
     def truth(request_id: str, token_ids: list[int], count: int) -> list[int]:

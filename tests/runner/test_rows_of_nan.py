@@ -11,7 +11,7 @@ from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineRequest
-from penstock_lab.prove.answers import Answer, Query, ask_alone
+from penstock_lab.prove.completions import Completion, Query, ask_alone
 from tests.families.case import Case, all_cases
 from tests.kernels.packed import levels
 
@@ -56,9 +56,9 @@ def engine(request: pytest.FixtureRequest, model: str) -> Iterator[Engine]:
     made.shutdown()
 
 
-def in_company(engine: Engine, poisoned: list[list[int]]) -> tuple[dict[int, Answer], list[str | None]]:
+def in_company(engine: Engine, poisoned: list[list[int]]) -> tuple[dict[int, Completion], list[str | None]]:
     """The answers of QUERIES, and the errors of other prompts that run among them."""
-    found = [Answer() for _ in [*QUERIES, *poisoned]]
+    found = [Completion() for _ in [*QUERIES, *poisoned]]
     for index, prompt in enumerate(poisoned):
         engine.add_request(EngineRequest(str(len(QUERIES) + index), prompt, QUERIES[0].params()))
     for index, query in enumerate(QUERIES):

@@ -114,7 +114,7 @@ class AttentionPlan:
         workspace_bytes: the memory that the cores share while the step runs, wherever in a granule the new tokens of a
             sequence begin; the reference needs none.
         scratch_bytes: the memory that each core needs for itself.
-        key: names the kind of plan; see `describe_key`.
+        key: names the kind of plan; see CHOICES.
         shape: the shape of the layers for which the plan was made.
     """
 
@@ -376,30 +376,3 @@ def encode_key(**chosen: str) -> int:
             raise ValueError(f"{name} is one of {', '.join(choices)}, not {chosen[name]!r}")
         key = key * 10 + list(choices).index(chosen[name])
     return key
-
-
-def decode_key(key: int) -> dict[str, str]:
-    """Return the choice of each field.
-
-    Raises:
-        ValueError: no plan has this key.
-    """
-    digits = str(key)
-    if len(digits) != 1 + len(CHOICES) or digits[0] != "1":
-        raise ValueError(f"{key} is not the key of an attention plan")
-    chosen = {}
-    for (name, choices), digit in zip(CHOICES.items(), digits[1:], strict=True):
-        if int(digit) >= len(choices):
-            raise ValueError(f"{key} is not the key of an attention plan: {name} has no choice {digit}")
-        chosen[name] = list(choices)[int(digit)]
-    return chosen
-
-
-def describe_key(key: int) -> str:
-    """Return the key in one line of text.
-
-    Raises:
-        ValueError: no plan has this key.
-    """
-    texts = (CHOICES[name][choice] for name, choice in decode_key(key).items())
-    return ", ".join(text for text in texts if text)

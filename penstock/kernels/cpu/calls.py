@@ -31,7 +31,6 @@ from penstock.kernels.cpu.library import (
     RECORDABLE,
     PenstockAttentionStep,
     PenstockCall,
-    PenstockSpan,
     check_status,
     chosen_level,
     load_library,
@@ -58,16 +57,6 @@ HostCall = Callable[[], None]
 Arguments = tuple[int | float | None, ...]  # of a native function, without the context
 
 
-class CallRunner(Protocol):
-    """Runs recorded calls, and returns a Status of native/abi.h."""
-
-    def replay(self, calls: "ctypes.Array[PenstockCall]") -> int:
-        """Run the calls once."""
-
-    def decode(self, calls: "ctypes.Array[PenstockCall]", steps: int, *arguments: int) -> int:
-        """Run the calls in several decode steps. arguments: those of penstock_decode between `count` and `steps`."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeProgram:
     """A recorded forward pass, for a fixed number of tokens.
@@ -82,7 +71,7 @@ class NativeProgram:
     """
 
     parts: "Sequence[ctypes.Array[PenstockCall] | HostCall]"
-    runner: CallRunner
+    runner: "NativeCalls"
     steps: "ctypes.Array[PenstockAttentionStep]"
     filled: list[AttentionMetadata]
     kept: Sequence[Any]
@@ -147,7 +136,7 @@ class Recorder:
         foreign: an operation that a program cannot contain, or None.
     """
 
-    def __init__(self, attention: Sequence[AttentionMetadata], runner: CallRunner) -> None:
+    def __init__(self, attention: Sequence[AttentionMetadata], runner: "NativeCalls") -> None:
         """attention: the planned metadata of this pass. runner: runs the calls, and owns the native context."""
         self.foreign: str | None = None
         self._attention = attention
@@ -189,12 +178,11 @@ class Recorder:
         """Return the program, or None if it would be incomplete."""
         if self.foreign:
             return None
-        parts = [_recorded_calls(part) if isinstance(part, list) else part for part in self._parts]
+        parts = [
+            (PenstockCall * len(part))(*(_recorded_call(*call) for call in part)) if isinstance(part, list) else part
+            for part in self._parts
+        ]
         return NativeProgram(parts, self._runner, self._steps, list(self._attention), self._kept, result)
-
-
-def _recorded_calls(calls: Sequence[tuple[str, Arguments]]) -> "ctypes.Array[PenstockCall]":
-    return (PenstockCall * len(calls))(*(_recorded_call(name, values) for name, values in calls))
 
 
 def _recorded_call(name: str, arguments: Arguments) -> PenstockCall:
@@ -261,6 +249,7 @@ class NativeCalls:
         element: the same type as a np.dtype.
         level: name of the instruction level, which determines the bits of results.
         threads: number of computing threads, the caller's included.
+        library, context: the native library and its context, for measurements (penstock_lab/bench/native.py).
     """
 
     name = "cpu"
@@ -286,8 +275,8 @@ class NativeCalls:
         self.level = level
         self.threads = threads
         self._type = TYPES[self.element]
-        self._context: int = context
-        self._library = library
+        self.context: int = context
+        self.library = library
         self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in ABI.functions}
         self._recorder: Recorder | None = None
         self.observer: CallObserver | None = None
@@ -310,7 +299,7 @@ class NativeCalls:
             raise EngineError(f"cpu_affinity: this process may not use these CPUs: {error}") from error
         for thread, cpus in enumerate(cores[1:], start=1):
             array = (ctypes.c_int32 * len(cpus))(*cpus)
-            if self._library.penstock_context_pin(self._context, thread, ctypes.addressof(array), len(cpus)):
+            if self.library.penstock_context_pin(self.context, thread, ctypes.addressof(array), len(cpus)):
                 raise EngineError(f"cpu_affinity: thread {thread} may not be pinned to the CPUs {show_cpus(cpus)}")
 
     def tensor(self, array: Array) -> Tensor:
@@ -340,7 +329,7 @@ class NativeCalls:
             self._recorder.call(name, arguments, used)
         if self.observer is not None:
             self.observer.call(name, arguments)
-        if status := self._native[name](self._context, *arguments):
+        if status := self._native[name](self.context, *arguments):
             check_status(status)
 
     def run_host(self, work: Callable[[], None]) -> None:
@@ -365,16 +354,18 @@ class NativeCalls:
         return result, recorder.program(result)
 
     def replay(self, calls: "ctypes.Array[PenstockCall]") -> int:
+        """Run recorded calls once, and return a Status of native/abi.h."""
         if self.observer is not None:
             self.observer.replay(calls)
-        return self._native["penstock_replay"](self._context, ctypes.addressof(calls), len(calls))
+        return self._native["penstock_replay"](self.context, ctypes.addressof(calls), len(calls))
 
     def decode(self, calls: "ctypes.Array[PenstockCall]", steps: int, *arguments: int) -> int:
+        """Run recorded calls in several decode steps. arguments: of penstock_decode, between `count` and `steps`."""
         if self.observer is not None:
             for _ in range(steps):
                 self.observer.replay(calls)
         at = ctypes.addressof(calls)
-        return self._native["penstock_decode"](self._context, at, len(calls), *arguments, steps)
+        return self._native["penstock_decode"](self.context, at, len(calls), *arguments, steps)
 
     def _watching(self, recorder: Recorder) -> AbstractContextManager[object]:
         """Watch what torch does besides the native calls. The bundled families use arrays and do nothing else."""
@@ -383,32 +374,6 @@ class NativeCalls:
         from penstock.kernels.cpu.torch_watch import TorchWatch
 
         return TorchWatch(recorder)
-
-    # --- measurements -------------------------------------------------------------------------------------------------
-
-    def kernel_seconds(self) -> float:
-        """Return the seconds spent in operations so far. The rest of a step is Python and torch."""
-        seconds: float = self._library.penstock_busy_seconds(self._context)
-        return seconds
-
-    def trace(self, spans: "ctypes.Array[PenstockSpan] | None") -> int:
-        """Write the spans of all further calls to `spans`; None stops. Return the number of calls since the last
-        `trace`."""
-        at, capacity = (None, 0) if spans is None else (ctypes.addressof(spans), len(spans))
-        calls: int = self._library.penstock_trace(self._context, at, capacity)
-        return calls
-
-    def limit_read(self, loop: int, memory: int, num_bytes: int) -> float:
-        """Return the seconds that all threads together take to read some memory once, with one of READ_LOOPS loops."""
-        seconds: float = self._library.penstock_limit_read(self._context, loop, memory, num_bytes)
-        return seconds
-
-    def limit_multiply(self, kind: int, iterations: int) -> tuple[int, float]:
-        """Multiply in registers with all threads, and return operations and seconds. kind: Kind of native/abi.h."""
-        operations = ctypes.c_int64()
-        at = ctypes.addressof(operations)
-        seconds = self._library.penstock_limit_multiply(self._context, kind, iterations, at)
-        return operations.value, seconds
 
 
 def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[], Value]) -> Value:

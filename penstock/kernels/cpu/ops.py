@@ -14,13 +14,7 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.attention.items import (
-    GRANULE,
-    MAX_HEAD_DIM,
-    AttentionShape,
-    cache_token_bytes,
-    padded_head_dim,
-)
+from penstock.kernels.attention.items import GRANULE, MAX_HEAD_DIM, AttentionShape, cache_token_bytes, padded_head_dim
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.cpu.calls import (
     TYPES,
@@ -333,13 +327,6 @@ class CpuOps(NativeCalls):
         )
         return out
 
-    def expert_counts(self) -> tuple[int, int]:
-        """Return what `experts` has read and computed: experts' weights, each counted once per call, and (row, expert)
-        pairs."""
-        counts = (ctypes.c_int64 * 2)()
-        self._library.penstock_expert_counts(self._context, ctypes.addressof(counts))
-        return counts[0], counts[1]
-
     def route(
         self, logits: Tensor, top_k: int, *, renormalize: bool, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -528,7 +515,7 @@ class CpuOps(NativeCalls):
             workspace, scratch = self._reserved
             if plan.workspace_bytes > workspace or plan.scratch_bytes > scratch:
                 needed = max(workspace, plan.workspace_bytes), max(scratch, plan.scratch_bytes)
-                if status := self._native["penstock_attention_reserve"](self._context, *needed):
+                if status := self._native["penstock_attention_reserve"](self.context, *needed):
                     check_status(status)
                 self._reserved = needed
         return meta

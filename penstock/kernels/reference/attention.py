@@ -14,12 +14,11 @@ Letters: B sequences, n query rows and S keys per sequence; H, Hkv, D as in kern
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.items import SPAN_TILES, TILE
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import quantized_kv as kv
 
@@ -39,10 +38,6 @@ class Scoring:
     softcap: float | None = None
     bias: Tensor | None = None
     bias_before_scale: bool = False
-
-    def columns(self, keys: slice) -> "Scoring":
-        """Return the scoring of these keys only."""
-        return self if self.bias is None else replace(self, bias=_columns(self.bias, keys))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,70 +137,6 @@ def finish(part: Part, sink_logits: Tensor | None = None) -> tuple[Tensor, Tenso
     total = part.total.masked_fill(blind, 1.0)
     out = (part.mixed / total[..., None]).masked_fill(blind[..., None], 0.0)
     return out, part.greatest + torch.log(part.total)
-
-
-def attend_tiles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    scoring: Scoring,
-    *,
-    tile: int = TILE,
-    span_tiles: int = SPAN_TILES,
-) -> Part:
-    """Compute attend_part tile by tile, with key j at position j. Tiles fold in ascending order into spans, and spans
-    in ascending order into the result."""
-    state = Part.nothing(q)
-    for first in range(0, k.shape[1], tile * span_tiles):
-        span = Part.nothing(q)
-        for keys in tiles(first, min(first + tile * span_tiles, k.shape[1]), tile):
-            part = attend_part(q, k[:, keys], v[:, keys], _shown(visible, keys), scoring.columns(keys))
-            span = fold(span, part)
-        state = fold(state, span)
-    return state
-
-
-def attend_two_loops(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring, *, tile: int = TILE
-) -> Part:
-    """Compute the same sums in two loops: the first finds m and l over all tiles, the second reads the values. No o is
-    rescaled, but the scores of all tiles are kept between the loops."""
-    greatest, kept = Part.nothing(q).greatest.transpose(1, 2), []
-    for keys in tiles(0, k.shape[1], tile):
-        kept.append((keys, scores(q, k[:, keys], _shown(visible, keys), scoring.columns(keys))))
-        greatest = torch.maximum(greatest, kept[-1][1].amax(dim=-1))
-    weights = [torch.exp(s - _finite(greatest)[..., None]) for _, s in kept]
-    total = torch.stack([p.sum(dim=-1) for p in weights]).sum(dim=0) if kept else torch.zeros_like(greatest)
-    mixed = torch.zeros_like(q)
-    for (keys, _), p in zip(kept, weights, strict=True):
-        mixed = mixed + mix(p, v[:, keys], _shown(visible, keys))
-    return Part(greatest.transpose(1, 2), total.transpose(1, 2), mixed)
-
-
-def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine finished splits [K, ..., D] and their lse [K, ...] as flash decoding does, with the factors
-    scale_j = e^lse_j / sum of e^lse. The greatest lse is subtracted first; a split that saw nothing has lse -inf."""
-    greatest = lses.amax(dim=0)
-    weights = torch.exp(lses - _finite(greatest))
-    total = weights.sum(dim=0)
-    out = (outs * weights[..., None]).sum(dim=0) / total.masked_fill(total == 0, 1.0)[..., None]
-    return out, greatest + torch.log(total)
-
-
-def tiles(first: int, last: int, tile: int) -> Iterator[slice]:
-    """Yield first .. last - 1 in pieces of `tile`."""
-    for start in range(first, last, tile):
-        yield slice(start, min(start + tile, last))
-
-
-def _shown(visible: Tensor | None, keys: slice) -> Tensor | None:
-    return None if visible is None else _columns(visible, keys)
-
-
-def _columns(table: Tensor, keys: slice) -> Tensor:
-    """Select keys of a table that broadcasts to [B, H, n, S]."""
-    return table if table.shape[-1] == 1 else table[..., keys]
 
 
 def _finite(greatest: Tensor) -> Tensor:
@@ -333,12 +264,7 @@ CACHED_ROWS = 2**15  # cached tokens gathered at once; bounds the copies for man
 
 
 def attend(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    cache: ReferenceKVCache,
-    meta: AttentionMetadata,
-    params: AttentionParams,
+    q: Tensor, k_new: Tensor, v_new: Tensor, cache: ReferenceKVCache, meta: AttentionMetadata, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """Attend q [T, H, D] to cached and new keys [T, Hkv, D]: rows [T, H, D], lse [T, H]. Store the new tokens.
 

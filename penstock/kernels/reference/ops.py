@@ -34,12 +34,7 @@ from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
 from penstock.kernels.reference import attention, sampling
 from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.attention import Int8KVCache, ReferenceKVCache
-from penstock.kernels.reference.quantized_weights import (
-    dequantize_int4,
-    dequantize_int8,
-    quantize_int4,
-    quantize_int8,
-)
+from penstock.kernels.reference.quantized_weights import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array, Dtype, as_torch, dtype_of

@@ -159,7 +159,9 @@ def one_id_for_many(target: Target) -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    target.complaints += [f"seed {i}: the answer of another" for i, told in enumerate(alone) if together.get(i) != told]
+    target.complaints += [
+        f"seed {i}: the answer of another" for i, answer in enumerate(alone) if together.get(i) != answer
+    ]
     return 2 * len(bodies)
 
 

@@ -7,12 +7,12 @@ from penstock_lab.prove.attacks.attack import BODIES, CHAT, COMPLETION, JSON, At
 
 NAN, INF = float("nan"), float("inf")  # json.dumps writes them as NaN and Infinity, which is not JSON
 NUMBERS: tuple[Any, ...] = (NAN, INF, -INF, "NaN", "1", True, [], {})
-BOTH = ("/v1/completions", "/v1/chat/completions")
+COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 CHAT_PATH, TOKENIZE, DETOKENIZE, PIN = "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/cache/pin"
 RESPONSES = "/v1/responses"
-RENDERING = (*BOTH, TOKENIZE, RESPONSES, PIN)
+RENDERING = (*COMPLETION_PATHS, TOKENIZE, RESPONSES, PIN)
 DEPTHS = (200, 300, 500, 700, 900)
-EITHER = (200, 400)
+OK_OR_REFUSED = (200, 400)
 
 
 TEMPLATES: tuple[tuple[str, Any], ...] = (
@@ -47,7 +47,7 @@ def raw(name: str, *bodies: bytes, path: str = "/v1/completions", expect: tuple[
 
 def on_both(name: str, *fields: dict[str, Any], expect: tuple[int, ...] = (400,)) -> Calls:
     """Return an attack on completions and on chat."""
-    return Calls(name, [Call({**BODIES[path], **item}, expect, path) for path in BOTH for item in fields])
+    return Calls(name, [Call({**BODIES[path], **item}, expect, path) for path in COMPLETION_PATHS for item in fields])
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ SAMPLING: tuple[Attack, ...] = (
     ),
     on_both("max_tokens of another type", *each("max_tokens", ["5", True, [5], {}, 1.5, NAN])),
     on_both("temperature (GHSA-7h4p-rffg-7823)", *each("temperature", [*NUMBERS, 1e308, -1, -1e-45, 10**40])),
-    on_both("temperature near zero (vLLM #1623)", *each("temperature", [1e-45, 1e-4, -0.0]), expect=EITHER),
+    on_both("temperature near zero (vLLM #1623)", *each("temperature", [1e-45, 1e-4, -0.0]), expect=OK_OR_REFUSED),
     on_both("tiny nucleus", {"temperature": 1e-4, "top_p": 1e-4, "seed": 1}, expect=(200,)),
     on_both("top_p (TensorRT-LLM #17158)", *each("top_p", [*NUMBERS, 0, -0.0, 1.0000001, -1])),
     on_both("min_p", *each("min_p", [*NUMBERS, -1e-9, 1.0000001])),
@@ -97,7 +97,7 @@ SAMPLING: tuple[Attack, ...] = (
     on_both("frequency_penalty", *each("frequency_penalty", [*NUMBERS, 1e308, -3])),
     on_both("presence_penalty", *each("presence_penalty", [*NUMBERS, 1e308, 3])),
     on_both("top_k (Rapid-MLX #778)", *each("top_k", [-2, 1.5, "a", True, NAN])),
-    on_both("top_k beyond the vocabulary", *each("top_k", [0, -1, 2**20, 2**31, 2**40, 2**63]), expect=EITHER),
+    on_both("top_k beyond the vocabulary", *each("top_k", [0, -1, 2**20, 2**31, 2**40, 2**63]), expect=OK_OR_REFUSED),
     on_both(
         "logit_bias (vLLM #16529)",
         *each("logit_bias", [{"2147483647": 1}, {"-1": 1}, {"AI": 1}, {str(2**63): 1}, {"1": NAN}, {"1": 1e30}]),
@@ -113,7 +113,7 @@ SAMPLING: tuple[Attack, ...] = (
     refused("logprob_token_ids", {"logprob_token_ids": list(range(200))}, {"logprob_token_ids": [-1]}),
     on_both("min_tokens", {"min_tokens": 3}, *each("min_tokens", [-1, 2**63, 1.5, "a"])),
     on_both("seed (vLLM bounds it too)", *each("seed", [2**64, -(2**64), 1.5, "x", NAN, True])),
-    on_both("seed at its ends", *each("seed", [-(2**63), 2**63 - 1, 0, -1]), expect=EITHER),
+    on_both("seed at its ends", *each("seed", [-(2**63), 2**63 - 1, 0, -1]), expect=OK_OR_REFUSED),
     on_both(
         "stop strings",
         *each("stop", [["x"] * 10_000, "y" * 2**20, "", [""], ["a", ""], [1], 1, {}, ["a" * 257]]),
@@ -284,7 +284,7 @@ JSON_BODIES: tuple[Attack, ...] = (
         b'{"prompt": "\n"}',
         b'{"prompt": "\\x41"}',
     ),
-    raw("a key twice", b'{"prompt": "a", "prompt": "b", "max_tokens": 1, "max_tokens": 2}', expect=EITHER),
+    raw("a key twice", b'{"prompt": "a", "prompt": "b", "max_tokens": 1, "max_tokens": 2}', expect=OK_OR_REFUSED),
     raw("an error message with NaN in it (Rapid-MLX #740)", b'{"prompt": NaN}', b'{"prompt": "a", "top_p": NaN}'),
     on_both("a huge label", {"metadata": {"k": ["x" * 100] * 60_000}}, {"user": "x" * 7_000_000}, expect=(200,)),
     Calls(

@@ -4,7 +4,7 @@ from penstock_lab.prove.attacks.attack import COMPLETION, KEY, Attack, Call, Cal
 
 CHUNKED = "Transfer-Encoding: chunked"
 CLOSE = "Connection: close"
-GONE = 0  # the connection may end without an answer, because more was sent than was read
+CLOSED = 0  # the connection may end without an answer, because more was sent than was read
 
 
 def get(path: str, *lines: str, host: str = "localhost") -> bytes:
@@ -22,10 +22,10 @@ HEADS: tuple[Attack, ...] = (
             b"GET /health HTTP/1.1\r\n" + b"X" * 1_000_000,
             b"X" * 1_000_000,
         ],
-        (431, 414, 400, GONE),
+        (431, 414, 400, CLOSED),
     ),
     Wire("trailers without end", [head(CHUNKED) + b"2\r\n{}\r\n0\r\n" + b"X-Filler: y\r\n" * 300_000],
-         (431, 400, GONE)),
+         (431, 400, CLOSED)),
     Wire("a trailer that is a key", [
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n2\r\n{}\r\n0\r\nAuthorization: Bearer "
@@ -34,8 +34,8 @@ HEADS: tuple[Attack, ...] = (
     Wire("a gigabyte announced", [head("Content-Length: 1000000000", CLOSE), head(f"Content-Length: {10**30}", CLOSE)],
          (413, 400)),
     Calls("a gigabyte in pieces", [Call(lambda: (b" " * 1_000_000 for _ in range(100)), (413,))]),
-    Wire("rubbish", [bytes(range(256)) * 100, b"\x16\x03\x01\x00\x05hello", b"\x00" * 10_000, b"\r\n" * 1000 + b"x",
-                     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"], (400, GONE)),
+    Wire("garbage", [bytes(range(256)) * 100, b"\x16\x03\x01\x00\x05hello", b"\x00" * 10_000, b"\r\n" * 1000 + b"x",
+                     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"], (400, CLOSED)),
     Wire("a protocol to change to", [get("/health", "Upgrade: websocket", "Connection: Upgrade"),
                                      get("/health", "Upgrade: h2c", "HTTP2-Settings: AA")], (200, 400)),
     Wire("ranges (CVE-2025-62727)", [get("/", "Range: bytes=" + ",".join(f"{i}-" for i in range(9000)))], (200, 431)),
@@ -80,7 +80,7 @@ SMUGGLING: tuple[Attack, ...] = (
         (400,),
     ),
     Wire("extensions of chunks without end", [head(CHUNKED) + b"2;" + b"x" * 1_000_000 + b"\r\n{}\r\n0\r\n\r\n"],
-         (400, 431, GONE)),
+         (400, 431, CLOSED)),
     Wire(
         "no Host, two, or an older version's framing",
         [
@@ -92,7 +92,7 @@ SMUGGLING: tuple[Attack, ...] = (
     ),
     Wire("requests behind one that is refused", [
         head("Content-Length: -1") + post({**COMPLETION, "max_tokens": 1}, CLOSE),
-        b"rubbish\r\n\r\n" + post(COMPLETION, CLOSE),
+        b"garbage\r\n\r\n" + post(COMPLETION, CLOSE),
     ]),
 )  # fmt: skip
 
@@ -114,7 +114,7 @@ LINES: tuple[Attack, ...] = (
                          "GET /health", "GET /health HTTP/0.9", "GET /health HTTP/1.11", "BREW /health HTTP/1.1",
                          "get /health HTTP/1.1", "GET http:// HTTP/1.1", "GET ?x HTTP/1.1")
         ],
-        (400, 404, 405, GONE),
+        (400, 404, 405, CLOSED),
     ),
     Wire(
         "paths without the key, in other words (CVE-2026-48746)",

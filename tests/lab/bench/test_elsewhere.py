@@ -8,7 +8,7 @@ import pytest
 
 from penstock import EngineConfig, InvalidRequestError
 from penstock.cli.main import main
-from penstock_lab.planner.costs import Products, Step, decode_time, step_time
+from penstock_lab.planner.costs import Products, UniformBatch, decode_time, step_time
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.machines import load_hardware
 from penstock_lab.simulator.costs import Shape
@@ -27,7 +27,7 @@ def test_steps_cost_what_is_planned(windows: tuple[tuple[int, int | None], ...])
         assert costs.decode_seconds(batch, cached) == pytest.approx(expected)
         assert costs.decode_seconds(batch, cached) == costs.seconds(Shape(1.0, batch, 0, cached, 0))
     for rows, cached in ((1, 0), (16, 0), (16, 8), (8, 24)):  # of prompts: within the window, as it counts rows alike
-        expected = step_time(work, MACHINE, Step(1, rows, cached)).seconds
+        expected = step_time(work, MACHINE, UniformBatch(1, rows, cached)).seconds
         assert costs.seconds(Shape(1.0, 0, rows, 0, rows * (cached + rows / 2))) == pytest.approx(expected)
     both = costs.seconds(Shape(1.0, 4, 16, 400, 16 * 8))
     assert both > max(costs.seconds(Shape(1.0, 4, 0, 400, 0)), costs.seconds(Shape(1.0, 0, 16, 0, 16 * 8)))

@@ -16,7 +16,7 @@ from penstock.kernels.cpu.library import load_library
 from penstock_lab.bench import machine, meter
 from penstock_lab.bench.costs import Cost, ModelCosts
 from penstock_lab.bench.meter import CallMeter, Watch
-from penstock_lab.bench.profile import ENGINE, RUNNER, Profile, Span, Step, Stretch
+from penstock_lab.bench.profile import ENGINE, RUNNER, Profile, ProfiledStep, Span, Stretch
 from penstock_lab.bench.samples import Rates, Sample, Work
 from tests.families.mixtral import CASES
 
@@ -94,7 +94,7 @@ def profile_of_one_step() -> Profile:
     ]
     sample = Sample(0.0085, linear.work, rates, rates)
     profile.add_stretch(Stretch("decode", sample, [linear, norm, experts], Work(GB // 100)), spans)
-    profile.add_step(Step("decode", 0, 1, (0.0, 0.0005, 0.0095, 0.01), 0.0085, 0.0075, 0.006))
+    profile.add_step(ProfiledStep("decode", 0, 1, (0.0, 0.0005, 0.0095, 0.01), 0.0085, 0.0075, 0.006))
     return profile
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from penstock_lab.bench import machine
-from penstock_lab.bench.machine import Turn, take_turns
+from penstock_lab.bench.machine import TimedCall, time_in_rounds
 from penstock_lab.bench.profile import fractions_of
 from penstock_lab.bench.samples import Rates, Sample, Work, spread, summary
 
@@ -86,7 +86,7 @@ def test_spread_of_few_values() -> None:
 
 
 class FakeLimits:
-    """Limits that are faster with every probe, and a log of who took turns."""
+    """Limits that are faster with every probe, and a log of who took timed."""
 
     def __init__(self, log: list[str]) -> None:
         self.log, self._rate = log, itertools.count(10)
@@ -100,11 +100,11 @@ def test_every_batch_stands_between_two_probes(monkeypatch: pytest.MonkeyPatch) 
     """Guards against limits that are measured elsewhere than beside the sample, and against rounds of one call only."""
     monkeypatch.setattr(machine, "ROUNDS", 2)
     log: list[str] = []
-    turns = [Turn(log.append, ["ours"]), Turn(log.append, ["torch"])]
-    for turn in turns:
+    timed = [TimedCall(log.append, ["ours"]), TimedCall(log.append, ["torch"])]
+    for turn in timed:
         turn._calls = 1
     log.clear()
-    (measured,) = take_turns(turns, READING, FakeLimits(log))
+    (measured,) = time_in_rounds(timed, READING, FakeLimits(log))
     assert log == ["probe", "ours", "probe", "torch", "probe", "ours", "probe", "torch", "probe"]
     assert [(item.before["read"], item.after["read"]) for item in measured.samples] == [(10, 11), (12, 13)]
     assert [(item.before["read"], item.after["read"]) for item in measured.torch_samples] == [(11, 12), (13, 14)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock import InvalidRequestError, ModelLoadError
 from penstock_lab.bench.datasets import DATASETS, Dataset, Sample, Vocabulary, draw_samples
-from penstock_lab.bench.http_client import Answer, HttpClient
+from penstock_lab.bench.http_client import HttpClient, HttpResponse
 from penstock_lab.bench.outcomes import Load, Outcome, figures
 from penstock_lab.bench.serving import BACKENDS, Target
 from tests.server.fakes import FakeEngineClient
@@ -69,7 +69,7 @@ def test_tokens_are_counted_however_a_stream_is_cut(backend: str, data: st.DataO
     stream = STREAMS[backend]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=12)))
     parts = [stream[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    answer = Answer(200, parts, [float(index) for index in range(len(parts))], is_whole=True)
+    answer = HttpResponse(200, parts, [float(index) for index in range(len(parts))], is_whole=True)
     outcome = Outcome(3, -1.0)
     target(backend)._read(answer, outcome)
     assert (outcome.error, len(outcome.arrivals), outcome.output_len, outcome.prompt_len) == ("", 3, 4, 5)
@@ -89,7 +89,7 @@ def test_tokens_are_counted_however_a_stream_is_cut(backend: str, data: st.DataO
 def test_what_breaks_off_is_a_failure(stream: bytes, whole: bool, error: str) -> None:
     """Guards against half an answer in the figures."""
     outcome = Outcome(3, -1.0)
-    target()._read(Answer(200, [stream], [0.0], is_whole=whole), outcome)
+    target()._read(HttpResponse(200, [stream], [0.0], is_whole=whole), outcome)
     assert error in outcome.error
 
 
@@ -100,14 +100,14 @@ class WithoutTexts(HttpClient):
         super().__init__("http://127.0.0.1:1", {})
         self.shows_ids, self.num_requests = shows_ids, 0
 
-    async def request(self, method: str, route: str, body: bytes = b"") -> Answer:
+    async def request(self, method: str, route: str, body: bytes = b"") -> HttpResponse:
         self.num_requests += 1
         token: dict[str, Any] = {"text": "", "finish_reason": None, "token_ids": [7]}
         is_shown = self.shows_ids and json.loads(body).get("return_token_ids")
         ids = [{"choices": [token]}, {"choices": [{**token, "finish_reason": "length"}]}] if is_shown else []
         usage = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
         parts = [sse(event) for event in [*ids, usage, None]]
-        return Answer(200, parts, [float(index) for index in range(len(parts))], is_whole=True)
+        return HttpResponse(200, parts, [float(index) for index in range(len(parts))], is_whole=True)
 
 
 @pytest.mark.parametrize("shows_ids", [True, False])

@@ -17,7 +17,7 @@ from penstock.cli.main import main
 from penstock.engine.scheduler import Scheduler
 from penstock_lab.bench.datasets import Dataset, draw_samples
 from penstock_lab.bench.outcomes import Load
-from penstock_lab.simulator import workers
+from penstock_lab.simulator import run as simulator_run
 from penstock_lab.simulator.arrivals import Arrival, Drawn, Trace
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
 from penstock_lab.simulator.figures import Figures, Histogram, RequestTimes, parse_target
@@ -226,7 +226,7 @@ def test_figures_do_not_depend_on_parts_or_processes(planned, monkeypatch):
     """Guards against replicas that get other requests when they are simulated apart."""
     scenario = Scenario(planned, COSTS, LOAD, parse_target("ttft_p99=100ms,itl_p90=30ms,e2e_p50=1s"))
     whole = scenario.run(20).summary(20)
-    monkeypatch.setattr(workers, "MAX_BLOCKS", 3 * planned.groups[0].num_blocks)
+    monkeypatch.setattr(simulator_run, "MAX_BLOCKS", 3 * planned.groups[0].num_blocks)
     assert len(list(divided(range(20), 1, planned.groups[0].num_blocks))) == 7
     for processes in (1, 2):
         found = simulate(scenario, 20, processes).summary(20)

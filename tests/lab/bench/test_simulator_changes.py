@@ -17,7 +17,7 @@ from penstock_lab.simulator.arrivals import Arrival
 from penstock_lab.simulator.costs import LinearCosts
 from penstock_lab.simulator.figures import Figures
 from penstock_lab.simulator.fleet import MAX_DEATHS
-from penstock_lab.simulator.lifecycle import LOOK_S, Change, Changes, Lifecycle, Scaling
+from penstock_lab.simulator.lifecycle import DECISION_INTERVAL_S, Change, Changes, Lifecycle, Scaling
 from penstock_lab.simulator.scenario import Scenario, priced
 
 COSTS = LinearCosts(step=0.01, sequence=0.001, prompt_token=0.0001, cached_token=1e-6, pair=1e-8)
@@ -103,7 +103,7 @@ def test_replicas_come_and_go_after_their_delays():
                 life.emptied(index, now)
     added = 30.0  # wanted from the look at 10 on, and of the look at 0 nothing is known but that there was one
     assert seen[:3] == [(added + 7.0, Change.STARTED, index) for index in (1, 2, 3)]
-    assert seen[3:] == [(60.0 + 50.0 + LOOK_S, Change.DRAINED, index) for index in (3, 2, 1)]
+    assert seen[3:] == [(60.0 + 50.0 + DECISION_INTERVAL_S, Change.DRAINED, index) for index in (3, 2, 1)]
     fleet = life.finish(200.0)
     assert (fleet.most, fleet.added, fleet.failures) == (4, 3, 0)
     assert fleet.mean == pytest.approx((200.0 + 3 * (120.0 - added)) / 200.0)

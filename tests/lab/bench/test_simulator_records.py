@@ -9,8 +9,7 @@ from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly import build_engine, plan_engine
 from penstock.cli.main import main
 from penstock.client.recorder import Recorder
-from penstock.client.records import Bundle, EngineDescription, Planned, make_bundle, pack
-from penstock.client.ring import Ring
+from penstock.client.records import Bundle, EngineDescription, Planned, Ring, make_bundle, pack
 from penstock.engine.engine import Engine
 from penstock_lab.simulator import calibrate
 from penstock_lab.simulator.calibrate import record_mix

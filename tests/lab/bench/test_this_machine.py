@@ -10,7 +10,7 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.tensors import BFLOAT16, FLOAT32
 from penstock_lab.planner.machines import load_hardware, this_file
 from penstock_lab.simulator import plan_check, this_machine
-from penstock_lab.simulator.this_machine import MAX_ROUNDS, MIN_ROUNDS, take_turns, write_machine
+from penstock_lab.simulator.this_machine import MAX_ROUNDS, MIN_ROUNDS, measure_in_rounds, write_machine
 from tests.kernels.packed import levels
 from tests.lab.planner.test_plan import LLAMA, written
 
@@ -26,16 +26,16 @@ def test_all_cases_take_turns_until_they_settle() -> None:
     order: list[str] = []
     steady, rising = iter([50.0] * 99), iter(float(2**number) for number in range(99))
 
-    def turn(name: str, values) -> float:
+    def sample(name: str, values) -> float:
         order.append(name)
         return next(values)
 
-    found = take_turns({"a": lambda: turn("a", steady), "b": lambda: 3.0})
+    found = measure_in_rounds({"a": lambda: sample("a", steady), "b": lambda: 3.0})
     assert not found.unsettled
     assert len(found.rates["a"]) == len(found.rates["b"]) == MIN_ROUNDS
     assert found.median("a") == 50.0
     order.clear()
-    unsettled = take_turns({"a": lambda: turn("a", steady), "b": lambda: turn("b", rising)})
+    unsettled = measure_in_rounds({"a": lambda: sample("a", steady), "b": lambda: sample("b", rising)})
     assert list(unsettled.unsettled) == ["b"]
     assert order == ["a", "b"] * (1 + MAX_ROUNDS)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock_lab.check import proofs
-from penstock_lab.check.proofs import Answer, Setting, difference, make_prompts, prove
+from penstock_lab.check.proofs import Generated, Setting, difference, make_prompts, prove
 from tests.families.case import Case, all_cases
 from tests.hf_models import TINY, make_llama
 from tests.kernels.packed import levels
@@ -65,9 +65,9 @@ def test_a_prefix_that_is_never_found_is_no_proof(tmp_path: Path, monkeypatch: p
 
 def test_differences() -> None:
     """Guards against answers that differ in their ids or their length alone."""
-    answer = Answer([1, 2], [-1.0, -2.0], [-3.0], 0)
+    answer = Generated([1, 2], [-1.0, -2.0], [-3.0], 0)
     assert difference(answer, answer) == 0
-    assert difference(Answer([1, 3], [-1.0, -2.0], [-3.0], 0), answer) == math.inf
-    assert difference(Answer([1, 2], [-1.0, -2.5], [-3.0], 0), answer) == 0.5
-    assert difference(Answer([1, 2], [-1.0, -2.0], [], 0), answer) == math.inf
-    assert difference(Answer([1, 2], [-1.0, math.nan], [-3.0], 0), answer) == math.inf
+    assert difference(Generated([1, 3], [-1.0, -2.0], [-3.0], 0), answer) == math.inf
+    assert difference(Generated([1, 2], [-1.0, -2.5], [-3.0], 0), answer) == 0.5
+    assert difference(Generated([1, 2], [-1.0, -2.0], [], 0), answer) == math.inf
+    assert difference(Generated([1, 2], [-1.0, math.nan], [-3.0], 0), answer) == math.inf

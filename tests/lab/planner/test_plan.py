@@ -16,7 +16,7 @@ from penstock.layers.module import named_modules
 from penstock.layers.weights import WeightLayer
 from penstock.ranks.sharding import Degrees
 from penstock_lab.planner import costs
-from penstock_lab.planner.costs import ModelWork, Products, Step, decode_time, prefill_time, step_time
+from penstock_lab.planner.costs import ModelWork, Products, UniformBatch, decode_time, prefill_time, step_time
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.forecast import Load
 from penstock_lab.planner.machines import Hardware, load_hardware, names
@@ -183,7 +183,7 @@ WORK = ModelWork(
 
 def test_a_step_by_hand() -> None:
     """Guards against a part of a step that is left out, counted twice, or divided by another rate."""
-    found = step_time(WORK, MACHINE, Step(sequences=3, rows=1, cached=9))
+    found = step_time(WORK, MACHINE, UniformBatch(sequences=3, rows=1, cached=9))
     assert found.read == pytest.approx((200 + 50 + 2 * 3 * 9 * 4) / 100)
     assert found.multiply == pytest.approx((3 * 400 + 3 * 100 + 2 * 3 * 10 * 8) / 1000)
     assert found.host == pytest.approx(0.25 + 3 * 0.125)
@@ -191,11 +191,11 @@ def test_a_step_by_hand() -> None:
     assert found.seconds == pytest.approx(max(found.read, found.multiply) + found.host)
     assert found.bound == "memory bandwidth"
     shared = replace(WORK, gathers=4, gather_width=5, head_width=10, degrees=Degrees(2, 2, 2, 2))
-    assert step_time(shared, MACHINE, Step(3, 1, 9)).exchange == pytest.approx(
+    assert step_time(shared, MACHINE, UniformBatch(3, 1, 9)).exchange == pytest.approx(
         (4 * 3 * 5 * 4 + 3 * 10 * 4 / 2) / 10 + 5 * 0.5
     )
     faster = costs.twice_the_bandwidth(MACHINE)
-    assert step_time(WORK, faster, Step(3, 1, 9)).read == pytest.approx(found.read / 2)
+    assert step_time(WORK, faster, UniformBatch(3, 1, 9)).read == pytest.approx(found.read / 2)
 
 
 def test_products_of_few_rows_and_attention_have_rates_of_their_own() -> None:
@@ -207,10 +207,10 @@ def test_products_of_few_rows_and_attention_have_rates_of_their_own() -> None:
     seconds = [measured.product_seconds("bfloat16", 100, 200.0 * rows, rows) for rows in (1, 8, 20, 32, 256, 512)]
     assert seconds == pytest.approx([1.0, 2.0, 3.5, 5.0, 51.2, 102.4])
     assert measured.product_seconds("int8", 100, 800.0, 8) == 0.4  # of which nothing was measured
-    one = step_time(WORK, measured, Step(1, 1, 9))
+    one = step_time(WORK, measured, UniformBatch(1, 1, 9))
     assert one.multiply == pytest.approx(2.5 + 2 * 10 * 8 / 80)
-    assert (one.bound, step_time(WORK, measured, Step(1, 1, 1)).bound) == ("compute", "memory bandwidth")
-    prompt = step_time(WORK, measured, Step(1, 512, 0))
+    assert (one.bound, step_time(WORK, measured, UniformBatch(1, 1, 1)).bound) == ("compute", "memory bandwidth")
+    prompt = step_time(WORK, measured, UniformBatch(1, 512, 0))
     assert prompt.multiply == pytest.approx(512 * 0.4 + 0.5 + 2 * 512 * 513 / 2 * 8 / 400)
 
 
@@ -219,7 +219,7 @@ def test_a_window_ends_what_is_read() -> None:
     near = replace(WORK, windows=((2, 16),))
     assert decode_time(near, MACHINE, 1, 1000).read == decode_time(near, MACHINE, 1, 10000).read
     assert decode_time(near, MACHINE, 1, 10).read == decode_time(WORK, MACHINE, 1, 10).read
-    long_prompt = Step(1, 20, 0)
+    long_prompt = UniformBatch(1, 20, 0)
     pairs = 16 * 17 / 2 + 4 * 16
     expected = (20 * 400 + 100 + 2 * pairs * 8) / 1000
     assert step_time(near, MACHINE, long_prompt).multiply == pytest.approx(expected)
@@ -228,10 +228,10 @@ def test_a_window_ends_what_is_read() -> None:
 def test_experts_are_read_where_a_row_chooses_them() -> None:
     """Guards against a mixture whose experts are all read for one row, or computed for rows that chose others."""
     sparse = replace(WORK, experts=Products({"bfloat16": 800}, {"bfloat16": 1600}), num_experts=8, chosen=2)
-    one = step_time(sparse, MACHINE, Step(1, 1, 0))
+    one = step_time(sparse, MACHINE, UniformBatch(1, 1, 0))
     assert one.read == pytest.approx((250 + 800 / 4) / 100)
     assert one.multiply == pytest.approx((500 + 1600 / 4 + 16) / 1000)
-    many = step_time(sparse, MACHINE, Step(100, 1, 0))
+    many = step_time(sparse, MACHINE, UniformBatch(100, 1, 0))
     assert many.read == pytest.approx((250 + 800) / 100)
 
 

@@ -67,7 +67,7 @@ def test_wrong_hardware_is_refused(changes: dict[str, Any], message: str) -> Non
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("load", [load_hardware, load_placement])
-def test_a_file_of_rubbish_is_refused(load: Any, text: str, message: str, tmp_path: Path) -> None:
+def test_a_file_of_garbage_is_refused(load: Any, text: str, message: str, tmp_path: Path) -> None:
     """Guards against a YAML error that ends in a traceback, or takes the whole stack."""
     path = tmp_path / "file.yaml"
     path.write_text(text)

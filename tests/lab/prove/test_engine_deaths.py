@@ -13,7 +13,7 @@ from penstock_lab.prove import engine_deaths, parent_deaths, streams
 from penstock_lab.prove.engine_deaths import EngineDeaths, StandbyDeaths
 from penstock_lab.prove.parent_deaths import ParentDeaths
 from penstock_lab.prove.proof import Outcome, Subject, Trials
-from penstock_lab.prove.streams import FEATURES, Answer, Stream
+from penstock_lab.prove.streams import FEATURES, ReceivedStream, Stream
 from tests.fakes_engine import model_info
 
 same_bits = pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
@@ -52,7 +52,7 @@ def test_a_token_that_is_lost_with_the_engine_is_noticed(monkeypatch):
         return changed if request_id in sent or sent.add(request_id) else resumed
 
     monkeypatch.setattr(OpenRequests, "resumed", forgetful)
-    monkeypatch.setattr(engine_deaths, "WAYS", {"SIGKILL": 1})
+    monkeypatch.setattr(engine_deaths, "DEATH_WEIGHTS", {"SIGKILL": 1})
     outcome = outcome_of(EngineDeaths(), goal=4)  # one kill may come where no stream is in its middle
     assert outcome.num_wrong > 0
     assert "undisturbed" in outcome.wrong[0]
@@ -73,7 +73,7 @@ def test_every_way_of_reading_gives_the_same_answer_and_shows_what_changed():
     drawn = [Stream.at_random(random, model_info(997, 900)) for _ in range(400)]
     assert {name for stream in drawn for name in stream.features} == set(FEATURES)
     params = {stream.params.output_kind.value: stream.params for stream in drawn}
-    whole, pieces = Answer(), Answer()
+    whole, pieces = ReceivedStream(), ReceivedStream()
     for ids, text, reason in [([4], "a", None), ([4, 5], "ab", FinishReason.LENGTH)]:
         whole.add(output("cumulative", ids, text, reason), params["cumulative"])
         pieces.add(output("delta", ids[-1:], text[-1:], reason), params["delta"])

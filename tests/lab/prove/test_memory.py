@@ -26,5 +26,5 @@ def test_a_full_engine_takes_what_was_planned() -> None:
 
 def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a proof that compares nothing."""
-    monkeypatch.setattr(memory, "ALLOWED", 1e-6)
+    monkeypatch.setattr(memory, "TOLERANCE", 1e-6)
     assert not prove().passed

@@ -18,12 +18,12 @@ from penstock.client.records import (
     EngineDescription,
     Introduced,
     Planned,
+    Ring,
     make_bundle,
     pack,
     unpack_ids,
     without_text,
 )
-from penstock.client.ring import Ring
 from penstock.interface.messages import EngineRequest
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock_lab.bench.record_audit import Audit

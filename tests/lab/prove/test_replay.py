@@ -13,8 +13,7 @@ import pytest
 from penstock import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
 from penstock.cli.main import main
 from penstock.client import records as keeper
-from penstock.client.records import Begun, Bundle, Computed, RecordKeeper, RecordOptions, pack
-from penstock.client.ring import Segment
+from penstock.client.records import Begun, Bundle, Computed, RecordKeeper, RecordOptions, Segment, pack
 from penstock.kernels.cpu.library import best_level
 from penstock_lab.bench import record_history
 from penstock_lab.bench.record_history import unpack

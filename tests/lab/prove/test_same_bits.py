@@ -25,14 +25,14 @@ def prove(goal: int, *, seed: int = 0, **options: Any) -> Outcome:
 @pytest.fixture(autouse=True)
 def small_crowds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(axes, "CROWDS", (1, 2, 3, 8))
-    monkeypatch.setattr(axes, "VIA", {"offline": 1})
+    monkeypatch.setattr(axes, "ENTRY_WEIGHTS", {"offline": 1})
 
 
-@pytest.mark.parametrize("via", axes.VIA)
+@pytest.mark.parametrize("via", axes.ENTRY_WEIGHTS)
 def test_a_sample_of_the_product(via: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a bit that depends on anything but the request, here, in AsyncLLM and over HTTP, where the engine
     is killed in between."""
-    monkeypatch.setattr(axes, "VIA", {via: 1})
+    monkeypatch.setattr(axes, "ENTRY_WEIGHTS", {via: 1})
     outcome = prove(40 if via == "offline" else 12)  # the others start processes for each of their engines
     assert outcome.wrong == []
     assert outcome.passed

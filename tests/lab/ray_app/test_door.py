@@ -16,7 +16,7 @@ def test_a_connection_that_does_not_come_is_not_waited_for() -> None:
         with Door(token, "127.0.0.1") as door:
             came = await asyncio.to_thread(dial, door.address, token + one)
             with pytest.raises(TimeoutError, match=r"1 of 2 connections have not come in 0\.1 s"):
-                await door.take(one, other, within_s=0.1)
+                await door.accept(one, other, within_s=0.1)
         with came:
             assert await asyncio.to_thread(came.recv, 1) == b""  # it learns that nobody answers
 

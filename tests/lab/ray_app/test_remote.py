@@ -47,7 +47,7 @@ class Replica:
         token = secrets.token_bytes(TOKEN_BYTES)
         with Door(token, "127.0.0.1") as door:
             yield {"address": door.address, "token": token, "replica": self.name, "node": self.node, "num_engines": 3}
-            engine, self.load = await door.take(ENGINE, LOAD, within_s=30.0)
+            engine, self.load = await door.accept(ENGINE, LOAD, within_s=30.0)
         with engine, self.load:
             header = await read_exactly(engine, frames.HEADER_BYTES)
             self.heard.append(frames.unpack_to_engine(await read_exactly(engine, frames.body_length(header))))
@@ -178,7 +178,7 @@ def test_only_the_token_opens_the_door():
     async def story():
         token = secrets.token_bytes(TOKEN_BYTES)
         with Door(token, "127.0.0.1") as door:
-            waiting = asyncio.create_task(door.take(ENGINE, LOAD, within_s=30.0))
+            waiting = asyncio.create_task(door.accept(ENGINE, LOAD, within_s=30.0))
             silent = await asyncio.open_connection(*door.address)
             for wrong in (bytes(TOKEN_BYTES) + ENGINE, b"GET / HTTP/1.1\r\n" * 3):
                 reader, writer = await asyncio.open_connection(*door.address)

@@ -56,8 +56,8 @@ class Member:
 
 
 @dataclass(slots=True)
-class Answer:
-    """The answer of one choice: ids, and every log-probability that was asked for.
+class Completion:
+    """What one choice received: ids, and every log-probability that was asked for.
 
     Attributes:
         ended: its finish_reason.
@@ -89,12 +89,12 @@ class Answer:
         self.num_cached = output.num_cached_tokens
         self.pooled = output.pooled
 
-    def take(self, output: EngineOutput, found: Hypothesis) -> None:
-        """Take the result of a beam search."""
+    def add_beam(self, output: EngineOutput, found: Hypothesis) -> None:
+        """Store one beam of a search."""
         self.ids, self.ended, self.num_cached = found.token_ids, str(found.finish_reason), output.num_cached_tokens
         self.logprobs = list(map(_entry, found.logprobs or ()))
 
-    def difference(self, expected: "Answer", start: int = 0) -> str | None:
+    def difference(self, expected: "Completion", start: int = 0) -> str | None:
         """Return the first difference from the expected answer after its first `start` tokens; None if equal."""
         for what, found, wanted in (
             ("error", self.error, expected.error),
@@ -125,15 +125,15 @@ def _entry(at: TokenLogprobs) -> Entry:
     return dict(zip(at.token_ids, at.logprobs, strict=True))
 
 
-def ask_alone(engine: Engine, queries: list[Query], wanted: Iterable[Key]) -> dict[Key, Answer]:
+def ask_alone(engine: Engine, queries: list[Query], wanted: Iterable[Key]) -> dict[Key, Completion]:
     """Return the answers of choices, each computed when nothing else runs. Raise EngineError if a request fails."""
-    found: dict[Key, Answer] = {}
+    found: dict[Key, Completion] = {}
     keys = list(wanted)
     widths = {query: sum(key[0] == query for key in keys) for query, _ in keys if queries[query].is_search}
     for query, choice in keys:
         if choice and query in widths:  # found together with the first choice
             continue
-        answers = [found.setdefault((query, choice + place), Answer()) for place in range(widths.get(query, 1))]
+        answers = [found.setdefault((query, choice + place), Completion()) for place in range(widths.get(query, 1))]
         params = queries[query].params(len(answers))
         engine.add_request(EngineRequest("alone", queries[query].prompt, params, choice))
         while engine.has_work:
@@ -144,10 +144,10 @@ def ask_alone(engine: Engine, queries: list[Query], wanted: Iterable[Key]) -> di
     return found
 
 
-def add_output(answers: list[Answer], output: EngineOutput) -> None:
+def add_output(answers: list[Completion], output: EngineOutput) -> None:
     """Append an output of an engine to the answer of a choice, or to the answers of a search."""
     if output.hypotheses is None:
         answers[0].add(output)
         return
     for answer, hypothesis in zip(answers, output.hypotheses, strict=True):
-        answer.take(output, hypothesis)
+        answer.add_beam(output, hypothesis)
