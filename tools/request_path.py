@@ -21,7 +21,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # if no Penstock i
 import penstock
 
 PACKAGE = Path(penstock.__file__).parent
-MOST_FILES = 50
 ENGINE_ROOMS = ("engine", "runner", "models", "layers", "kernels")
 MODEL_ROOMS = ("models", "layers")
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "What is 3 + 4?"}], "max_tokens": 4, "stream": True}
@@ -96,7 +95,7 @@ def measure() -> dict[str, list[str]]:
 
 def main() -> None:
     stages = measure()
-    print(f"{PACKAGE}: {sum(map(len, stages.values()))} files")
+    print(f"{sum(map(len, stages.values()))} files of {PACKAGE.name}")
     for stage, paths in stages.items():
         print(f"{stage}: {len(paths)} files")
         for room, group in groupby(paths, key=lambda path: path.rpartition("/")[0]):
