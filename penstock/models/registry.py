@@ -178,18 +178,25 @@ def find_model(architecture: str, version: str = "auto") -> ModelVersion:
     """
     versions = find_architecture(architecture).versions
     wanted = DEFAULT_VERSION if version == "auto" else version
-    if wanted not in versions:
-        versions = versions | _added_versions(architecture)
+    if wanted not in versions:  # other packages are asked only for a version that is not known here
+        versions = find_versions(architecture)
     if wanted not in versions:
         check_choice("model_impl", wanted, ["auto", *versions] if DEFAULT_VERSION in versions else list(versions))
     return versions[wanted]
 
 
-def _added_versions(architecture: str) -> dict[str, ModelVersion]:
-    """Return the versions of an architecture that other installed packages have."""
-    names = entry_points.names("model_versions")
-    added = {name: entry_points.load("model_versions", name, "model_impl") for name in names}
-    return {name: versions[architecture] for name, versions in added.items() if architecture in versions}
+def find_versions(architecture: str) -> dict[str, ModelVersion]:
+    """Return all implementations of an architecture by their names, those of other installed packages included.
+
+    Raises:
+        ModelLoadError: the architecture is not registered.
+    """
+    found = dict(find_architecture(architecture).versions)
+    for name in entry_points.names("model_versions"):
+        added = entry_points.load("model_versions", name, "model_impl")
+        if architecture in added:
+            found.setdefault(name, added[architecture])
+    return found
 
 
 def register_model(
@@ -227,7 +234,7 @@ def register_model(
                 found[name] = Architecture(None, read_config, {})
                 continue
             found[name] = ARCHITECTURES[name]
-            known = (found[name].versions | _added_versions(name)).get(version, entry)
+            known = find_versions(name).get(version, entry)
             if not _same_class(known.source, model_class):
                 raise InvalidRequestError(
                     f"{name} is already registered by {known.model_class.__qualname__}; choose another version"

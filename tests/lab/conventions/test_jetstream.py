@@ -15,7 +15,7 @@ from penstock.layers.factory import LayerFactory
 from penstock.layers.swap import SwappedLinear
 from penstock.models import registry
 from penstock.models.config_json import load_model_config
-from penstock.models.registry import find_architecture, find_model
+from penstock.models.registry import find_model, find_versions
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import load_model
 from penstock.weights.sources import read_parameters
@@ -82,14 +82,14 @@ def check_equal(found: list[tuple[list[int], list[float]]], expected: list[tuple
 @pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize(
     "case",
-    [item for item in all_cases(shapes=False) if len(find_architecture(item.architecture).versions) > 1],
+    [item for item in all_cases(shapes=False) if len(find_versions(item.architecture)) > 1],
     ids=lambda case: case.name,
 )
 def test_all_versions_give_the_same_tokens(case: Case, kernels: str, tmp_path: Path) -> None:
     """Guards against a version that is another model: in a crowd, in chunks, in blocks and in rings."""
     _, directory = case.make(tmp_path, seed=4)
     expected = answers(directory, kernels=kernels)
-    for version in find_architecture(case.architecture).versions:
+    for version in find_versions(case.architecture):
         for more in ({}, {"block_size": 128}):
             check_equal(answers(directory, kernels=kernels, model_impl=version, **more), expected)
 
@@ -115,7 +115,7 @@ def test_the_shared_kernel_and_hand_written_attention_agree(
 @pytest.mark.covers("J1", "J2")
 @pytest.mark.parametrize(
     ("case", "version"),
-    [(case, version) for case in one_an_architecture() for version in find_architecture(case.architecture).versions],
+    [(case, version) for case in one_an_architecture() for version in find_versions(case.architecture)],
     ids=lambda item: item if isinstance(item, str) else item.name,
 )
 def test_conformance(case: Case, version: str, tmp_path: Path) -> None:
