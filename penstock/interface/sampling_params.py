@@ -396,7 +396,8 @@ class SamplingParams:
     @classmethod
     def for_pooling(cls, pooling: PoolingParams) -> "SamplingParams":
         """Return the parameters of a request that generates nothing."""
-        return cls(**POOLING_FIELDS, output_kind=RequestOutputKind.FINAL_ONLY, pooling=pooling)  # type: ignore[arg-type]
+        last = RequestOutputKind.FINAL_ONLY
+        return cls(**POOLING_FIELDS, output_kind=last, pooling=pooling)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -115,7 +115,8 @@ class Output:
         self.done: dict[str, bool] = {}
         try:
             self._is_regular = not os.path.exists(path) or os.path.isfile(path)
-            self._file: IO[bytes] = open(path, "a+b" if self._is_regular else "wb")  # noqa: SIM115  # open during the run
+            mode = "a+b" if self._is_regular else "wb"
+            self._file: IO[bytes] = open(path, mode)  # noqa: SIM115  # open during the run
         except OSError as error:
             raise InvalidRequestError(f"output_file: {path}: {error.strerror}", param="output_file") from error
         if not self._is_regular:

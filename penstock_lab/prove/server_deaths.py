@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -283,6 +282,11 @@ def _some_request(trials: Trials) -> Request:
     return Request("/v1/chat/completions", {**body, **logprobs, "messages": [{"role": "user", "content": prompt}]})
 
 
+def _choice_text(choice: Any) -> str:
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
 def _note_expected(server: Server, request: Request) -> bool:
     """Note the undisturbed answer. Return False if the model cannot take the request."""
     body = {name: value for name, value in request.body.items() if name not in ("resumable", "background")}
@@ -293,9 +297,8 @@ def _note_expected(server: Server, request: Request) -> bool:
     if request.path == "/v1/responses":
         request.expected = _text_of(found)
         return True
-    text: Callable[[Any], str] = lambda choice: choice["text"] if "text" in choice else choice["message"]["content"]  # noqa: E731
     request.expected = {
-        choice["index"]: (text(choice), tuple(choice["token_ids"]), choice["finish_reason"])
+        choice["index"]: (_choice_text(choice), tuple(choice["token_ids"]), choice["finish_reason"])
         for choice in found["choices"]
     }
     return True

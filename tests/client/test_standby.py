@@ -157,7 +157,8 @@ def test_a_standby_that_dies_again_and_again_is_given_up_and_nothing_else(monkey
         async with World(monkeypatch) as world:
             world.children[0].say_ready()
             for number in itertools.count(1):
-                await until(lambda: len(world.children) > number or world.handle.standby_status().state == "failed")  # noqa: B023
+                state = world.handle.standby_status
+                await until(lambda: len(world.children) > number or state().state == "failed")  # noqa: B023
                 if len(world.children) == number:
                     break
                 world.children[number].die()

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.covers("C18")
 
 
 def oracle(window: int | None = None, **options: object) -> Oracle:
-    return Oracle(lambda _, ids, count: expected_outputs(ids, count, window), vocab_size=VOCAB, **options)  # type: ignore[arg-type]
+    options = {"vocab_size": VOCAB, **options}
+    return Oracle(lambda _, ids, count: expected_outputs(ids, count, window), **options)  # type: ignore[arg-type]
 
 
 def speculation(proposer: Oracle, most: int = 5) -> Speculation:

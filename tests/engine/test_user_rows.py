@@ -258,7 +258,8 @@ def test_blocks_come_back_whatever_ends_a_request() -> None:
     for index in range(300):
         stop = expected_outputs(prompt_of(20, index), 4)[3:] if index % 4 == 1 else []
         engine.add_request(request(str(index), prompt_of(20, index), 6, stop_token_ids=stop))
-        scripted(engine).fail = lambda step, name=str(index): {name} if name.endswith("3") else set()  # type: ignore[misc]
+        failing = {str(index)} if str(index).endswith("3") else set()
+        scripted(engine).fail = lambda step, failing=failing: failing  # type: ignore[misc]
         engine.step()
         if index % 4 == 2:
             engine.abort(str(index))

@@ -115,7 +115,8 @@ def test_a_choice_that_demands_nothing(choice: Any) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}},
          [CALLED], [CALLED + "\n" + CALLED, CALLED.replace("add", "weather"), CALLED.replace("2", '"x"')]),
         ({"parallel_tool_calls": False}, ["Hi", CALLED], [CALLED + "\n" + CALLED]),
-        ({"tools": [{**ADD, "function": {**ADD["function"], "strict": True}}]}, ["Hi", CALLED + " "],  # type: ignore[dict-item]
+        ({"tools": [{**ADD, "function": {**ADD["function"], "strict": True}}]},  # type: ignore[dict-item]
+         ["Hi", CALLED + " "],
          [CALLED.replace("2", "2.5"), CALLED.replace("add", "sub")]),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
             {"type": "function", "function": {"name": "weather"}}]}}}, ["Hi"], [CALLED]),

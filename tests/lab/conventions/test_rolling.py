@@ -36,7 +36,8 @@ def drawn(mask: Tensor) -> list[str]:
 
 def qkv(length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(length, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))  # type: ignore[return-value]
+    shapes = ((length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return tuple(torch.randn(*shape, generator=generator) for shape in shapes)  # type: ignore[return-value]
 
 
 def over_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -241,8 +241,8 @@ PENSTOCK_API std::int32_t penstock_replay(
 // The first is given. Of the others, those that are negative are replaced with the likeliest token, or with 0 if no
 // logit is a number. The pass reads input_ids [rows], positions [rows] and `groups` attention steps [num_groups], whose
 // plans must hold for all these steps; it writes logits [rows][at least vocab]. `positions`, and the slots of the
-// attention steps, are advanced in place; from `positions`, the lengths and positions of the attention steps are written
-// before each step. Stop at the first call that fails.
+// attention steps, are advanced in place; from `positions`, the lengths and positions of the attention steps are
+// written before each step. Stop at the first call that fails.
 PENSTOCK_API std::int32_t penstock_decode(
     penstock::Context* context, const PenstockCall* calls, std::int64_t count, PenstockAttentionStep* groups,
     std::int64_t num_groups, const float* logits, std::int64_t logits_stride, std::int64_t vocab, std::int64_t rows,

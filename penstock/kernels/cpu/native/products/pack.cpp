@@ -147,7 +147,9 @@ void touch_first(Context& context, const PenstockWeight& weight) {
     const bool nibbles = weight.group_size != 0;
     const std::int64_t bytes = weight.panels * weight.padded_k * (nibbles ? HALF : PANEL * element_bytes(weight.kind));
     const auto touch = [=](std::int64_t first, std::int64_t size, int) {
-        for (std::int64_t at = first; at < first + size; at += PAGE) __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
+        for (std::int64_t at = first; at < first + size; at += PAGE) {
+            __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
+        }
     };
     context.pool.parallel_for_blocks(bytes, BLOCK, touch);
 }
