@@ -83,8 +83,9 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and the level of the native kernels")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-")), None)
+    is_known = chosen in COMMANDS or "--version" in argv
     known = {name: ("penstock.cli", help_text) for name, help_text in COMMANDS.items()}
-    for name, (package, help_text) in (known if chosen in COMMANDS else known | added_commands()).items():
+    for name, (package, help_text) in (known if is_known else known | added_commands()).items():
         command = commands.add_parser(name, help=help_text, formatter_class=raw)
         if name == chosen:
             module = importlib.import_module(f"{package}.{name.replace('-', '_')}")

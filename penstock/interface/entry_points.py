@@ -11,14 +11,18 @@
 `penstock_lab` adds the ones that come with Penstock; the table is in pyproject.toml.
 """
 
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import invalid
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 def names(group: str) -> list[str]:
     """Return the names of all entry points of a group, such as "commands"."""
+    from importlib.metadata import entry_points  # takes 30 ms, for which most commands need not wait
+
     return sorted({entry.name for entry in entry_points(group=f"penstock.{group}")})
 
 
@@ -30,6 +34,8 @@ def load(group: str, name: str, option: str) -> Any:
     Raises:
         InvalidRequestError: it is not installed, or a library that it needs is not.
     """
+    from importlib.metadata import entry_points
+
     entry = next(iter(entry_points(group=f"penstock.{group}", name=name)), None)
     if entry is None:
         raise invalid(option, f"no installed package provides {name!r} (an entry point of the group penstock.{group})")
@@ -39,7 +45,7 @@ def load(group: str, name: str, option: str) -> Any:
         raise _missing(entry, error, option) from None
 
 
-def _missing(entry: EntryPoint, error: ImportError, option: str) -> Exception:
+def _missing(entry: "EntryPoint", error: ImportError, option: str) -> Exception:
     """Return the error for a library that the entry point's extra would install; an error of its own code as it is."""
     library = (error.name or "").split(".")[0]
     if not entry.extras or library in ("", "penstock", "penstock_lab"):
