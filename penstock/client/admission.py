@@ -40,7 +40,7 @@ ERROR_WEIGHT, LEAST_ERROR, MOST_ERROR = 0.1, 0.5, 4.0  # weight of the newest wa
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
-    """What may wait in the queue.
+    """Limits of the queue.
 
     Attributes:
         max_queued_requests: choices that wait for a row. A request that finds none waiting is let in whatever its size.
@@ -215,7 +215,7 @@ class Admission:
         return self.outputs_left((params.max_tokens or 0) - len(choice.token_ids), params.ignore_eos)
 
     def outputs_left(self, at_most: int, ignore_eos: bool) -> float:
-        """Return the number of tokens still expected of a choice, whatever it has received."""
+        """Estimate the tokens still to come of a choice, whatever it has received."""
         return at_most if ignore_eos or self._typical_tokens is None else min(at_most, self._typical_tokens)
 
 
@@ -255,12 +255,10 @@ class _Queue:
 
     @property
     def must_wait(self) -> bool:
-        """Return whether a new request finds no free row."""
         return self.num_open >= self.num_rows
 
     @property
     def mean_work(self) -> float:
-        """Return the mean work left per choice."""
         return self.work / self.num_open if self.num_open else 0.0
 
     def add(self, flow: str, prompt: int, outputs: float, *, started: bool = False) -> None:
@@ -277,7 +275,7 @@ class _Queue:
             heapq.heapreplace(self._rows, self._rows[0] + work)
 
     def work_ahead(self, flow: _Flow) -> float:
-        """Return the work that is done before the next request of a flow begins."""
+        """Sum the work that is done before the next request of a flow begins."""
         if flow.work:  # it comes after the flow's own work, at its share of the rows
             return flow.work * min(len(self.flows), self.num_rows)
         if len(self.flows) < self.num_rows:
@@ -312,7 +310,7 @@ class Throughput:
 
     @property
     def prompt_weight(self) -> float:
-        """Return the work of a prompt token relative to an output token, 0 to 1; 1 while it is not known."""
+        """The work of a prompt token relative to an output token, 0 to 1; 1 while it is not known."""
         plain, mixed = self._plain, self._mixed
         if not plain.outputs or not plain.seconds or not mixed.prompts:
             return 1.0
@@ -322,7 +320,7 @@ class Throughput:
 
     @property
     def work_per_s(self) -> float | None:
-        """Return the rate in output tokens; None until there has been a queue for long enough."""
+        """The rate in output tokens; None until there has been a queue for long enough."""
         seconds = self._plain.seconds + self._mixed.seconds
         work = self._plain.outputs + self._mixed.outputs + self.prompt_weight * self._mixed.prompts
         return work / seconds if seconds >= MIN_MEASURED_S and work else None
@@ -366,8 +364,8 @@ def block_hashes(
     *,
     most: int = MAX_LOOKED_AT,
 ) -> list[bytes]:
-    """Return the content hashes of the first full blocks of a prompt. `known` may have the first of them. Different
-    salts have no hash in common."""
+    """Hash the first full blocks of a prompt by content. `known` may have the first hashes. Different salts have no
+    hash in common."""
     hashes = list(known)
     parent = hashes[-1] if hashes else salt_bytes(salt)
     num_tokens = min(len(token_ids) // block_size, most) * block_size
@@ -402,7 +400,7 @@ class Router(Generic[Key]):
         self._num_chosen = 0
 
     def cached_tokens(self, key: Key, hashes: Sequence[bytes], num_tokens: int) -> int:
-        """Return how many prompt tokens an engine finds in its cache: whole blocks, and never the last token."""
+        """Count the prompt tokens that an engine finds in its cache: whole blocks, and never the last token."""
         known = self._known.get(key)
         if known is None:
             return 0
@@ -411,7 +409,7 @@ class Router(Generic[Key]):
         return count * self._block_size
 
     def choose(self, hashes: Sequence[bytes], num_tokens: int, queued: Mapping[Key, float]) -> Key:
-        """Return the engine that computes a prompt; among equals, the one chosen longest ago.
+        """Choose the engine that computes a prompt; among equals, the one chosen longest ago.
 
         Args:
             hashes: hashes of the prompt's full blocks.
@@ -448,7 +446,7 @@ class _Work:
 
 
 class QueuedTokens:
-    """What an engine still has to compute, by choice: the tokens of prompts that have no output yet, and the expected
+    """The work that an engine still has, by choice: the tokens of prompts that have no output yet, and the expected
     output tokens.
 
     Attributes:

@@ -129,7 +129,7 @@ class AsyncLLM:
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None
     ) -> BeamSearchOutput:
-        """Return the beam_width best answers to a prompt. Cancelling the call ends the search.
+        """Search for the beam_width best answers to a prompt. Cancelling the call ends the search.
 
         Raises:
             InvalidRequestError, EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
@@ -140,7 +140,7 @@ class AsyncLLM:
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the pooled hidden states of a prompt as an array. Cancelling the call ends the request.
+        """Compute the pooled hidden states of a prompt as an array. Cancelling the call ends the request.
 
         Raises:
             InvalidRequestError, EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
@@ -152,11 +152,10 @@ class AsyncLLM:
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
     ) -> EmbeddingRequestOutput:
-        """Return the embedding of a prompt. Raise the errors of `encode`."""
+        """Compute the embedding of a prompt. Raise the errors of `encode`."""
         return embedding_output(await self._only(prompt, embedding_request(pooling_params), request_id))
 
     async def _only(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestOutput:
-        """Return the only output of a request."""
         async with aclosing(self.generate(prompt, params, request_id)) as outputs:
             return await anext(outputs)
 
@@ -171,7 +170,7 @@ class AsyncLLM:
         return self.client.tokenizer
 
     def status(self) -> EngineStatus:
-        """Return a snapshot at once, without raising."""
+        """Take a snapshot at once, without raising."""
         return self.client.status()
 
     async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
@@ -183,7 +182,7 @@ class AsyncLLM:
         return self.client.unpin_prefix(name)
 
     def pinned_prefixes(self) -> list[PrefixUse]:
-        """Return the pinned prefixes, oldest first."""
+        """List the pinned prefixes, oldest first."""
         return self.client.pinned_prefixes()
 
     async def record(self, engine: int = 0) -> SavedRecord:

@@ -75,22 +75,21 @@ class EngineClient(Protocol):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Return the model. Until an engine is ready, raise EngineDeadError, or the error why none can be built."""
+        """The model. Until an engine is ready, EngineDeadError is raised, or the error why none can be built."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that this process has loaded. Raise ModelLoadError if the model has none."""
+        """The tokenizer that this process has loaded. ModelLoadError is raised if the model has none."""
 
     @property
     def kv_blocks(self) -> "KVBlocks | None":
-        """Return the blocks that engines elsewhere may fetch; None if the role is not prefill, or no engine is
-        ready."""
+        """The blocks that engines elsewhere may fetch; None if the role is not prefill, or no engine is ready."""
 
     async def attach(self) -> None:
         """Watch the engine from this event loop, without waiting for it. A second call does nothing."""
 
     def status(self) -> EngineStatus:
-        """Return a snapshot at once, without raising."""
+        """Take a snapshot at once, without raising."""
 
     def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
         """Raise what `generate` would raise for any request of the flow: EngineDeadError or EngineOverloadedError.
@@ -99,7 +98,7 @@ class EngineClient(Protocol):
         """
 
     def assign_seed(self) -> int:
-        """Return the seed that a request without one would get now. Raise what model_info raises."""
+        """Assign the seed that a request without one would get now. Raise what model_info raises."""
 
     async def check_form(self, form: StructuredOutputsParams) -> None:
         """Raise InvalidRequestError for a form of answers that the model cannot follow, as `generate` does."""
@@ -132,10 +131,10 @@ class EngineClient(Protocol):
         """Let a pinned prefix be evicted like any other. Return False if no pin has this name."""
 
     def pinned_prefixes(self) -> list[PrefixUse]:
-        """Return the pinned prefixes, oldest first."""
+        """List the pinned prefixes, oldest first."""
 
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
-        """Return the prefixes found most often in the cache, pinned or not; if there are many, among recent ones."""
+        """List the prefixes found most often in the cache, pinned or not; if there are many, among recent ones."""
 
     async def record(self, engine: int = 0) -> SavedRecord:
         """Make a bundle of the flight recorder: what an engine did in its last minutes.

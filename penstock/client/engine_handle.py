@@ -71,11 +71,11 @@ class EngineConnection(ABC):
 
     @abstractmethod
     def peak_memory_bytes(self) -> int | None:
-        """Return the most physical memory that the process ever had; None if it is not known."""
+        """Read the most physical memory that the process ever had; None if it is not known."""
 
     @abstractmethod
     def effort(self) -> Effort | None:
-        """Return what the process has done so far; None if it is not known."""
+        """Measure the work that the process has done so far; None if it is not known."""
 
     @abstractmethod
     async def connect(self) -> None:
@@ -121,7 +121,7 @@ class EngineConnection(ABC):
             return None
 
     def reason_of(self, code: int) -> str:
-        """Return why the engine ended, from its exit code."""
+        """Explain the exit code of an engine."""
         if code == -signal.SIGBUS:
             return f"signal {-code}: a mapped file has become shorter, or its disk has failed"
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
@@ -187,7 +187,7 @@ class EngineChild(EngineConnection):
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How a client gets its engines.
+    """How many engines a client has, and the function that starts them.
 
     Attributes:
         start: starts an engine, given its first frame, and makes the connection to it.
@@ -263,7 +263,6 @@ class EngineHandle:
         return EngineState.STARTING if self.model_info is None else EngineState.RECOVERING
 
     def standby_status(self) -> StandbyStatus | None:
-        """Return the state of the standby; None if none is wanted."""
         standby = self._standby
         if not self._wants_standby:
             return None
@@ -283,7 +282,7 @@ class EngineHandle:
         """Wait until the current process has ended. Return why: its exit code or signal; None if there will be no
         other process.
 
-        may_start_standby: whether a start would slow down nobody, such as a recovery.
+        may_start_standby: whether a start would delay no other work, such as a recovery.
         """
         if self._process.running is None:
             self._process.running = asyncio.create_task(self._receive(self._process), name="engine")
@@ -504,7 +503,8 @@ async def _kill_if_stuck(process: _Process) -> None:
 
 
 class Liveness:
-    """When an engine was last heard from, whether it makes progress, and its newest statistics.
+    """The signs of life of an engine: when it was last heard from, whether it makes progress, and its newest
+    statistics.
 
     Attributes:
         last_heard: time.monotonic() of its last frame or, before the first frame, of its last effort or its start; None
@@ -540,7 +540,7 @@ class Liveness:
             self._stats = frame.stats
 
     def watch_start(self, effort: Effort | None) -> None:
-        """Note what a process has done before its first frame, while it starts Python; None: not known."""
+        """Note the effort of a process before its first frame, while it starts Python; None: not known."""
         if effort is not None and (self._effort is None or effort.exceeds(self._effort)):
             self._effort, self.last_heard = effort, time.monotonic()
 
@@ -561,12 +561,12 @@ class Liveness:
 
     @property
     def making_progress(self) -> bool:
-        """Whether an engine is ready and not stuck."""
+        """True if an engine is ready and not stuck."""
         return self._ready and self.last_heard is not None and self.symptom is None
 
     @property
     def symptom(self) -> str | None:
-        """How an engine is stuck: silent, or in one step, for too long; None if it is not."""
+        """A phrase that says how an engine is stuck: silent, or in one step, for too long; None if it is not."""
         age = self.age_s
         if age is None:
             return None
@@ -581,7 +581,7 @@ class Liveness:
 
 
 def total_stats(found: Sequence[EngineStats]) -> EngineStats:
-    """Return the sums of all gauges and counters of several engines."""
+    """Sum all gauges and counters of several engines."""
     total = {item.name: getattr(found[0], item.name) for item in fields(EngineStats)}
     for stats in found[1:]:
         total = {name: _sum(value, getattr(stats, name)) for name, value in total.items()}
@@ -589,14 +589,14 @@ def total_stats(found: Sequence[EngineStats]) -> EngineStats:
 
 
 def _sum(one: Any, other: Any) -> int | list[int]:
-    """Return the sum of two counters, or of two lists of them, place by place."""
+    """Add two counters, or two lists of them place by place."""
     if isinstance(one, list):
         return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
     return int(one + other)
 
 
 def private_bytes(pid: int | None) -> int | None:
-    """Return the memory in bytes of this process alone, without files; None if it cannot be read."""
+    """Read the memory in bytes of this process alone, without files; None if it cannot be read."""
     with suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
         rows = (line.split() for line in file)
         return 1024 * next(int(row[1]) for row in rows if row[0] == "Private_Dirty:")
@@ -604,7 +604,7 @@ def private_bytes(pid: int | None) -> int | None:
 
 
 def taking_over(first: frames.Start, ready: frames.Ready) -> frames.Start:
-    """Return the first frame for engines that will take over. They use as much memory as this engine, however much is
+    """Make the first frame for engines that will take over. They use as much memory as this engine, however much is
     free while they start, so that every request that it has accepted fits them."""
     options = {name: value for name, value in first.options.items() if name != "memory"}
     options |= {"max_model_len": ready.info.max_model_len, "kv_cache_memory_bytes": ready.cache_bytes}

@@ -224,7 +224,8 @@ class EngineServer:
         self.outbox.send(frames.Rejected(self.outbox.epoch, request_id, error.message, error.param, error.code))
 
     def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
-        """Count an invalid frame. If it was meant to add a request, reject that, so that nobody waits for it."""
+        """Count an invalid frame. If it was meant to add a request, reject that, so that its client does not wait for
+        it."""
         self._num_invalid_frames += 1
         if self._num_invalid_frames.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a flood must not fill the log
             message = f"engine process: dropped {self._num_invalid_frames} invalid frames so far; the last: {error}"

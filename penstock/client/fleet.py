@@ -41,7 +41,7 @@ OutputsLeft = Callable[[int, bool], float]  # (limit, whether choices never end 
 
 
 class EngineListener(Protocol):
-    """What the owner of the requests learns about engines."""
+    """The owner of the requests, which is told about the engines that compute them."""
 
     def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
         """Handle a new engine. num_rows: rows of all engines that are ready."""
@@ -82,7 +82,7 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has an engine that computes, even if only a choice that is tried alone."""
+        """True if it has an engine that computes, even if only a choice that is tried alone."""
         return self.handle.state is EngineState.READY
 
     @property
@@ -91,7 +91,6 @@ class Replica:
         return 0 if info is None or not self.recovery.accepts else info.max_num_seqs - self.queued.rows
 
     def status(self) -> EngineStatus:
-        """Return a snapshot of this engine alone."""
         handle = self.handle
         return EngineStatus(
             state=handle.state,
@@ -110,7 +109,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class _Assignment:
-    """Where a choice is computed, and the content hashes of its prompt; none if there is only one engine."""
+    """The engine that computes a choice, and the content hashes of its prompt; none if there is only one engine."""
 
     replica: Replica
     request: OpenRequest
@@ -163,7 +162,7 @@ class Fleet:
         self._add_replica(start)
 
     def __len__(self) -> int:
-        """Return the number of engines that there are going to be."""
+        """Count the engines that there are going to be."""
         return self._launcher.num_engines
 
     def _add_replica(self, start: frames.Start) -> Replica:
@@ -264,7 +263,7 @@ class Fleet:
         return sum(replica.handle.restarts for replica in self._replicas)
 
     def status(self) -> EngineStatus:
-        """Return the summed status of all engines, and the status of each."""
+        """Sum the status of all engines, and list the status of each."""
         found = tuple(replica.status() for replica in self._replicas)
         if len(found) == 1:
             return replace(found[0], state=self.state, replicas=found)
@@ -285,7 +284,7 @@ class Fleet:
         )
 
     def records(self, index: int) -> RecordKeeper:
-        """Return the RecordKeeper of an engine. Raise EngineDeadError if the engine has not been started yet."""
+        """Find the RecordKeeper of an engine. Raise EngineDeadError if the engine has not been started yet."""
         if index >= len(self._replicas):
             raise EngineDeadError(f"engine {index} has not been started yet")
         return self._replicas[index].records
@@ -486,13 +485,13 @@ class Fleet:
         return place
 
     def _hashes(self, token_ids: list[int], request: OpenRequest, known: Sequence[bytes] = ()) -> list[bytes]:
-        """Return the content hashes of full blocks; none if there is only one engine, and so nothing to compare."""
+        """Hash the full blocks of a prompt; none if there is only one engine, and so nothing to compare."""
         salt = request.engine_requests[0].cache_salt
         return block_hashes(token_ids, salt, self._block_size, known) if len(self) > 1 else []
 
 
 def _rows(request: OpenRequest) -> int:
-    """Return the rows that a choice takes; the beams of a search are one choice."""
+    """Count the rows that a choice takes; the beams of a search are one choice."""
     params = request.params
     return params.n if params.use_beam_search else 1
 
@@ -502,7 +501,7 @@ def _rows(request: OpenRequest) -> int:
 
 @dataclass(slots=True)
 class Deaths:
-    """How often engines died with a choice in them since it received its last token."""
+    """The number of deaths of engines with a choice in them since it received its last token."""
 
     num_tokens: int  # received at the last death
     count: int
@@ -546,7 +545,7 @@ class Recovery:
 
     @property
     def accepts(self) -> bool:
-        """Whether new choices reach the engine at once: it is ready, stays, and tries none alone."""
+        """True if new choices reach the engine at once: it is ready, stays, and tries none alone."""
         return self._ready and not self.leaving and not self._trials
 
     def submit(self, request_ids: Iterable[str]) -> None:
@@ -571,8 +570,8 @@ class Recovery:
             self._end_trial(known)
 
     def waiting(self, *, with_trials: bool) -> set[str]:
-        """Return the choices that another engine may take over: those that this engine does not have, without those
-        that are to be tried alone, unless it never comes back."""
+        """List the choices that another engine may take over: those that this engine does not have, without those that
+        are to be tried alone, unless it never comes back."""
         return {key for key in self._assigned if key not in self._sent and (with_trials or not self._to_try(key))}
 
     def _to_try(self, request_id: str) -> bool:
@@ -604,7 +603,7 @@ class Recovery:
 
     @property
     def recovered(self) -> bool:
-        """Whether every choice that a death interrupted after its first token has received another token."""
+        """True once every choice that a death interrupted after its first token has received another token."""
         running = self._requests.running()
         begun = {key: deaths.num_tokens for key, deaths in self._deaths.items() if deaths.num_tokens and key in running}
         return self._ready and all(self._requests.num_tokens_of(key) > count for key, count in begun.items())

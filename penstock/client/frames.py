@@ -25,7 +25,7 @@ HEADER_BYTES = _LENGTH.size
 
 
 class InvalidFrameError(EngineError):
-    """What arrived is not a frame."""
+    """Received bytes are not a valid frame."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -148,12 +148,12 @@ _decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(Fro
 
 
 def unpack_to_engine(body: bytes) -> ToEngine:
-    """Return the frame that a client sent. Raise InvalidFrameError if it is invalid."""
+    """Decode a frame that a client sent. Raise InvalidFrameError if it is invalid."""
     return _unpack(_decode_to_engine, body)
 
 
 def unpack_from_engine(body: bytes) -> FromEngine:
-    """Return the frame that an engine sent. Raise InvalidFrameError if it is invalid."""
+    """Decode a frame that an engine sent. Raise InvalidFrameError if it is invalid."""
     return _unpack(_decode_from_engine, body)
 
 
@@ -165,7 +165,7 @@ def _unpack(decode: Callable[[bytes], T], body: bytes) -> T:
 
 
 def request_id_in(body: bytes) -> str | None:
-    """Return the request id of an AddRequest that cannot be decoded, if it can be found."""
+    """Find the request id of an AddRequest that cannot be decoded; None if that cannot be read either."""
     try:
         found = msgspec.msgpack.decode(body)["request"]["request_id"]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, LookupError):
@@ -174,17 +174,16 @@ def request_id_in(body: bytes) -> str | None:
 
 
 def pack(frame: ToEngine | FromEngine) -> bytes:
-    """Return the frame with its header."""
+    """Encode a frame with its header."""
     return with_header(_encode(frame))
 
 
 def with_header(body: bytes) -> bytes:
-    """Return the body of a frame with its header."""
     return _LENGTH.pack(len(body)) + body
 
 
 def body_length(header: bytes) -> int:
-    """Return the length of the body that follows. Raise InvalidFrameError if it exceeds MAX_FRAME_BYTES."""
+    """Read the length of the body that follows. Raise InvalidFrameError if it exceeds MAX_FRAME_BYTES."""
     length = int(_LENGTH.unpack(header)[0])
     if length > MAX_FRAME_BYTES:
         raise InvalidFrameError(f"a header announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
@@ -192,7 +191,7 @@ def body_length(header: bytes) -> int:
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """Return the body of the next frame from a blocking socket; None at the end of the connection."""
+    """Read the body of the next frame from a blocking socket; None at the end of the connection."""
     header = _receive_exactly(sock, HEADER_BYTES)
     return None if header is None else _receive_exactly(sock, body_length(header))
 

@@ -78,7 +78,7 @@ class PromptRequest:
     def of(
         cls, prompt: Any, params: SamplingParams | Any = None, request_id: str | None = None, **more: Any
     ) -> "PromptRequest":
-        """Return the request for a prompt in any of the forms of `Prompt`, or as an array of one axis.
+        """Make the request for a prompt in any of the forms of `Prompt`, or an array of one axis.
 
         more: further fields.
 
@@ -168,7 +168,7 @@ class InputProcessor:
         return OpenRequest(request_id, request.text, params, _of_choices(source, known), self._tokenizer)
 
     def read_prompt(self, request: PromptRequest, pooling: PoolingParams | None = None) -> list[int]:
-        """Return the ids of a prompt, checked; a prompt that is pooled may be cut. Raise as `process` does."""
+        """Check a prompt and find its ids; a prompt that is pooled may be cut. Raise as `process` does."""
         text, ids = request.text, request.token_ids
         check_salt(request.cache_salt)
         if not ids:
@@ -189,7 +189,7 @@ class InputProcessor:
         return list(ids)
 
     def _check_order(self, priority: Any, timeout: Any) -> float | None:
-        """Return the deadline. Raise InvalidRequestError for an option that the engine's policy does not use."""
+        """Compute the deadline. Raise InvalidRequestError for an option that the engine's policy does not use."""
         check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if timeout is not None:
             check_float("timeout", timeout, 0.0, MAX_TIMEOUT_S, low_open=True)
@@ -200,11 +200,11 @@ class InputProcessor:
         return None if timeout is None else time.monotonic() + timeout
 
     def assign_seed(self) -> int:
-        """Return the seed that a request without one would get now."""
+        """Assign the seed that a request without one would get now, and count it as an arrival."""
         return assigned_seed(self._seed, next(self._arrivals))
 
     def _settle_pooling(self, params: SamplingParams, num_tokens: int) -> SamplingParams:
-        """Return the parameters with pooling settled. Refuse to generate without a language-model head."""
+        """Settle the parameters of pooling. Refuse to generate without a language-model head."""
         if params.pooling is not None:
             return params.settled(pooling=self._info.pooler.settle(params.pooling, num_tokens))
         if not self._info.has_lm_head:
@@ -227,13 +227,13 @@ class InputProcessor:
         )
 
     def _ids_of_breakers(self, params: SamplingParams) -> Sequences:
-        """Return the ids of DRY's sequence breakers. Without a tokenizer there are none."""
+        """Find the ids of DRY's sequence breakers. Without a tokenizer there are none."""
         if not params.dry_multiplier or self._breakers is None:
             return ()
         return self._breakers.ids_of(tuple(params.dry_sequence_breakers or ()))
 
     def _ids_of_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of each word, at the start of a text and after a space. They are kept for the next prompt."""
+        """Encode each word as at the start of a text and after a space. The ids are kept for the next prompt."""
         known, ids = self._last_bad_words
         if known != words:
             ids = self._encode_bad_words(words)
@@ -252,7 +252,7 @@ class InputProcessor:
 
 
 def _of_choices(source: EngineRequest, known: Sequence[list[int]]) -> list[EngineRequest]:
-    """Return one request per choice, without texts. Only the first computes the prompt's log-probabilities.
+    """Make one request per choice, without texts. Only the first computes the prompt's log-probabilities.
 
     The hypotheses of a beam search are the choices of one request.
     """
@@ -294,7 +294,7 @@ def check_num_tokens(param: str, num_tokens: int, max_model_len: int, *, is_pool
 
 
 def _check_known(output_token_ids: Sequence[list[int]], params: SamplingParams) -> Sequence[list[int]]:
-    """Return the tokens that the choices got before, one list per choice, or none.
+    """Check the tokens that the choices got before, one list per choice, or none.
 
     Raises:
         InvalidRequestError: the lists do not fit the choices, or log-probabilities or mirostat are requested, whose
@@ -316,7 +316,7 @@ def _check_known(output_token_ids: Sequence[list[int]], params: SamplingParams) 
 
 
 def assigned_seed(engine_seed: int, arrival: int) -> int:
-    """Return a seed that looks random and depends only on the engine's seed and the order of arrival.
+    """Derive a seed that looks random and depends only on the engine's seed and the order of arrival.
 
     It has 53 bits, so that a JSON reader that stores numbers as doubles can send it back unchanged.
     """
@@ -342,7 +342,7 @@ class SequenceBreakers:
         self._of_one = lru_cache(KEPT)(self._search)
 
     def ids_of(self, breakers: Iterable[str]) -> Sequences:
-        """Return the sequences of ids that stand for these texts.
+        """Find the sequences of ids that stand for these texts.
 
         Raises:
             InvalidRequestError: too many tokens contain them.

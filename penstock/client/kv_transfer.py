@@ -68,8 +68,8 @@ class KVTransfer:
     async def prefill(self, request: OpenRequest) -> None:
         """Get the blocks of a prompt to where the engine finds them, if it will look for them.
 
-        What another server cannot do is computed here. Raise InvalidRequestError if the directory of blocks cannot be
-        used.
+        A block that no other server provides is computed here. Raise InvalidRequestError if the directory of blocks
+        cannot be used.
         """
         if self._remote is None:
             return
@@ -114,21 +114,21 @@ class KVBlocks:
         self.files = open_files(directory)
 
     def hashes(self, token_ids: Sequence[int], salt: str | None) -> list[bytes]:
-        """Return the content hashes of the blocks that a prompt can reuse: whole blocks, never with the last token."""
+        """Hash the blocks that a prompt can reuse: whole blocks, never with the last token."""
         return block_hashes(token_ids[:-1], salt, self.block_size, most=len(token_ids))
 
     def names(self, block_hash: bytes) -> list[tuple[str, int]]:
-        """Return the name and the size in bytes of a block's file in each cache group."""
+        """List the name and the size in bytes of a block's file in each cache group."""
         sizes = enumerate(self._block_bytes)
         return [(self.files.name_of(group, block_hash), num_bytes) for group, num_bytes in sizes]
 
     def count(self, hashes: Sequence[bytes], start: int = 0) -> int:
-        """Return how many leading blocks have files in every group. The first `start` are known to have them."""
+        """Count the leading blocks that have files in every group. The first `start` are known to have them."""
         missing = (index for index in range(start, len(hashes)) if not self.has(hashes[index]))
         return next(missing, len(hashes))
 
     def has(self, block_hash: bytes) -> bool:
-        """Return whether a block has a file in every group. Blocks behind a sliding window may never have one."""
+        """Check that a block has a file in every group. Blocks behind a sliding window may never have one."""
         return all(self.files.has(name) for name, _ in self.names(block_hash))
 
 
@@ -195,7 +195,7 @@ class RemotePrefill:
                 server.num_tokens -= len(token_ids)
 
     def _choose(self, router: Router[str], hashes: Sequence[bytes], num_tokens: int, tried: set[str]) -> _Server | None:
-        """Return the server that can compute the prompt soonest, by cache and queue; None if none is left."""
+        """Choose the server that can compute the prompt soonest, by cache and queue; None if none is left."""
         now = time.monotonic()
         able = {url: float(one.num_tokens) for url, one in self._servers.items() if one.retry_at <= now}
         able = {url: queued for url, queued in able.items() if url not in tried}
@@ -288,7 +288,7 @@ class RemotePrefill:
 
 
 def _reason(status: int, content: bytes) -> str:
-    """Return the error of an answer, shortened to a line."""
+    """Describe a failed answer in one line: its status, and the error message if it has one."""
     try:
         found: Any = msgspec.json.decode(content)
         return f"HTTP {status}: {found['error']['message']}"[:300]

@@ -136,7 +136,7 @@ class LLM:
 
     @property
     def engine(self) -> StepClient:
-        """Return the client, by the name that scripts use: llm.engine.add_request, .step and .abort."""
+        """The client, by the name that scripts use: llm.engine.add_request, .step and .abort."""
         return self.client
 
     def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
@@ -160,12 +160,12 @@ class LLM:
             return self.client.unpin_prefix(name)
 
     def pinned_prefixes(self) -> list[PrefixUse]:
-        """Return the pinned prefixes and their uses, oldest first."""
+        """List the pinned prefixes and their uses, oldest first."""
         return self.client.pinned_prefixes()
 
     @property
     def built(self) -> BuiltEngine:
-        """Return the engine in this process, with its model and backend, for measurements.
+        """The engine in this process, with its model and backend, for measurements.
 
         Raises:
             NotSupportedError: the engine is in a process of its own.
@@ -178,7 +178,7 @@ class LLM:
         return self._built
 
     def get_default_sampling_params(self, **fields: Any) -> SamplingParams:
-        """Return SamplingParams with the model's own defaults (its generation_config.json), changed by `fields`."""
+        """Make SamplingParams with the model's own defaults (its generation_config.json), changed by `fields`."""
         return SamplingParams(**{**self.client.model_info.default_sampling, **fields})
 
     def generate(
@@ -189,7 +189,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Return one RequestOutput per prompt, in the order given.
+        """Generate one RequestOutput per prompt, in the order given.
 
         Args:
             prompts: a string, a mapping with `prompt` or `prompt_token_ids` and perhaps a `cache_salt`, or a list of
@@ -218,7 +218,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """Return the beam_width best answers to each prompt, in the order given, like vLLM's method of this name.
+        """Search for the beam_width best answers to each prompt, in the order given, like vLLM's method of this name.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong.
@@ -235,7 +235,7 @@ class LLM:
         use_tqdm: bool = True,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the pooled hidden states of each prompt as an array, in the order given.
+        """Compute the pooled hidden states of each prompt as an array, in the order given.
 
         pooling_task: "token_embed" gives the hidden state of every token, [T, hidden]; "embed" follows pooling_params.
 
@@ -256,7 +256,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt, in the order given. Raise the errors of `encode`."""
+        """Compute the embedding of each prompt, in the order given. Raise the errors of `encode`."""
         outputs, _ = self._pool(prompts, pooling_params, embedding_request, use_tqdm)
         return [embedding_output(output) for output in outputs]
 
@@ -268,7 +268,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Return how similar texts are: one text to each of several, or each text to its counterpart.
+        """Score how similar texts are: one text to each of several, or each text to its counterpart.
 
         Raises:
             InvalidRequestError: the numbers of texts do not match, or as for `encode`.
@@ -375,7 +375,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def read_answer(self, text: str) -> dict[str, Any]:
-        """Return the text of an answer as the message to append to its conversation, in OpenAI's shape.
+        """Parse the text of an answer into the message to append to its conversation, in OpenAI's shape.
 
         Its `tool_calls` have JSON arguments, and the model's reasoning is its `reasoning_content`. If the markup of
         calls consists of special tokens (Mistral, Llama 3), the text needs skip_special_tokens=False.
@@ -429,7 +429,7 @@ class LLM:
             return forward_pass.run(self._known_ids(prompt), wanted, max_bytes=max_bytes)
 
     def _known_ids(self, prompt: Any) -> list[int]:
-        """Return the ids of a prompt that may fill the whole context."""
+        """Check the ids of a prompt that may fill the whole context; a text is tokenised."""
         info = self.client.model_info
         if isinstance(prompt, Mapping):
             ids = prompt.get("prompt_token_ids")
@@ -445,7 +445,7 @@ class LLM:
         return list(prompt)
 
     def _chat_prompt(self, messages: Any, **options: Any) -> Prompt:
-        """Return a conversation as a prompt. options: those of `render_chat`."""
+        """Render a conversation as a prompt. options: those of `render_chat`."""
         conversation = _conversation(messages)
         tokenizer = self.client.tokenizer
         if tokenizer is None:
@@ -455,7 +455,6 @@ class LLM:
         return {"prompt": chat.text, "prompt_token_ids": chat.token_ids(tokenizer)}
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        """Return one SamplingParams per prompt."""
         given = self.get_default_sampling_params() if given is None else given
         listed = [given] * count if isinstance(given, SamplingParams) else given
         if not isinstance(listed, list | tuple) or not all(isinstance(item, SamplingParams) for item in listed):
@@ -490,7 +489,7 @@ def _priorities(given: Any, count: int) -> list[Any]:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one or several prompts as a list. A list of integers is one prompt."""
+    """Put one or several prompts into a list. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple):
@@ -501,7 +500,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _conversation(messages: Any) -> list[Message]:
-    """Return the messages, each content as one text. The template decides which roles exist."""
+    """Join the parts of each message's content to one text. The template decides which roles exist."""
     if not isinstance(messages, list | tuple) or not messages:
         raise invalid("messages", "give a list of at least one message")
     for message in messages:

@@ -57,7 +57,7 @@ class OpenRequests:
         return self._requests.get(request_id)
 
     def new_id(self) -> str:
-        """Return an id that no open request has, for a request whose user has chosen none."""
+        """Make an id that no open request has, for a request whose user has chosen none."""
         return next(name for number in self._numbers if (name := f"penstock-{number}") not in self._requests)
 
     @property
@@ -71,7 +71,7 @@ class OpenRequests:
         return sum(len(choice.token_ids) for choice in self._running.values())
 
     def running(self) -> KeysView[str]:
-        """Return the engine request ids of the running choices, oldest first."""
+        """List the engine request ids of the running choices, oldest first."""
         return self._running.keys()
 
     def running_choices(self) -> Iterator["Choice"]:
@@ -79,21 +79,22 @@ class OpenRequests:
         return (choice for choice in self._running.values() if not choice.owner.paused)
 
     def running_of(self, request: "OpenRequest") -> list[str]:
-        """Return the engine request ids of a request's running choices."""
+        """List the engine request ids of a request's running choices."""
         ids = (engine_request.request_id for engine_request in request.engine_requests)
         return [request_id for request_id in ids if request_id in self._running]
 
     def num_tokens_of(self, engine_request_id: str) -> int:
-        """Return the number of tokens received for a running choice."""
+        """Count the tokens received for a running choice."""
         return len(self._running[engine_request_id].token_ids)
 
     def resumed(self, engine_request_id: str) -> EngineRequest:
-        """Return the engine request of a running choice, with the tokens received so far as output_token_ids."""
+        """Make the engine request that continues a running choice: the tokens received so far are its
+        output_token_ids."""
         choice = self._running[engine_request_id]
         return replace(choice.request, output_token_ids=list(choice.token_ids), sampler_state=choice.sampler_state)
 
     def owner(self, engine_request_id: str) -> "OpenRequest | None":
-        """Return the request that a running choice belongs to."""
+        """Find the request that a running choice belongs to; None if the choice does not run."""
         choice = self._running.get(engine_request_id)
         return None if choice is None else choice.owner
 
@@ -161,7 +162,7 @@ class OpenRequests:
                 self._running[request_id].enter(state, at)
 
     def cancel(self, request: "OpenRequest") -> list[str]:
-        """Drop what is still to come for a request. Return its engine requests that were running."""
+        """Drop the outputs still to come for a request. Return its engine requests that were running."""
         ids = self.running_of(request)
         for request_id in ids:
             del self._running[request_id]
@@ -257,7 +258,8 @@ class OpenRequest:
                     self.mailbox.put(output)
 
     def note(self, output: EngineOutput) -> bool:
-        """Note what an output of the engine says about the whole request. Return False if an earlier one is missing."""
+        """Note the facts about the whole request in an output of the engine. Return False if an earlier one is
+        missing."""
         if output.prompt_logprobs:
             repeated = len(self._prompt_logprobs) - output.prompt_logprobs_start
             if repeated < 0:
@@ -284,7 +286,7 @@ class OpenRequest:
             choice.end(reason)
 
     def make_output(self) -> RequestOutput | None:
-        """Return the output for the reader; None if there is nothing new."""
+        """Make the output for the reader; None if there is nothing new."""
         kind, changed, finished = self._kind, list[Choice](), True
         for choice in self.choices:
             if choice.changed:
@@ -322,7 +324,7 @@ class OpenRequest:
 
 
 def request_of(pin: Pin) -> OpenRequest:
-    """Return the request that computes a pin, in the form of a user's request."""
+    """Make the request that computes a pin, in the form of a user's request."""
     return OpenRequest(f"pin {pin.name}", None, pin.request.params, [pin.request], None)
 
 
@@ -424,7 +426,7 @@ class Choice:
             self.finish_reason, self._stop_reason = reason, stop_reason
 
     def make_output(self, kind: RequestOutputKind) -> CompletionOutput:
-        """Return the state so far or, in DELTA mode, what is new since the last call."""
+        """Describe the state so far or, in DELTA mode, what is new since the last call."""
         output = CompletionOutput(self.request.choice, "".join(self._text), self.token_ids[self._num_sent :])
         output.cumulative_logprob = self.cumulative_logprob
         if self._logprobs is not None:
@@ -439,7 +441,7 @@ class Choice:
 
 
 def logprobs_at(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobsAt:
-    """Return the chosen token first, then the most likely ones, best first; texts are None without a tokenizer."""
+    """List the chosen token first, then the most likely ones, best first; texts are None without a tokenizer."""
     ranks = [entry.rank, *range(1, len(entry.token_ids))]
     found: LogprobsAt = {}
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
@@ -488,7 +490,7 @@ class Mailbox:
 
 
 def _size(item: RequestOutput | PenstockError) -> int:
-    """Return the number of tokens and log-probabilities of an output."""
+    """Count the tokens and log-probabilities of an output."""
     if isinstance(item, PenstockError):
         return 0
     return sum(len(choice.token_ids) + sum(map(len, choice.logprobs or ())) for choice in item.outputs)

@@ -1,4 +1,4 @@
-"""Prefixes: what a client knows about prefixes in the cache: which are pinned, and how often each was found.
+"""Prefixes: the record that a client keeps of prefixes in the cache: which are pinned, and how often each was found.
 
 The blocks belong to the engine (engine/block_pool.py) and are lost with it. What must outlive it is here: the token ids
 of each pin. The next engine gets them before anything else, and computes them after the open requests have gone on. A
@@ -48,7 +48,7 @@ class Pin:
     num_deaths: int = 0
 
     def is_found_by(self, token_ids: list[int], salt: str | None) -> bool:
-        """Return whether a request with this salt, whose prompt begins with these cached tokens, has found it."""
+        """Check whether a request with this salt, whose prompt begins with these cached tokens, has found it."""
         own = self.request.prompt_token_ids
         return self.request.cache_salt in (None, salt) and token_ids[: len(own)] == own
 
@@ -68,7 +68,7 @@ class Prefixes:
         return self._pins.get(name)
 
     def pin(self, name: str | None, token_ids: list[int], salt: str | None, block_size: int) -> Pin:
-        """Return a new pin of the whole blocks of a prefix, or the existing pin if name and prefix are the same.
+        """Make a pin of the whole blocks of a prefix, or find the existing pin if name and prefix are the same.
 
         Raises:
             InvalidRequestError: the name is malformed, or belongs to another prefix or to one that is being computed;
@@ -105,7 +105,6 @@ class Prefixes:
         return self._pins.pop(name, None) is not None
 
     def computed_by(self, engine_request_id: str) -> Pin | None:
-        """Return the pin that a request computes."""
         return next((pin for pin in self if pin.request.request_id == engine_request_id), None)
 
     def note(self, request: EngineRequest, num_cached: int) -> None:
@@ -125,10 +124,9 @@ class Prefixes:
         use.last_used = time.time()
 
     def pinned(self) -> list[PrefixUse]:
-        """Return the computed pins, oldest first."""
+        """List the computed pins, oldest first."""
         return [replace(pin.use) for pin in self if pin.is_computed]
 
     def most_used(self, count: int) -> list[PrefixUse]:
-        """Return the prefixes with the most hits, pinned or not."""
         uses = [*(pin.use for pin in self if pin.use.hits), *self._found.values()]
         return [replace(use) for use in heapq.nlargest(count, uses, key=lambda use: use.hits)]

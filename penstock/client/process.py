@@ -184,7 +184,7 @@ class ProcessClient:
         return self._admit(opened)
 
     def new_request_id(self) -> str:
-        """Return an id that no open request has."""
+        """Make an id that no open request has."""
         return self._requests.new_id()
 
     @property
@@ -263,7 +263,8 @@ class ProcessClient:
             raise EngineDeadError("the engine takes no requests: it is draining")
 
     async def _first(self, request: OpenRequest, wait: Wait) -> RequestOutput:
-        """Return a request's first output. Refuse the request if it waits too long, unless an engine died meanwhile."""
+        """Wait for a request's first output. Refuse the request if it waits too long, unless an engine died
+        meanwhile."""
         restarts, began = self._fleet.restarts, time.monotonic()
         try:
             async with asyncio.timeout(wait.limit_s):

@@ -20,7 +20,7 @@ Written = str | Mapping[str, Any]
 
 
 def read_prompts(name: str | Path) -> list[Written]:
-    """Return the prompts of a file; "-" is standard input.
+    """Read the prompts of a file; "-" is standard input.
 
     Three forms are read: JSON lines, one JSON array, and plain text with one prompt per line. A prompt in JSON is a
     string, or an object with `prompt` or `prompt_token_ids`. Blank lines are skipped.
@@ -39,7 +39,7 @@ def read_prompts(name: str | Path) -> list[Written]:
 
 
 def read_text(name: str | Path) -> str:
-    """Return the text of a file without a byte order mark; "-" is standard input.
+    """Read the text of a file without a byte order mark; "-" is standard input.
 
     Raises:
         InvalidRequestError: it cannot be read, is not UTF-8, or has more than MAX_BYTES.

@@ -216,7 +216,7 @@ def _update_tables(row: _Known, new_block_ids: list[list[int]], released: list[i
 
 
 def score_checksums(results: list[RequestStepOutput]) -> dict[int, int]:
-    """Return the checksum of the log-probabilities or the pooled vector of each result that has one, by index."""
+    """Compute the checksum of the log-probabilities or the pooled vector of each result that has one, by index."""
     found = {}
     for index, result in enumerate(results):
         if result.logprobs or result.prompt_logprobs:
@@ -232,7 +232,7 @@ def _scores_checksum(entries: list[TokenLogprobs]) -> int:
 
 
 def describe(engine: Engine, config: "EngineConfig", info: ModelInfo) -> records.EngineDescription:
-    """Return what a replay needs to build the engine of a resolved config again."""
+    """Describe the engine of a resolved config so that a replay can build it again."""
     from penstock.config import PARTS  # here, so that an engine process listens before it loads the config
 
     options: dict[str, Any] = {"model": config.model, "imports": config.imports}

@@ -183,12 +183,12 @@ decode: Callable[[bytes], Record] = msgspec.msgpack.Decoder(Record).decode  # ra
 
 
 def pack_ids(ids: list[int]) -> bytes:
-    """Return token ids as 4 bytes each, which is two hundred times faster than a list of numbers."""
+    """Pack token ids as 4 bytes each, which is two hundred times faster than a list of numbers."""
     return array("I", ids).tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Return the token ids packed by pack_ids. Raise ValueError if the length is not a multiple of 4."""
+    """Read the token ids packed by pack_ids. Raise ValueError if the length is not a multiple of 4."""
     return array("I", data).tolist()
 
 
@@ -259,12 +259,12 @@ class Ring:
 
     @property
     def longest_record(self) -> int:
-        """Return the length of the longest record that fits into an empty segment."""
+        """The length in bytes of the longest record that fits into an empty segment."""
         return self.segment_bytes - _HEAD - FRAME_BYTES
 
     @property
     def room(self) -> int:
-        """Return the length of the longest record that `append` can take now; negative before the first segment."""
+        """The length of the longest record that `append` can take now; negative before the first segment."""
         return self.longest_record - self._used if self._number else -1
 
     def append(self, record: bytes) -> bool:
@@ -285,7 +285,7 @@ class Ring:
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def read(self) -> list[Segment]:
-        """Return the segments of the ring, oldest first. Another process may write meanwhile."""
+        """Copy the segments of the ring, oldest first. Another process may write meanwhile."""
         found = (self._read_segment(index) for index in range(NUM_SEGMENTS))
         return sorted((item for item in found if item is not None), key=lambda item: item.number)
 
@@ -308,7 +308,7 @@ class Ring:
 
 
 def _split(data: bytes) -> list[bytes]:
-    """Return the records before the first one that is not intact."""
+    """Split the data of a segment into its records, up to the first one that is not intact."""
     records, start = [], 0
     while start + FRAME_BYTES <= len(data):
         length, checksum = _FRAME.unpack_from(data, start)
@@ -322,7 +322,7 @@ def _split(data: bytes) -> list[bytes]:
 
 
 def _anonymous_file() -> int:
-    """Return the descriptor of a file without a name, in memory if the system supports it."""
+    """Open a file without a name, in memory if the system supports it, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("penstock-flight-recorder")
     with tempfile.TemporaryFile() as file:
@@ -392,7 +392,7 @@ def make_bundle(segments: list[Segment], reason: str) -> RawBundle:
 
 
 def pack(bundle: Bundle | RawBundle) -> bytes:
-    """Return a bundle as the bytes of its file."""
+    """Encode a bundle as the bytes of its file."""
     data = zlib.compress(msgspec.msgpack.encode(bundle), level=1)
     return MAGIC + hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data
 
@@ -401,7 +401,7 @@ def pack(bundle: Bundle | RawBundle) -> bytes:
 
 
 def without_text(bundle: Bundle) -> Bundle:
-    """Return the bundle without anything that reveals a prompt or an answer, or that could confirm a guess of one."""
+    """Copy a bundle without anything that reveals a prompt or an answer, or that could confirm a guess of one."""
     names = _Pseudonyms(os.urandom(32))
     records = [names.of_record(record) for record in bundle.records]
     return msgspec.structs.replace(bundle, has_text=False, records=records)
@@ -453,7 +453,7 @@ class _Pseudonyms:
 
 
 def _shortened(error: str) -> str:
-    """Return only the kind of an error, because the rest of its message may contain a user's text."""
+    """Reduce an error to its kind, because the rest of its message may contain a user's text."""
     return re.split(r"[:(]", error.strip().splitlines()[-1], maxsplit=1)[0] if error.strip() else ""
 
 
@@ -472,7 +472,7 @@ NAME = re.compile(r"penstock-\d{8}T\d{6}-\d+-\d+\.record")
 
 @dataclass(frozen=True, slots=True)
 class RecordOptions:
-    """What the flight recorder keeps.
+    """Options of the flight recorder.
 
     Attributes:
         flight_recorder: bytes of memory for the last minutes; 0 turns it off.
@@ -516,11 +516,11 @@ class RecordKeeper:
 
     @property
     def descriptor(self) -> int | None:
-        """Return the ring's file descriptor, for engine processes to inherit; None if the recorder is off."""
+        """The ring's file descriptor, for engine processes to inherit; None if the recorder is off."""
         return None if self._ring is None else self._ring.descriptor
 
     def engine_died(self, why: str) -> None:
-        """Write a bundle of what the engine did last."""
+        """Write a bundle of the engine's last minutes."""
         if self._ring is not None and self._options.record_dir is not None:
             self._submit(self._ring, f"the engine process died ({why})")
 

@@ -25,7 +25,7 @@ TASKS = {"embed": None, "token_embed": "ALL"}  # vLLM's pooling_task -> pooling_
 
 
 def pooling_request(params: Any, pooling_task: str | None = None) -> SamplingParams:
-    """Return the parameters of a request for vectors.
+    """Make the parameters of a request for vectors.
 
     Raises:
         InvalidRequestError: params are not PoolingParams, or contradict the task.
@@ -43,7 +43,7 @@ def pooling_request(params: Any, pooling_task: str | None = None) -> SamplingPar
 
 
 def embedding_request(params: Any) -> SamplingParams:
-    """Return the parameters of a request for one vector.
+    """Make the parameters of a request for one vector.
 
     Raises:
         InvalidRequestError: params are not PoolingParams, or ask for a vector of each token.
@@ -55,7 +55,7 @@ def embedding_request(params: Any) -> SamplingParams:
 
 
 def requests_for(params: Any, count: int, make: Any) -> list[SamplingParams]:
-    """Return one request for each prompt; params: one PoolingParams for all, one for each, or None."""
+    """Make one request for each prompt; params: one PoolingParams for all, one for each, or None."""
     listed = list(params) if isinstance(params, list | tuple) else [params] * count
     if len(listed) != count:
         raise invalid("pooling_params", f"{len(listed)} for {count} prompts; give one, or one per prompt")
@@ -63,7 +63,7 @@ def requests_for(params: Any, count: int, make: Any) -> list[SamplingParams]:
 
 
 def pooling_output(output: RequestOutput, *, is_matrix: bool) -> PoolingRequestOutput[PoolingOutput]:
-    """Return a request's vectors as an array. Raise RequestFailedError if its computation failed."""
+    """Convert a request's vectors to an array. Raise RequestFailedError if its computation failed."""
     data = np.frombuffer(_pooled(output), dtype="<f4")
     shaped = data.reshape(len(output.prompt_token_ids), -1) if is_matrix else data
     result = PoolingOutput(shaped)
@@ -71,13 +71,13 @@ def pooling_output(output: RequestOutput, *, is_matrix: bool) -> PoolingRequestO
 
 
 def embedding_output(output: RequestOutput) -> EmbeddingRequestOutput:
-    """Return a request's vector as a list. Raise RequestFailedError if its computation failed."""
+    """Convert a request's vector to a list. Raise RequestFailedError if its computation failed."""
     result = EmbeddingOutput(array("f", _pooled(output)).tolist())
     return EmbeddingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
 
 
 def score_output(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
-    """Return the score of two texts by their normalised embeddings."""
+    """Score two texts by their normalised embeddings."""
     return ScoringRequestOutput(
         request_id=second.request_id,
         outputs=ScoringOutput(cosine(first.outputs.embedding, second.outputs.embedding)),
@@ -93,14 +93,14 @@ def _pooled(output: RequestOutput) -> bytes:
 
 
 def search_params(params: BeamSearchParams) -> SamplingParams:
-    """Return the parameters of a search. Raise InvalidRequestError for any other type."""
+    """Convert the parameters of a search. Raise InvalidRequestError for any other type."""
     if not isinstance(params, BeamSearchParams):
         raise fail("params", params, "a BeamSearchParams")
     return params.sampling_params()
 
 
 def search_output(output: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """Return the sequences of a finished request. Raise RequestFailedError if its computation failed."""
+    """Convert a finished request to its sequences. Raise RequestFailedError if its computation failed."""
     if output.error is not None:
         raise RequestFailedError(output.error)
     return BeamSearchOutput([_sequence(output.prompt_token_ids, choice, tokenizer) for choice in output.outputs])

@@ -83,7 +83,7 @@ class StepClient(ABC):
 
     @abstractmethod
     def new_request_id(self) -> str:
-        """Return an id that no open request has."""
+        """Make an id that no open request has."""
 
     def add_request(
         self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
@@ -103,7 +103,7 @@ class StepClient(ABC):
         """Do what `add_request` does, and return the request's entry."""
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether a request is open, or `step` has something to return for one."""
+        """Check whether a request is open, or `step` has something to return for one."""
         return bool(self.num_open or self._made or any(self._failures.values()))
 
     def step(self, num_steps: int = 1) -> list[RequestOutput]:
@@ -135,7 +135,7 @@ class StepClient(ABC):
 
     @abstractmethod
     def _advance(self) -> bool:
-        """Add to `_made` and `_failures` what one step makes. Return whether there is more to do."""
+        """Add the outputs of one step to `_made` and its errors to `_failures`. Return whether there is more to do."""
 
     @abstractmethod
     def abort(self, request_id: str) -> bool:
@@ -171,7 +171,7 @@ class StepClient(ABC):
 
     @abstractmethod
     def pinned_prefixes(self) -> list[PrefixUse]:
-        """Return the pinned prefixes, oldest first."""
+        """List the pinned prefixes, oldest first."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -273,7 +273,7 @@ class InProcessClient(StepClient):
 
     @contextmanager
     def _using_engine(self) -> Iterator[None]:
-        """Hold signals and `_busy`. At the end, do what `abort` was called for meanwhile."""
+        """Hold signals and `_busy`. At the end, do the aborts that were called for meanwhile."""
         with HeldSignals():
             try:
                 with self._busy:
@@ -282,7 +282,7 @@ class InProcessClient(StepClient):
                 self._abort_all()
 
     def _abort_all(self) -> None:
-        """Do what `abort` was called for, unless the engine is in use: its user does it then."""
+        """Do the aborts that were called for, unless the engine is in use: its user does them then."""
         while self._to_abort and self._busy.acquire(blocking=False):
             try:
                 while self._to_abort:  # looked at again: another thread may have been faster
@@ -334,7 +334,6 @@ class InProcessClient(StepClient):
         return self._requests.prefixes.pinned()
 
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
-        """Return the prefixes found most often in the cache, pinned or not."""
         return self._requests.prefixes.most_used(count)
 
     def shutdown(self) -> None:
@@ -389,7 +388,6 @@ class ChildClient(StepClient):
         return self._client.model_info
 
     def status(self) -> EngineStatus:
-        """Return a snapshot of the process, its restarts, and the requests that run and wait."""
         return self._call(self._client.status)
 
     @property
@@ -511,7 +509,7 @@ class ChildClient(StepClient):
             raise
 
     def _is_copy(self) -> bool:
-        """Return whether this is a copy in a forked process, where the thread of the event loop does not run."""
+        """Check whether this is a copy in a forked process, where the thread of the event loop does not run."""
         return os.getpid() != self._pid
 
     def _end_loop(self) -> None:

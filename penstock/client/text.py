@@ -77,7 +77,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def choose_tokenizer(given: Any, model: str | None, *, isolated: bool = False) -> Tokenizer | None:
-    """Return the tokenizer that a user gave, or the model's own; None without one: prompts must then be ids.
+    """Choose the tokenizer that a user gave, or the model's own; None without one: prompts must then be ids.
 
     Args:
         given: an object (of Penstock or Transformers), a directory, a hub name, "demo", or None for the model's own.
@@ -136,7 +136,7 @@ class IsolatedTokenizer:
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the ids of each text, with one call."""
+        """Encode all texts with one call, because each call crosses to another process."""
         for text in texts:
             check_unicode(text)
         options = {"add_special_tokens": add_special_tokens}
@@ -322,7 +322,7 @@ class _Child:
         return None
 
     def reason(self, cpu_s: float) -> str:
-        """Return why the process has ended, as a phrase to follow the name of what it ran."""
+        """Explain why the process has ended, as a phrase to follow the name of what it ran."""
         code = self._process.wait()
         if code == -signal.SIGPROF:
             return f"needs more than {cpu_s:.1f} s"
@@ -385,7 +385,6 @@ def encode_all(tokenizer: HFTokenizer, texts: list[str], **options: Any) -> list
 
 
 def render(tokenizer: HFTokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
-    """Return the conversation as rendered by the model's template."""
     if tokenizer.chat_template is None:
         raise invalid("messages", "the model has no chat template")
     return tokenizer.chat_template.render(messages, **options)
@@ -431,7 +430,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def files_state(folder: Path) -> list[list[Any]]:
-    """Return name, size and modification time of the tokenizer files, because changed files would give other tokens."""
+    """List name, size and modification time of the tokenizer files, because changed files would give other tokens."""
     files = sorted(file for pattern in ("*.json", "*.jinja", "*/*.jinja") for file in folder.glob(pattern))
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
