@@ -111,7 +111,7 @@ class CacheConfig:
         return next((name for name in names if getattr(self, name) is not None), None)
 
     def resolve(self, max_model_len: int, dtype: str) -> tuple["CacheConfig", dict[str, str]]:
-        """Return the config without open values, and the reason of each choice."""
+        """Replace open values by chosen ones, and give the reason of each choice."""
         choices: Choices = {}
         if self.block_size is None:
             choices["block_size"] = DEFAULT_BLOCK_SIZE, "the default"
@@ -137,7 +137,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What runs at once, and in which order. Prompts longer than max_num_batched_tokens are computed in chunks."""
+    """Limits on what runs at once, and its order. Prompts longer than max_num_batched_tokens are computed in chunks."""
 
     max_model_len: int | None = option(
         None, range(2, MAX_CONTEXT + 1), "maximum length of prompt plus output, in tokens"
@@ -160,7 +160,7 @@ class SchedulerConfig:
             raise fail("prefill_ratio", self.prefill_ratio, "left out unless scheduling_policy = length_classes")
 
     def resolve(self, model: "ModelConfig") -> tuple["SchedulerConfig", dict[str, str]]:
-        """Return the config without open values, and the reason of each choice.
+        """Replace open values by chosen ones, and give the reason of each choice.
 
         Raises:
             InvalidRequestError: max_model_len exceeds the model's context.
@@ -184,7 +184,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the model is split over processes (ranks); none of it changes a bit of an answer.
+    """Degrees to which the model is split over processes (ranks); none of them changes a bit of an answer.
 
     A degree is a number of parts (ranks/sharding.py). Attention and feed-forward are split into tensor_parallel_size
     parts unless they have a degree of their own, or a sharding_config (ranks/sharding_map.py) says what is split. The
@@ -240,13 +240,12 @@ class ParallelConfig:
 
     @property
     def is_on_ray(self) -> bool:
-        """Whether the processes run on the machines of a Ray cluster."""
         return self.distributed_executor_backend == "ray"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made, in vLLM's names.
+    """Options of speculative decoding, in vLLM's names.
 
     Attributes:
         method: "ngram" looks up the last tokens in the request's own text; "draft_model" asks a smaller model. If it
@@ -291,7 +290,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, value: Any) -> "SpeculativeConfig":
-        """Return the config of a dictionary, as users write it.
+        """Parse a dictionary, as users write it.
 
         Raises:
             InvalidRequestError: it has unknown keys or wrong values.
@@ -334,7 +333,7 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """How embeddings are made from hidden states (interface/pooling.py), overriding the model's files."""
+    """Options that override how the model's files make embeddings of hidden states (interface/pooling.py)."""
 
     pooler_config: dict[str, Any] | None = option(
         None, dict, 'how hidden states become embeddings, like {"pooling_type": "MEAN", "normalize": true}'
@@ -396,7 +395,7 @@ class NumericsConfig:
     def resolve(
         self, model: "ModelConfig", num_ranks: int = 1, num_engines: int = 1, *, elsewhere: bool = False
     ) -> tuple["NumericsConfig", dict[str, str]]:
-        """Return the config without open values, and the reason of each choice.
+        """Replace open values by chosen ones, and give the reason of each choice.
 
         Args:
             num_ranks: processes that share the model.
@@ -506,7 +505,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
-        """Return the config for one flat list of options.
+        """Build the config from one flat list of options.
 
         Raises:
             InvalidRequestError: an option is unknown, has the wrong type or is out of range; `param` names it.
@@ -520,7 +519,7 @@ class EngineConfig:
         return cls(model=model, imports=imports, **parts)
 
     def resolve(self, model: "ModelConfig", num_engines: int = 1) -> "EngineConfig":
-        """Return the config without "auto" and None (except kv_cache_memory_bytes, see assembly.memory), with reasons.
+        """Replace "auto" and None (except kv_cache_memory_bytes, see assembly.memory) by chosen values, with reasons.
 
         num_engines: engines that share the machine.
 
@@ -551,30 +550,30 @@ PARTS: dict[str, type] = {
 
 
 def option_names() -> list[str]:
-    """Return the names of all flat options, as `from_options` takes them."""
+    """List all flat options, as `from_options` takes them."""
     return ["model", "imports", *(item.name for part in PARTS.values() for item in fields(part))]
 
 
 def available_threads() -> int:
-    """Return the number of threads that this process should compute with."""
+    """Count the threads that this process should compute with: one per core, within its affinity and its quota."""
     return Machine.read().default_threads()[0]
 
 
 def _apply(config: Part, choices: Choices) -> tuple[Part, dict[str, str]]:
-    """Return the config with the chosen values, and each reason as "value: why"."""
+    """Set the chosen values, and join each with its reason as "value: why"."""
     reasons = {name: f"{'off' if value is False else value}: {why}" for name, (value, why) in choices.items()}
     return replace(config, **{name: value for name, (value, _) in choices.items()}), reasons
 
 
 @cache
 def read_hints() -> dict[str, str]:
-    """Return what to do about each option of another engine that is known."""
+    """Read the advice on each known option of another engine, by its name."""
     groups = tomllib.loads(HINTS.read_text(encoding="utf-8"))
     return {name: advice for advice, names in groups.items() for name in names}
 
 
 def hint(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
-    """Return what to do about an unknown option, in a few words for an error message; "" if that is not known.
+    """Advise on an unknown option, in a few words for an error message; "" if nothing is known.
 
     Args:
         name: with underscores, and without the dashes of a flag.

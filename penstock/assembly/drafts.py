@@ -27,7 +27,7 @@ INDEX_BYTES = 64  # bytes per token of the index for prompt lookup; measured on 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What makes drafts, before anything is allocated.
+    """A source of drafts, before anything is allocated.
 
     Attributes:
         num_bytes: the memory that it will take.
@@ -42,7 +42,7 @@ class Draft:
 
 
 def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weights) -> Draft:
-    """Return what the speculative config needs.
+    """Choose the source of drafts that the speculative config asks for.
 
     Raises:
         InvalidRequestError: the draft model has a different vocabulary.
@@ -74,7 +74,7 @@ def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weight
 
 
 def _same_tokens(draft: Path, target: Weights) -> bool:
-    """Return whether two models have the same vocabulary, as far as their tokenizer.json files show."""
+    """Compare two models' vocabularies, as far as their tokenizer.json files show them."""
     if not isinstance(target, Path):
         return True
     files = [path / "tokenizer.json" for path in (draft, target)]
@@ -88,7 +88,7 @@ def _same_tokens(draft: Path, target: Weights) -> bool:
 
 
 def _draft_config(config: EngineConfig, name: str, model: ModelConfig) -> EngineConfig:
-    """Return the resolved config of a draft model, with a cache of one block for each of up to MAX_DRAFTED requests."""
+    """Derive the resolved config of a draft model, with a cache of one block for each of up to MAX_DRAFTED requests."""
     length = min(config.scheduler.max_model_len or model.context, model.context)
     block_size = -(-length // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
     numerics = config.numerics

@@ -59,7 +59,7 @@ class PlannedEngine:
     groups: list[CacheGroup]
 
     def make(self, executor: Executor, clock: Clock) -> Engine:
-        """Return the engine that `build_engine` would make, but with this executor and this clock."""
+        """Build the engine that `build_engine` would build, but with this executor and this clock."""
         return _make_engine(self.config, self.model_config, executor, self.groups, clock)
 
 
@@ -254,7 +254,7 @@ def _plan(
     draft_bytes: int = 0,
     groups: list[CacheGroup] | None = None,
 ) -> tuple[EngineConfig, CachePlan, MemoryPlan | None]:
-    """Return the config, the cache and the ledger of an engine whose model is not loaded yet.
+    """Plan the config, the cache and the ledger of an engine whose model is not loaded yet.
 
     There is no ledger for given groups, nor if torch computes, because torch's memory cannot be planned.
 
@@ -274,7 +274,7 @@ def _plan(
 
 
 def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool = True) -> tuple[ModelConfig, Weights]:
-    """Return the config of the model and the place of its weights, without reading them."""
+    """Find the model's config and the place of its weights, without reading them."""
     weights: Weights
     if instance is None:
         weights = resolve_model(config.model, weights=needs_weights)

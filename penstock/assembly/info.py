@@ -25,7 +25,7 @@ from penstock.weights.safetensors import fingerprint
 
 
 def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: Weights) -> ModelInfo:
-    """Return the description of a resolved config and its model for clients."""
+    """Make the description of a resolved config and its model for clients."""
     if config.numerics.load_format != "auto":
         digest = config.numerics.load_format
     else:
@@ -52,7 +52,7 @@ def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, w
 
 
 def _pooler(config: EngineConfig, model_config: ModelConfig, weights: Weights) -> PoolerConfig:
-    """Return how hidden states become embeddings: as the model's files say, unless the user's options say otherwise."""
+    """Decide how hidden states become embeddings: as the model's files say, unless the user's options say otherwise."""
     size = model_config.hidden_size
     found = read_pooler(weights, size) if isinstance(weights, Path) else PoolerConfig(hidden_size=size)
     return found.with_options(config.pooling.pooler_config)
@@ -67,7 +67,7 @@ def with_memory(info: ModelInfo, plan: MemoryPlan | None) -> ModelInfo:
 
 
 def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights: str) -> str:
-    """Return a name for everything that can change a bit of an answer. weights: the fingerprint of the weights.
+    """Name everything that can change a bit of an answer. weights: the fingerprint of the weights.
 
     tests/test_fingerprint.py checks it against every option of the engine.
     """
@@ -94,21 +94,21 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
 
 
 def _code_fingerprint(entry: ModelVersion) -> str:
-    """Return a name for the implementation. The code of a built-in one is covered by NUMERICS_VERSION."""
+    """Name the implementation. The code of a built-in one is covered by NUMERICS_VERSION."""
     if isinstance(entry.source, str):
         return f"{entry.source} {entry.table_file.name}"
     return f"{entry.source.__qualname__} {files_fingerprint([inspect.getfile(entry.source), str(entry.table_file)])}"
 
 
 def _torch_version() -> tuple[str, ...]:
-    """Return what determines how plain torch rounds, as far as known: its version and its number of threads."""
+    """List what determines how plain torch rounds, as far as known: its version and its number of threads."""
     import torch
 
     return torch.__version__, str(torch.get_num_threads())
 
 
 def _certificate(model_config: ModelConfig, place: Weights, weights: str) -> dict[str, Any] | None:
-    """Return what `penstock check` has proved about this model, and whether that was with these weights."""
+    """Find what `penstock check` has proved about this model, and whether that was with these weights."""
     if not isinstance(place, Path):  # a model object has no config.json on which a certificate depends
         return None
     entry = find_model(model_config.architecture, model_config.model_impl)

@@ -65,7 +65,7 @@ class _GroupNeed:
 def plan_kv_cache(
     config: EngineConfig, model: ModelConfig, free_bytes: int, share: float | None = MAX_SHARE
 ) -> CachePlan:
-    """Return the blocks of every cache group of a resolved config.
+    """Divide the free memory into the blocks of every cache group of a resolved config.
 
     Args:
         free_bytes: memory for the cache and everything allocated after it.
@@ -97,13 +97,13 @@ def plan_kv_cache(
 
 
 def smallest_cache_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the bytes of a cache for one sequence of max_model_len."""
+    """Count the bytes of a cache for one sequence of max_model_len."""
     needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
     return sum(need.minimum * need.block_bytes for need in needs)
 
 
 def plan_given_cache(config: EngineConfig, model: ModelConfig, free_bytes: int, groups: list[CacheGroup]) -> CachePlan:
-    """Return the plan of a cache with given groups and numbers of blocks.
+    """Plan a cache with given groups and numbers of blocks.
 
     Raises:
         InvalidRequestError: the groups are not those of this model, or exceed the free memory.
@@ -119,7 +119,7 @@ def plan_given_cache(config: EngineConfig, model: ModelConfig, free_bytes: int, 
 
 
 def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
-    """Return the needs of the cache group of these layers.
+    """Compute the fewest and most blocks of the cache group of these layers, and the size of a block.
 
     If one block holds the longest request, each request has one block, and a shorter window makes it a ring.
     """
@@ -140,7 +140,7 @@ def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], win
 
 
 def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the bytes per token and layer in the cache of a resolved config's backend."""
+    """Count the bytes per token and layer in the cache of a resolved config's backend."""
     return cache_token_bytes(
         model.num_key_value_heads,
         model.head_dim,
@@ -151,8 +151,8 @@ def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _share_out(needs: list[_GroupNeed], rest: int, *, fill: bool) -> list[int]:
-    """Return the blocks of each group: its minimum, plus a part of the remaining bytes in proportion to the further
-    blocks that it wants. `fill` uses all bytes, even more than are wanted."""
+    """Divide blocks among the groups: to each its minimum, plus a part of the remaining bytes in proportion to the
+    further blocks that it wants. `fill` uses all bytes, even more than are wanted."""
     parts = [need.wanted - need.minimum for need in needs]
     if not any(parts):
         parts = [need.minimum if fill else 0 for need in needs]
@@ -173,7 +173,6 @@ def _reason(config: EngineConfig, num_bytes: int, wanted: int, source: str) -> s
 
 
 def mib(num_bytes: int) -> str:
-    """Return bytes as text in MiB."""
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -241,7 +240,7 @@ class Ledger:
     draft_bytes: int = 0
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
-        """Return the ledger of a resolved config.
+        """Make the ledger of a resolved config.
 
         Raises:
             InvalidRequestError: the memory left for the cache cannot hold one sequence of max_model_len.
@@ -255,7 +254,7 @@ class Ledger:
         return MemoryPlan(entries | {"cache": cache.num_bytes}, cache)
 
     def fit(self, config: EngineConfig) -> tuple[EngineConfig, MemoryPlan]:
-        """Return the config that the ledger is for, and the ledger.
+        """Complete a config so that it fits the memory, and make its ledger.
 
         If `memory` is given and max_model_len was left open, the longest one that fits is chosen.
 
@@ -276,7 +275,7 @@ class Ledger:
         raise self._refusal(config)
 
     def entries(self, config: EngineConfig) -> dict[str, int]:
-        """Return all entries except the cache, for the largest step that the config allows."""
+        """Count the bytes of everything except the cache, by entry, for the largest step that the config allows."""
         scheduler, sizes, model = config.scheduler, self.sizes(config.numerics.scheme), self.model
         length, tokens, seqs = (
             scheduler.max_model_len or 0,
@@ -296,19 +295,19 @@ class Ledger:
         }
 
     def bytes_beside_cache(self, config: EngineConfig) -> int:
-        """Return the memory that a model takes in a process that already runs, without its cache."""
+        """Count the bytes that a model takes in a process that already runs, without its cache."""
         return sum(self.entries(config).values()) - self.runtime_bytes - RUNTIME_GROWTH
 
     def needed_bytes(self, config: EngineConfig) -> int:
-        """Return the least memory that an engine takes: with a cache for one sequence of max_model_len."""
+        """Count the fewest bytes that an engine takes: with a cache for one sequence of max_model_len."""
         return sum(self.entries(config).values()) + smallest_cache_bytes(config, self.model)
 
     def smallest_change(self, config: EngineConfig) -> str | None:
-        """Return the change that makes a config fit at the least cost to the user, or None if none is enough."""
+        """Find the change that makes a config fit at the least cost to the user; None if none is enough."""
         return next((text for text, changed in self._changes(config) if self._fits(changed)), None)
 
     def _operands(self, config: EngineConfig, tokens: int, deepest: int) -> int:
-        """Return the bytes of the operands that products copy. All experts copy theirs at once.
+        """Count the bytes of the operands that products copy. All experts copy theirs at once.
 
         They are int8 slices for quantised weights, which some levels widen to words beside int8 weights; otherwise
         values that some levels widen to float32.
@@ -321,7 +320,7 @@ class Ledger:
         return max(min(tokens * deepest * element, PASS_BYTES), pairs * max(model.hidden_size, _inner(model)) * element)
 
     def _workspace(self, config: EngineConfig, tokens: int, seqs: int, length: int) -> int:
-        """Return the memory that operations use in turn: experts, and attention with each core's scratch memory.
+        """Count the bytes that operations use in turn: experts, and attention with each core's scratch memory.
 
         Attention needs most for one long prompt, or when all rows decode.
         """
@@ -345,7 +344,7 @@ class Ledger:
         return most
 
     def _shorter(self, config: EngineConfig) -> EngineConfig | None:
-        """Return the config with the longest max_model_len that fits, a multiple of ROUND_LENGTH, or None."""
+        """Search for the longest max_model_len that fits, a multiple of ROUND_LENGTH; None if there is none."""
         low, high = 0, (config.scheduler.max_model_len or 0) // ROUND_LENGTH
         while low < high:
             middle = (low + high + 1) // 2
@@ -362,7 +361,7 @@ class Ledger:
         return True
 
     def _refusal(self, config: EngineConfig) -> InvalidRequestError:
-        """Return the error for a config that does not fit `memory`; it names the smallest change that would help."""
+        """Make the error for a config that does not fit `memory`; it names the smallest change that would help."""
         entries, needed = self.entries(config), self.needed_bytes(config)
         parts = ", ".join(f"{name} {mib(size)}" for name, size in entries.items() if size >= SMALL)
         cache = mib(needed - sum(entries.values()))
@@ -392,7 +391,7 @@ class Ledger:
 
 
 def _inner(model: ModelConfig) -> int:
-    """Return the width of an expert, or 0 for a model without experts."""
+    """Find the width of an expert; 0 for a model without experts."""
     return (model.moe_intermediate_size or model.intermediate_size) if model.num_experts else 0
 
 

@@ -35,7 +35,7 @@ def check_offload(config: EngineConfig) -> None:
 def make_store(
     config: EngineConfig, fingerprint: str, groups: Sequence[CacheGroup], block_bytes: list[int]
 ) -> TieredBlockStore:
-    """Return the store of an engine whose config asks for one.
+    """Make the store of an engine whose config asks for one.
 
     fingerprint: the fingerprint of all that can change a bit.
 
@@ -53,11 +53,7 @@ def make_store(
 
 
 def open_files(directory: BlockDirectory) -> BlockFiles:
-    """Return the files of a directory of blocks.
-
-    Raises:
-        InvalidRequestError: the directory cannot be used.
-    """
+    """Open a directory of blocks. Raise InvalidRequestError if it cannot be used."""
     try:
         return BlockFiles(Path(directory.root), directory.name, directory.max_bytes)
     except OSError as error:

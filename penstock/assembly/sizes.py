@@ -22,7 +22,8 @@ from penstock.weights.sources import read_parameters
 def model_sizes(
     model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, place: Place = ANYWHERE
 ) -> ModelSizes:
-    """Return the sizes of a model. It must have no torch modules, because making them would allocate their memory.
+    """Count a model's bytes and operations. It must have no torch modules, because making them would allocate their
+    memory.
 
     place: the part that is counted.
     """
@@ -47,7 +48,7 @@ def model_sizes(
 
 
 def _products(modules: Iterable[object], plain: str) -> dict[str, Products]:
-    """Return the bytes and operations of products, grouped by how often a step uses them."""
+    """Sum the bytes and operations of products by how often a step uses them."""
     experts = {id(layer) for layer in _expert_products(modules)}
     products = {name: Products() for name in ("layers", "head", "experts")}
     for layer in modules:
@@ -60,7 +61,7 @@ def _products(modules: Iterable[object], plain: str) -> dict[str, Products]:
 
 
 def _kinds(layers: Iterable[WeightLayer], plain: str, total: int) -> dict[str, int]:
-    """Return the bytes of weights by type, with scales, biases and padding listed separately."""
+    """Sum the bytes of weights by type, with scales, biases and padding listed separately."""
     kinds: Counter[str] = Counter()
     for layer in layers:
         if isinstance(layer, Linear):
@@ -84,7 +85,7 @@ def _kind(layer: Linear, plain: str) -> str:
 
 
 def _bytes_of(layer: Linear, plain: str) -> Counter[str]:
-    """Return the bytes of a packed weight by part: values, scales, bias and padding."""
+    """Split the bytes of a packed weight into values, scales, bias and padding."""
     (n, k), scheme = layer.spec.shape, layer.spec.packing.scheme
     bits = scheme.weight_bits if scheme else 32 if plain == "float32" else 16
     parts = Counter({_kind(layer, plain): n * k * bits // 8})

@@ -75,7 +75,7 @@ class BeamSearch:
 
     @property
     def hypotheses(self) -> list[Hypothesis]:
-        """Return the best complete answers so far, best first."""
+        """List the best complete answers so far, best first."""
         return [hypothesis for _, hypothesis in self._finished]
 
     def advance(self, scored: Sequence[TokenLogprobs]) -> None:
@@ -126,7 +126,7 @@ class BeamSearch:
         return _float32(total / _float32(length**self.params.length_penalty))
 
     def _cannot_improve(self, paths: list[Path], length: int) -> bool:
-        """Return whether the search is done: every beam has ended, or no better answer is expected.
+        """Decide whether the search is done: every beam has ended, or no better answer is expected.
 
         The score that the best beam may reach is estimated from its present length; with early_stopping "never", from
         the length at which its score would be best.
@@ -164,7 +164,7 @@ class Beam(Request):
         self.scored: TokenLogprobs | None = None
 
     def continued(self, token_id: int) -> "Beam":
-        """Return a beam with one more token, and with nothing computed."""
+        """Make a beam with one more token, and with nothing computed."""
         beam = copy.copy(self)
         beam.request_id = self.search.new_id()
         beam.token_ids = [*self.token_ids, token_id]

@@ -20,7 +20,7 @@ NO_PARENT = b""
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the content hash of a full block: 128 bits over its tokens and all tokens before them.
+    """Hash the content of a full block: 128 bits over its tokens and all tokens before them.
 
     Python's own hash() is not safe: a crafted prompt could make it collide, and read another user's cache.
     """
@@ -30,7 +30,7 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def salt_bytes(salt: str | None) -> bytes:
-    """Return what a salt adds to the hash of a block; nothing for None."""
+    """Digest a salt for the hash of a block; nothing for None."""
     return b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=16, person=b"penstock salt").digest()
 
 
@@ -75,14 +75,16 @@ class BlockPool:
         """Add a user to each of these blocks, in use or cached."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
+                # It was found by its content. Without a hash it would have none to share.
+                assert self._hashes[block_id] is not None, "a free block without content is shared"
                 del self._free[block_id]
-                self.num_cached_blocks -= self._hashes[block_id] is not None
+                self.num_cached_blocks -= 1
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Remove a user from each block. A block without users is free; of cached ones, the first is reused first."""
         for block_id in block_ids:
-            assert self._ref_counts[block_id] > 0, "a block is released that nobody uses"
+            assert self._ref_counts[block_id] > 0, "a block without users is released"
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 cached = self._hashes[block_id] is not None
@@ -91,7 +93,7 @@ class BlockPool:
                 self._free.move_to_end(block_id, last=cached)
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """Return the block with this content, in use or free."""
+        """Find the block with this content, in use or free."""
         return self._by_hash.get(block_hash)
 
     def is_shared(self, block_id: int) -> bool:
@@ -102,8 +104,8 @@ class BlockPool:
 
     def register(self, block_id: int, block_hash: bytes) -> bool:
         """Make a full block, which is in use, known by its content. Return False if an equal block already is."""
-        # A free block may be given away at any moment, so nobody can know what it will hold when it is found.
-        assert self._ref_counts[block_id] > 0, "a block becomes known that nobody uses"
+        # A free block may be given away at any moment, and would then be found by a hash that is not its content's.
+        assert self._ref_counts[block_id] > 0, "a block without users becomes known"
         if block_hash in self._by_hash:
             return False
         self._forget(block_id)
@@ -143,7 +145,7 @@ class Pin:
         hashes: content hashes of its full blocks, in order.
         first_held: per cache group, the index of the first block that it holds there.
         is_public: whether it has no salt. Requests with any salt then read its blocks (KVCacheManager), because whoever
-            pins a prefix without a salt accepts that everybody may notice it.
+            pins a prefix without a salt accepts that other users may notice it.
     """
 
     hashes: list[bytes]
@@ -178,7 +180,7 @@ class Pins:
         return block_hash in self._public
 
     def room(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return, per group, how many blocks the pins leave to a request with these hashes, shared ones included."""
+        """Count, per group, the blocks that the pins leave to a request with these hashes, shared ones included."""
         shared = (_num_leading(wanted, hashes) for wanted in self._wanted)
         pairs = zip(self._pools, self._wanted, shared, strict=True)
         return [pool.num_blocks - len(wanted) + count for pool, wanted, count in pairs]
@@ -244,7 +246,7 @@ class Pins:
 
 
 def _num_leading(wanted: Counter[bytes], hashes: Sequence[bytes]) -> int:
-    """Return how many of these blocks, from the first on, are wanted."""
+    """Count the blocks, from the first on, that are wanted without a gap."""
     return next((index for index, block_hash in enumerate(hashes) if block_hash not in wanted), len(hashes))
 
 

@@ -1,4 +1,4 @@
-"""How many drafts a step computes: as many as pay, given what steps have cost and how many recent drafts were right.
+"""Choose how many drafts a step computes: as many as pay, by the measured cost of steps and the share of right drafts.
 
     expected tokens of a request with k drafts   1 + p + p^2 + ... + p^k        p: share of its drafts that were right
     seconds                                      to compute all tokens in a step, and to make the drafts
@@ -58,7 +58,7 @@ class StepCosts:
         return num_tokens in self._times
 
     def estimate(self, num_tokens: int) -> float:
-        """Return the seconds of a step: as measured, or on the line through the two nearest measured sizes.
+        """Estimate the seconds of a step: as measured, or on the line through the two nearest measured sizes.
 
         Beyond a single measured size, larger steps are taken to cost the same, so that they look worth a try. No
         estimate exceeds the cost of the same tokens in steps of the next smaller measured size.
@@ -81,7 +81,7 @@ class StepCosts:
         return min(found, usual[below] * num_tokens / below)
 
     def _beyond(self, num_tokens: int) -> float:
-        """Return the seconds of a step with more tokens than any measured one."""
+        """Extrapolate the seconds of a step with more tokens than any measured one."""
         largest = self._sizes[-1]
         if len(self._sizes) == 1:
             return self._usual[largest]
@@ -217,7 +217,7 @@ class DraftPolicy:
 
     @property
     def may_think(self) -> bool:
-        """Return whether there is time to consider drafts at all. At first there is, so that a step is measured."""
+        """Tell whether there is time to consider drafts at all. At first there is, so that a step is measured."""
         return not self.base or not self.budget.is_used_up or self._trial_steps > 0
 
     @property
@@ -225,7 +225,7 @@ class DraftPolicy:
         return self.budget.may_enter
 
     def choose(self, limits: Mapping[str, int], num_requests: int) -> dict[str, int]:
-        """Return how many drafts of each request a step of num_requests computes: at most `limits`, without zeros."""
+        """Choose each request's number of drafts in a step of num_requests: at most `limits`, without zeros."""
         self.pays = bool(limits)
         if not limits or not self.costs.knows(num_requests) or self._since_refresh >= REFRESH_STEPS:
             return {}
@@ -239,7 +239,7 @@ class DraftPolicy:
         return {} if chosen is None else _counted(drafts[: chosen.count])
 
     def _best(self, drafts: list[tuple[float, int, str]], num_requests: int) -> _Choice | None:
-        """Return the choice that pays best. One that was never measured, or did not pay, is made only as a trial."""
+        """Find the choice that pays best. One that was never measured, or did not pay, is made only as a trial."""
         choices = self._choices(drafts, num_requests)
         if self._trial_steps:
             return min(choices, key=lambda choice: abs(choice.count - self._trial))
@@ -258,7 +258,7 @@ class DraftPolicy:
         return self._again(best, num_requests)
 
     def _can_afford(self, trial: _Choice, num_requests: int) -> bool:
-        """Return whether the budget covers a trial in which each token costs as much as in a step without drafts."""
+        """Check that the budget covers a trial in which each token costs as much as in a step without drafts."""
         loss = self.costs.estimate(num_requests) * (num_requests + trial.count - trial.tokens) / num_requests
         return self.budget.allows_trial(self._trial_length) or self.budget.seconds >= loss * self._trial_length
 
@@ -276,7 +276,7 @@ class DraftPolicy:
         return found
 
     def _again(self, best: _Choice | None, num_requests: int) -> _Choice | None:
-        """Return, now and then, a choice that did not pay when measured: the machine or the text may have changed."""
+        """Repeat, now and then, a choice that did not pay when measured: the machine or the text may have changed."""
         if best is None or self._steps_to_wait or not self.budget.allows_trial(self._trial_length):
             return None
         hoped = best.tokens if self.scores_unverified else max(best.tokens, num_requests + HOPE)
@@ -299,7 +299,7 @@ class DraftPolicy:
         return min(max(MIN_TRIAL, round(COLD_SECONDS / max(self.base, 1e-9))), MAX_TRIAL)
 
     def _chance(self, request_id: str) -> float:
-        """Return the chance of a request's next draft, from its own share of right drafts and that of all requests."""
+        """Estimate the chance of a request's next draft from its own share of right drafts and from that of all."""
         own = self._of_request.get(request_id, Acceptance())
         overall = self.overall.right / self.overall.seen
         return (own.right + PRIOR_WEIGHT * overall) / (own.seen + PRIOR_WEIGHT)

@@ -305,7 +305,7 @@ class Engine:
         self._log.stepped(plan, self._requests, live, self.scheduler, began, ended)
 
     def _drafts(self) -> dict[str, list[int]]:
-        """Return guesses of the next tokens of running requests; none while a request is computed alone."""
+        """Propose the next tokens of running requests; none while a request is computed alone."""
         if self.speculation is None or self.scheduler.is_trying:
             return {}
         return self.speculation.propose(self.scheduler.ready)
@@ -497,12 +497,12 @@ class Engine:
 
 
 def _is_lost(plan: SchedulerOutput, live: dict[str, Request]) -> bool:
-    """Return whether a step had requests, but none of them wants its results any more."""
+    """Tell whether a step had requests, but none of them wants its results any more."""
     return bool(plan.scheduled) and not live
 
 
 def _num_accepted(scheduled: list[ScheduledRequest], results: dict[str, RequestStepOutput]) -> dict[str, int]:
-    """Return how many drafts were accepted for each request that had drafts and did not fail."""
+    """Count the accepted drafts of each request that had drafts and did not fail."""
     try:
         return {
             item.request_id: len(item.draft_token_ids) - num_rejected_drafts(item, result)

@@ -61,7 +61,7 @@ class Prefix:
 
 
 class Offload:
-    """Which blocks the next step saves to the store beyond the cache, and which it loads. Hashes, not contents.
+    """Lists of the blocks that the next step saves to the store beyond the cache, and that it loads: hashes only.
 
         full, or about to be overwritten -> save -> store -> hit of a prefix -> load
 
@@ -79,7 +79,7 @@ class Offload:
 
     @property
     def has_work(self) -> bool:
-        """Return whether a step is needed to save blocks, even if it computes nothing."""
+        """Tell whether a step is needed to save blocks, even if it computes nothing."""
         return bool(self._saves)
 
     def filled(self, group: int, block_id: int, block_hash: bytes) -> None:
@@ -98,7 +98,7 @@ class Offload:
         self.num_loaded += 1
 
     def pop_transfers(self) -> tuple[list[BlockTransfer], list[BlockTransfer]]:
-        """Return what the next step saves, and what it loads."""
+        """Take what the next step saves, and what it loads."""
         saves = [BlockTransfer(group, block_id, found) for (group, found), block_id in self._saves.items()]
         loads, self._loads, self._saves = self._loads, [], {}
         return saves, loads
@@ -149,7 +149,9 @@ class KVCacheManager:
         return [list(table.block_ids) for table in self._tables[request.request_id]]
 
     def pop_updates(self, request: Request) -> TableUpdates:
-        """Return, per group, the ids appended since the last call and the number of released leading entries."""
+        """Take, per group, the ids appended since the last call and the number of released leading entries."""
+        # Whatever changes a request's tables (allocate_slots, fork, free, reset) first drops it from _settled, so that
+        # nothing new to send is overlooked here.
         if request.request_id in self._settled:  # most decodes
             return self.no_updates
         tables = self._tables[request.request_id]
@@ -162,21 +164,21 @@ class KVCacheManager:
         return new_ids, [table.num_released for table in tables]
 
     def _room(self, tables: list[BlockTable]) -> int:
-        """Return the length up to which a request needs no more blocks."""
+        """Compute the length up to which a request needs no more blocks."""
         pairs = zip(self.groups, tables, strict=True)
         return min(sys.maxsize if group.ring else group.block_size * len(table.block_ids) for group, table in pairs)
 
     def pop_copies(self) -> list[BlockCopy]:
-        """Return the copies that must be made before the step is computed, in order."""
+        """Take the copies that must be made before the step is computed, in order."""
         copies, self._copies = self._copies, []
         return copies
 
     def fits_alone(self, num_tokens: int, chunk: int) -> bool:
-        """Return whether a request that grows to num_tokens could run if it had the whole cache to itself."""
+        """Check that a request that grows to num_tokens could run if it had the whole cache to itself."""
         return all(peak_blocks(group, num_tokens, chunk) <= group.num_blocks for group in self.groups)
 
     def fits_beside_pins(self, request: Request, chunk: int) -> bool:
-        """Return whether a request could run to its end with nothing but the pinned prefixes in the cache.
+        """Check that a request could run to its end with nothing but the pinned prefixes in the cache.
 
         Blocks that it shares with them count once, except with windows, where it may have to compute them anew.
         """
@@ -187,7 +189,7 @@ class KVCacheManager:
         return all(peak <= room for peak, room in zip(peaks, self.pins.room(hashes), strict=True))
 
     def _first_needed(self, group: CacheGroup, num_computed: int) -> int:
-        """Return the index of the first block that a token at position num_computed or later attends to."""
+        """Find the first block that a token at position num_computed or later attends to."""
         if group.sliding_window is None or group.ring:
             return 0
         return max(0, num_computed - group.sliding_window + 1) // group.block_size
@@ -195,14 +197,14 @@ class KVCacheManager:
     # --- prefix reuse ----------------------------------------------------------------------------------------------
 
     def looks_up(self, request: Request) -> bool:
-        """Return whether a request looks for its prefix in the cache. It does not if its whole prompt has to be
+        """Decide whether a request looks for its prefix in the cache. It does not if its whole prompt has to be
         computed, for the prompt's log-probabilities or the mean of its hidden states."""
         params = request.params
         needs_all = params.prompt_logprobs is not None if params.pooling is None else params.pooling.needs_whole_prompt
         return self.enable_prefix_caching and not needs_all
 
     def _hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the blocks that could be reused: full ones, leaving at least one token to compute."""
+        """Hash the blocks that could be reused: full ones, leaving at least one token to compute."""
         if not self.looks_up(request):
             return []
         count = (request.num_tokens - 1) // self.block_size
@@ -222,7 +224,7 @@ class KVCacheManager:
             hashes.append(block_hash)
 
     def _reusable_blocks(self, hashes: list[bytes]) -> int:
-        """Return the largest number of leading blocks for which every group has the blocks that its window needs."""
+        """Find the largest number of leading blocks for which every group has the blocks that its window needs."""
         whole = [index for index, group in enumerate(self.groups) if group.sliding_window is None]
         limit = len(hashes) if not whole else min(self._leading_blocks(index, hashes) for index in whole)
         windows = [
@@ -242,11 +244,11 @@ class KVCacheManager:
         return self.offload is not None and self.offload.store.holds(group, block_hash)
 
     def _leading_blocks(self, group: int, hashes: list[bytes]) -> int:
-        """Return the number of blocks before the first that is missing."""
+        """Count the blocks before the first that is missing."""
         return next((i for i, block_hash in enumerate(hashes) if not self._holds(group, block_hash)), len(hashes))
 
     def _cached_runs(self, group: int, hashes: list[bytes]) -> list[int]:
-        """Return, for each block, the length of the run of available blocks that ends with it."""
+        """Compute, for each block, the length of the run of available blocks that ends with it."""
         runs, run = [], 0
         for block_hash in hashes:
             run = run + 1 if self._holds(group, block_hash) else 0
@@ -263,7 +265,7 @@ class KVCacheManager:
         return Prefix(hashes, count, in_progress)
 
     def _num_cached(self, hashes: list[bytes], count: int) -> int:
-        """Return how many of `count` reusable blocks come before the first that is not in the cache."""
+        """Count how many of `count` reusable blocks come before the first that is not in the cache."""
         firsts = [self._first_needed(group, count * self.block_size) for group in self.groups]
         for index in range(count):
             for first, pool in zip(firsts, self.pools, strict=True):
@@ -285,8 +287,8 @@ class KVCacheManager:
         assert max_new_tokens > 0
         shared = [self._shared(group, pool, hashes, count) for group, pool in zip(self.groups, self.pools, strict=True)]
         # The room for all its tokens is asked for, not only for this step's: a request that is admitted on the promise
-        # of blocks that others hold would be preempted before it is done, and its work lost. Shared blocks that nobody
-        # uses (`revived`) count as free until they are shared.
+        # of blocks that others hold would be preempted before it is done, and its work lost. Cached
+        # blocks without users (`revived`) count as free until they are shared.
         for group, pool, block_ids in zip(self.groups, self.pools, shared, strict=True):
             revived = sum(1 for block_id in block_ids if block_id != NO_BLOCK and pool.is_free(block_id))
             peak = peak_blocks(group, request.num_tokens, max_new_tokens)
@@ -295,6 +297,8 @@ class KVCacheManager:
         cached = count if self.offload is None else self._num_cached(hashes, count)
         if not self._fetch(hashes, cached, count):  # the store has forgotten that block, so the recursion ends
             return self.admit(request, self.get_computed_blocks(request), max_new_tokens)
+        # All prefix blocks are shared before any block is allocated (_loaded, allocate_slots): a cached one without
+        # users could otherwise be given away and overwritten.
         for pool, block_ids in zip(self.pools, shared, strict=True):
             pool.share(block_id for block_id in block_ids if block_id != NO_BLOCK)
         firsts = [self._first_needed(group, count * self.block_size) for group in self.groups]
@@ -322,7 +326,7 @@ class KVCacheManager:
         )
 
     def _loaded(self, group: int, first: int, block_ids: list[int], hashes: list[bytes]) -> list[int]:
-        """Return the table, with new blocks for those that the store has fetched."""
+        """Complete the table with new blocks for those that the store has fetched."""
         for index in range(first, len(hashes)):
             if block_ids[index] == NO_BLOCK and self.offload is not None:
                 (block_ids[index],) = self.pools[group].allocate(1)
@@ -348,13 +352,13 @@ class KVCacheManager:
         self._forked.add(child.request_id)
 
     def _shared(self, group: CacheGroup, pool: BlockPool, hashes: list[bytes], count: int) -> list[int]:
-        """Return the reusable leading blocks as a table, with -1 where the window has passed or a block is stored."""
+        """Make a table of the reusable leading blocks, with -1 where the window has passed or a block is stored."""
         first = self._first_needed(group, count * self.block_size)
         found = [pool.lookup(block_hash) for block_hash in hashes[first:count]]
         return [NO_BLOCK] * first + [NO_BLOCK if block_id is None else block_id for block_id in found]
 
     def settled_streams(self, requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
-        """Return the streams whose next token fits blocks that the executor knows (most decodes), and all others.
+        """Separate the streams whose next token fits blocks that the executor knows (most decodes) from all others.
 
         The former need nothing from this manager in the next step.
         """
@@ -396,7 +400,7 @@ class KVCacheManager:
         return True
 
     def _shared_ends(self, request: Request, tables: list[BlockTable]) -> dict[int, int]:
-        """Return, by group, the index of the table entry that a fork writes next, if the block has other users."""
+        """Find, by group, the index of the table entry that a fork writes next, if the block has other users."""
         shared = {}
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
             index = 0 if self.groups[group].ring else request.num_computed_tokens // self.groups[group].block_size
@@ -438,11 +442,12 @@ class KVCacheManager:
         start = tables[0].num_registered
         self._end_progress(request, start, num_full)
         for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
-            for index in range(table.num_registered, num_full):
+            assert table.num_registered == start, "groups differ in what is registered, and tables[0] stands for all"
+            for index in range(start, num_full):
                 block_id, block_hash = table.block_ids[index], request.block_hashes[index]
                 if block_id != NO_BLOCK and pool.register(block_id, block_hash) and self.offload is not None:
                     self.offload.filled(group, block_id, block_hash)
-            table.num_registered = max(table.num_registered, num_full)
+            table.num_registered = num_full
         for block_hash in request.block_hashes[start:num_full] if self.pins else ():
             self.pins.hold(block_hash)
 
@@ -521,12 +526,12 @@ class KVCacheManager:
 
 
 def table_length(group: CacheGroup, num_tokens: int) -> int:
-    """Return the number of block table entries for num_tokens, released ones included; one for a ring."""
+    """Count the block table entries for num_tokens, released ones included; one for a ring."""
     return min(1, num_tokens) if group.ring else -(-num_tokens // group.block_size)
 
 
 def peak_blocks(group: CacheGroup, num_tokens: int, chunk: int) -> int:
-    """Return the maximum number of blocks of a group that a request of num_tokens holds, computed in chunks of `chunk`.
+    """Compute the most blocks of a group that a request of num_tokens holds, computed in chunks of `chunk`.
 
     With a window of W tokens, W - 1 earlier tokens and the chunk are needed, which may touch one block more.
     """

@@ -53,7 +53,7 @@ class FirstCome:
         self.rows: Counter[str] = Counter()
 
     def rank(self, request: Request) -> Place:
-        """Return the place of a running request: the smallest is computed first, the largest preempted first."""
+        """Place a running request: the smallest is computed first, the largest preempted first."""
         return 0.0, request.arrival
 
     def candidates(self, waiting: Sequence[Request]) -> Iterator[Request]:
@@ -69,11 +69,11 @@ class FirstCome:
             yield chosen
 
     def is_time_to_start(self, waiting: Sequence[Request], num_running: int) -> bool:
-        """Return whether waiting requests may join the running ones now."""
+        """Decide whether waiting requests may join the running ones now."""
         return True
 
     def victim(self, waiting: Sequence[Request], running: Sequence[Request]) -> Request | None:
-        """Return the request to preempt for the first candidate when rows or blocks are short; None: no request.
+        """Choose the request to preempt for the first candidate when rows or blocks are short; None: no request.
 
         It is the youngest of the flow with the most rows, if another flow waits without one.
         """
@@ -131,15 +131,15 @@ class Urgency(FirstCome):
         self._out: set[str] = set()  # flows that the heap lacks until the next call
 
     def place(self, request: Request) -> Place:
-        """Return a request's place within its flow, which must not change."""
+        """Place a request within its flow; the place must not change."""
         return self.rank(request)
 
     def urgency(self, request: Request, since: float) -> float:
-        """Return the urgency of a request whose flow has had no row since `since`; the lowest is the most urgent."""
+        """Compute the urgency of a request whose flow has had no row since `since`; the lowest is the most urgent."""
         raise NotImplementedError
 
     def outranks(self, waiting: Request, running: Request) -> bool:
-        """Return whether a waiting request may take the row of a less urgent one, whatever rows their flows have."""
+        """Decide whether a waiting request may take the row of a less urgent one, whatever rows their flows have."""
         return False
 
     # --- which flow is next ---------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Urgency(FirstCome):
             tried[key[-1]] += index < len(queue) and queue[index][-1] is request
 
     def _first_flow(self, tried: Counter[str]) -> FlowKey | None:
-        """Return the lowest key of all flows, each without its first `tried[flow]` requests."""
+        """Find the lowest key of all flows, each without its first `tried[flow]` requests."""
         now = self.clock()
         keys = [self._key(flow, now, tried[flow]) for flow in self.rows.keys() | tried.keys()]
         while self._out:
@@ -167,7 +167,7 @@ class Urgency(FirstCome):
         return min((key for key in (*keys, *self._heap[:1]) if key is not None), default=None)
 
     def _key(self, flow: str, now: float, index: int = 0) -> FlowKey | None:
-        """Return the key of a flow's request at this index, if it has one."""
+        """Compute the key of a flow's request at this index, if it has one."""
         queue = self._queues.get(flow, ())
         if index >= len(queue):
             return None
@@ -186,7 +186,7 @@ class Urgency(FirstCome):
             heapq.heapify(self._heap)
 
     def victim(self, waiting: Sequence[Request], running: Sequence[Request]) -> Request | None:
-        """Return the running request that gives its row to the first candidate, and still comes after it when it waits.
+        """Choose the running request that gives its row to the first candidate, and still comes after it when it waits.
 
         It belongs to the flow with the most rows, if the first request's flow has none, or the first outranks it.
         """
@@ -272,7 +272,7 @@ class LengthClasses(Urgency):
         return since + CLASS_AGING_S * (NUM_CLASSES - 1 - longer)
 
     def is_time_to_start(self, waiting: Sequence[Request], num_running: int) -> bool:
-        """Return whether enough requests wait for a step of prompts to pay, or one has waited for long enough.
+        """Decide whether enough requests wait for a step of prompts to pay, or one has waited for long enough.
 
         A request that has run before goes on at once: a beam search would otherwise wait like this at every token.
         """
@@ -362,7 +362,7 @@ POLICIES: dict[str, type[FirstCome]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """How requests share the steps.
+    """Limits and policy by which requests share the steps.
 
     Attributes:
         max_num_seqs: maximum number of requests that run at once; each has a row.
@@ -381,7 +381,7 @@ class Scheduling:
     clock: Clock = time.monotonic
 
     def make_policy(self, max_model_len: int) -> FirstCome:
-        """Return a new policy. Raise InvalidRequestError if its name is unknown."""
+        """Make a new policy. Raise InvalidRequestError if its name is unknown."""
         check_choice("scheduling_policy", self.policy, tuple(POLICIES))
         policy = POLICIES[self.policy](self.clock, max_model_len)
         if isinstance(policy, LengthClasses) and self.prefill_ratio is not None:
@@ -396,7 +396,7 @@ FORGET = 1.01  # factor by which the cost of a token rises with each step, to no
 
 @dataclass(slots=True)
 class Allowance:
-    """What a step has left for prompts.
+    """Room that a step has left for prompts.
 
     Attributes:
         tokens: number of prompt tokens that attend to no more than `context` tokens.
@@ -406,7 +406,7 @@ class Allowance:
     context: float
 
     def fit(self, num_new: int, start: int) -> int:
-        """Return how many of num_new tokens, the first of them at position `start`, are allowed."""
+        """Count how many of num_new tokens, the first of them at position `start`, are allowed."""
         if self.tokens < 1.0:
             return 0
         num_new = int(min(num_new, self.tokens))
@@ -421,7 +421,7 @@ class Allowance:
 
 
 class Pace:
-    """How many prompt tokens a step may compute beside running streams, which wait for all of them.
+    """Limit on the prompt tokens that a step computes beside running streams, which wait for all of them.
 
         a step with D tokens of streams and P of prompts takes  base(D) + extra,  and extra stays below max_stall_s
 
@@ -440,7 +440,7 @@ class Pace:
         self._token_s, self._token_context = float("inf"), 0.0
 
     def allowance(self, num_stream_tokens: int) -> Allowance:
-        """Return what prompts may have in a step with num_stream_tokens.
+        """Compute the room for prompts in a step with num_stream_tokens.
 
         Nothing until a step with as many stream tokens, or fewer, has been measured without prompts; then at least one
         token.
@@ -457,7 +457,7 @@ class Pace:
         return Allowance(max(1.0, tokens), min(self._context, self._token_context))
 
     def _known_base(self, num_stream_tokens: int) -> int:
-        """Return the largest number of stream tokens, up to this one, measured without prompts; or 0."""
+        """Find the largest number of stream tokens, up to this one, measured without prompts; or 0."""
         return max(number for number in self._base_s if number <= num_stream_tokens)
 
     def note(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
@@ -478,5 +478,5 @@ class Pace:
 
 
 def is_stream(item: ScheduledRequest) -> bool:
-    """Return whether a scheduled request samples after each of its tokens, as a running stream does."""
+    """Tell whether a scheduled request samples after each of its tokens, as a running stream does."""
     return item.num_new_tokens == item.num_samples

@@ -78,12 +78,12 @@ class Request:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Return the number of tokens whose keys and values are not computed yet: at least one, the last."""
+        """Count the tokens whose keys and values are not computed yet: at least one, the last."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_stream(self) -> bool:
-        """Return whether a running request lacks only its last output, and nothing of its prompt."""
+        """Tell whether a running request lacks only its last output, and nothing of its prompt."""
         num_tokens = len(self.token_ids)
         return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
 
@@ -92,7 +92,7 @@ class Request:
         return self.num_prompt_tokens + self.max_output_tokens
 
     def ending(self, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
-        """Return why the request ends with its last token, if it does, and the stop token if that is why."""
+        """Find out why the request ends with its last token, if it does, and the stop token if that is the reason."""
         count = len(self.token_ids) - self.num_prompt_tokens
         if count == 0:
             return None, None
@@ -107,7 +107,7 @@ class Request:
         return (FinishReason.LENGTH if count >= self.max_output_tokens else None), None
 
     def new_prompt_logprobs(self, num_computed: int, found: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Return the entries of `found` not delivered yet. Its first entry is for the token at num_computed + 1."""
+        """Take the entries of `found` not delivered yet. Its first entry is for the token at num_computed + 1."""
         fresh = found[max(0, self.num_prompt_logprobs - num_computed) :]
         self.num_prompt_logprobs += len(fresh)
         return fresh
@@ -237,7 +237,7 @@ class StepLog:
             self._enter(request, IntervalKind.DECODE, self.ended)
 
     def closed(self, request: Request) -> list[Interval] | None:
-        """Return the intervals that have ended since the last call; None if there are none."""
+        """Take the intervals that have ended since the last call; None if there are none."""
         sent = self._tracks[request.source_id].sent
         if not sent.intervals:
             return None
@@ -245,7 +245,7 @@ class StepLog:
         return found
 
     def finished(self, request: Request) -> list[Interval] | None:
-        """Return the last intervals of a request that ends with the last step, and forget it."""
+        """Take the last intervals of a request that ends with the last step, and forget it."""
         track = self._tracks.get(request.source_id)
         if track is None:
             return None

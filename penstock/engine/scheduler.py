@@ -103,7 +103,7 @@ class InFlight:
 
     def lose(self, request: Request) -> None:
         """Note that a request has lost its blocks and, if it is in flight, its results."""
-        if self._requests.get(request.request_id) is request:
+        if self._requests.get(request.request_id) is request:  # and not another one that has its name by now
             self._requests[request.request_id] = None
 
     def lose_all(self) -> None:
@@ -226,12 +226,12 @@ class Scheduler:
 
     @property
     def num_prefilling(self) -> int:
-        """Return how many running requests lack more than their last token: of the prompt, or after a preemption."""
+        """Count the running requests that lack more than their last token: of the prompt, or after a preemption."""
         return sum(request.num_missing_tokens > 1 for request in self.running)
 
     @property
     def is_trying(self) -> bool:
-        """Return whether a request is computed alone, because a step with it has failed."""
+        """Tell whether a request is computed alone, because a step with it has failed."""
         return bool(self._alone)
 
     def isolate(self, failed: SchedulerOutput) -> None:
@@ -328,7 +328,7 @@ class Scheduler:
         self._removed[:0] = [name for name in plan.removed_request_ids if name not in running]
 
     def _fair_share(self) -> int:
-        """Return how many rows a step may have, so that all rows are spread over the steps that can be in flight.
+        """Compute how many rows a step may have, so that all rows are spread over the steps that can be in flight.
 
         Ready rows are divided among the free places. No step gets more than its part of all rows, so that steps that
         lose rows are filled up from the others.
@@ -389,6 +389,7 @@ class Scheduler:
         num_new = self._fit(plan, request, request.num_computed_tokens)
         if num_new == 0:
             return
+        # Each round preempts a request, at last this one itself, so the loop ends.
         while not self.kv_cache.allocate_slots(request, num_new):
             victim = max(self.running, key=self.policy.rank)
             if victim.request_id in self.in_flight:  # its step is awaited, and may even end it
@@ -402,7 +403,7 @@ class Scheduler:
         self._grant(plan, request, num_new)
 
     def _fit(self, plan: _Plan, request: Request, num_computed: int) -> int:
-        """Return how many tokens of a request the step still has room for, from num_computed on."""
+        """Count how many tokens of a request the step still has room for, from num_computed on."""
         num_new = min(request.num_tokens - num_computed, plan.budget)
         if self.pace is None or not num_new or request.is_stream:
             return num_new

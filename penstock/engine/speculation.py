@@ -75,7 +75,7 @@ class Speculation:
         self._most = min([self._most, *(ring_slack(group) for group in groups if group.ring)])
 
     def propose(self, running: Sequence[Request]) -> dict[str, list[int]]:
-        """Return the next step's drafts by request id. There are none while prompts are computed: none would pay."""
+        """Propose the next step's drafts by request id. There are none while prompts are computed: none would pay."""
         self.proposal = Proposal(self.proposal.began, self.proposal.spent, is_measured=False)
         if self._proposer is None or not running:
             return {}
@@ -128,7 +128,7 @@ class Speculation:
         return found
 
     def _admitted(self, limits: dict[str, int]) -> dict[str, int]:
-        """Return the requests that may have drafts: those that had some, and others if the budget allows entries."""
+        """Select the requests that may have drafts: those that had some, and others if the budget allows entries."""
         if self.policy.may_enter:
             return limits
         return {name: limit for name, limit in limits.items() if name in self._asked}
@@ -191,7 +191,7 @@ class Speculation:
 
 
 def ring_slack(group: CacheGroup) -> int:
-    """Return how many drafts a ring tolerates.
+    """Compute how many drafts a ring tolerates.
 
     A draft at position p overwrites the slot of position p - block_size. If no draft is accepted, the next token is at
     c + 1, where c is the last computed position, and still attends to c + 2 - sliding_window. So p may be at most that
@@ -206,7 +206,7 @@ def _num_right(drafts: list[int], token_ids: list[int]) -> int:
 
 
 def _ask(proposer: Proposer, running: dict[str, Request], counts: dict[str, int]) -> dict[str, list[int]]:
-    """Return the drafts that a proposer has, without empty ones."""
+    """Ask a proposer for drafts, and drop the empty ones."""
     queries = [DraftQuery(name, running[name].token_ids, count) for name, count in counts.items()]
     return {
         query.request_id: ids[: query.count]
@@ -220,7 +220,7 @@ NONE = -1
 
 
 class _Index:
-    """Where each n-gram of the shortest length ended: the latest place and, for each place, the one before.
+    """Index of n-grams of the shortest length: the latest place where each ended and, for each place, the one before.
 
     It takes a dictionary entry per distinct n-gram and 4 bytes per token; a token is added in constant time.
     """
@@ -275,7 +275,7 @@ class NgramProposer:
         return guess
 
     def _best_match(self, tokens: list[int], previous: "array[int]") -> int:
-        """Return where the longest match of the text's end ends, the latest among equals; NONE if nothing matches."""
+        """Find where the longest match of the text's end ends, the latest among equals; NONE if nothing matches."""
         last = len(tokens) - 1
         found, length = NONE, self._shortest - 1
         place = previous[last]
