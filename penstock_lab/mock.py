@@ -36,8 +36,10 @@ def next_token(
     params: SamplingParams | None = None,
     choice: int = 0,
 ) -> int:
-    """Return the token that follows a context: a hash of the tokens in the window, the length of the context and, if it
-    is sampled, the seed and the choice. With params None it is greedy."""
+    """Compute the token that follows a context; with params None it is greedy.
+
+    It is a hash of the tokens in the window, the length of the context and, if it is sampled, the seed and the choice.
+    """
     seen = context if window is None else context[-window:]
     noise = () if params is None or params.greedy else (params.seed, choice)
     digest = hashlib.blake2b(repr((len(context), seen, *noise)).encode(), digest_size=4).digest()
@@ -47,7 +49,7 @@ def next_token(
 def likely_tokens(
     context: list[int], count: int, vocab_size: int = VOCAB_SIZE, window: int | None = None
 ) -> TokenLogprobs:
-    """Return candidates for a beam: tokens that depend on what the window sees, often with equal probabilities.
+    """Make candidates for a beam: tokens that depend on what the window sees, often with equal probabilities.
 
     The first token is arbitrary. The most likely ones follow, the lower id first on a tie.
     """
@@ -180,7 +182,7 @@ class MockExecutor:
         )
 
     def _pool(self, item: ScheduledRequest, row: _Row, stop: int, window: int) -> RequestStepOutput:
-        """Return numbers that depend on every prompt token that the window sees at the end of the prompt."""
+        """Compute numbers that depend on every prompt token that the window sees at the end of the prompt."""
         _demand(item.num_samples == 0, f"{item.request_id} is pooled, and sampled")
         pooling = row.params.pooling
         if stop < len(row.token_ids) or pooling is None:
@@ -192,7 +194,7 @@ class MockExecutor:
         return RequestStepOutput([], pooled=array("f", [number for vector in vectors for number in vector]).tobytes())
 
     def _score(self, row: _Row, window: int) -> RequestStepOutput:
-        """Return candidates for a beam. Its search chooses the token, which comes with a new request."""
+        """Make candidates for a beam. Its search chooses the token, which comes with a new request."""
         count = max(row.params.num_candidates(self.num_end_tokens), row.params.logprobs or 0)
         scored = likely_tokens(row.token_ids, count, self.vocab_size, window)
         row.token_ids.append(scored.token_ids[0])

@@ -134,7 +134,7 @@ class SequencesUnderTest:
         self._params = AttentionParams(scale=heads.head_dim**-0.5)
 
     def call(self, ops: CpuOps) -> tuple[Callable[[CpuKVCache], Tensor], str]:
-        """Return a backend's call, from a cache to [tokens, heads * head_dim], and a description of its plan."""
+        """Plan a backend's call, from a cache to [tokens, heads * head_dim], and describe the plan."""
         case = self._case
         starts = torch.arange(case.seqs + 1, dtype=torch.int32) * case.new
         lengths = torch.full((case.seqs,), case.cached + case.new, dtype=torch.int32)
@@ -149,13 +149,13 @@ class SequencesUnderTest:
         return attend, "" if planned.plan is None else describe_key(planned.plan.key)
 
     def torch_call(self, keys_and_values: tuple[Tensor, Tensor]) -> Tensor:
-        """Return torch's result [seqs, heads, new, head_dim]."""
+        """Attend with torch: [seqs, heads, new, head_dim]."""
         prefill = self._case.cached == 0
         operands = (self._plain_q, *keys_and_values)
         return functional.scaled_dot_product_attention(*operands, is_causal=prefill, enable_gqa=not prefill)
 
     def _fill_caches(self, ops: CpuOps, k: Tensor, v: Tensor) -> list[CpuKVCache]:
-        """Return a ring of equal caches that hold the keys and values [seqs * cached, kv heads, D]."""
+        """Make a ring of equal caches that hold the keys and values [seqs * cached, kv heads, D]."""
         case, heads = self._case, self._case.heads
         blocks, dtype = self._tables.numel(), CACHE_TYPES[case.dtype]
         spec = CacheSpec(blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype, SLICES[case.dtype])
@@ -167,18 +167,18 @@ class SequencesUnderTest:
         return caches
 
     def _slots(self, start: int, end: int) -> Tensor:
-        """Return the cache slots [seqs * (end - start)] of these positions of every sequence."""
+        """List the cache slots [seqs * (end - start)] of these positions of every sequence."""
         positions = torch.arange(start, end)
         return (self._tables.long()[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return [seqs, n, heads, D] as [seqs * n, heads, D]."""
+    """Flatten [seqs, n, heads, D] to [seqs * n, heads, D]."""
     return x.flatten(0, 1).contiguous()
 
 
 def _block_tables(case: AttentionCase) -> Tensor:
-    """Return [seqs, blocks] int32: blocks in random order, as in the block pool of a busy server."""
+    """Deal out [seqs, blocks] int32: blocks in random order, as in the block pool of a busy server."""
     columns = -(-(case.cached + case.new) // BLOCK_SIZE)
     generator = torch.Generator().manual_seed(case.seqs)
     return torch.randperm(case.seqs * columns, generator=generator).int().view(case.seqs, columns)

@@ -43,7 +43,7 @@ def decode_products(ops: CpuOps, rows: int) -> Iterator[tuple[Tensor, PackedLine
 
 
 def time_steps(call: Callable[[], None]) -> list[float]:
-    """Return the milliseconds of each of STEPS calls."""
+    """Time each of STEPS calls, in milliseconds."""
     times = []
     for _ in range(STEPS):
         started = time.perf_counter()

@@ -78,7 +78,7 @@ class ModelCosts:
             self._attention[window or 0] = Cost("attention", work, "penstock_attend")
 
     def call(self, name: str, arguments: Arguments) -> Cost:
-        """Return the operation that a native call computes, and its work without that of chosen experts."""
+        """Find the operation that a native call computes, and its work without that of chosen experts."""
         if name == "penstock_linear":
             weight, rows = arguments[0], arguments[3]
             cost = self._products[int(weight or 0)]
@@ -89,7 +89,6 @@ class ModelCosts:
         return Cost("norm" if name in NORMS else name.removeprefix("penstock_"), NO_WORK, name)
 
     def replay(self, calls: "ctypes.Array[PenstockCall]") -> list[Cost]:
-        """Return the cost of each call of a recorded program."""
         if id(calls) not in self._programs:  # the array is kept, so that no other array gets its id
             found = [self.call(RECORDABLE[call.function], tuple(call.arguments)) for call in calls]
             windows = {id(cost): window for window, cost in self._attention.items()}
@@ -97,11 +96,11 @@ class ModelCosts:
         return [self._attention[item] if isinstance(item, int) else item for item in self._programs[id(calls)][1]]
 
     def experts(self, read: int, rows: int) -> Work:
-        """Return the work of the experts: `read` of them were read, for `rows` pairs of a row and its expert."""
+        """Count the work of the experts: `read` of them were read, for `rows` pairs of a row and its expert."""
         return Work(read * self._expert.read_bytes, self._expert.times(rows).operations)
 
     def _attend(self, cached: int, new: int, window: int | None) -> Work:
-        """Return the work of one layer for one sequence."""
+        """Count the work of one layer for one sequence."""
         seen = cached if window is None else min(cached, window - 1)
         keys = sum(min(cached + index + 1, window or cached + new) for index in range(new))
         return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))
@@ -112,7 +111,7 @@ def _pieces(layer: Linear) -> tuple[PackedLinear, ...]:
 
 
 def _product(layer: Linear, packed: PackedLinear, dtype: str) -> Work:
-    """Return the work of one row with a packed weight of a layer."""
+    """Count the work of one row with a packed weight of a layer."""
     n, k = packed.shape
     scheme = layer.spec.packing.scheme
     if scheme is not None and scheme.slices:

@@ -93,14 +93,14 @@ class Vocabulary:
 
     @property
     def tokenizer(self) -> HFTokenizer:
-        """Return the tokenizer. Raise ModelLoadError if the model has none."""
+        """The model's tokenizer. Raise ModelLoadError if it has none."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._path)
         return self._tokenizer
 
 
 def draw_samples(dataset: Dataset, vocabulary: Vocabulary, count: int, seed: int, *, as_text: bool) -> list[Sample]:
-    """Return `count` samples; equal seeds give equal samples.
+    """Draw `count` samples; equal seeds give equal samples.
 
     Args:
         as_text: make texts of the prompts, for servers and routes that take no ids.

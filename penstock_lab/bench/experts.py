@@ -84,7 +84,7 @@ class LayerUnderTest:
         self._plain = [(gate_up.clone(), down.clone()) for _ in range(TORCH_COPIES)]
 
     def calls(self, m: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[Tensor]]:
-        """Return the kernels' call and torch's call for m rows, and a ring of expert ids [m, top_k] to pass to them.
+        """Make the kernels' call and torch's for m rows, and a ring of expert ids [m, top_k] to pass to them.
 
         Each entry of the ring chooses different experts, but the same number of them.
         """

@@ -133,7 +133,7 @@ def _run(
 
 
 def _figures(pairs: list[tuple[_Run, _Run]], num_tokens: int) -> dict[str, Any]:
-    """Return medians over rounds, and the ratio of the two runs of each round, which are neighbours in time."""
+    """Compute medians over rounds, and the ratio of the two runs of each round, which are neighbours in time."""
     shares = sorted(plain.seconds / formed.seconds for plain, formed in pairs)
     figures: dict[str, Any] = {}
     for place, name in enumerate(("plain", "formed")):

@@ -118,7 +118,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, route: str, body: bytes = b"") -> HttpResponse:
-        """Return the response to a request.
+        """Send a request, and wait for its response.
 
         Raises:
             OSError: the server cannot be reached.

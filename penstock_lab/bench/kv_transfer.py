@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _percentile(gaps: list[float], share: int) -> float:
-    """Return a percentile in milliseconds."""
+    """Compute a percentile in milliseconds."""
     return sorted(gaps)[share * (len(gaps) - 1) // 100] * 1e3
 
 
@@ -71,7 +71,7 @@ def _serve(stack: ExitStack, *options: str) -> str:
 
 
 async def _measure(url: str, prompt_len: int, vocab_size: int) -> tuple[list[float], list[float]]:
-    """Return the gaps of the streams while prompts are computed, and the duration of each prompt, in seconds."""
+    """Measure the gaps of the streams while prompts are computed, and the duration of each prompt, in seconds."""
     random_ids = random.Random(0)
     prompts = [random_ids.choices(range(3, vocab_size), k=prompt_len) for _ in range(NUM_PROMPTS)]
     gaps: list[float] = []

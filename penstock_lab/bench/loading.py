@@ -67,7 +67,7 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def load_once(options: dict[str, str]) -> tuple[float, float, int]:
-    """Return the seconds from process start to the loaded model and to the first token, and VmHWM in bytes."""
+    """Measure the seconds from process start to the loaded model and to the first token, and VmHWM in bytes."""
     started = time.perf_counter()
     with python_process("-c", CHILD, json.dumps(options)) as output:
         peak = int(output.readline())

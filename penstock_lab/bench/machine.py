@@ -60,13 +60,13 @@ class MachineLimits:
             self.probe(*KINDS)
 
     def _fastest_loop(self) -> tuple[int, float]:
-        """Return the loop with the shortest median time, and that time. Each round times every loop once."""
+        """Find the loop with the shortest median time, and that time. Each round times every loop once."""
         rounds = [[self._read(loop) for loop in range(READ_LOOPS)] for _ in range(CALIBRATIONS)]
         medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
         return medians.index(min(medians)), min(medians)
 
     def _calibrated(self, kind: str) -> int:
-        """Return the number of iterations that take MULTIPLY_SECONDS."""
+        """Find the number of iterations that take MULTIPLY_SECONDS."""
         iterations, seconds = 1000, 0.0
         while seconds < MULTIPLY_SECONDS:
             iterations *= 2
@@ -102,7 +102,7 @@ class MachineLimits:
         return {name: max(rates) for name, rates in self.seen.items()}
 
     def figures(self) -> dict[str, Any]:
-        """Return the limits under their names in the benchmarks' JSON: the best seen, and the spread of all probes."""
+        """Put the limits under their names in the benchmarks' JSON: the best seen, and the spread of all probes."""
         best = {FIGURES[name]: rate for name, rate in self.best.items()}
         return {**best, "spread": {FIGURES[name]: spread(rates) for name, rates in self.seen.items()}}
 
@@ -137,7 +137,7 @@ class Measured:
         return _median_seconds(self.samples)
 
     def figures(self, read_bytes: float, operations: float, limits: MachineLimits) -> dict[str, Any]:
-        """Return the figures of every row of `bench ops`. operations: those that the result needs."""
+        """Compute the figures of every row of `bench ops`. operations: those that the result needs."""
         seconds, found = self.seconds, summary(self.samples, limits.best)
         shares = found["spread"]
         pairs = zip(self.samples, self.torch_samples, strict=True)
@@ -174,10 +174,10 @@ def time_in_rounds(calls: Sequence[TimedCall], work: Work, limits: MachineLimits
 
 
 def ring_length(operand_bytes: int) -> int:
-    """Return how many operands of this size make a ring."""
+    """Compute how many operands of this size make a ring."""
     return RING_BYTES // operand_bytes + 1
 
 
 def uniform(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return random operands in [-0.5, 0.5)."""
+    """Draw operands in [-0.5, 0.5)."""
     return torch.rand(tuple(shape), generator=generator).sub_(0.5).to(dtype)

@@ -183,7 +183,7 @@ class StepMeter(EngineObserver):
         self._begin = time.perf_counter(), self.watch.now(), self._kernel_seconds()
 
     def end_step(self) -> ProfiledStep:
-        """Return the measurements of the step that has begun."""
+        """Finish the measurements of the step that has begun."""
         begin, begun, kernels = self._begin
         ended, end = self.watch.now(), time.perf_counter()
         step = ProfiledStep(
@@ -211,12 +211,12 @@ class StepMeter(EngineObserver):
         self._collected = time.perf_counter(), self.watch.now()
 
     def peak_rss_bytes(self) -> int:
-        """Return the peak memory of the process, without the memory that probes read."""
+        """Read the peak memory of the process, without the memory that probes read."""
         read_bytes = 0 if self.limits is None else self.limits.num_bytes
         return max(self._peak_before, peak_rss_bytes() - read_bytes)
 
     def attention(self) -> dict[str, int]:
-        """Return the number of attention plans of each kind, over all steps and cache groups, including warmup."""
+        """Count the attention plans of each kind, over all steps and cache groups, including warmup."""
         counts = {} if self._ops is None else self._ops.plan_counts
         return {describe_key(key): count for key, count in counts.items()}
 
@@ -224,7 +224,7 @@ class StepMeter(EngineObserver):
         return PREFILL if self._prompt_tokens else DECODE
 
     def _kernel_seconds(self) -> float:
-        """Return the seconds spent in native calls so far, without those of probes."""
+        """Read the seconds spent in native calls so far, without those of probes."""
         return 0.0 if self._ops is None else kernel_seconds(self._ops) - self._probe_seconds
 
     def _keep(self, stretch: Stretch) -> None:
@@ -236,11 +236,10 @@ class StepMeter(EngineObserver):
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @lru_cache
 def _name(address: int) -> str:
-    """Return the text at an address in the native library. The text never moves, so it can be cached."""
+    """Read the text at an address in the native library. The text never moves, so it can be cached."""
     return ctypes.string_at(address).decode()

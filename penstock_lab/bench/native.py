@@ -9,14 +9,13 @@ from penstock.kernels.cpu.library import PenstockSpan
 
 
 def kernel_seconds(ops: NativeCalls) -> float:
-    """Return the seconds spent in operations so far. The rest of a step is Python and torch."""
+    """Read the seconds spent in operations so far. The rest of a step is Python and torch."""
     seconds: float = ops.library.penstock_busy_seconds(ops.context)
     return seconds
 
 
 def expert_counts(ops: NativeCalls) -> tuple[int, int]:
-    """Return what `experts` has read and computed: experts' weights, each counted once per call, and (row, expert)
-    pairs."""
+    """Read what `experts` has read and computed: its weights, once per call, and the (row, expert) pairs."""
     counts = (ctypes.c_int64 * 2)()
     ops.library.penstock_expert_counts(ops.context, ctypes.addressof(counts))
     return counts[0], counts[1]
@@ -31,7 +30,7 @@ def trace(ops: NativeCalls, spans: "ctypes.Array[PenstockSpan] | None") -> int:
 
 
 def limit_read(ops: NativeCalls, loop: int, memory: int, num_bytes: int) -> float:
-    """Return the seconds that all threads together take to read some memory once, with one of READ_LOOPS loops."""
+    """Time all threads together as they read some memory once, with one of READ_LOOPS loops; in seconds."""
     seconds: float = ops.library.penstock_limit_read(ops.context, loop, memory, num_bytes)
     return seconds
 
@@ -44,7 +43,7 @@ def limit_multiply(ops: NativeCalls, kind: int, iterations: int) -> tuple[int, f
 
 
 def decode_key(key: int) -> dict[str, str]:
-    """Return the choice of each field.
+    """Decode the choice of each field.
 
     Raises:
         ValueError: no plan has this key.
@@ -61,7 +60,7 @@ def decode_key(key: int) -> dict[str, str]:
 
 
 def describe_key(key: int) -> str:
-    """Return the key in one line of text.
+    """Describe the key in one line of text.
 
     Raises:
         ValueError: no plan has this key.

@@ -108,7 +108,7 @@ def measure_offline(
 
 
 def _is_split(built: BuiltEngine, profile: Profile | None) -> bool:
-    """Return whether several processes compute the model. Their operations cannot be shown."""
+    """True if several processes compute the model. Their operations cannot be shown."""
     if profile is not None and not isinstance(built.ops, CpuOps):
         raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
     parallel = built.config.parallel

@@ -58,7 +58,7 @@ def restart(options: dict[str, Any], directory: str, prompt_len: int, seed: int)
 
 
 def ask(built: BuiltEngine, prompt: list[int]) -> tuple[float, int, list[int]]:
-    """Return the seconds to the first token of a prompt, how many of its tokens were cached, and the answer."""
+    """Measure the seconds to a prompt's first token; also return how many of its tokens were cached, and the answer."""
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
     built.engine.add_request(EngineRequest("prompt", prompt, params))

@@ -97,7 +97,7 @@ class Selection:
 
 
 def model_operands(model: str) -> tuple[list[tuple[int, int]], list[Heads]]:
-    """Return the distinct (n, k) of a model's products, and its attention heads, for a Selection.
+    """List the distinct (n, k) of a model's products, and its attention heads, for a Selection.
 
     Args:
         model: a directory, a hub name or demo.
@@ -138,7 +138,6 @@ def measure_ops(selection: Selection, *, progress: Progress) -> dict[str, Any]:
 
 
 def _processor_name() -> str:
-    """Return the processor's model name."""
     found = None
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)

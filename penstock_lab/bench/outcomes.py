@@ -48,7 +48,7 @@ SWEEP = {"rate": "request_rate", "req/s": "request_throughput", "goodput": "requ
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How the requests of a run arrive.
+    """The way in which the requests of a run arrive.
 
     Attributes:
         request_rate: mean requests per second; inf sends all at once.
@@ -103,7 +103,7 @@ class Outcome:
     error: str = ""
 
     def milliseconds(self) -> dict[str, list[float]]:
-        """Return the values of each of METRICS."""
+        """List the values of each of METRICS."""
         e2el, ttft = self.ended_at - self.sent_at, self.arrivals[0] - self.sent_at
         gaps = [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
         tpot = [(e2el - ttft) / (self.output_len - 1)] if self.output_len > 1 else []
@@ -112,7 +112,7 @@ class Outcome:
 
 
 def figures(outcomes: Sequence[Outcome], load: Load, percentiles: Sequence[float]) -> dict[str, Any]:
-    """Return the figures of a run, with vLLM's names.
+    """Compute the figures of a run, with vLLM's names.
 
     Args:
         percentiles: of the latencies, in percent.
@@ -147,7 +147,7 @@ def figures(outcomes: Sequence[Outcome], load: Load, percentiles: Sequence[float
 
 
 def _peaks(outcomes: Sequence[Outcome], began: float) -> dict[str, float]:
-    """Return the largest number of tokens in a second of the run, and of requests under way at once."""
+    """Find the largest number of tokens in a second of the run, and of requests under way at once."""
     tokens: dict[int, float] = {}
     for outcome in outcomes:
         for arrival in outcome.arrivals:
@@ -162,7 +162,7 @@ def _peaks(outcomes: Sequence[Outcome], began: float) -> dict[str, float]:
 
 
 def _latency(name: str, values: list[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    """Return mean, median, standard deviation and percentiles in milliseconds; None where nothing was measured."""
+    """Compute mean, median, standard deviation and percentiles in milliseconds; None where nothing was measured."""
     chosen = {f"p{share:g}": share for share in percentiles}
     if not values:
         return {f"{kind}_{name}_ms": None for kind in ("mean", "median", "std", *chosen)}
@@ -179,7 +179,7 @@ def check_percentiles(percentiles: Sequence[float]) -> None:
 
 
 def block(result: dict[str, Any], metrics: Sequence[str]) -> str:
-    """Return the block of one run. Figures that do not apply to the run are left out."""
+    """Print the figures of one run as a block of text, without those that do not apply to the run."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_line(label, result[name]) for label, name in COUNTS if result[name] is not None]
     for metric in metrics:
@@ -230,7 +230,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def picture(results: Sequence[dict[str, Any]]) -> Any:
-    """Return the Figure that `draw` writes."""
+    """Make the Figure that `draw` writes."""
     figure_class = figure()
     rates = [str(result["request_rate"]) for result in results]
     drawn = figure_class(figsize=(9, 6), layout="constrained")
@@ -248,7 +248,7 @@ def picture(results: Sequence[dict[str, Any]]) -> Any:
 
 
 def _curves(result: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return {title of a panel: {label of a curve: figure}}."""
+    """Choose what to draw: {title of a panel: {label of a curve: figure}}."""
     throughput = {"output tokens/s": "output_throughput"}
     requests = {"finished": "request_throughput", "good": "request_goodput"}
     if result["request_goodput"] is None:
@@ -262,7 +262,7 @@ def _curves(result: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def figure() -> Any:
-    """Return matplotlib's Figure, which draws without a screen.
+    """Make matplotlib's Figure, which draws without a screen.
 
     Raises:
         InvalidRequestError: matplotlib is not installed.

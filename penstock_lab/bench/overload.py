@@ -190,7 +190,7 @@ class _Connection:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the server closed the connection between two requests. A client then sends the second one again."""
+        """True if the server closed the connection between two requests. A client then sends the second one again."""
         return self.num_sent > 1 and not self.received
 
     def restart(self, request: Request, data: bytes) -> None:
@@ -285,7 +285,7 @@ class Load:
         return phase
 
     def _sum_up(self, load: str, requests: list[Request]) -> Phase:
-        """Return the figures of a phase, without its warm-up."""
+        """Sum up a phase, without its warm-up."""
         begin = WARM_UP * self._seconds
         sent = [request for request in requests if request.sent_at >= begin]
         whole = [request for request in requests if request.status == 200 and request.ended_at is not None]
@@ -308,7 +308,7 @@ class Load:
 
 
 def _share_within(request: Request, begin: float, end: float) -> float:
-    """Return the share of a whole answer's tokens that came between begin and end, as if they came evenly."""
+    """Compute the share of a whole answer's tokens that came between begin and end, as if they came evenly."""
     first, last = request.first_token_at, request.ended_at
     if first is None or last is None:
         return 0.0
@@ -325,7 +325,6 @@ def _request(model: str, host: str, numbers: random.Random, output_len: int, con
 
 
 def line(phase: Phase) -> str:
-    """Return the figures of a phase in words."""
     return (
         f"{phase.load:>11}: {phase.sent_per_s:.0f} requests/s sent, {phase.finished_tokens_per_s:.0f} tokens/s "
         f"finished; {phase.admitted} admitted, first token after {phase.p50_ttft_ms:.0f} ms (p99 "
@@ -337,7 +336,7 @@ def line(phase: Phase) -> str:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return the value below which this share of the values lies; 0 if there are no values."""
+    """Find the value below which this share of the values lies; 0 if there are no values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 

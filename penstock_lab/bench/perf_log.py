@@ -50,7 +50,7 @@ def figures(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def last_values(log: str, machine: str) -> dict[str, str]:
-    """Return {figure: value} from the last entry of this machine (report.MACHINE); empty if it has no entry."""
+    """Read {figure: value} from the last entry of this machine (report.MACHINE); empty if it has no entry."""
     for part in reversed(log.split("\n## ")[1:]):
         if machine in part:
             found = (ROW.match(line) for line in part.splitlines())
@@ -59,7 +59,7 @@ def last_values(log: str, machine: str) -> dict[str, str]:
 
 
 def entry(result: dict[str, Any], log: str, title: str) -> str:
-    """Return the text to append to the log."""
+    """Write the text to append to the log."""
     machine = MACHINE.format_map(result["machine"])
     before = last_values(log, machine)
     lines = [

@@ -110,7 +110,7 @@ class SleepingStages:
 
 
 def formula(num_stages: int, num_micro_batches: int) -> float:
-    """Return the calculated bubble of one pass."""
+    """Calculate the bubble of one pass."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
@@ -131,13 +131,13 @@ def compute_batch(executor: Executor, num_rows: int, num_tokens: int) -> None:
 
 
 def bubble(spans: Sequence[StageTime], num_stages: int) -> float:
-    """Return the idle share of the stages' time, from the begin of the first span to the end of the last one."""
+    """Measure the idle share of the stages' time, from the begin of the first span to the end of the last one."""
     wall = max(span.end for span in spans) - min(span.begin for span in spans)
     return 1 - sum(span.end - span.begin for span in spans) / (num_stages * wall)
 
 
 def measure(num_stages: int, num_micro_batches: int, stage_s: float, num_tokens: int = 1) -> float:
-    """Return the bubble of a batch on stages that sleep."""
+    """Measure the bubble of a batch on stages that sleep."""
     stages = SleepingStages(num_stages, num_micro_batches, stage_s)
     try:
         compute_batch(stages, NUM_ROWS, num_tokens)

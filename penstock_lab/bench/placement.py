@@ -139,9 +139,9 @@ class Trial:
 
 
 def at_width(model: ModelConfig, hidden_size: int) -> ModelConfig:
-    """Return the config of a narrower model.
+    """Narrow a model's config: the same layers, key/value heads and vocabulary.
 
-    It has the same layers, key/value heads and vocabulary, and at most two query heads to each key/value head.
+    There are at most two query heads to each key/value head.
 
     Raises:
         InvalidRequestError: the heads would not have an even size.
@@ -182,7 +182,7 @@ class RowOutput:
 
 
 def answers(engine: Engine, rows: int) -> dict[str, RowOutput]:
-    """Return an engine's answers, one per row, and shut it down. Raise RequestFailedError if one fails."""
+    """Ask an engine for one answer per row, and shut it down. Raise RequestFailedError if a request fails."""
     found = {str(row): RowOutput() for row in range(rows)}
     try:
         for row in range(rows):

@@ -186,7 +186,7 @@ class Profile:
         return self._events
 
     def figures(self) -> dict[str, Any]:
-        """Return {phase: steps, seconds and operations}. Operations are sorted by time, with Python last."""
+        """List {phase: steps, seconds and operations}. Operations are sorted by time, with Python last."""
         return {name: _phase_figures(phase) for name, phase in self._phases.items() if phase.steps}
 
     def write_trace(self, path: Path) -> None:
@@ -240,7 +240,7 @@ class PromptTokens:
         self._lengths: dict[str, int] = {}  # prompt lengths of the requests that the executor knows
 
     def note(self, plan: SchedulerOutput) -> int:
-        """Return how many prompt tokens a step computes. Called when the step is submitted."""
+        """Count the prompt tokens that a step computes. Called when the step is submitted."""
         for request_id in plan.removed_request_ids:
             self._lengths.pop(request_id, None)
         self._lengths |= {new.request_id: new.num_prompt_tokens for new in plan.new_requests}
@@ -285,7 +285,7 @@ class Phase:
         }
 
     def fractions(self, limits: MachineLimits | None) -> dict[str, Any]:
-        """Return the fractions and, under `stretches`, the spread of the shares of single stretches."""
+        """Compute the fractions and, under `stretches`, the spread of the shares of single stretches."""
         if limits is None or not self.samples:
             return {**dict.fromkeys(FRACTIONS), "stretches": None}
         read, compute = fractions_of(self.samples)
@@ -294,7 +294,7 @@ class Phase:
 
 
 def fractions_of(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Return the shares of reading and of multiplying that the settled samples reach together."""
+    """Compute the shares of reading and of multiplying that the settled samples reach together."""
     kept = settled(samples)
     taken = sum(sample.seconds for sample in kept)
     reads, multiplies = zip(*(sample.shares for sample in kept), strict=True)
@@ -321,7 +321,7 @@ class Run:
         self.last_token[request_id] = at
 
     def figures(self, limits: MachineLimits | None, reason: str = NO_LIMITS) -> dict[str, Any]:
-        """Return the latencies and fractions of the whole run, and the figures of each phase."""
+        """Compute the latencies and fractions of the whole run, and the figures of each phase."""
         whole = Phase(self.seconds, sum(phase.kernel_seconds for phase in self.phases.values()))
         whole.samples = [sample for phase in self.phases.values() for sample in phase.samples]
         return {
@@ -335,11 +335,10 @@ class Run:
 
 
 def _rate(count: float, total: float) -> float | None:
-    """Return count / total; None if the total is 0."""
     return count / total if total else None
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float | None]:
-    """Return p50 and p99 in milliseconds, by nearest rank; None if there are no values."""
+    """Compute p50 and p99 in milliseconds, by nearest rank; None if there are no values."""
     ranked, count = sorted(seconds), len(seconds)
     return {f"p{q}": 1000 * ranked[-(-count * q // 100) - 1] if ranked else None for q in (50, 99)}

@@ -84,14 +84,13 @@ async def engine(options: dict[str, Any]) -> AsyncIterator[ProcessClient]:
 
 
 async def tokens_per_second(client: ProcessClient, prompt_len: int) -> tuple[float, float]:
-    """Return the rate of a prompt, and the rate of one stream after a short prompt."""
+    """Measure the rate of a prompt, and the rate of one stream after a short prompt."""
     prefill_s = await seconds(client, prompt_len, 1)
     decode_s = await seconds(client, SHORT_PROMPT_LEN, OUTPUT_LEN) - await seconds(client, SHORT_PROMPT_LEN, 1)
     return prompt_len / prefill_s, (OUTPUT_LEN - 1) / decode_s
 
 
 async def seconds(client: ProcessClient, prompt_len: int, output_len: int) -> float:
-    """Return how long a request takes."""
     ids = random.Random(0).choices(range(3, 1000), k=prompt_len)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
@@ -125,7 +124,7 @@ def print_memory(options: dict[str, Any], ranks: list[int], whole: int) -> None:
 
 
 def _resident(pid: int) -> int:
-    """Return the bytes in memory that only this process uses, plus its part of the shared ones."""
+    """Read the bytes in memory that only this process uses, plus its part of the shared ones."""
     return _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") * 1024
 
 

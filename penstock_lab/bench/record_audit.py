@@ -249,7 +249,7 @@ class Audit:
 
 
 def needed_blocks(group: CacheGroup, start: int, end: int) -> tuple[int, int]:
-    """Return the range (first, stop) of block table entries that computing tokens start .. end - 1 touches."""
+    """Find the range (first, stop) of block table entries that computing tokens start .. end - 1 touches."""
     if group.ring:
         return 0, min(1, end)
     first = 0 if group.sliding_window is None else max(0, start - group.sliding_window + 1) // group.block_size
@@ -257,7 +257,7 @@ def needed_blocks(group: CacheGroup, start: int, end: int) -> tuple[int, int]:
 
 
 def _hashes(row: Row, count: int, block_size: int) -> list[bytes]:
-    """Return the content hashes of the row's first `count` blocks. All groups except rings have the same block size."""
+    """Hash the content of the row's first `count` blocks. All groups except rings have the same block size."""
     for index in range(len(row.hashes), count):
         parent = row.hashes[-1] if row.hashes else NO_PARENT
         row.hashes.append(hash_block(parent, row.token_ids[index * block_size : (index + 1) * block_size]))

@@ -144,7 +144,7 @@ def history(records: list[Record]) -> Iterator[EngineStart | RecordedStep]:
 
 
 def engine_errors(records: list[Record]) -> list[str]:
-    """Return the exceptions that ended engine processes."""
+    """List the exceptions that ended engine processes."""
     return [record.error for record in records if isinstance(record, EngineFailed)]
 
 
@@ -164,7 +164,7 @@ def _finished(step: RecordedStep, record: Computed | StepFailed) -> RecordedStep
 
 
 def unpack(data: bytes) -> Bundle:
-    """Return the bundle in the bytes of a file.
+    """Decode the bundle in the bytes of a file.
 
     Raises:
         InvalidRequestError: the file is not a bundle, is damaged, or has the format of another version of Penstock.
@@ -191,7 +191,7 @@ def unpack(data: bytes) -> Bundle:
 
 
 def read_bundle(path: str) -> Bundle:
-    """Return the bundle in a file, of which no more is read than a bundle can have.
+    """Read the bundle in a file, and no more of the file than a bundle can have.
 
     Raises:
         InvalidRequestError: the file cannot be read, or its content is none of a bundle, as for `unpack`.

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _run(recorder: Recorder | None) -> list[float]:
-    """Return the microseconds of each decode step, whose results are always the same."""
+    """Time each decode step, whose results are always the same, in microseconds."""
 
     def compute(plan: SchedulerOutput) -> None:
         if recorder is not None:

@@ -140,7 +140,7 @@ def _range(spread: dict[str, float]) -> str:
 
 
 def _median(state: dict[str, Any]) -> str:
-    """Return the larger of a state's median shares."""
+    """Show the larger of a state's median shares."""
     return f"{max(state['bw_fraction'], state['flop_fraction']):.0%}" if state["samples"] else "-"
 
 
@@ -188,7 +188,7 @@ def print_ops(result: dict[str, Any]) -> None:
 
 
 def _table(headings: Iterable[str]) -> Table:
-    """Return a table without lines. Its columns are never cut; all but the first are aligned to the right."""
+    """Make a table whose columns are never cut; all but the first are aligned to the right."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)

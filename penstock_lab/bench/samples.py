@@ -37,12 +37,12 @@ class Work:
         self.operations.update(other.operations)
 
     def times(self, rows: int) -> "Work":
-        """Return the work for a number of rows. Weights are read once for any number of rows, and not at all for 0."""
+        """Multiply by a number of rows. Weights are read once for any number of rows, and not at all for 0."""
         operations = Counter({kind: count * rows for kind, count in self.operations.items()})
         return Work(self.read_bytes if rows else 0, operations)
 
     def least_seconds(self, rates: Rates) -> dict[str, float]:
-        """Return the time to read the bytes at these rates, and the time of the operations of each kind."""
+        """Compute the time to read the bytes at these rates, and the time of the operations of each kind."""
         multiply = {kind: count / 1e9 / rates[kind] for kind, count in self.operations.items()}
         return {READ: self.read_bytes / 1e9 / rates[READ], **multiply}
 
@@ -80,21 +80,21 @@ class Sample:
 
     @property
     def settled(self) -> bool:
-        """Whether both probes agree about the limit that binds the work."""
+        """True if both probes agree about the limit that binds the work."""
         return 1 / UNSETTLED <= self.before[self.bound] / self.after[self.bound] <= UNSETTLED
 
     def is_fast(self, best: Rates) -> bool:
-        """Return whether the limit that binds the work was near the best rate seen."""
+        """True if the limit that binds the work was near the best rate seen."""
         return self.rates[self.bound] >= FAST_SHARE * best[self.bound]
 
 
 def settled(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the settled samples, or all samples if none is settled."""
+    """Choose the settled samples, or all samples if none is settled."""
     return [sample for sample in samples if sample.settled] or list(samples)
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Return p10, p50 and p90, interpolated; p50 is the median."""
+    """Compute p10, p50 and p90, interpolated; p50 is the median."""
     if not values:
         return {"p10": None, "p50": None, "p90": None}
     ranked = sorted(values)
@@ -108,7 +108,7 @@ def _at(ranked: Sequence[float], place: float) -> float:
 
 
 def summary(samples: Sequence[Sample], best: Rates) -> dict[str, Any]:
-    """Return the number of samples, their spread, and their median shares in each state of the machine."""
+    """Count the samples, and compute their spread, and their median shares in each state of the machine."""
     kept = settled(samples)
     shares = [sample.shares for sample in kept]
     figures: dict[str, Any] = {

@@ -34,7 +34,7 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_token(self) -> bool:
-        """Whether a token came: an id, a delta with more than a role, or a text, even empty in mid-character."""
+        """True if a token came: an id, a delta with more than a role, or a text, even empty in mid-character."""
         if self.token_ids is not None:
             return bool(self.token_ids)
         if self.delta is None:

@@ -55,7 +55,6 @@ class Contest:
             check_float("acceptance", self.acceptance, 0.0, 1.0)
 
     def prompts(self, index: int, vocab_size: int) -> list[list[int]]:
-        """Return the prompts of a round."""
         random = Random(index)
         if self.dataset == "random":
             return [random.choices(range(vocab_size), k=self.input_len) for _ in range(self.num_prompts)]
@@ -195,7 +194,7 @@ def _run(engine: Engine, prompts: list[list[int]], contest: Contest) -> _Run:
 
 
 def _figures(pairs: list[tuple[_Run, _Run]]) -> dict[str, Any]:
-    """Return medians over rounds, and the ratio of the two runs of each round, which are neighbours in time."""
+    """Compute medians over rounds, and the ratio of the two runs of each round, which are neighbours in time."""
     if not all(run.seconds for pair in pairs for run in pair):
         raise InvalidRequestError("output_len: it leaves nothing to decode; increase it", param="output_len")
     ratios = sorted(plain.seconds / drafted.seconds for plain, drafted in pairs)

@@ -34,7 +34,6 @@ class Traffic:
     per_logits: int = 0
 
     def of(self, num_tokens: int, num_logits: int) -> int:
-        """Return the bytes for `num_tokens` tokens and `num_logits` rows of logits."""
         return num_tokens * self.per_token + num_logits * self.per_logits
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -42,7 +41,7 @@ class Traffic:
 
 
 def predict(cuts: Iterable[Cut], share: Share, config: ModelConfig, element: int) -> Traffic:
-    """Return what a rank with these cuts receives. element: bytes of an activation that a product multiplies."""
+    """Count what a rank with these cuts receives. element: bytes of an activation that a product multiplies."""
     per_token = per_logits = 0
     mixtures: set[str] = set()  # modules whose experts the ranks share
     for cut in cuts:
@@ -62,8 +61,9 @@ def predict(cuts: Iterable[Cut], share: Share, config: ModelConfig, element: int
 
 
 def handed_on(num_stages: int, config: ModelConfig) -> Traffic:
-    """Return what the stages of a pipeline receive: the residual stream and the branch not yet added to it. (OLMo 2 has
-    no such branch, so its stages receive half of that.)"""
+    """Count what the stages of a pipeline receive: the residual stream and the branch not yet added to it. (OLMo 2 has
+    no such branch, so its stages receive half of that.)
+    """
     return Traffic((num_stages - 1) * 2 * config.hidden_size * FLOAT32_BYTES)
 
 
@@ -75,7 +75,7 @@ def _of_table(cut: Cut) -> int:
 
 
 def _of_product(cut: Cut, element: int, rank: int) -> int:
-    """Return the bytes received for a product's input and result, per token."""
+    """Count the bytes received for a product's input and result, per token."""
     received = 0
     if cut.wiring.gathers_input:
         received += element * _others(cut.wiring.gathers_input, rank % (len(cut.wiring.gathers_input) - 1))
@@ -88,7 +88,7 @@ def _of_product(cut: Cut, element: int, rank: int) -> int:
 
 
 def _others(borders: tuple[int, ...], own: int) -> int:
-    """Return how many columns the other ranks have."""
+    """Count the columns of the other ranks."""
     return borders[-1] - (borders[own + 1] - borders[own])
 
 
@@ -166,15 +166,14 @@ class SplitMeter(EngineObserver):
         self._predicted += self._traffic.of(plan.num_tokens, num_logits)
 
     def peak_rss_bytes(self) -> int:
-        """Return the peak memory of the engine's process."""
         return peak_rss_bytes()
 
     def attention(self) -> dict[str, int]:
-        """Return an empty dict: the plans of other processes are not counted."""
+        """Count nothing: the plans are in other processes."""
         return {}
 
     def between_processes(self) -> dict[str, Any]:
-        """Return the bytes that rank 0 of each stage received, the predicted bytes, and the pipeline's bubble."""
+        """Report the bytes that rank 0 of each stage received, the predicted bytes, and the pipeline's bubble."""
         stages = self._stages()
         return {
             "bytes_received": self._received,
@@ -190,7 +189,7 @@ class SplitMeter(EngineObserver):
 
 
 def predicted(built: BuiltEngine) -> Traffic:
-    """Return the traffic that rank 0 of each stage should receive, computed from the split alone."""
+    """Compute the traffic that rank 0 of each stage should receive, from the split alone."""
     config, model = built.config, built.model_config
     share = Share(0, degrees_of(config, model))
     cuts = cut_all(read_parameters(model), share, model).values()

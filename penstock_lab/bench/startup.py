@@ -45,14 +45,13 @@ def python_process(*arguments: str, stderr: int | None = None) -> Iterator[IO[st
 
 
 def time_version() -> float:
-    """Return the seconds that `penstock --version` takes."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-m", "penstock", "--version"], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started
 
 
 def time_health() -> float:
-    """Return the seconds from process start until /health answers 200.
+    """Time from process start until /health answers 200, in seconds.
 
     Raises:
         TimeoutError: it took longer than TIMEOUT_S.
@@ -93,7 +92,7 @@ class TimedClient(ProcessClient):
 
 
 async def time_deaths(*, standby: bool = False, data_parallel_size: int = 1) -> dict[str, list[float]]:
-    """Return the seconds from a kill to each of PARTS, for NUM_KILLS kills of the engine that computes a stream."""
+    """Time from a kill to each of PARTS, in seconds, for NUM_KILLS kills of the engine that computes a stream."""
     client = TimedClient({"model": "demo"}, None, standby=standby, launcher=Launcher(num_engines=data_parallel_size))
     client.times = {}
     found: dict[str, list[float]] = {part: [] for part in PARTS}

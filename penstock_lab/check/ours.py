@@ -63,7 +63,7 @@ class OurModel:
         return trace, logits.clone()
 
     def _context(self, tokens: int) -> ForwardContext:
-        """Return the context for one prompt that begins at position 0, in blocks 0, 1, 2, ..."""
+        """Make the context for one prompt that begins at position 0, in blocks 0, 1, 2, ..."""
         config, ops = self.config, self.ops
         heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         num_blocks = -(-tokens // BLOCK_SIZE)

@@ -26,7 +26,7 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """How two models correspond.
+    """The correspondence of two models.
 
     Attributes:
         layouts: our layer -> how their modules hold its weight, for each layer with parameters and a counterpart.
@@ -61,12 +61,11 @@ def find_pairs(parameters: Mapping[str, Parameter], ours: object, theirs: object
 
 
 def modules_of(layout: Layout) -> list[str]:
-    """Return the names of the modules that own the tensors of a layout."""
     return [name.removesuffix(WEIGHT) for name in layout.sources]
 
 
 def split_columns(layout: Layout, columns: Tensor) -> dict[str, Tensor]:
-    """Return their module -> the columns of our output [T, N] that it computes, in its order.
+    """Split the columns of our output [T, N] among their modules that compute them, in their order.
 
     Columns of an output correspond to rows of the weight, so a checkpoint's layout also splits the output.
     """
@@ -97,7 +96,7 @@ def both_values(
 
 
 def _blocks(layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """Return our decoder block -> the common parent of the modules that correspond to its layers."""
+    """Map our decoder block to the common parent of the modules that correspond to its layers."""
     inside: defaultdict[str, set[str]] = defaultdict(set)
     for layer, layout in layouts.items():
         if match := BLOCK.match(layer):
@@ -106,7 +105,7 @@ def _blocks(layouts: Mapping[str, Layout]) -> dict[str, str]:
 
 
 def _branches(unmatched: Iterable[str], layouts: Mapping[str, Layout], blocks: Mapping[str, str]) -> dict[str, str]:
-    """Return the branches with parameters that have no separate module (experts); these are compared as a whole.
+    """Find the branches with parameters that have no separate module (experts); these are compared as a whole.
 
     Our branch is the module just below the block; theirs is the parent of the router, whose counterpart is known.
     """

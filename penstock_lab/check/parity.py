@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def differs_in_attention(self) -> bool:
-        """Whether the first difference is the result of attention."""
+        """True if the first difference is the result of attention."""
         index = self.first_failed
         return index is not None and index < len(self.places) and self.places[index].what == ATTENTION
 
@@ -114,7 +114,7 @@ def compare_kernels(directory: Path, dtype: str, ids: list[int]) -> tuple[Row, .
 
 
 def compare_traces(model: OurModel, found: Trace, expected: Trace, dtype: str) -> tuple[Row, ...]:
-    """Return the rows that compare two passes of the same model."""
+    """Compare two passes of the same model."""
     return tuple(rows_of(_kernel_places(model.model, found, expected), KERNEL_TOLERANCE[dtype]))
 
 
@@ -129,7 +129,7 @@ def rows_of(places: Iterable[Place], tolerance: float) -> Iterator[Row]:
 
 
 def errors(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Return the largest difference, and the RMS of the difference over the RMS of `theirs`; infinite for NaN."""
+    """Compute the largest difference, and the RMS of the difference over the RMS of `theirs`; infinite for NaN."""
     if ours.shape != theirs.shape:
         return math.inf, math.inf
     if torch.equal(ours, theirs):  # false for NaN
@@ -156,7 +156,7 @@ def _kernel_places(model: object, found: Trace, expected: Trace) -> Iterator[Pla
 
 
 def _attention_before(name: str, model: object) -> str | None:
-    """Return the attention layer whose result the product `name` reads, or None for other modules."""
+    """Name the attention layer whose result the product `name` reads, or None for other modules."""
     parent = name.rpartition(".")[0]
     modules = dict(named_modules(model))
     attention = modules.get(parent)  # None if the parent is a list of modules
@@ -164,7 +164,7 @@ def _attention_before(name: str, model: object) -> str | None:
 
 
 def _summed(call: Call) -> Tensor:
-    """Return the output of a module of ours. The module may leave it to the next norm to add its branches."""
+    """Add up what a module of ours returns: it may leave the addition of its branches to the next norm."""
     return sum(call.outputs[1:], start=call.outputs[0])
 
 
@@ -246,7 +246,7 @@ class _Walk:
             yield worst
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """Return values with one entry per token as [T, n]. Theirs have a batch axis, and some an axis of heads."""
+        """Reshape values with one entry per token to [T, n]. Theirs have a batch axis, and some an axis of heads."""
         tensor = tensor.cpu()
         if tensor.ndim == 4 and tensor.shape[1] != self.tokens:
             tensor = tensor.transpose(1, 2)
@@ -254,7 +254,7 @@ class _Walk:
 
 
 def find_cause(found: Comparison) -> str | None:
-    """Return a line about the first row that failed, or None if no row failed."""
+    """Explain in one line why the first row failed; None if no row failed."""
     index = found.first_failed
     if index is None:
         return None
@@ -314,7 +314,7 @@ def _attention(found: Comparison, place: Place, attention: Attention) -> str:
 
 
 def _same_angles(found: Comparison, attention: Attention) -> bool | None:
-    """Return whether one of their rotary tables equals ours, or None if there are no tables to compare."""
+    """True if one of their rotary tables equals ours, or None if there are no tables to compare."""
     modules = found.twin.model.named_modules()
     names = {name for name, module in modules if type(module).__name__.endswith("RotaryEmbedding")}
     theirs = [call.outputs for call in found.their_trace if call.name in names and len(call.outputs) == 2]

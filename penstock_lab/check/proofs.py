@@ -85,7 +85,7 @@ class Setting:
 
 
 def make_prompts(count: int, vocab_size: int) -> tuple[list[int], ...]:
-    """Return random prompts. The first has `count` tokens; the last shares a prefix with it, then differs."""
+    """Draw prompts. The first has `count` tokens; the last shares a prefix with it, then differs."""
     generator = torch.Generator().manual_seed(0)
     lengths = [count, max(1, count // 3), 1, max(1, count // 2)]
     first, *others = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -125,13 +125,13 @@ def prove(setting: Setting) -> Iterator[Proof]:
 def ask(
     engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logprobs: int | None = 0
 ) -> list[Generated]:
-    """Return the engine's answers to these prompts, run together. Odd indices are sampled, even ones are greedy."""
+    """Ask the engine these prompts together. Odd indices are sampled, even ones are greedy."""
     fields = {"prompt_logprobs": prompt_logprobs, "max_tokens": NUM_TOKENS}
     return _run(engine, [(setting.prompts[index], fields | {"temperature": 0.8 * (index % 2)}) for index in indices])
 
 
 def difference(found: Generated, expected: Generated) -> float:
-    """Return the largest difference of a log-probability, up to and including the first token that differs."""
+    """Find the largest difference of a log-probability, up to and including the first token that differs."""
     return max(_largest(found.prompt_logprobs, expected.prompt_logprobs), _generated_difference(found, expected))
 
 
@@ -154,7 +154,7 @@ def _rescore(engine: Engine, setting: Setting, alone: list[Generated]) -> float:
 
 
 def _run(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> list[Generated]:
-    """Return the answers to requests that run together, each a prompt and fields of SamplingParams."""
+    """Run requests together, each a prompt and fields of SamplingParams."""
     outputs: dict[str, list[EngineOutput]] = {str(index): [] for index in range(len(requests))}
     for name, (prompt, fields) in zip(outputs, requests, strict=True):
         params = SamplingParams(seed=3, ignore_eos=True, logprobs=0, **fields)
@@ -176,14 +176,14 @@ def _run(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> li
 
 
 def _largest(found: list[float], expected: list[float]) -> float:
-    """Return the largest difference; infinite if the lengths differ or a value is not finite."""
+    """Find the largest difference; infinite if the lengths differ or a value is not finite."""
     if len(found) != len(expected) or not all(map(math.isfinite, found)):
         return math.inf
     return max((abs(own - other) for own, other in zip(found, expected, strict=True)), default=0.0)
 
 
 def _median_error(found: list[Generated], expected: list[Generated]) -> float:
-    """Return the median error of the prompts' log-probabilities over their standard deviation.
+    """Compute the median error of the prompts' log-probabilities over their standard deviation.
 
     It is the median, because a router with a close choice may choose another expert, which is not an error.
     """

@@ -84,7 +84,6 @@ class Report:
         return self.first_difference is None and all(proof.passed for proof in self.proofs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         first = self.first_difference
         return asdict(self) | {
             "passed": self.passed,

@@ -143,7 +143,7 @@ def _compare_models(
 
 
 def _prompt(setting: Setting, config: ModelConfig) -> tuple[list[int], tuple[str, ...]]:
-    """Return the prompt's ids, and remarks on what they are too few to test.
+    """Choose the prompt's ids; also return remarks on what they are too few to test.
 
     The number of ids differs from the number of heads, so that tokens and heads cannot be confused in a shape.
     """

@@ -59,7 +59,7 @@ class Target:
 
 
 def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
-    """Return the model that `model` names: a directory, a hub name, "demo", a config.json, or an architecture.
+    """Find the model that `model` names: a directory, a hub name, "demo", a config.json, or an architecture.
 
     Args:
         scratch: directory for a tiny model, which is made if `tiny` is set or there are no weights.
@@ -113,7 +113,7 @@ def make_tiny(config: Any, model_class: Any, directory: Path, seed: int = 0) -> 
 
 
 def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return a Transformers config with small sizes, one layer of each kind, and the same ratio of query to kv heads.
+    """Make a Transformers config with small sizes, one layer of each kind, and the same ratio of query to kv heads.
 
     Args:
         values: the config as a dictionary.

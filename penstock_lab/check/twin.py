@@ -48,7 +48,6 @@ class Trace(list[Call]):
         self._follow = follow
 
     def last(self, name: str) -> Call | None:
-        """Return the last call of the module `name`, or None."""
         return next((call for call in reversed(self) if call.name == name), None)
 
     def record(self, name: str, inputs: Tensors, result: Any) -> Any:
@@ -79,7 +78,7 @@ def watching(model: object, follow: Trace | None = None) -> Iterator[Trace]:
 
 
 def float_tensors(value: Any) -> Tensors:
-    """Return float32 copies of the float tensors in a value, including nested tuples and lists."""
+    """Copy the float tensors in a value, including nested tuples and lists, as float32."""
     if isinstance(value, Tensor):
         return (value.detach().float().clone(),) if value.is_floating_point() else ()
     if isinstance(value, tuple | list):
@@ -124,7 +123,7 @@ class Twin:
 
 
 def transformers() -> Any:
-    """Return the package `transformers`.
+    """Import the package `transformers`.
 
     Raises:
         ModelLoadError: it is not installed; the message says how to install it.
@@ -139,7 +138,7 @@ def transformers() -> Any:
 
 
 def find_class(architecture: str) -> Any:
-    """Return Transformers' class for an architecture.
+    """Find Transformers' class for an architecture.
 
     Raises:
         ModelLoadError: there is no such class, so there is nothing to compare with.

@@ -49,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one chip does in one call of an operation.
+    """The work of one chip in one call of an operation.
 
     Attributes:
         streamed: bytes of weights that are read from its DRAM through its SRAM.

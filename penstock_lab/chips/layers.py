@@ -62,7 +62,7 @@ class PlacedLinear(Linear):
         return self._works[tokens]
 
     def _work(self, part: Part, layer: Linear, tokens: int) -> Work:
-        """Return one chip's work for a number of tokens."""
+        """Count one chip's work for a number of tokens."""
         operand, result = WEIGHT_BYTES * tokens * part.shape[1], layer.out.row_bytes * tokens
         lacking, is_first = self._lacking(part, operand), self._site.is_first
         return Work(
@@ -76,12 +76,12 @@ class PlacedLinear(Linear):
         )
 
     def _lacking(self, part: Part, operand: int) -> int:
-        """Return the bytes of its operand that a chip did not compute itself."""
+        """Count the bytes of its operand that a chip did not compute itself."""
         return operand
 
     @property
     def _returns(self) -> bool:
-        """Whether results go to the host."""
+        """True if results go to the host."""
         return False
 
 
@@ -111,7 +111,7 @@ class PlacedSum(PlacedLinear):
         return out
 
     def _lacking(self, part: Part, operand: int) -> int:
-        """Return the operand's bytes less the share that the chip computed: chips with the same leaves share evenly."""
+        """Subtract the share that the chip computed: chips with the same leaves share evenly."""
         together = sum(other.leaves == part.leaves for other, _ in self._parts)
         return operand - operand // together
 
@@ -127,7 +127,7 @@ class PlacedHead(LMHead):
 
     @property
     def holds_rows(self) -> bool:
-        """Return False: the host's embedding has a table of its own."""
+        """Always False: the host's embedding has a table of its own."""
         return False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class PlacedHead(LMHead):
         return super().forward(x)
 
     def works(self, tokens: int) -> list[Work]:
-        """Return each chip's work for a number of tokens."""
+        """Count each chip's work for a number of tokens."""
         operand, works = WEIGHT_BYTES * tokens * self.spec.shape[1], []
         for chip, (begin, end) in zip(self.site.chips, self.cuts, strict=True):
             part = Part(chip, ((begin, end),), (0, self.spec.shape[1]))
@@ -160,7 +160,7 @@ class PlacedFactory(LayerFactory):
     machine: Machine | None = None
 
     def at(self, name: str) -> Self:
-        """Return the factory of a submodule. For attention, its operations run on the chips of that layer."""
+        """Make the factory of a submodule. For attention, its operations run on the chips of that layer."""
         made = LayerFactory.at(self, name)
         site = made._site("qkv_proj")
         if site is None or self.machine is None or f"{made.prefix}qkv_proj.weight" not in self.parameters:
@@ -200,7 +200,7 @@ class PlacedFactory(LayerFactory):
         return None if self.machine is None else self.machine.site(f"{self.prefix}{name}.weight")
 
     def _placed(self, name: str, like: Linear, make: MakePart) -> Linear:
-        """Return a layer that computes `like` on the chips of its operation. `make` makes the layer of each part."""
+        """Place a layer that computes `like` on the chips of its operation. `make` makes the layer of each part."""
         site = self._site(name)
         if site is None:
             return like

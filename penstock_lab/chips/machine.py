@@ -32,7 +32,7 @@ METADATA, COMPLETE = "M", "X"  # kinds of events in the trace format
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one chip did in one call, in simulated seconds."""
+    """The work of one chip in one call, in simulated seconds."""
 
     chip: int
     step: int
@@ -102,11 +102,11 @@ class Machine:
         self._ready: dict[str, float] = {}  # by request: when its next token may be computed
 
     def site(self, parameter: str) -> Site | None:
-        """Return the site of a parameter's operation; None if it is on the host."""
+        """Find the site of a parameter's operation; None if it is on the host."""
         return self._sites.get(operation_of(parameter) or "")
 
     def heads_of(self, site: Site) -> list[Heads]:
-        """Return the parts of a layer's attention. Raise InvalidRequestError if it cannot be split over these chips."""
+        """Split a layer's attention. Raise InvalidRequestError if it cannot be split over these chips."""
         return heads_of(site.operation.name, site.chips, self.model.num_key_value_heads, self.placement.rows)
 
     def place(self, parameters: Mapping[str, Parameter], head_columns: int) -> None:
@@ -171,7 +171,7 @@ class Machine:
         self._clocks[name] += longest
 
     def _seconds_of(self, work: Work) -> float:
-        """Return how long a chip's work takes: reading and multiplying weights overlap, transfers over links do not."""
+        """Time a chip's work: reading and multiplying weights overlap, transfers over links do not."""
         hardware = self.hardware
         seconds = max(work.streamed / hardware.reading(WEIGHTS), work.operations / hardware.multiplying(WEIGHTS))
         if work.linked and hardware.link_bytes_per_s:
@@ -223,7 +223,7 @@ class Machine:
 
 
 def _sizes(parameter: Parameter, site: Site, head_columns: int) -> list[tuple[int, int]]:
-    """Return the bytes of a parameter on each chip of its operation."""
+    """Count the bytes of a parameter on each chip of its operation."""
     chips, count = site.chips, len(site.chips)
     if not site.is_layer:
         widths = [share(index, count, head_columns) for index in range(count)]
@@ -258,7 +258,7 @@ class ChipsExecutor(LocalExecutor):
 
 
 def figures(machine: Machine) -> dict[str, Any]:
-    """Return what each chip held and did, and the totals of all chips, as JSON."""
+    """Sum up what each chip held and did, and the totals of all chips, as JSON."""
     chips = [_chip(device) for device in machine.devices]
     steps = len({span.step for span in machine.spans})
     totals = {name: sum(chip[name] for chip in chips) for name in COUNTED}
@@ -278,7 +278,7 @@ def _chip(device: Device) -> dict[str, Any]:
 
 
 def chrome_trace(machine: Machine) -> dict[str, Any]:
-    """Return every call of every chip as a trace in Chrome's format. Times are simulated microseconds."""
+    """Write every call of every chip as a trace in Chrome's format. Times are simulated microseconds."""
     names: list[dict[str, Any]] = [
         {"ph": METADATA, "pid": 0, "tid": device.chip, "name": "thread_name", "args": {"name": f"chip {device.chip}"}}
         for device in machine.devices

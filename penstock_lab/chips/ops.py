@@ -35,7 +35,7 @@ class PlacedCache:
         self.parts: list[KVCache] = []
 
     def token_bytes(self, kv_heads: int) -> int:
-        """Return the bytes of one token's keys and values in `kv_heads` heads."""
+        """Count the bytes of one token's keys and values in `kv_heads` heads."""
         return 2 * kv_heads * self.spec.head_dim * int(self.spec.dtype.itemsize)
 
 
@@ -98,7 +98,7 @@ class PlacedOps(OnInner):
         self._shared = Shared()
 
     def on(self, site: Site, heads: Sequence[Heads]) -> "AttentionOnChips":
-        """Return the operations of one layer's attention, with each chip's part of it."""
+        """Bind the operations to one layer's attention, with each chip's part of it."""
         return AttentionOnChips(self._inner, site, tuple(heads), self._shared)
 
     def new_kv_cache(self, spec: CacheSpec) -> KVCache:
@@ -112,7 +112,7 @@ class PlacedOps(OnInner):
 
 @dataclass(slots=True)
 class Shared:
-    """What layers with the same split of attention share in a step: each chip's part of the step, and its work."""
+    """The parts of a step that layers with the same split of attention share: each chip's rows, and its work."""
 
     meta: AttentionMetadata | None = None
     by_heads: dict[tuple[Heads, ...], tuple[list[RowsOfStep], list[Work]]] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class AttentionOnChips(OnInner):
             cache.parts += [self._inner.new_kv_cache(spec) for spec in specs]
 
     def _shares_of(self, meta: AttentionMetadata, cache: PlacedCache) -> tuple[list[RowsOfStep], list[Work]]:
-        """Return each chip's part of a step, planned, and each chip's work."""
+        """Plan each chip's part of a step, and count each chip's work."""
         shared = self._shared
         if shared.meta is not meta:
             shared.meta, shared.by_heads = meta, {}
@@ -196,7 +196,7 @@ class AttentionOnChips(OnInner):
         return replace(step, meta=self._inner.plan(step.meta, heads, part))
 
     def _work(self, item: Heads, step: RowsOfStep, cache: PlacedCache) -> Work:
-        """Return a chip's work.
+        """Count a chip's work.
 
         It receives those queries, keys and values of its rows that other chips computed. Its cache comes from the host,
         and new tokens go back to it.
@@ -214,7 +214,7 @@ class AttentionOnChips(OnInner):
         )
 
     def _buffers(self, item: Heads, tokens: int) -> int:
-        """Return the bytes of the queries, keys, values and results of `tokens` tokens."""
+        """Count the bytes of the queries, keys, values and results of `tokens` tokens."""
         return tokens * item.count * (2 * self._group + 2) * self._dim * int(self._inner.dtype.itemsize)
 
     def _copy_heads(self, x: Tensor, step: RowsOfStep, heads: slice) -> Tensor:
@@ -225,7 +225,7 @@ class AttentionOnChips(OnInner):
         return mine
 
     def _params_of(self, index: int, heads: slice, params: AttentionParams) -> AttentionParams:
-        """Return the layer's parameters cut to a chip's query heads."""
+        """Cut the layer's parameters to a chip's query heads."""
         if params.alibi_slopes is None and params.sink_logits is None:
             return params
         if index not in self._params:

@@ -55,13 +55,13 @@ class Part:
         return WEIGHT_BYTES * self.num_elements
 
     def of(self, weight: Array) -> Array:
-        """Return the part of a weight [N, K], or of a bias [N]."""
+        """Cut the part out of a weight [N, K], or of a bias [N]."""
         rows = np.concatenate([weight[begin:end] for begin, end in self.rows])
         return rows if weight.ndim == 1 else np.ascontiguousarray(rows[:, slice(*self.depth)])
 
 
 def parts_of(parameter: Parameter, chips: Sequence[int]) -> list[Part]:
-    """Return the parts of a weight [N, K] on some chips.
+    """Split a weight [N, K] over some chips.
 
     Raises:
         InvalidRequestError: it cannot be split over that many.
@@ -106,7 +106,7 @@ def _of_sum(parameter: Parameter, chips: Sequence[int]) -> list[Part]:
 
 
 def _joined(bounds: list[Range], degree: int) -> list[list[Range]]:
-    """Return the leaves of each of `degree` parts."""
+    """Distribute the leaves over `degree` parts."""
     each = LEAVES // degree
     return [bounds[start : start + each] for start in range(0, LEAVES, each)]
 
@@ -130,7 +130,7 @@ class Heads:
 
 
 def heads_of(name: str, chips: Sequence[int], kv_heads: int, rows: int) -> list[Heads]:
-    """Return the parts of an operation's attention. If there are more chips than heads, chips share a head's rows.
+    """Split an operation's attention. If there are more chips than heads, chips share a head's rows.
 
     Raises:
         InvalidRequestError: the heads or the rows do not divide evenly.
@@ -153,7 +153,7 @@ def heads_of(name: str, chips: Sequence[int], kv_heads: int, rows: int) -> list[
 
 
 def share(index: int, count: int, size: int) -> Range:
-    """Return the range of part `index`, when `size` is divided evenly into `count` parts."""
+    """Find the range of part `index`, when `size` is divided evenly into `count` parts."""
     return index * size // count, (index + 1) * size // count
 
 

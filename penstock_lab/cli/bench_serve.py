@@ -102,7 +102,7 @@ def add_arrivals(group: Any) -> None:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]:
-    """Return a function that measures, and one that prints the result; see cli/bench.py."""
+    """Make a function that measures, and one that prints the result; see cli/bench.py."""
     from penstock.errors import check_choice
     from penstock_lab.bench.datasets import Vocabulary, draw_samples
     from penstock_lab.bench.http_client import HttpClient

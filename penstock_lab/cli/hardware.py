@@ -24,7 +24,7 @@ def add_hardware(group: argparse._ArgumentGroup, help_text: str) -> None:
 
 
 def parse_devices(text: str) -> Devices:
-    """Return the number and memory of devices from a text like 8 or 8x16GB."""
+    """Parse the number and memory of devices from a text like 8 or 8x16GB."""
     match = DEVICES.fullmatch(text.replace("×", "x"))
     count = int(match[1]) if match else 0
     if match is None or not 1 <= count <= MAX_DEVICES:
@@ -47,7 +47,7 @@ def check_ranks(config: EngineConfig, hardware: Hardware | None, devices: Device
 
 
 def budget_of(config: EngineConfig, hardware: Hardware | None, devices: Devices | None) -> "Budget":
-    """Return the memory of each device: from --memory, else --devices, else the hardware, else what is free here.
+    """Find the memory of each device: from --memory, else --devices, else the hardware, else what is free here.
 
     Without --devices and other hardware, the ranks of a model are processes that share this machine's memory.
     """

@@ -72,7 +72,7 @@ def _times(item: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _time_text(seconds: float) -> str:
-    """Return a time with four significant digits in a suitable unit."""
+    """Write a time with four significant digits in a suitable unit."""
     factor, unit = next((found for found in TIME_UNITS if seconds * found[0] >= 1), TIME_UNITS[-1])
     return f"{seconds * factor:.4g} {unit}"
 
@@ -116,13 +116,12 @@ def _print_run(console: Console, found: dict[str, Any]) -> None:
 
 
 def _short(size: int) -> str:
-    """Return a number of bytes as text in a suitable unit."""
     unit, name = next(((unit, name) for unit, name in UNITS if size >= unit), (1, "B"))
     return f"{size / unit:.3g} {name}"
 
 
 def _numbers(chips: list[int]) -> str:
-    """Return ascending numbers as text like 0-15, 20."""
+    """Shorten ascending numbers to a text like 0-15, 20."""
     runs: list[list[int]] = []
     for chip in chips:
         if runs and chip == runs[-1][-1] + 1:

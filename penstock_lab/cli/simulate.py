@@ -143,7 +143,7 @@ def _check_costs(args: argparse.Namespace) -> None:
 
 
 def _elsewhere(options: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return a planned replica on --hardware, and the costs of its steps."""
+    """Plan a replica on --hardware, and compute the costs of its steps."""
     from penstock_lab.simulator.elsewhere import plan_replica
 
     config, hardware = EngineConfig.from_options(**options), load_hardware(args.hardware)
@@ -168,7 +168,7 @@ def _load(args: argparse.Namespace) -> Any:
 
 
 def _changes(args: argparse.Namespace) -> Any:
-    """Return the changes of the fleet. Refuse options of autoscaling or failures without the option that enables it."""
+    """Read the changes of the fleet. Refuse options of autoscaling or failures without the option that enables it."""
     from penstock_lab.simulator.lifecycle import Changes, Scaling
 
     given = {name: getattr(args, name) for name in CHANGES if getattr(args, name) is not None}

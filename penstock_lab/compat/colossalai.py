@@ -214,7 +214,7 @@ class InferenceEngine:
         return numbers
 
     def _params(self, fields: Mapping[str, Any], num_prompt_tokens: int) -> SamplingParams:
-        """Return the sampling parameters that the config and these GenerationConfig fields give for one prompt."""
+        """Join the config's sampling parameters and these GenerationConfig fields for one prompt."""
         config = self.inference_config
         if num_prompt_tokens > config.max_input_len:
             raise InvalidRequestError(
@@ -233,7 +233,7 @@ class InferenceEngine:
 
 
 def _texts(prompts: str | Iterable[str]) -> list[str]:
-    """Return one text or several as a list. None of them may be empty."""
+    """List one text or several. None of them may be empty."""
     listed = [prompts] if isinstance(prompts, str) else prompts
     if isinstance(listed, Mapping | bytes) or not isinstance(listed, Iterable):
         raise fail("prompts", prompts, "a text, or a list or set of texts")
@@ -245,7 +245,7 @@ def _texts(prompts: str | Iterable[str]) -> list[str]:
 
 
 def _id_lists(given: Any) -> list[list[int]]:
-    """Return one list of ids or several as a list of lists. Tensors and arrays become lists."""
+    """List one list of ids or several. Tensors and arrays become lists."""
     values = _as_list(given)
     rows = [_as_list(item) for item in values] if isinstance(values, list | tuple) else []
     if rows and all(isinstance(item, int) for item in rows):

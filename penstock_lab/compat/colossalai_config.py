@@ -117,7 +117,7 @@ class InferenceConfig:
         self.sampling()
 
     def engine_options(self) -> dict[str, Any]:
-        """Return the options as EngineConfig.from_options spells them."""
+        """Spell the options as EngineConfig.from_options does."""
         return {
             "dtype": TYPES[str(self.dtype)],
             "max_num_seqs": self.max_batch_size,
@@ -127,7 +127,7 @@ class InferenceConfig:
         }
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields of SamplingParams.
+        """Collect the fields of SamplingParams.
 
         Raises:
             InvalidRequestError: a value is out of range.
@@ -140,12 +140,11 @@ class InferenceConfig:
         return given | {"max_tokens": self.max_output_len, "ignore_eos": self.ignore_eos}
 
     def formatted(self, prompt: str) -> str:
-        """Return the prompt with the template applied."""
         return prompt if self.prompt_template is None else self.prompt_template.replace(TEMPLATE_FIELD, prompt)
 
 
 def sampling_of(fields: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
-    """Return fields of a GenerationConfig as fields of SamplingParams.
+    """Translate fields of a GenerationConfig to fields of SamplingParams.
 
     Raises:
         InvalidRequestError: a field would change the answer and is not supported.
@@ -182,7 +181,7 @@ def _read(read: ConfigReader, fields: Mapping[str, Any], num_prompt_tokens: int)
 
 
 def read_refused(read: ConfigReader) -> dict[str, str]:
-    """Return each unread key of a call's config that asks for something, and why it is refused. Must be called last."""
+    """Collect each unread key of a call's config that asks for something, and why it is refused. Call it last."""
     found = {key: REFUSED.get(key, {"why": "unknown parameter"})["why"] for key in not_neutral(read, HARMLESS)}
     for key, neutral in OF_A_CALL.items():
         value = read.raw(key)
@@ -192,7 +191,7 @@ def read_refused(read: ConfigReader) -> dict[str, str]:
 
 
 def fields_of(generation_config: Any) -> dict[str, Any]:
-    """Return the fields of Transformers' GenerationConfig, or of a mapping."""
+    """Read the fields of Transformers' GenerationConfig, or of a mapping."""
     to_dict = getattr(generation_config, "to_dict", None)
     values = to_dict() if callable(to_dict) else generation_config
     if not isinstance(values, Mapping):

@@ -31,7 +31,7 @@ ID_PROMPTS = ([1, 2, 3, 4, 5], [6, 7, 8], [9] * 12, [10, 11])  # used without a 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of JetStream's flags."""
+    """Define JetStream's flags."""
     made = argparse.ArgumentParser(prog="run_interactive", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--model", default="llama-2", help="a family in sizes.yaml; checked against a checkpoint")
     made.add_argument("--size", default="tiny", help="which model of that family")
@@ -105,7 +105,7 @@ def _answer(llm: LLM, prompt: Any, params: SamplingParams) -> None:
 
 
 def read_size(model: str, size: str) -> dict[str, Any]:
-    """Return the config.json of a model in sizes.yaml.
+    """Read the config.json of a model in sizes.yaml.
 
     Raises:
         InvalidRequestError: the family or size is unknown; the message lists the known ones.

@@ -37,7 +37,7 @@ class CacheInterface(Protocol):
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None = None, num_sink_tokens: int = 0) -> Tensor:
-    """Return which query sees which key, [B, 1, n, S] bool, from their positions [B, n] and [B, S].
+    """Decide which query sees which key, [B, 1, n, S] bool, from their positions [B, n] and [B, S].
 
     A query sees no later keys, and only keys in its window, which counts the token itself, or among the first
     num_sink_tokens. Keys may come in any order, so a ring need not be unrotated.
@@ -67,13 +67,13 @@ class PagedCacheView:
         self.mask = visible(self.positions, self.key_positions, meta.sliding_window, meta.num_sink_tokens)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Return packed tokens [T, heads, D] as (B, heads, n, D), with zeros where a sequence has fewer tokens."""
+        """Spread packed tokens [T, heads, D] to (B, heads, n, D), with zeros where a sequence has fewer tokens."""
         rows = x.new_zeros(*self._is_new.shape, *x.shape[1:])
         rows[self._is_new] = x
         return rows.transpose(1, 2)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Return (B, heads, n, D) as packed tokens [T, heads * D]."""
+        """Pack (B, heads, n, D) as tokens [T, heads * D]."""
         return self._packed(x).flatten(1)
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,11 +93,11 @@ class PagedCacheView:
         return keys, torch.cat([old_values, self.unpack(new_v)], dim=2)
 
     def _packed(self, x: Tensor) -> Tensor:
-        """Return (B, heads, n, D) as [T, heads, D]."""
+        """Pack (B, heads, n, D) as [T, heads, D]."""
         return x.transpose(1, 2)[self._is_new]
 
     def _load_old(self, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Return the cached keys and values at self._old_positions, (B, Hkv, S - n, D) each."""
+        """Load the cached keys and values at self._old_positions, (B, Hkv, S - n, D) each."""
         exists = self._old_positions >= 0
         at, block_size = self._old_positions.clamp(min=0), self._meta.block_size
         blocks = self._meta.block_table.long().gather(1, at // block_size)
@@ -108,7 +108,7 @@ class PagedCacheView:
 
 
 def _cached_positions(computed: Tensor, meta: AttentionMetadata) -> Tensor:
-    """Return the cached positions that any new token sees, [B, S - n]. computed: [B, 1], numbers of cached tokens."""
+    """List the cached positions that any new token sees, [B, S - n]. computed: [B, 1], numbers of cached tokens."""
     if meta.sliding_window is None:
         first = torch.zeros_like(computed)
     else:
@@ -154,11 +154,11 @@ class ContiguousCache(PlainCache):
         return keys, values
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that store x [..., D]."""
+        """Make the tensors that store x [..., D]."""
         return (x.float(),)
 
     def decode(self, *kept: Tensor) -> Tensor:
-        """Return the values that `encode` stored, in float32."""
+        """Restore the values that `encode` stored, in float32."""
         return kept[0]
 
 

@@ -94,7 +94,7 @@ def incre_flash_attention(
     inner_precise: int = 0,
     softmax_lse_flag: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the output, or (output, lse) with softmax_lse_flag. The module's docstring explains the arguments.
+    """Compute the output, or (output, lse) with softmax_lse_flag. The module's docstring explains the arguments.
 
     Raises:
         NotSupportedError: the operator does not allow this combination, or it is not built; `param` names the argument.
@@ -135,9 +135,10 @@ class _Slots:
         return slice(self.starts[b], self.stops[b])
 
     def tokens_of(self, x: KeyValue, b: int) -> Tensor:
-        """Return sequence b's part of x [B, S, ...], of a list of [S, ...], or of blocks [num_blocks, block_size, ...].
+        """Take sequence b's part of x [B, S, ...], of a list of [S, ...], or of blocks [num_blocks, block_size, ...].
 
-        The result is contiguous, so that torch adds in the same order wherever the tokens were."""
+        The result is contiguous, so that torch adds in the same order wherever the tokens were.
+        """
         here = self.of_sequence(b)
         if self.block_table is None:
             return x[b][here].contiguous()
@@ -168,7 +169,7 @@ class _Stored:
         return _Stored(slots.tokens_of(self.tokens, b)[None], scale, offset, self.by_token)
 
     def scales(self, num_heads: int) -> tuple[Tensor, Tensor]:
-        """Return the scales of tokens, [S or 1, 1, 1], and of query heads, [N or 1, D or 1]. One of the two is 1."""
+        """Shape the scales of tokens as [S or 1, 1, 1] and of query heads as [N or 1, D or 1]. One of the two is 1."""
         one = self.scale.new_ones(1, 1, 1)
         if self.by_token:
             return self.scale, one[0]
@@ -178,7 +179,7 @@ class _Stored:
 def _attend(
     q: Tensor, k: _Stored, v: _Stored, slots: _Slots, visible: Tensor, scoring: Scoring, slices: int, prefix: Prefix
 ) -> tuple[Tensor, Tensor]:
-    """Return rows [B, N, D] and lse [B, N] for q [B, N, D]. visible: [B, S]; scoring.bias: [B or 1, N, 1, S]."""
+    """Compute rows [B, N, D] and lse [B, N] for q [B, N, D]. visible: [B, S]; scoring.bias: [B or 1, N, 1, S]."""
     q = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     done = []
     for b in range(len(q)):
@@ -197,7 +198,7 @@ def _attend(
 
 
 def _part(q: Tensor, k: _Stored, v: _Stored, visible: Tensor, scoring: Scoring, slices: int) -> Part:
-    """Return one sequence's part for q [1, 1, N, D].
+    """Compute one sequence's part for q [1, 1, N, D].
 
     int8 keys and values are not dequantised. The few rows multiplied with them are rewritten instead (the document's
     AntiQuant): scales of channels go into the query or the result, scales of tokens into the scores or the
@@ -221,7 +222,7 @@ def _part(q: Tensor, k: _Stored, v: _Stored, visible: Tensor, scoring: Scoring, 
 
 
 def _deliver(out: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Return the output [B, N, D] in the query's type, or quantised to int8."""
+    """Convert the output [B, N, D] to the query's type, or quantise it to int8."""
     if scale is None:
         _require(offset is None, "quant_offset2", "requires quant_scale2")
         return out.to(dtype)
@@ -232,7 +233,7 @@ def _deliver(out: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tens
 
 
 def _per_element(name: str, x: Tensor, out: Tensor) -> Tensor:
-    """Return x, which has one number or one per element of a row of out [B, N, D], in a shape that fits out."""
+    """Reshape x, which has one number or one per element of a row of out [B, N, D], so that it fits out."""
     _require(x.numel() in (1, out[0].numel()), name, f"one number or {out[0].numel()}, not {tuple(x.shape)}")
     return x.to(out.dtype).reshape(1 if x.numel() == 1 else out.shape[1:])
 
@@ -251,7 +252,7 @@ def _support(built: bool, param: str, limit: str) -> None:
 
 
 def _read_query(query: Tensor, num_heads: int, num_kv_heads: int, layout: str) -> Tensor:
-    """Return the query as [B, N, D]."""
+    """Reshape the query to [B, N, D]."""
     name = "num_key_value_heads"
     _require(num_heads % num_kv_heads == 0, name, f"a divisor of num_heads = {num_heads}, not {num_kv_heads}")
     _support(num_heads <= MAX_GROUP * num_kv_heads, name, f"at most {MAX_GROUP} query heads per kv head")
@@ -270,7 +271,7 @@ def _read_query(query: Tensor, num_heads: int, num_kv_heads: int, layout: str) -
 
 
 def _read_tokens(name: str, x: KeyValue, form: Form) -> KeyValue:
-    """Return keys or values as [B, S, Nkv, D], as a list of [S, Nkv, D], or as [num_blocks, block_size, Nkv, D]."""
+    """Reshape keys or values to [B, S, Nkv, D], a list of [S, Nkv, D], or [num_blocks, block_size, Nkv, D]."""
     if isinstance(x, Tensor):
         return _tokens(name, x, form)
     _require(all(len(item) == 1 for item in x), name, "a list of tensors of one sequence each, [1, ...]")
@@ -278,7 +279,7 @@ def _read_tokens(name: str, x: KeyValue, form: Form) -> KeyValue:
 
 
 def _tokens(name: str, x: Tensor, form: Form) -> Tensor:
-    """Return one tensor as [B, S, Nkv, D], as a view: nothing is copied, and nothing has to be contiguous."""
+    """View one tensor as [B, S, Nkv, D]: nothing is copied, and nothing has to be contiguous."""
     layout, *heads = form
     sizes = {"N": heads[0], "D": heads[1], "H": heads[0] * heads[1]}
     right = x.ndim == len(layout) and all(n == sizes.get(axis, n) for axis, n in zip(layout, x.shape, strict=True))
@@ -298,7 +299,7 @@ def _check_types(q: Tensor, keys: KeyValue, values: KeyValue, inner_precise: int
 def _read_slots(
     keys: KeyValue, num_seqs: int, lengths: Lengths, block_table: Tensor | None, block_size: int, padding: int | None
 ) -> _Slots:
-    """Return the slots of each sequence's keys. keys: as _read_tokens returns them."""
+    """Find the slots of each sequence's keys. keys: as _read_tokens returns them."""
     given, listed = lengths is not None, not isinstance(keys, Tensor)
     if block_table is not None:
         _support(padding is None, "kv_padding_size", "not supported with a block_table")
@@ -335,7 +336,7 @@ def _read_slots(
 
 
 def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: Form) -> _Stored:
-    """Return keys or values with their scales and offsets, which are 1 and 0 if the tokens are not int8."""
+    """Add scales and offsets to keys or values; they are 1 and 0 if the tokens are not int8."""
     channels, is_int8 = form[1:], any(item.dtype == torch.int8 for item in tokens)
     _support((given is not None) == is_int8, name, "required for int8, and only for int8")
     if given is None:
@@ -357,7 +358,7 @@ def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: 
 
 
 def _read_visible(mask: Tensor | None, pre_tokens: int | None, slots: _Slots) -> Tensor:
-    """Return which slots the new token (the last token) of each sequence sees: [B, S] bool."""
+    """Decide which slots the new token (the last token) of each sequence sees: [B, S] bool."""
     shape = len(slots.stops), slots.count
     first = torch.zeros(shape[0], 1, dtype=torch.int64)
     if pre_tokens is not None:
@@ -373,7 +374,7 @@ def _read_visible(mask: Tensor | None, pre_tokens: int | None, slots: _Slots) ->
 
 
 def _read_pse(pse: Tensor | None, q: Tensor, count: int) -> Tensor | None:
-    """Return the bias, [B or 1, N, 1, S]."""
+    """Reshape the bias to [B or 1, N, 1, S]."""
     if pse is not None:
         shapes = [(batch, q.shape[1], 1, count) for batch in (1, len(q))]
         _require(tuple(pse.shape) in shapes, "pse_shift", f"{shapes[0]} or {shapes[1]}, not {tuple(pse.shape)}")
@@ -383,7 +384,7 @@ def _read_pse(pse: Tensor | None, q: Tensor, count: int) -> Tensor | None:
 def _read_prefix(
     key: Tensor | None, value: Tensor | None, form: Form, dtype: torch.dtype, alone: Mapping[str, object]
 ) -> Prefix:
-    """Return keys and values [1, S, Nkv, D] of the shared prefix. alone: arguments that are not allowed beside it."""
+    """Read keys and values [1, S, Nkv, D] of the shared prefix. alone: arguments that are not allowed beside it."""
     if key is None and value is None:
         return None
     if key is None or value is None:

@@ -34,7 +34,7 @@ from penstock_lab.conventions.caches import CacheInterface, PagedCacheView
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a model's constructor gets from the engine. It is an argument, so two engines in one process share nothing.
+    """All that a model's constructor gets from the engine. An argument, so two engines in one process share nothing.
 
     Attributes:
         config: the model's hyperparameters.
@@ -92,13 +92,13 @@ class LayerCache(PagedCacheView):
         self.additive_mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, float("-inf"))
 
     def at_layer(self, layer: int, cache: KVCache) -> "LayerCache":
-        """Return the same view of another layer's cache. The layers' tokens must see the same keys."""
+        """View another layer's cache in the same way. The layers' tokens must see the same keys."""
         other = copy.copy(self)
         other.layer, other._cache = layer, cache
         return other
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what PagedCacheView.update returns, in the type of k and v."""
+        """Update as PagedCacheView does, and return the result in the type of k and v."""
         keys, values = super().update(k, v)
         return keys.to(k.dtype), values.to(v.dtype)
 
@@ -125,11 +125,10 @@ class AttentionKernel:
         self.params = AttentionParams(scale=scale, softcap=config.attn_logit_softcapping)
 
     def __call__(self, xq: Tensor, xk: Tensor, xv: Tensor, mask: Tensor | None, cache: CacheInterface) -> Tensor:
-        """Return softmax(xq xk^T + mask) xv over all cached tokens: xq (B, H, S, D), xk and xv (B, Hkv, S, D) ->
-        (B, H, S, D).
+        """Compute softmax(xq xk^T + mask) xv over all cached tokens, (B, H, S, D).
 
-        With the engine's cache and its own mask (or None), the backend's operator computes; with any other cache or
-        mask, plain torch does.
+        xq is (B, H, S, D), xk and xv are (B, Hkv, S, D). With the engine's cache and its own mask (or None), the
+        backend's operator computes; with any other cache or mask, plain torch does.
 
         Raises:
             InvalidRequestError: the cache belongs to another layer.
@@ -178,12 +177,12 @@ class JetStreamModel(nn.Module):
         return first.pack(logits[:, None]).float().contiguous()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return `hidden`, which are logits already."""
+        """Pass on `hidden`, which are logits already."""
         return hidden
 
 
 def adapt(model: nn.Module, config: ModelConfig, make: LayerFactory) -> JetStreamModel:
-    """Return a model that `build` made, as the engine calls it."""
+    """Wrap a model that `build` made, so that the engine can call it."""
     return JetStreamModel(model, Environment(config, make.ops, make))
 
 

@@ -14,13 +14,13 @@ from penstock.kernels.reference.attention import Scoring, attend_part, finish, v
 
 
 def local_mask(query_len: int, key_len: int, window: int | None = None) -> Tensor:
-    """Return a causal mask [query_len, key_len]. The last query sees the last key. A window counts the token itself."""
+    """Make a causal mask [query_len, key_len]. The last query sees the last key. A window counts the token itself."""
     at, key = torch.arange(key_len - query_len, key_len)[:, None], torch.arange(key_len)
     return (key <= at) if window is None else (key <= at) & (key > at - window)
 
 
 def first_prefill_mask(query_lens: Sequence[int], cached_lens: Sequence[int], window: int | None) -> Tensor:
-    """Return the mask of packed prompts, each causal within its window, [T, T].
+    """Mask packed prompts, each causal within its window, [T, T].
 
     Raises:
         ValueError: a sequence has cached tokens, which this mask would not show.
@@ -31,7 +31,7 @@ def first_prefill_mask(query_lens: Sequence[int], cached_lens: Sequence[int], wi
 
 
 def later_prefill_mask(query_lens: Sequence[int], cached_lens: Sequence[int], window: int | None) -> Tensor:
-    """Return the mask of chunks that follow cached tokens, [T, sum of keys].
+    """Mask chunks that follow cached tokens, [T, sum of keys].
 
     The keys of a sequence are its cached tokens (the last `window` of them) in order, then its new tokens, so there may
     be more keys than the cache holds.
@@ -41,7 +41,7 @@ def later_prefill_mask(query_lens: Sequence[int], cached_lens: Sequence[int], wi
 
 
 def decode_mask(cached_lens: Sequence[int], window: int) -> Tensor:
-    """Return the mask of one new token per sequence, which is stored already, [B, B * window].
+    """Mask one new token per sequence, which is stored already, [B, B * window].
 
     The keys are the slots of all rolling caches; slots that are not filled yet are hidden. It does not matter where a
     full cache begins, because the query sees all of it.
@@ -55,7 +55,7 @@ def _block_diagonal(blocks: Iterable[Tensor]) -> Tensor:
 
 
 def unrotate(slots: Tensor, seq_len: int) -> Tensor:
-    """Return the contents of W slots [W, ...] after seq_len tokens, oldest first: [min(seq_len, W), ...]."""
+    """Order the contents of W slots [W, ...] after seq_len tokens, oldest first: [min(seq_len, W), ...]."""
     window = len(slots)
     return slots[:seq_len] if seq_len < window else slots.roll(-(seq_len % window), dims=0)
 
@@ -76,7 +76,7 @@ class RollingBuffer:
         self.seq_len = 0
 
     def positions(self) -> Tensor:
-        """Return the position of the token in each slot, [W]; -1 in slots that were never filled."""
+        """List the position of the token in each slot, [W]; -1 in slots that were never filled."""
         last = self.seq_len - 1
         return (last - (last - torch.arange(self.window)) % self.window).clamp(min=-1)
 
@@ -94,8 +94,7 @@ class RollingBuffer:
         return _attend(q, keys, values, mask, scoring)
 
     def prefill_in_place(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Return the same as `prefill`, from the slots in the order in which they are stored, with a mask made from
-        positions."""
+        """Compute the same as `prefill` from the slots in their stored order, with a mask made from positions."""
         new = torch.arange(self.seq_len, self.seq_len + len(q))
         mask = visible_keys(new[:, None], torch.cat([self.positions(), new]), self.window)
         out = _attend(q, torch.cat([self.keys, k]), torch.cat([self.values, v]), mask, scoring)

@@ -138,12 +138,12 @@ class _WholeRows:
         self._ops = ops
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
-        """Return the largest value of each whole row of the weight, which a group of ranks would find together."""
+        """Find the largest value of each whole row of the weight, which a group of ranks would find together."""
         return [row_magnitudes(RoundedRows(self._source.rows(self.parameter), self._ops.dtype))]
 
 
 def _packable_layers(model: object) -> dict[str, WeightLayer]:
-    """Return the layers of a model by name. Raise ModelLoadError if it has torch modules with parameters."""
+    """Find the layers of a model, by name. Raise ModelLoadError if it has torch modules with parameters."""
     plain = [full for full, _, _, _ in plain_parameters(model)]
     if plain:
         raise ModelLoadError(

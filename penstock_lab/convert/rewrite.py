@@ -225,7 +225,7 @@ def rewrite_model(
 
 
 def outgoing(source: CheckpointSource, form: str) -> list[Outgoing]:
-    """Return a checkpoint's tensors in another form. Raise ModelLoadError if pieces to be joined differ in type."""
+    """List a checkpoint's tensors in another form. Raise ModelLoadError if pieces to be joined differ in type."""
     tensors: dict[str, Outgoing] = {}
     for name, held in source.match.layouts.items():
         parameter = source.parameters[name]
@@ -247,7 +247,7 @@ def _rows(parameter: Parameter, source: CheckpointSource, layout: Layout, tensor
 
 
 def _dtype(parameter: Parameter, source: CheckpointSource, held: Layout) -> str:
-    """Return the common type of all pieces of a parameter."""
+    """Find the common type of all pieces of a parameter."""
     types = {source.dtype(name) for name in held.sources}
     if len(types) > 1:
         raise _mixed(parameter.name, types)

@@ -110,7 +110,6 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
     def plus(self, other: "StepTime") -> "StepTime":
-        """Return the sum of two steps, part by part."""
         return StepTime(
             self.read + other.read,
             self.multiply + other.multiply,
@@ -120,7 +119,6 @@ class StepTime:
 
 
 def step_time(work: ModelWork, hardware: Hardware, step: UniformBatch) -> StepTime:
-    """Return the time of a step; see `time_of`."""
     tokens, pairs = _attended(work, step)
     of_streams = (pairs, 0.0) if step.rows == 1 else (0.0, pairs)
     amounts = Amounts(step.sequences, step.sequences * step.rows, step.sequences, tokens, *of_streams)
@@ -128,7 +126,7 @@ def step_time(work: ModelWork, hardware: Hardware, step: UniformBatch) -> StepTi
 
 
 def time_of(work: ModelWork, hardware: Hardware, step: Amounts) -> StepTime:
-    """Return the time of a step with these amounts.
+    """Compute the time of a step with these amounts.
 
     Raises:
         InvalidRequestError: the hardware has no rate for a type of the model.
@@ -155,14 +153,14 @@ def time_of(work: ModelWork, hardware: Hardware, step: Amounts) -> StepTime:
 
 
 def decode_time(work: ModelWork, hardware: Hardware, batch: int, context: int) -> StepTime:
-    """Return the time of a step that gives one token to each of `batch` streams with `context` tokens."""
+    """Compute the time of a step that gives one token to each of `batch` streams with `context` tokens."""
     return step_time(work, hardware, UniformBatch(batch, 1, max(0, context - 1)))
 
 
 def prefill_time(
     work: ModelWork, hardware: Hardware, batch: int, prompt_len: int, max_num_batched_tokens: int
 ) -> tuple[StepTime, float]:
-    """Return the summed parts of the steps that compute `batch` prompts in chunks, and the seconds of these steps."""
+    """Sum up the parts of the steps that compute `batch` prompts in chunks, and the seconds of these steps."""
     total, seconds, done = StepTime(0.0, 0.0, 0.0, 0.0), 0.0, 0
     while done < prompt_len:
         rows = min(max_num_batched_tokens, prompt_len - done)
@@ -175,7 +173,6 @@ def prefill_time(
 
 
 def twice_the_bandwidth(hardware: Hardware) -> Hardware:
-    """Return the hardware with twice the memory bandwidth."""
     return replace(hardware, read_bytes_per_s={kind: 2 * rate for kind, rate in hardware.read_bytes_per_s.items()})
 
 
@@ -184,12 +181,12 @@ def _portions(count: int, at_once: int) -> list[int]:
 
 
 def _experts_read(work: ModelWork, rows: float) -> float:
-    """Return the expected share of experts that at least one row chooses, if rows choose evenly."""
+    """Compute the expected share of experts that at least one row chooses, if rows choose evenly."""
     return float(1.0 - (1.0 - work.chosen / work.num_experts) ** rows)
 
 
 def _attended(work: ModelWork, step: UniformBatch) -> tuple[float, float]:
-    """Return the cached tokens that are read, and the pairs of a token and a key, in all layers and sequences."""
+    """Count the cached tokens that are read, and the pairs of a token and a key, in all layers and sequences."""
     tokens = pairs = 0.0
     for layers, window in work.windows:
         limit = step.cached + step.rows if window is None else window
@@ -201,7 +198,7 @@ def _attended(work: ModelWork, step: UniformBatch) -> tuple[float, float]:
 
 
 def _exchange(work: ModelWork, hardware: Hardware, rows: float, sampled: float) -> float:
-    """Return the seconds in which each rank receives the other ranks' results, one gather after the other."""
+    """Compute the seconds in which each rank receives the other ranks' results, one gather after the other."""
     size = work.degrees.size
     if size == 1 or not hardware.link_bytes_per_s:
         return 0.0
@@ -213,7 +210,7 @@ def _exchange(work: ModelWork, hardware: Hardware, rows: float, sampled: float) 
 def model_work(
     model: ModelConfig, products: Mapping[str, Products], cache: tuple[int, str, int], degrees: Degrees
 ) -> ModelWork:
-    """Return the work of one of `degrees.size` devices that share a model.
+    """Count the work of one of `degrees.size` devices that share a model.
 
     Args:
         products: the products of "layers", "head" and "experts" on this device.

@@ -1,4 +1,4 @@
-"""Whether a model fits some devices, in how many parts, and what would make it fit: a ledger per device. No torch.
+"""The fit of a model on some devices: a ledger per device, the number of parts, and what would make it fit. No torch.
 
 The model is split as engines split it: attention, feed-forward and vocabulary into the same number of parts
 (spec/shares.py). The smallest number of parts that fits is chosen.
@@ -72,11 +72,9 @@ class DevicePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has room for all entries."""
         return self.total_bytes <= self.budget_bytes
 
     def as_json(self) -> dict[str, int | str]:
-        """Return the figures under their names in JSON."""
         return {
             "name": self.name,
             "weights_bytes": self.entries["weights"],
@@ -90,7 +88,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How a model lies on the devices. If it does not fit, the devices show the least that it would take.
+    """The way a model lies on the devices. If it does not fit, the devices show the least that it would take.
 
     Attributes:
         config: the resolved config; its max_model_len may be reduced to what there is room for.
@@ -109,7 +107,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """What fits at one precision: the longest context of a single row, and how many rows of max_model_len."""
+    """The most that fits at one precision: the longest context of a single row, and the rows of max_model_len."""
 
     precision: str
     kv_cache_dtype: str
@@ -136,7 +134,7 @@ class Fitter:
     num_elements: int = 0
 
     def fit(self) -> Fit:
-        """Return the plan with the fewest parts that fits; if none fits, the plan with the most parts."""
+        """Plan with the fewest parts that fit; if none fits, with the most parts."""
         asked = self.resolve(0)
         given = asked.parallel.num_ranks
         if given > 1:
@@ -149,7 +147,7 @@ class Fitter:
         return self._split(asked if most == 1 else self.resolve(most))
 
     def _weights_fit(self, config: EngineConfig) -> bool:
-        """Return whether a device has room for its weights. If not, nothing else has to be planned."""
+        """Check that a device has room for its weights. If not, nothing else has to be planned."""
         scheme, ranks = config.numerics.scheme, max(1, config.parallel.num_ranks)
         bits = scheme.weight_bits if scheme is not None else 8 * ELEMENT_BYTES[config.numerics.dtype]
         if self.num_elements * bits // 8 // ranks + self.budget.runtime_bytes > self.budget.num_bytes:
@@ -159,12 +157,12 @@ class Fitter:
         return weights + self.budget.runtime_bytes <= self.budget.num_bytes
 
     def token_bytes(self, fit: Fit) -> int:
-        """Return the bytes of a token in the first device's cache, in all layers."""
+        """Count the bytes of a token in the first device's cache, in all layers."""
         model = self.ledger(Share(0, fit.degrees)).model
         return model.num_hidden_layers * cached_token_bytes(fit.config, model)
 
     def largest(self, config: EngineConfig, degrees: Degrees) -> list[Largest]:
-        """Return what fits on the first device at each precision."""
+        """Find what fits on the first device at each precision."""
         found = []
         own = config.numerics.quantization or config.numerics.dtype
         for name in dict.fromkeys((own, "int8", "int4")):
@@ -187,14 +185,13 @@ class Fitter:
         return Largest(name, config.cache.kv_cache_dtype, low * CONTEXT_UNIT, max(0, rest // one), weights)
 
     def ledger(self, share: Share) -> Ledger:
-        """Return the ledger of a rank's part."""
         part = None if share.degrees.size == 1 else share
         model = self.model if part is None else part.config(self.model)
         free = UNLIMITED if self.budget.free_bytes is None else self.budget.free_bytes
         return Ledger(model, lambda scheme: self.sizes(scheme, part), self.budget.runtime_bytes, free)
 
     def _split(self, config: EngineConfig) -> Fit:
-        """Return the plan of a config, with the number of ranks that it gives."""
+        """Plan a config with the number of ranks that it gives."""
         degrees = find_degrees(config.parallel, self.model, together=self.together)
         if self.budget.free_bytes is None:
             config = replace(config, cache=replace(config.cache, memory=self.budget.num_bytes))
@@ -229,7 +226,7 @@ class Fitter:
         )
 
     def _refused(self, config: EngineConfig, degrees: Degrees, ledgers: list[Ledger]) -> Fit:
-        """Return the least that a config would take, with a change that makes it fit the device that lacks most."""
+        """Plan the least that a config would take, with a change that makes it fit the device that lacks most."""
         devices = self._of_ranks(config, ledgers, [smallest_cache_bytes(config, ledger.model) for ledger in ledgers])
         worst = max(range(len(devices)), key=lambda rank: devices[rank].total_bytes)
         return Fit(config, degrees, devices, fits=False, smallest_change=self._change(config, ledgers, devices, worst))
@@ -237,7 +234,7 @@ class Fitter:
     def _change(
         self, config: EngineConfig, ledgers: list[Ledger], devices: tuple[DevicePlan, ...], worst: int
     ) -> str | None:
-        """Return the change that makes a config fit at the least cost to the user, or None if no single change does."""
+        """Find the change that makes a config fit at the least cost to the user, or None if no single change does."""
         device, whole = devices[worst], smallest_cache_bytes(config, self.model)
         if config.cache.kv_cache_memory_bytes is not None or (self.budget.free_bytes is not None and device.fits):
             # The given size is too small or too large, or the cache needs more than its default share.
@@ -250,7 +247,7 @@ class Fitter:
 
 
 def _fewest(plans: list[CachePlan]) -> list[CacheGroup]:
-    """Return the cache groups that all ranks have room for: each with the fewest blocks that any rank planned."""
+    """Give each cache group the fewest blocks that any rank planned: all ranks have room for these."""
     return [
         replace(group, num_blocks=min(plan.groups[index].num_blocks for plan in plans))
         for index, group in enumerate(plans[0].groups)
@@ -258,7 +255,7 @@ def _fewest(plans: list[CachePlan]) -> list[CacheGroup]:
 
 
 def quantised(config: EngineConfig, name: str, cache: str | None = None) -> EngineConfig:
-    """Return a resolved config with another quantization (a plain type for none) and another cache type."""
+    """Replace a resolved config's quantization (a plain type for none) and its cache type."""
     numerics = config.numerics
     if name in ("bfloat16", "float32"):
         numerics = replace(numerics, quantization=None, quantization_group_size=None)

@@ -1,4 +1,4 @@
-"""How fast a planned model will be on some hardware, and what would change that. No torch.
+"""The speed of a planned model on some hardware, and what would change it. No torch.
 
 Times are bytes and operations divided by rates (planner/costs.py). Published rates are peaks, so times from them are
 lower bounds; `penstock bench machine` measures the rates of this engine's own products.
@@ -60,7 +60,7 @@ class Forecaster:
     hardware: Hardware
 
     def predict(self, fit: Fit, load: Load) -> list[Prediction]:
-        """Return the times for every combination of batch size and length in a load.
+        """Predict the times for every combination of batch size and length in a load.
 
         Raises:
             InvalidRequestError: a batch size or a length is more than the config serves.
@@ -91,14 +91,14 @@ class Forecaster:
         return found
 
     def what_if(self, fit: Fit, load: Load) -> dict[str, list[Prediction]]:
-        """Return the decode times of a load after each change that the config does not already have."""
+        """Predict the decode times of a load after each change that the config does not already have."""
         decoding = replace(load, prompt_lens=())
         found = {name: self.predict(replace(fit, config=config), decoding) for name, config in _changes(fit.config)}
         faster = replace(self, hardware=costs.twice_the_bandwidth(self.hardware))
         return found | {"twice the bandwidth": faster.predict(fit, decoding)}
 
     def work(self, fit: Fit) -> ModelWork:
-        """Return the work of the first device in a step."""
+        """Count the work of the first device in a step."""
         config, share = fit.config, Share(0, fit.degrees)
         own = self.model if fit.degrees.size == 1 else share.config(self.model)
         sizes = self.sizes(config.numerics.scheme, None if fit.degrees.size == 1 else share)
@@ -115,5 +115,4 @@ def _changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
 
 
 def as_json(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Return predictions as JSON."""
     return [asdict(item) for item in predictions]

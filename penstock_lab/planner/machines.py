@@ -98,16 +98,16 @@ class Hardware:
 
     @property
     def has_rates(self) -> bool:
-        """Whether times can be predicted."""
+        """True if times can be predicted."""
         return bool(self.read_bytes_per_s) and bool(self.operations_per_s)
 
     def reading(self, kind: str) -> float:
-        """Return the bytes per second at which weights or a cache of a type are read."""
+        """Look up the bytes per second at which weights or a cache of a type are read."""
         rates = self.read_bytes_per_s
         return rates.get(kind) or rates.get(ALL_OTHERS) or max(rates.values())
 
     def multiplying(self, kind: str) -> float:
-        """Return the operations per second of products with weights of a type.
+        """Look up the operations per second of products with weights of a type.
 
         Raises:
             InvalidRequestError: the file has no rate for the type.
@@ -120,7 +120,7 @@ class Hardware:
         return found
 
     def product_seconds(self, kind: str, num_bytes: float, operations: float, rows: float) -> float:
-        """Return the seconds in which weights of a type multiply some rows, interpolated between measured row counts.
+        """Interpolate between measured row counts the seconds in which weights of a type multiply rows.
 
         operations: the operations for all rows.
         """
@@ -135,23 +135,23 @@ class Hardware:
 
 
 def cache_directory() -> Path:
-    """Return the directory that keeps measurements of this machine."""
+    """Locate the directory that keeps measurements of this machine."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "penstock"
 
 
 def this_file() -> Path:
-    """Return the file that `penstock bench machine` writes."""
+    """Name the file that `penstock bench machine` writes."""
     return cache_directory() / "machine.yaml"
 
 
 def names() -> list[str]:
-    """Return the names of the hardware files of this package."""
+    """List the hardware files of this package."""
     return names_in(FOLDER)
 
 
 def load_hardware(text: str) -> Hardware:
-    """Return the hardware with a name or from a YAML file.
+    """Load hardware by its name or from a YAML file.
 
     Raises:
         InvalidRequestError: there is no such file, or one of its fields is unknown, missing or out of range.
@@ -164,7 +164,7 @@ def load_hardware(text: str) -> Hardware:
 
 
 def read_hardware(found: Any) -> Hardware:
-    """Return the hardware that a mapping describes. Raise InvalidRequestError if it is invalid."""
+    """Read the hardware that a mapping describes. Raise InvalidRequestError if it is invalid."""
     values = record(found, Hardware, "the file")
     for name in RATES:
         rates = values.get(name, {})
@@ -187,7 +187,7 @@ def read_hardware(found: Any) -> Hardware:
 
 
 def _by_rows(found: Any) -> dict[str, dict[int, float]]:
-    """Return rates by type and number of rows."""
+    """Read rates by type and number of rows."""
     if not isinstance(found, Mapping) or not all(isinstance(rates, Mapping) for rates in found.values()):
         raise fail("rows_bytes_per_s", found, "a mapping of types to {rows: rate}")
     return {
@@ -221,5 +221,5 @@ def _check_spread(found: Any) -> None:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return bytes as text in MiB, or in GiB from 10 GiB on."""
+    """Write bytes in MiB, or in GiB from 10 GiB on."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -47,7 +47,7 @@ MODES = {"C1_V2": (1, 2), "all-vector": (0, 2), "C1_V1": (1, 1)}  # number of ma
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a group of query rows is cut.
+    """The tiles into which a group of query rows is cut.
 
     Attributes:
         keys: number of keys in a tile (SInner).
@@ -71,7 +71,7 @@ class Schedule:
 
 
 def check_buffers(buffer_bytes: int) -> int:
-    """Return the bytes of all blocks of the unified buffer.
+    """Sum up the bytes of all blocks of the unified buffer.
 
     Raises:
         InvalidRequestError: the buffer is smaller; the message names the first block that does not fit.
@@ -86,7 +86,7 @@ def check_buffers(buffer_bytes: int) -> int:
 
 
 def tiles(group: int, head_dim: int, block_bytes: int = UNIFIED_BUFFER["tmpBuff1"]) -> Tiles:
-    """Return the tiles of a group of query rows whose float32 scores and results stay within a block.
+    """Cut a group of query rows into tiles whose float32 scores and results stay within a block.
 
     Raises:
         InvalidRequestError: a block cannot hold one row of the shortest tile, or one row of the result.
@@ -105,7 +105,7 @@ def tiles(group: int, head_dim: int, block_bytes: int = UNIFIED_BUFFER["tmpBuff1
 
 
 def schedule(chip: OnChip, group: int, head_dim: int, context: int, mode: str) -> Schedule:
-    """Return the time in which one core goes through the keys of one head, tile by tile.
+    """Compute the time in which one core goes through the keys of one head, tile by tile.
 
     The matrix unit works on the next tile while the vector units work on this one, so after the first tile only the
     longer of the two times counts. Without a matrix unit, the vector units do both parts one after the other.

@@ -51,12 +51,12 @@ svg.plan path.budget { stroke: var(--ink); stroke-width: 2 }"""
 
 
 def page(title: str, about: str, body: str) -> str:
-    """Return a page. Title and `about` are text, the body is HTML."""
+    """Fill in the template of a page. Title and `about` are text, the body is HTML."""
     return PAGE.format(title=html.escape(title), about=html.escape(about), body=body)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows, each a label followed by cells, as an HTML table."""
+    """Write rows, each a label followed by cells, as an HTML table."""
     lines = (
         f"<tr><th>{html.escape(label)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>\n"
         for label, *cells in rows
@@ -65,7 +65,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def plan_page(model: str, result: dict[str, Any]) -> str:
-    """Return a page with the picture of a plan and its tables."""
+    """Write a page with the picture of a plan and its tables."""
     tables = {
         "Memory": [_device_row(item) for item in result["devices"]],
         "What fits": [_largest_row(item) for item in result["largest"]],
@@ -81,7 +81,7 @@ def plan_page(model: str, result: dict[str, Any]) -> str:
 
 
 def about(result: dict[str, Any]) -> str:
-    """Return one line that says whether the model fits."""
+    """State in one line whether the model fits."""
     parts, verdict = result["tensor_parallel_size"], "It fits" if result["fits"] else "It does not fit"
     split = f", split over {parts} devices" if parts > 1 else ""
     change = f" With {result['smallest_change']} it would." if result["smallest_change"] else ""
@@ -89,7 +89,7 @@ def about(result: dict[str, Any]) -> str:
 
 
 def picture(result: dict[str, Any]) -> str:
-    """Return the picture of a plan as a self-contained SVG."""
+    """Draw a plan as a self-contained SVG."""
     sheet = _Sheet()
     _draw_memory(sheet, result["devices"])
     if "placement" in result:
@@ -225,7 +225,7 @@ def _draw_steps(sheet: _Sheet, predictions: Sequence[dict[str, Any]]) -> None:
 
 
 def _runs(chips: Sequence[int]) -> list[list[int]]:
-    """Return the chips grouped into runs of consecutive numbers."""
+    """Group the chips into runs of consecutive numbers."""
     counted = enumerate(sorted(chips))
     return [[chip for _, chip in run] for _, run in groupby(counted, key=lambda pair: pair[1] - pair[0])]
 

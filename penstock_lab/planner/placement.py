@@ -42,7 +42,7 @@ OPTIONAL_COUNTS = ("stream_buffer", "checkpoint_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the operations of a model lie; docs/planning.md has the fields of the file.
+    """The places of a model's operations; docs/planning.md has the fields of the file.
 
     Attributes:
         chips_of: the chips of "attention", "mlp" and "lm_head". Without "lm_head" the head is a NOP: hidden states are
@@ -66,7 +66,6 @@ class Placement:
     overrides: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def where(self, name: str) -> tuple[int, ...]:
-        """Return the chips of an operation."""
         kind = name.rpartition(".")[2]
         found = self.chips_of.get(kind, ())
         for pattern, chips in self.overrides:
@@ -76,7 +75,7 @@ class Placement:
 
 
 def operation_of(parameter: str) -> str | None:
-    """Return the operation to which a parameter belongs, by its name; None for the embedding and the final norm."""
+    """Find the operation to which a parameter belongs, by its name; None for the embedding and the final norm."""
     if parameter.startswith("lm_head."):
         return "lm_head"
     found = LAYER.search(parameter)
@@ -119,7 +118,6 @@ class PlacementPlan:
         return self.placement.checkpoint_bytes or counted
 
     def figures(self) -> dict[str, Any]:
-        """Return the plan as JSON."""
         place = self.placement
         attention = len(place.chips_of["attention"])
         return {
@@ -152,7 +150,7 @@ class PlacementPlan:
         return sum(operation.weight_bytes for epoch in self.epochs for operation in epoch)
 
     def areas(self) -> list[dict[str, Any]]:
-        """Return which chips compute each operation, with the runs of consecutive epochs in which they do so."""
+        """List which chips compute each operation, with the runs of consecutive epochs in which they do so."""
         found: list[dict[str, Any]] = []
         latest: dict[str, dict[str, Any]] = {}
         for index, epoch in enumerate(self.epochs):
@@ -167,7 +165,7 @@ class PlacementPlan:
         return found
 
     def sram(self) -> dict[int, int]:
-        """Return the maximum number of bytes that each chip's SRAM holds in one epoch."""
+        """Find the maximum number of bytes that each chip's SRAM holds in one epoch."""
         peak = dict.fromkeys(range(self.placement.chips), 0)
         for epoch in self.epochs:
             for chip, size in _sram_of(self.placement, epoch).items():
@@ -175,7 +173,7 @@ class PlacementPlan:
         return peak
 
     def dram(self) -> dict[int, int]:
-        """Return the bytes in each chip's DRAM: the weights of its epochs."""
+        """Count the bytes in each chip's DRAM: the weights of its epochs."""
         held = dict.fromkeys(range(self.placement.chips), 0)
         for epoch in self.epochs:
             for operation in epoch:
@@ -185,7 +183,7 @@ class PlacementPlan:
 
 
 def plan_placement(model: ModelConfig, weights: Mapping[str, int], placement: Placement) -> PlacementPlan:
-    """Return the epochs of a model.
+    """Divide the operations of a model into epochs.
 
     weights: bytes of one layer's attention, of its mlp, and of the padded head (see `operation_bytes`).
     """
@@ -257,7 +255,7 @@ def _by_chip(sizes: Mapping[int, int]) -> list[int]:
 
 
 def _sram_of(placement: Placement, epoch: Sequence[Operation]) -> dict[int, int]:
-    """Return the bytes in each chip's SRAM in an epoch."""
+    """Count the bytes in each chip's SRAM in an epoch."""
     held: Counter[int] = Counter()
     for operation in epoch:
         weights = operation.weight_bytes_per_chip
@@ -269,7 +267,7 @@ def _sram_of(placement: Placement, epoch: Sequence[Operation]) -> dict[int, int]
 
 
 def operation_bytes(model: ModelConfig, shapes: Mapping[str, tuple[tuple[int, ...], ...]], pad: int) -> dict[str, int]:
-    """Return the bytes of a layer's attention and mlp in bfloat16, and of the head with `pad` more tokens.
+    """Count the bytes of a layer's attention and mlp in bfloat16, and of the head with `pad` more tokens.
 
     shapes: the shapes of the parameters of layer 0, by operation.
     """
@@ -285,7 +283,7 @@ def _size(shape: Sequence[int]) -> int:
 
 
 def load_placement(text: str) -> Placement:
-    """Return the placement with a name or from a YAML file.
+    """Load a placement by its name or from a YAML file.
 
     Raises:
         InvalidRequestError: there is no such file, or one of its fields is unknown, missing or out of range.
@@ -296,7 +294,7 @@ def load_placement(text: str) -> Placement:
 
 
 def read_placement(found: Any) -> Placement:
-    """Return the placement that a mapping describes. Raise InvalidRequestError if it is invalid."""
+    """Read the placement that a mapping describes. Raise InvalidRequestError if it is invalid."""
     if not isinstance(found, Mapping):
         raise InvalidRequestError("the file must be a mapping")
     values = dict(found)
@@ -326,7 +324,7 @@ def read_placement(found: Any) -> Placement:
 
 
 def _operation(name: str, found: Any) -> tuple[tuple[int, ...], int]:
-    """Return the chips of an operation, and the padding of the head."""
+    """Read the chips of an operation, and the padding of the head."""
     allowed = {"chips", "pad"} if name == "lm_head" else {"chips"}
     if not isinstance(found, Mapping) or not set(found) <= allowed:
         raise fail(name, found, f"a mapping of {', '.join(sorted(allowed))}")
@@ -339,7 +337,7 @@ def _is_override(found: Any) -> bool:
 
 
 def _chips(name: str, found: Any) -> tuple[int, ...]:
-    """Return the chip numbers in a text such as 0-15 or 3,5-7."""
+    """Parse chip numbers such as 0-15 or 3,5-7."""
     numbers: set[int] = set()
     for word in str(found).split(","):
         match = RANGE.fullmatch(word.strip())

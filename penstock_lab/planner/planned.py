@@ -57,11 +57,10 @@ class PlannedModel:
         return planned
 
     def layer_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Return the shapes of the parameters of the first layer, by the branch that they belong to."""
         return layer_shapes(self.parameters)
 
     def resolved(self, num_ranks: int = 0) -> EngineConfig:
-        """Return the resolved config. num_ranks: the tensor_parallel_size; 0 keeps the config's."""
+        """Resolve the config. num_ranks: the tensor_parallel_size; 0 keeps the config's."""
         config = self.config
         if num_ranks:
             config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=num_ranks))
@@ -75,12 +74,12 @@ class PlannedModel:
 
     @property
     def head(self) -> HeadLayout:
-        """How the LM head is cut and padded."""
+        """The cut and the padding of the LM head."""
         return HeadLayout(self.config.parallel.lm_head_pieces, self.config.parallel.pad_vocab_multiple)
 
     @property
     def together(self) -> bool:
-        """Whether queries or keys are normalised over all heads of a token."""
+        """True if queries or keys are normalised over all heads of a token."""
         return heads_are_together(self.parameters, self.model)
 
     @property
@@ -102,7 +101,7 @@ class PlannedModel:
         return {}
 
     def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
-        """Return the sizes of the model, or of a rank's part of it. Parts with equal shapes are counted once."""
+        """Count the bytes of the model, or of a rank's part of it. Parts with equal shapes are counted once."""
         place, shapes = (ANYWHERE, ()) if share is None or share.degrees.size == 1 else self._part(share)
         if (scheme, shapes) not in self._found:
             self._found[scheme, shapes] = model_sizes(self.model, self.ops, scheme, self.head, place)
@@ -126,7 +125,7 @@ class NoLinks:
 
 
 def layer_shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the shapes of the first layer's parameters, by the branch that they belong to."""
+    """Group the shapes of the first layer's parameters by the branch that they belong to."""
     found: dict[str, list[tuple[int, ...]]] = {"attention": [], "mlp": []}
     for name, parameter in parameters.items():
         layer, _, branch = (operation_of(name) or "").rpartition(".")

@@ -34,18 +34,18 @@ class Source(Protocol):
         """The number of weights; tied weights count once."""
 
     def resolved(self, num_ranks: int = 0) -> EngineConfig:
-        """Return the resolved config for a number of ranks; 0: the number in the config."""
+        """Resolve the config for a number of ranks; 0: the number in the config."""
 
     def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
-        """Return the sizes of the model, or of a rank's part of it."""
+        """Count the bytes of the model, or of a rank's part of it."""
 
     def layer_shapes(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
-        """Return the shapes of the first layer's parameters for "attention" and "mlp"."""
+        """List the shapes of the first layer's parameters for "attention" and "mlp"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked about a model. Empty fields of the load get defaults."""
+    """The question about a model. Empty fields of the load get defaults."""
 
     budget: Budget
     hardware: Hardware | None
@@ -54,7 +54,7 @@ class Question:
 
 
 def answer(source: Source, question: Question) -> dict[str, Any]:
-    """Return every figure, as JSON.
+    """Compute every figure, as JSON.
 
     Raises:
         InvalidRequestError: an option does not fit the model, the hardware or the other options.
@@ -91,12 +91,11 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
 
 
 def fitter_of(source: Source, budget: Budget) -> Fitter:
-    """Return the Fitter of a model for a memory budget."""
     return Fitter(source.model, source.sizes, source.resolved, budget, source.together, source.num_elements)
 
 
 def operator_figures(chip: OnChip, model: ModelConfig, context: int) -> dict[str, Any]:
-    """Return tiles, blocks and times of the attention operator on one core."""
+    """Compute tiles, blocks and times of the attention operator on one core."""
     group = model.num_attention_heads // model.num_key_value_heads
     return {
         "unified_buffer": dict(UNIFIED_BUFFER),
@@ -108,7 +107,7 @@ def operator_figures(chip: OnChip, model: ModelConfig, context: int) -> dict[str
 
 
 def _filled(load: Load, fit: Fit) -> Load:
-    """Return a load whose empty fields are filled with defaults that the config serves."""
+    """Fill the empty fields of a load with defaults that the config serves."""
     most, length = fit.config.scheduler.max_num_seqs, fit.config.scheduler.max_model_len or 1
     return Load(
         load.batches or _distinct([1, most]),

@@ -49,7 +49,7 @@ class Line:
     remark: str = ""  # added to the comment
 
     def table(self) -> str:
-        """Return the line of a parameter table; in a template, its field `shard` is left open."""
+        """Write the line of a parameter table; in a template, its field `shard` is left open."""
         tensor = f"{self.dtype} {list(self.shape)}" if self.dtype else ""
         comment = f"  # {'; '.join(filter(None, [tensor, self.remark]))}"
         fields = f"{{{', '.join(self.fields)}}}"
@@ -59,14 +59,13 @@ class Line:
         return f"{self.name}:{comment}\n" + "\n".join(f"  {line}" for line in lines)
 
     def sharding(self) -> str:
-        """Return the line of a sharding map."""
         shape = f"({', '.join(map(str, self.shape))}{',' if len(self.shape) == 1 else ''})"
         remark = f"; {self.remark}" if self.remark else ""
         return f"{self.name} : {self.axis} #  torch.{self.dtype} {shape}{remark}"
 
 
 def table_text(model: Path, *, sharding: bool = False) -> str:
-    """Return the parameter table, or the sharding map, of a model directory or of a config.json.
+    """Write the parameter table, or the sharding map, of a model directory or of a config.json.
 
     Raises:
         ModelLoadError: there is neither a config.json of a known architecture nor a checkpoint.
@@ -118,12 +117,12 @@ def _known_line(
 
 
 def row_fields(row: Row) -> tuple[str, ...]:
-    """Return the fields of a table's row as they are written in a file."""
+    """Write the fields of a table's row as a file has them."""
     return tuple(f"{name}: {_value(value)}" for name, value in row.fields.items())
 
 
 def _value(value: Any) -> str:
-    """Return a value as YAML: JSON, but with plain words unquoted."""
+    """Write a value as YAML: JSON, but with plain words unquoted."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list):
@@ -174,7 +173,7 @@ def guess_axis(name: str, num_axes: int) -> int:
 
 
 def size_words(config: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Return size -> the words for it in a table's shape, as far as config.json gives sizes."""
+    """List the words for each size in a table's shape, as far as config.json gives sizes."""
     found = {word: _first(config, keys) for word, keys in SPELLINGS.items()}
     heads, hidden = _first(config, HEADS), found["hidden"]
     head = _first(config, ("head_dim",)) or (hidden // heads if heads and hidden else None)
@@ -193,11 +192,11 @@ def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts layer 2 before layer 10."""
+    """Make a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _entries(directory: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint if there is one; the directory of a hub name may hold only an index."""
+    """Read the tensors of a checkpoint if there is one; the directory of a hub name may hold only an index."""
     stored = any(directory.glob("*.safetensors")) and not (directory / PACKED).is_file()
     return Checkpoint(directory).entries if stored else {}

@@ -14,12 +14,11 @@ Found = TypeVar("Found")
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names of the YAML files in a folder of this package."""
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def load(option: str, text: str, path: Path, read: Callable[[Any], Found], advice: str) -> Found:
-    """Return the result of `read` for a YAML file. text: what the user gave for the option, for error messages.
+    """Apply `read` to a YAML file. text: what the user gave for the option, for error messages.
 
     Raises:
         InvalidRequestError: there is no such file (the message ends with the advice), it is not YAML, or `read`
@@ -39,7 +38,7 @@ def load(option: str, text: str, path: Path, read: Callable[[Any], Found], advic
 
 
 def record(found: Any, kind: type, where: str) -> dict[str, Any]:
-    """Return a mapping whose keys are fields of a dataclass, including all fields without a default."""
+    """Check that a value is a mapping whose keys are fields of a dataclass, including all fields without a default."""
     allowed = {item.name: item for item in fields(kind)}
     if not isinstance(found, Mapping):
         raise InvalidRequestError(f"{where} must be a mapping of {', '.join(allowed)}")
@@ -52,7 +51,7 @@ def record(found: Any, kind: type, where: str) -> dict[str, Any]:
 
 
 def number(name: str, value: Any, low: float, high: float) -> float:
-    """Return a number in low..high. YAML reads a number without a point, such as 1e12, as text."""
+    """Check that a number lies in low..high. YAML reads a number without a point, such as 1e12, as text."""
     try:
         found = None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -63,7 +62,7 @@ def number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
-    """Return a whole number in low..high, which may be written as 64e9."""
+    """Check that a whole number, which may be written as 64e9, lies in low..high."""
     found = value if type(value) is int else number(name, value, low, high)
     if int(found) != found or not low <= found <= high:
         raise fail(name, value, f"a whole number from {low} to {high}")

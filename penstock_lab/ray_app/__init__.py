@@ -20,7 +20,7 @@ from typing import Any
 
 
 def build(args: dict[str, Any]) -> Any:
-    """Return application.build(args). Ray is imported only here, so `door` needs none."""
+    """Call application.build(args). Ray is imported only here, so `door` needs none."""
     from penstock_lab.ray_app import application
 
     return application.build(args)

@@ -37,7 +37,7 @@ UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """How many engines there are, and what Ray reserves for each.
+    """The number of engines, and the resources that Ray reserves for each.
 
     Attributes:
         num_replicas: number of engines at the start, and the smallest number.
@@ -70,7 +70,7 @@ class ReplicaOptions:
 
 
 def engines(options: ReplicaOptions) -> serve.Application:
-    """Return the application in which every replica runs an engine."""
+    """Make the application in which every replica runs an engine."""
     scaling: dict[str, Any] = {"num_replicas": options.num_replicas}
     if options.most > options.num_replicas:
         policy = AutoscalingPolicy(
@@ -100,7 +100,7 @@ def engines(options: ReplicaOptions) -> serve.Application:
 
 
 def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> AsyncLLM:
-    """Return a client of the engines behind a handle.
+    """Make a client of the engines behind a handle.
 
     Raises:
         InvalidRequestError: an option does not work with engines on Ray, or AsyncLLM refuses it.
@@ -206,7 +206,7 @@ class Server:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Return the application of a Serve config file: `import_path: penstock_lab.ray_app:build`.
+    """Make the application of a Serve config file: `import_path: penstock_lab.ray_app:build`.
 
     args: options of ReplicaOptions, SERVER_OPTIONS and AsyncLLM (model, dtype, max_queue_wait, ...).
 

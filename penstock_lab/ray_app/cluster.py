@@ -35,7 +35,7 @@ def join_cluster(option: str) -> None:
 
 
 def _problem(address: str) -> str | None:
-    """Return why a cluster cannot be reached, or None if it answers or only Ray can find out."""
+    """Explain why a cluster cannot be reached; None if it answers or only Ray can find out."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdecimal():
         return f"RAY_ADDRESS={address} is not an address like 10.0.0.1:6379"

@@ -25,7 +25,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def dial(address: tuple[str, int], hello: bytes) -> socket.socket:
-    """Return a connection to a door. Raise OSError if it cannot be made. hello: token and label."""
+    """Connect to a door. Raise OSError if that fails. hello: token and label."""
     sock = socket.create_connection((address[0], address[1]), DIAL_S)
     try:
         tune(sock)
@@ -61,7 +61,7 @@ class Door:
         self.close()
 
     def close(self) -> None:
-        """Stop listening, and close the connections that nobody has taken."""
+        """Stop listening, and close the connections that were not taken."""
         for task in (*self._admitting, *filter(None, [self._accepting])):
             task.cancel()
         self._socket.close()
@@ -118,7 +118,7 @@ class Door:
 
 
 async def read_exactly(sock: socket.socket, count: int) -> bytes:
-    """Return `count` bytes. Raise EOFError at the end of the connection."""
+    """Read `count` bytes. Raise EOFError at the end of the connection."""
     data = b""
     while len(data) < count:
         part = await asyncio.get_running_loop().sock_recv(sock, count - len(data))

@@ -76,7 +76,7 @@ class EngineReplica:
                 (self._queued_tokens,) = LOAD_FORMAT.unpack(await read_exactly(load, LOAD_FORMAT.size))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return this replica's share of the queued tokens, for Serve's autoscaler."""
+        """Report this replica's share of the queued tokens to Serve's autoscaler."""
         return {"queued_tokens": self._queued_tokens}
 
 

@@ -41,7 +41,7 @@ LEVEL = "PENSTOCK_CPU_LEVEL"
 
 
 def open_launcher(config: EngineConfig, option: str) -> "RayLauncher":
-    """Return the launcher of a resolved config's ranks on the cluster named by RAY_ADDRESS or by this machine's Ray.
+    """Join the cluster named by RAY_ADDRESS, or this machine's Ray, and reserve places for a config's ranks.
 
     option: the option that asks for the cluster, for error messages.
 
@@ -82,11 +82,10 @@ class Place:
             os.environ[LEVEL] = level
 
     async def address(self) -> tuple[str, int]:
-        """Return the address of the door."""
         return self._door.address
 
     async def measure(self, measure: Callable[[], int]) -> tuple[str, int]:
-        """Return the id of the node and the result of `measure` there."""
+        """Call `measure` on the node, and return the node's id with the result."""
         return ray.get_runtime_context().get_node_id(), measure()
 
     async def start(self, module: str, words: list[str | Wire]) -> int:
@@ -120,7 +119,7 @@ class Place:
         return await asyncio.to_thread(self._process.wait)
 
     async def cpu_s(self) -> float:
-        """Return the seconds of processor time that the rank has used."""
+        """Read the seconds of processor time that the rank has used."""
         return Effort.of(children()).cpu_s
 
 
@@ -139,7 +138,7 @@ class RemoteProcess:
         return 0
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code. Raise TimeoutExpired if the process does not end in time, or cannot be reached."""
+        """Wait for the exit code. Raise TimeoutExpired if the process does not end in time, or cannot be reached."""
         try:
             return int(ray.get(self._place.wait.remote(), timeout=timeout))
         except RayError as error:
@@ -194,12 +193,12 @@ class RayLauncher:
         threading.Thread(target=self._watch, name="effort of ranks", daemon=True).start()
 
     def _ask(self, method: str, *args: Any, timeout: float = PLACE_S) -> list[Any]:
-        """Return the result of a method of each place. Raise RayError if a place does not answer."""
+        """Call a method of each place. Raise RayError if a place does not answer."""
         found: list[Any] = ray.get([getattr(place, method).remote(*args) for place in self._places], timeout=timeout)
         return found
 
     def free_memory_bytes(self, measure: Callable[[], int]) -> int:
-        """Return the memory that all ranks together can take, given the machine with the least memory per rank.
+        """Measure the memory that all ranks together can take, given the machine with the least memory per rank.
 
         Raises:
             EngineError: a place does not answer.
@@ -214,7 +213,7 @@ class RayLauncher:
         return len(found) * min(free // count[node] for node, free in found)
 
     def connect(self, one: int, other: int) -> tuple[Any, Any]:
-        """Return both ends of a new connection. Raise OSError if the place cannot be reached."""
+        """Open a connection, and return both ends. Raise OSError if the place cannot be reached."""
         self._num_wires += 1
         label = self._num_wires.to_bytes(LABEL_BYTES, "big")
         address = self._addresses[other - 1]
@@ -227,7 +226,7 @@ class RayLauncher:
         return RemoteProcess(self._places[number - 1], module, list(words))
 
     def effort_s(self) -> float:
-        """Return the processor time of the ranks or, while Ray looks for places, a clock that counts as progress."""
+        """Read the processor time of the ranks or, while Ray looks for places, a clock that counts as progress."""
         return time.monotonic() if self._cpu_s is None else self._cpu_s
 
     def _watch(self) -> None:
@@ -248,7 +247,7 @@ class RayLauncher:
 
 
 def _no_room(bundles: list[dict[str, float]], error: RayError) -> str:
-    """Return the error text for places that the cluster could not provide."""
+    """Write the error text for places that the cluster could not provide."""
     cores = bundles[0]["CPU"]
     nodes = [node for node in ray.nodes() if node["Alive"]]
     found = ", ".join(f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g}" for node in nodes)

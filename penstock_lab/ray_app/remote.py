@@ -185,7 +185,7 @@ class RemoteEngine(EngineConnection):
         return self._code
 
     def _is_welcome(self, fingerprint: str) -> bool:
-        """Return whether the engine gives the bits of the first one. If not, its machine gets no more leases."""
+        """Check that the engine gives the bits of the first one. If not, its machine gets no more leases."""
         self._pool.fingerprint = self._pool.fingerprint or fingerprint
         if fingerprint == self._pool.fingerprint:
             return True

@@ -17,7 +17,7 @@ class LeaseRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is an 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas that may be free, in random order; Serve asks them."""
+        """Shuffle the replicas that may be free; Serve asks them in this order."""
         free = self.select_available_replicas(
             [replica for replica in candidate_replicas if replica.node_id not in remote.refused_nodes]
         )

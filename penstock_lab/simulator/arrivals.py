@@ -58,7 +58,7 @@ class Drawn:
 
     @classmethod
     def of(cls, dataset: Dataset, load: Load, count: int, model: str) -> "Drawn":
-        """Return the arrivals of a load. model: its tokenizer counts the tokens of conversations."""
+        """Draw the arrivals of a load. model: its tokenizer counts the tokens of conversations."""
         check_int("num_prompts", count, 1, 10**10)
         if dataset.name != "sharegpt":
             return cls(dataset, load, count)

@@ -20,7 +20,6 @@ OUTPUT_LEN = 24
 
 
 def measure_costs(options: dict[str, Any]) -> LinearCosts:
-    """Return the costs of a model's steps, as measured by `measure_steps`."""
     return fit_costs(measure_steps(options))
 
 
@@ -34,7 +33,7 @@ def measure_steps(options: dict[str, Any]) -> list[MeasuredStep]:
 
 
 def record_mix(built: BuiltEngine) -> Bundle:
-    """Return the record of a mix of loads: few and many sequences, short and long prompts, alone and beside streams."""
+    """Record a mix of loads: few and many sequences, short and long prompts, alone and beside streams."""
     engine = built.engine
     ring = Ring.create(RING_BYTES)
     engine.observe(Recorder(ring, describe(engine, built.config, built.info)))

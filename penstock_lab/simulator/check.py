@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _served_steps(address: str, model: str) -> list[MeasuredStep]:
-    """Return the steps of a server, under loads of other lengths than those that are compared."""
+    """Measure the steps of a server, under loads of other lengths than those that are compared."""
     began = time.time()
     for dataset, count, rate in MIX:
         asyncio.run(_measured(address, model, dataset, count, [rate]))
@@ -91,7 +91,7 @@ def _served_steps(address: str, model: str) -> list[MeasuredStep]:
 
 
 def _request_seconds(address: str, engine: dict[str, Any], costs: LinearCosts) -> float:
-    """Return how much longer than simulated a first token takes, under a light load of other lengths."""
+    """Measure how much longer than simulated a first token takes, under a light load of other lengths."""
     rate = LIGHT_SHARE * _simulated(engine, LIGHT, LIGHT_COUNT, float("inf"), costs)["request_throughput"]
     (light,) = asyncio.run(_measured(address, engine["model"], LIGHT, LIGHT_COUNT, [rate]))
     simulated = _simulated(engine, LIGHT, LIGHT_COUNT, rate, costs)

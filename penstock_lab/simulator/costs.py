@@ -29,7 +29,7 @@ PARTS = ("step", "sequence", "prompt_token", "cached_token", "pair")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a step's time depends on, in the order of LinearCosts' fields."""
+    """The features that a step's time depends on, in the order of LinearCosts' fields."""
 
     steps: float
     sequences: float
@@ -77,11 +77,9 @@ class LinearCosts:
             raise InvalidRequestError("costs: all of them are 0", param="costs")
 
     def step_seconds(self, step: SchedulerOutput) -> float:
-        """Return the seconds of a step."""
         return self.seconds(Shape.of(step.scheduled))
 
     def seconds(self, shape: Shape) -> float:
-        """Return the seconds of a step of this shape."""
         return (
             self.step
             + self.sequence * shape.sequences
@@ -91,11 +89,10 @@ class LinearCosts:
         )
 
     def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
-        """Return the seconds of a step without prompts, bit for bit those of `seconds`."""
+        """Compute the seconds of a step without prompts, bit for bit those of `seconds`."""
         return self.step + self.sequence * sequences + 0.0 + self.cached_token * cached_tokens + 0.0
 
     def as_json(self) -> dict[str, str | float]:
-        """Return the costs by name."""
         return asdict(self)
 
     def write(self, path: Path) -> None:
@@ -112,7 +109,7 @@ class MeasuredStep:
 
 
 def read_costs(path: Path) -> LinearCosts:
-    """Return the costs in a JSON file.
+    """Read the costs in a JSON file.
 
     Raises:
         InvalidRequestError: the file cannot be read, or its names are not those of LinearCosts.
@@ -130,7 +127,7 @@ def read_costs(path: Path) -> LinearCosts:
 
 
 def fit_costs(steps: Sequence[MeasuredStep]) -> LinearCosts:
-    """Return the costs that explain the measured steps best, by relative error. No cost is negative.
+    """Find the costs that explain the measured steps best, by relative error. No cost is negative.
 
     A step that another process delayed counts less the larger its error is.
 
@@ -152,7 +149,7 @@ def fit_costs(steps: Sequence[MeasuredStep]) -> LinearCosts:
 
 
 def _non_negative(rows: Floats, wanted: Floats) -> Floats:
-    """Return x >= 0 that fits rows x = wanted by least squares, dropping negative numbers one at a time."""
+    """Find x >= 0 that fits rows x = wanted by least squares, dropping negative numbers one at a time."""
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     used = np.flatnonzero(np.abs(rows).max(axis=0) > 0)
     found = np.zeros(rows.shape[1])

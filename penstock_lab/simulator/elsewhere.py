@@ -25,15 +25,13 @@ class HardwareCosts:
     request: float = 0.0
 
     def step_seconds(self, step: SchedulerOutput) -> float:
-        """Return the seconds of a step."""
         return self.seconds(Shape.of(step.scheduled))
 
     def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
-        """Return the seconds of a step without prompts."""
         return self.seconds(Shape(1.0, sequences, 0, cached_tokens, 0))
 
     def seconds(self, shape: Shape) -> float:
-        """Return the seconds of a step of this shape, as if its sequences were alike and its prompts one."""
+        """Compute the seconds of a step of this shape, as if its sequences were alike and its prompts one."""
         prompt, sequences = shape.prompt_tokens, shape.sequences + (shape.prompt_tokens > 0)
         # Cached tokens that the new tokens of a prompt attend to.
         before = shape.pairs / prompt - prompt / 2 if prompt else 0.0
@@ -47,12 +45,11 @@ class HardwareCosts:
         return time_of(self.work, self.hardware, amounts).seconds
 
     def as_json(self) -> dict[str, str | float]:
-        """Return the hardware and the number of devices."""
         return {"hardware": self.hardware.name, "devices": self.work.degrees.size}
 
 
 def plan_replica(config: EngineConfig, hardware: Hardware, budget: Budget) -> tuple[PlannedEngine, HardwareCosts]:
-    """Return an engine on the fewest devices that hold it, and the costs of its steps.
+    """Plan an engine on the fewest devices that hold it, and compute the costs of its steps.
 
     Raises:
         ModelLoadError: there is no such model, or it cannot be served.

@@ -8,20 +8,20 @@ TOKEN = 0  # the id of every output token; prompts are made of other ids
 
 
 class StepCosts(Protocol):
-    """How long steps take on some machine."""
+    """The durations of steps on some machine."""
 
     @property
     def request(self) -> float:
         """Seconds of a request's way to the engine and of its first token's way back."""
 
     def step_seconds(self, step: SchedulerOutput) -> float:
-        """Return the seconds from the plan of a step to the plan of the next one, if there is work for it."""
+        """Compute the seconds from the plan of a step to the plan of the next one, if there is work for it."""
 
     def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
-        """Return the same for a step in which `sequences` get a token each and attend to `cached_tokens` in all."""
+        """Compute the same for a step in which `sequences` get a token each and attend to `cached_tokens` in all."""
 
     def as_json(self) -> dict[str, str | float]:
-        """Return a description for a report."""
+        """Describe the costs for a report."""
 
 
 class VirtualClock:

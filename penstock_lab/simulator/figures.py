@@ -34,7 +34,7 @@ class Histogram:
         self._counts.update(other._counts)
 
     def percentile(self, share: float) -> float | None:
-        """Return the time below which `share` percent lie, interpolated as by numpy; None if there are no times."""
+        """Find the time below which `share` percent lie, interpolated as by numpy; None if there are no times."""
         total = self._counts.total()
         if not total:
             return None
@@ -43,7 +43,7 @@ class Histogram:
         return low + (high - low) * (place - math.floor(place))
 
     def _ranked(self, rank: int) -> float:
-        """Return the middle of the bucket that holds the time with this rank, counted from 0."""
+        """Find the middle of the bucket that holds the time with this rank, counted from 0."""
         for bucket in sorted(self._counts):
             rank -= self._counts[bucket]
             if rank < 0:
@@ -61,7 +61,7 @@ class Goal:
 
 
 def parse_target(text: str) -> tuple[Goal, ...]:
-    """Return the goals of a text like ttft_p99=2s,itl_p99=100ms.
+    """Parse the goals of a text like ttft_p99=2s,itl_p99=100ms.
 
     Raises:
         InvalidRequestError: the text is not a list of goals.
@@ -85,7 +85,7 @@ def _parse_goal(text: str) -> Goal:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """What is known of a request while it is open. Times are in seconds.
+    """The times of a request while it is open, in seconds.
 
     Attributes:
         sent_at: when it came to its replica.
@@ -189,12 +189,12 @@ class Figures:
 
     @property
     def meets_target(self) -> bool:
-        """Whether the times of all requests together are within every goal, and no request was rejected or failed."""
+        """True if the times of all requests together meet every goal, and no request was rejected or failed."""
         found = [(self.times[goal.metric].percentile(goal.share), goal.seconds) for goal in self.goals]
         return not self.rejected and not self.failed and all(value is None or value <= limit for value, limit in found)
 
     def summary(self, replicas: int) -> dict[str, Any]:
-        """Return the figures for JSON. Times are in milliseconds, goodput in good requests per second."""
+        """Sum up the figures for JSON. Times are in milliseconds, goodput in good requests per second."""
         duration = max(self.ended - self.began, MIN_SECONDS) if self.requests else 0.0
         rate = 1 / duration if duration else 0.0
         num_requests = self.requests + self.rejected + self.failed

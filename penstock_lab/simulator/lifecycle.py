@@ -47,7 +47,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What changes a fleet.
+    """The causes that change a fleet.
 
     Attributes:
         scaling: None: the fleet keeps its size.
@@ -70,7 +70,6 @@ class Changes:
 
     @property
     def any(self) -> bool:
-        """Whether the fleet changes at all."""
         return self.scaling is not None or self.mtbf_s is not None
 
 
@@ -78,7 +77,7 @@ UNCHANGED = Changes()
 
 
 class Change(Enum):
-    """What happened to a replica."""
+    """An event in the life of a replica; the value describes it."""
 
     STARTED = "serves"
     DRAINED = "gets no further requests"
@@ -99,7 +98,7 @@ class _Autoscaler:
         self._seen: deque[tuple[float, int]] = deque([(0.0, fewest)])
 
     def wanted(self, now: float, current: int, ongoing: int) -> int:
-        """Return the wanted number of replicas. ongoing: requests on all replicas."""
+        """Decide the number of replicas. ongoing: requests on all replicas."""
         scaling = self._scaling
         wanted = math.ceil(ongoing / self._ongoing)
         self._seen.append((now, max(self._fewest, min(wanted, scaling.max_replicas))))

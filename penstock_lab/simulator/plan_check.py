@@ -85,7 +85,7 @@ def _options(model: str, form: str, cases: list[Case]) -> dict[str, Any]:
 
 
 def predict(options: dict[str, Any], cases: list[Case], hardware: Hardware) -> dict[Case, dict[str, Any]]:
-    """Return what `penstock plan` predicts for each case."""
+    """Compute what `penstock plan` predicts for each case."""
     streams = [size for phase, size in cases if phase == DECODE]
     prompt_lens = [size for phase, size in cases if phase == PREFILL]
     load = Load(sorted({1, *streams}), prompt_lens or [1], [PROMPT_OF_STREAMS + STEPS // 2])
@@ -101,7 +101,7 @@ def predict(options: dict[str, Any], cases: list[Case], hardware: Hardware) -> d
 
 
 def measure(options: dict[str, Any], cases: list[Case], rounds: int) -> dict[Case, list[float]]:
-    """Return the seconds of each case in every round."""
+    """Measure the seconds of each case in every round."""
     built = build_engine(EngineConfig.from_options(**options))
     rng = random.Random(0)
     found: dict[Case, list[float]] = {case: [] for case in cases}
@@ -116,7 +116,7 @@ def measure(options: dict[str, Any], cases: list[Case], rounds: int) -> dict[Cas
 
 
 def _step_seconds(built: BuiltEngine, rng: random.Random, streams: int) -> float:
-    """Return the seconds of a step that gives each of the streams a token."""
+    """Measure the seconds of a step that gives each of the streams a token."""
     engine = built.engine
     for index in range(streams):
         _send(built, rng, str(index), PROMPT_OF_STREAMS, STEPS + RAMP_STEPS)
@@ -136,7 +136,7 @@ def _step_seconds(built: BuiltEngine, rng: random.Random, streams: int) -> float
 
 
 def _first_token_seconds(built: BuiltEngine, rng: random.Random, prompt_len: int) -> float:
-    """Return the seconds from a prompt to its first token."""
+    """Measure the seconds from a prompt to its first token."""
     _send(built, rng, "prompt", prompt_len, 1)
     started = time.perf_counter()
     while built.engine.has_work:

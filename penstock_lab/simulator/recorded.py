@@ -1,4 +1,4 @@
-"""What a file of the flight recorder provides for a simulation: the times of steps, and what was decided in them."""
+"""The data that a simulation takes from the flight recorder's file: the times of steps, and the decisions in them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from penstock_lab.simulator.replica import MakeEngine
 
 
 def load_costs(path: Path) -> LinearCosts:
-    """Return the costs in a file: JSON, or a record whose steps are fitted.
+    """Read the costs in a file: JSON, or a record whose steps are fitted.
 
     Raises:
         InvalidRequestError: the file is neither, or the record has too few steps.
@@ -30,7 +30,7 @@ def load_costs(path: Path) -> LinearCosts:
 
 
 def measured_steps(bundle: Bundle, since: float = 0.0) -> list[MeasuredStep]:
-    """Return the steps of a record that were immediately followed by another one, because they share a request.
+    """List the steps of a record that were immediately followed by another one, because they share a request.
 
     Their times go from plan to plan, so that they include all that an engine does between two steps.
 
@@ -105,7 +105,7 @@ def decisions(bundle: Bundle, make_engine: MakeEngine) -> Iterator[tuple[Schedul
 
 
 def _requests(bundle: Bundle) -> dict[str, EngineRequest]:
-    """Return the requests of a record as they were sent."""
+    """Restore the requests of a record as they were sent."""
     found: dict[str, EngineRequest] = {}
     for record in bundle.records:
         for item in record.new if isinstance(record, Planned) else ():
@@ -116,7 +116,7 @@ def _requests(bundle: Bundle) -> dict[str, EngineRequest]:
 
 
 def _stand_in(record: Arrived) -> EngineRequest:
-    """Return a substitute for a request that left before its first step, so that only its length is known."""
+    """Make a substitute for a request that left before its first step, so that only its length is known."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
     return EngineRequest(record.request_id, [0] * record.num_prompt_tokens, params)
 

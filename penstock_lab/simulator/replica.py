@@ -27,7 +27,7 @@ NUM_IDS = 2**62  # size of the vocabulary: each prompt has its own id, so that n
 
 
 def num_forced_steps(engine: Engine) -> int:
-    """Return how many of the next steps are already decided and end no request; 0 if that is hard to say."""
+    """Count how many of the next steps are already decided and end no request; 0 if that is hard to say."""
     scheduler, cache = engine.scheduler, engine.kv_cache
     running, (group, *others) = scheduler.running, cache.groups
     is_plain = not others and not group.ring and group.sliding_window is None and scheduler.pace is None
@@ -79,7 +79,7 @@ def _params(output_len: int) -> SamplingParams:
 
 @lru_cache(maxsize=2**16)
 def prefix_id(group: str) -> int:
-    """Return the id of which prefixes of a group consist. It is even; the ids of single prompts are odd."""
+    """Hash a group to the id of which its prefixes consist. It is even; the ids of single prompts are odd."""
     return 2 * (1 + int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest()))
 
 
@@ -105,7 +105,7 @@ class OpenRequest(RequestTimes):
 
     @property
     def rest(self) -> Arrival:
-        """What is still to be computed. The tokens received so far belong to the prompt."""
+        """The part still to be computed. The tokens received so far belong to the prompt."""
         done, arrival = self.num_outputs, self.arrival
         if not done:
             return arrival
@@ -139,7 +139,7 @@ class Replica:
         return self.engine.has_work
 
     def count_queued(self) -> QueuedTokens:
-        """Return the tokens that this engine has to compute, kept up to date. A router adds the requests."""
+        """Read the tokens that this engine has to compute, which are kept up to date. A router adds the requests."""
         self._queued = QueuedTokens()
         return self._queued
 

@@ -1,4 +1,4 @@
-"""What a simulation prints, and its pictures: a file for a document, or a page that needs no network."""
+"""The text and the pictures of a simulation: a file for a document, or a page that needs no network."""
 
 import base64
 import io
@@ -54,7 +54,7 @@ def print_simulation(result: dict[str, Any]) -> None:
 
 
 def about(result: dict[str, Any]) -> str:
-    """Return one line about what was simulated."""
+    """Describe in one line what was simulated."""
     costs = result["costs"]
     if "hardware" in costs:
         steps = f"steps as planned on {costs['devices']} of {costs['hardware']}"
@@ -64,7 +64,7 @@ def about(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:
-    """Return rows of a label and the figure of each run. Figures that no run has are left out."""
+    """List rows of a label and the figure of each run. Figures that no run has are left out."""
     runs = result["runs"]
     found = [(label, [run.get(name) for run in runs]) for label, name in FIGURES.items()]
     found = [(label, values) for label, values in found if label not in CHANGES or any(values)]
@@ -109,7 +109,7 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
 
 
 def _as_measured(result: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return a run under the names of `penstock bench serve`, whose picture shows it."""
+    """Rename the figures of a run as `penstock bench serve` has them, whose picture shows it."""
     latencies = {
         f"{'median' if share == 50 else f'p{share}'}_{name}_ms": run[f"{name}_ms"][f"p{share}"] or 0.0
         for name in ("ttft", "itl")
@@ -127,7 +127,7 @@ def _as_measured(result: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _image(runs: Sequence[dict[str, Any]], *, dark: bool = False) -> str:
-    """Return the picture as a data URL."""
+    """Encode the picture as a data URL."""
     from matplotlib import style
 
     with style.context("dark_background" if dark else "default"), io.BytesIO() as file:

@@ -21,7 +21,7 @@ class Router(Protocol):
         """Note that a replica gets no further requests."""
 
     def choose(self, number: int, arrival: Arrival) -> int:
-        """Return the index of a replica for a request."""
+        """Choose a replica for a request, by its index."""
 
     def note_load(self, replica: int, num_open: int) -> None:
         """Note how many requests a replica has open now."""
@@ -106,7 +106,7 @@ class CachedPrefix:
     def note_load(self, replica: int, num_open: int) -> None: ...
 
     def _hashes(self, number: int, arrival: Arrival) -> list[bytes]:
-        """Return stand-ins for the hashes of the prompt's blocks. Blocks behind the prefix are the prompt's own."""
+        """Make stand-ins for the hashes of the prompt's blocks. Blocks behind the prefix are the prompt's own."""
         shared = [prefix_id(arrival.prefix_group)] * min(arrival.prefix_len, arrival.prompt_len - 1)
         hashes = serving.block_hashes(shared, None, self._block_size)
         own = range(len(hashes), min(arrival.prompt_len // self._block_size, serving.MAX_LOOKED_AT))

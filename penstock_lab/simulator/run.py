@@ -118,14 +118,14 @@ def divided(replicas: range, processes: int, num_blocks: int) -> Iterator[range]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is simulated.
+    """The options of a simulation.
 
     Attributes:
         rates: mean arrivals per second of each run; inf: all at once.
         num_prompts: requests of a run; None: DEFAULT_PROMPTS, or all of the trace.
         trace: a file of arrivals, instead of drawn arrivals.
         replicas: of the fleet; None: as few as meet the target.
-        users: number of users who wait for their answers; None: nobody waits.
+        users: number of users who wait for their answers; None: requests come whether or not others are answered.
         price: of a replica for an hour.
         changes: of the fleet while it runs: autoscaling and failures.
         processes: number of processes that compute; None: only this one.
@@ -168,7 +168,7 @@ class Options:
             )
 
     def arrivals(self, rate: float, model: str) -> Iterable[Arrival]:
-        """Return the arrivals of one run."""
+        """Draw or read the arrivals of one run."""
         if self.trace is not None:
             return Trace(self.trace, self.num_prompts)
         load = Load(rate, self.burstiness, seed=self.seed)
@@ -176,7 +176,7 @@ class Options:
 
 
 def find_costs(options: dict[str, Any], source: str) -> LinearCosts:
-    """Return the costs of steps: from a file, or for "this" measured now with the model of the options.
+    """Find the costs of steps: from a file, or for "this" measured now with the model of the options.
 
     Raises:
         InvalidRequestError: the file holds no costs.
@@ -238,7 +238,7 @@ def _run(scenario: Scenario, options: Options, progress: Progress) -> tuple[int,
 
 
 def as_json(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result for JSON. The figures of a single run stand beside the description of the simulation."""
+    """Arrange the result for JSON. The figures of a single run stand beside the description of the simulation."""
     runs: list[dict[str, Any]] = result["runs"]
     if len(runs) > 1:
         return result

@@ -54,7 +54,7 @@ class Scenario:
 
     @property
     def has_independent_replicas(self) -> bool:
-        """Whether the requests that a replica gets depend on no answer, so that each replica can be simulated apart."""
+        """True if the requests that a replica gets depend on no answer, so that each can be simulated apart."""
         return self.router == "round_robin" and self.users is None and not self.changes.any
 
     def run(self, num_replicas: int, advance: Callable[[int], None] = lambda count: None) -> Figures:
@@ -93,7 +93,7 @@ class Scenario:
 
 
 def make_engine(planned: PlannedEngine) -> MakeEngine:
-    """Return a function that makes the engines of replicas: production engines with a larger vocabulary."""
+    """Make a function that makes the engines of replicas: production engines with a larger vocabulary."""
     wide = replace(planned, model_config=replace(planned.model_config, vocab_size=NUM_IDS))
 
     def make(executor: Executor, clock: VirtualClock) -> Engine:
@@ -103,7 +103,7 @@ def make_engine(planned: PlannedEngine) -> MakeEngine:
 
 
 def smallest_fleet(scenario: Scenario, run: Callable[[int], Figures]) -> tuple[int, Figures]:
-    """Return the smallest number of replicas that meets the target, and its figures. More are taken to be no worse.
+    """Find the smallest number of replicas that meets the target, and its figures. More are taken to be no worse.
 
     Args:
         run: simulates a number of replicas.
@@ -141,7 +141,7 @@ def _why_not(figures: Figures, num_replicas: int) -> str:
 
 
 def priced(summary: dict[str, Any], price: float | None) -> dict[str, Any]:
-    """Return figures with their cost. price: of a replica for an hour, in any currency, startup included."""
+    """Add the cost to figures. price: of a replica for an hour, in any currency, startup included."""
     if price is None:
         return summary
     check_float("price", price, 0.0, 1e9)

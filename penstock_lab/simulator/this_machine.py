@@ -67,7 +67,7 @@ class Measurement:
 def measure_machine(
     threads: int | None = None, costs: Callable[[dict[str, Any]], LinearCosts] = measure_costs
 ) -> dict[str, Any]:
-    """Return the figures of this machine, as fields of planner.machines.Hardware, and the cases that are `unsettled`.
+    """Measure this machine: fields of planner.machines.Hardware, and the cases that are `unsettled`.
 
     threads: cores that compute; None: all.
     costs: measures the steps of a model, here the demo's.
@@ -99,7 +99,7 @@ def measure_machine(
 
 
 def as_hardware(figures: dict[str, Any]) -> Hardware:
-    """Return measured figures as they are read from a hardware file."""
+    """Read measured figures as if they came from a hardware file."""
     return read_hardware(_kept(figures))
 
 
@@ -135,13 +135,13 @@ def measure_in_rounds(cases: dict[str, Case]) -> Measurement:
 
 
 def _change(rates: list[float]) -> float:
-    """Return the relative change of the median from the first half to the second."""
+    """Compute the relative change of the median from the first half to the second."""
     half = len(rates) // 2
     return statistics.median(rates[half:]) / statistics.median(rates[:half]) - 1.0
 
 
 def _cases(threads: int) -> dict[str, Case]:
-    """Return the cases of this machine.
+    """Make the cases of this machine.
 
     Each type of weight is read (with one row) and multiplied (with few and with many rows). The other cases read plain
     memory and compute attention.
@@ -160,7 +160,7 @@ def _cases(threads: int) -> dict[str, Case]:
 
 
 def _ring(ops: CpuOps, scheme: Scheme | None) -> Ring:
-    """Return weights of all SHAPES in sample, which together are larger than the caches."""
+    """Make weights of all SHAPES in sample, which together are larger than the caches."""
     generator, packing = np.random.default_rng(0), Packing((), scheme, False)
     layer = [
         (shape, ops.pack_linear((generator.random(shape, dtype=np.float32) - 0.5).astype(ops.element), packing=packing))
@@ -181,7 +181,7 @@ def _copy(ops: CpuOps, packed: PackedLinear, shape: tuple[int, int], packing: Pa
 
 
 def _products(ops: CpuOps, rows: int, ring: Ring, *, per_operation: bool) -> Case:
-    """Return a case that measures the weight bytes, or the operations, per second of products with a ring's weights.
+    """Make a case that measures the weight bytes, or the operations, per second of products with a ring's weights.
 
     They are recorded as a program, as in a decode step: with Python between them, the memory would pause. What is timed
     is the second of two runs, because for its first millisecond a program is slower, and a step takes far longer.
@@ -210,7 +210,7 @@ def _products(ops: CpuOps, rows: int, ring: Ring, *, per_operation: bool) -> Cas
 
 
 def _probe(ops: CpuOps) -> Case:
-    """Return a case that reads a ring of memory with the fastest of the native loops."""
+    """Make a case that reads a ring of memory with the fastest of the native loops."""
     memory = empty((READ_BYTES,), UINT8)
     memory[...] = 1
     at = address_of(memory)
@@ -224,7 +224,7 @@ def _probe(ops: CpuOps) -> Case:
 
 
 def _host_seconds(costs: LinearCosts, reads: dict[str, float], operations: dict[str, float]) -> tuple[float, float]:
-    """Return the time of a step and of each sequence beside products: the demo's costs less its products."""
+    """Compute the time of a step and of each sequence beside products: the demo's costs less its products."""
     demo = PlannedModel.read(EngineConfig.from_options(model="demo"))
     config = demo.resolved()
     products = demo.sizes(config.numerics.scheme, None).products.values()
@@ -234,7 +234,7 @@ def _host_seconds(costs: LinearCosts, reads: dict[str, float], operations: dict[
 
 
 def attention_cases(wide: CpuOps, narrow: CpuOps) -> dict[str, Callable[[], float]]:
-    """Return the cases `TYPE attend prompt` and `TYPE attend streams` for each TYPE of cache.
+    """Make the cases `TYPE attend prompt` and `TYPE attend streams` for each TYPE of cache.
 
     A case returns operations per second, counted as in planner/costs.py.
     wide, narrow: backends that compute in float32 and in bfloat16.
@@ -260,7 +260,7 @@ def attention_cases(wide: CpuOps, narrow: CpuOps) -> dict[str, Callable[[], floa
 def _attention(
     ops: CpuOps, heads: Heads, cache: CpuKVCache, sequences: int, cached: int, new: int
 ) -> Callable[[], Any]:
-    """Return a call in which each sequence attends with `new` tokens after `cached` ones, in equally many blocks."""
+    """Make a call in which each sequence attends with `new` tokens after `cached` ones, in equally many blocks."""
     columns = cache.spec.num_blocks // sequences
     cache.memory[...] = 0
     table = np.arange(sequences * columns, dtype=np.int32).reshape(sequences, columns)

@@ -26,7 +26,6 @@ class Tool:
     spec: dict[str, object]
 
     def call(self, *values: object) -> Call:
-        """Return a call with these values."""
         return self.name, dict(zip(self.arguments, values, strict=True))
 
 
@@ -44,23 +43,22 @@ class Weather:
 
 
 def tools_text(specs: Sequence[object]) -> str:
-    """Return the text about the tools for the system turn."""
+    """Write the tools as the system turn lists them."""
     return "<tools>\n" + "".join(json.dumps(spec, ensure_ascii=False) + "\n" for spec in specs) + "</tools>"
 
 
 def calls_turn(*calls: Call) -> Turn:
-    """Return the turn that calls tools."""
     written = (f'{{"name": "{name}", "arguments": {json.dumps(given, ensure_ascii=False)}}}' for name, given in calls)
     return "assistant", "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
 
 
 def results_turn(*results: str) -> Turn:
-    """Return the turn with the results, in the order of the calls."""
+    """Write the results in the order of the calls."""
     return "user", "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
 
 
 def shuffled(rng: Random, content: dict[str, object], share: float = 0.3) -> dict[str, object]:
-    """Return the fields, sometimes in another order, because clients write them in any order."""
+    """Reorder the fields sometimes, because clients write them in any order."""
     names = list(content)
     if rng.random() < share:
         rng.shuffle(names)
@@ -68,7 +66,7 @@ def shuffled(rng: Random, content: dict[str, object], share: float = 0.3) -> dic
 
 
 def tool(rng: Random, kind: str, usual: bool) -> Tool:
-    """Return a tool with one of its descriptions, under its usual name or, unless `usual`, under any of its names."""
+    """Draw a tool with one of its descriptions, under its usual name or, unless `usual`, under any of its names."""
     form = PHRASES["tools"][kind]
     name: str = form["names"][0] if usual else rng.choice(form["names"])
     arguments: list[str] = form["arguments"][0] if usual else rng.choice(form["arguments"])
@@ -107,7 +105,7 @@ class Scene:
         return self.source.rng
 
     def total(self, a: int, b: int) -> str:
-        """Return the answer of the tool for sums: a number, or JSON that contains it."""
+        """Answer as the tool for sums does: a number, or JSON that contains it."""
         c = a + b
         forms = (str(c), str(c), str(c), {"sum": c}, {"result": c}, {"result": c}, {"a": a, "b": b, "sum": c})
         form = self.rng.choice(forms)
@@ -118,7 +116,7 @@ class Scene:
                        self.rng.choice(words.SKIES))  # fmt: skip
 
     def report(self, found: Weather) -> str:
-        """Return the answer of the weather tool, which is mostly JSON."""
+        """Answer as the weather tool does, mostly in JSON."""
         rng = self.rng
         if rng.random() < 0.15:
             said = f"{found.sky}, {found.degrees} degrees"
@@ -133,11 +131,11 @@ class Scene:
         return json.dumps(shuffled(rng, fields, 0.5))
 
     def added(self, a: int, b: int) -> list[Turn]:
-        """Return the call that adds two numbers, and its result."""
+        """Call the tool that adds two numbers, and answer with its result."""
         return [calls_turn(self.add.call(a, b)), results_turn(self.total(a, b))]
 
     def looked_up(self, *found: Weather) -> list[Turn]:
-        """Return one turn with the calls that ask for the weather, and the turn with their results."""
+        """Ask for the weather with all calls in one turn; the results follow in another."""
         return [calls_turn(*(self.weather.call(one.city) for one in found)), results_turn(*map(self.report, found))]
 
     def allows(self, a: int, b: int) -> bool:
@@ -145,7 +143,7 @@ class Scene:
 
 
 def sum_exchange(scene: Scene) -> list[Turn]:
-    """Return an exchange about the sum of two numbers, sometimes told as a short story."""
+    """Ask for the sum of two numbers, sometimes told as a short story."""
     a, b = scene.source.pair()
     asked, answer = scene.rng.choice(PHRASES["more" if scene.rng.random() < 0.15 else "addition"])
     name, friend = scene.source.name(), scene.source.name()
@@ -154,20 +152,18 @@ def sum_exchange(scene: Scene) -> list[Turn]:
 
 
 def answer_of(found: Weather) -> str:
-    """Return the sentence that states the weather."""
     sentence: str = PHRASES["weather_answer"].format(city=found.city, w=found.said)
     return sentence
 
 
 def weather_exchange(scene: Scene) -> list[Turn]:
-    """Return an exchange about the weather of a city."""
     found = scene.weather_of(scene.source.city())
     asked = scene.rng.choice(PHRASES["weather_asks"]).format(city=found.city)
     return [("user", asked), *scene.looked_up(found), ("assistant", answer_of(found))]
 
 
 def both_exchange(scene: Scene) -> list[Turn]:
-    """Return an exchange about a sum and the weather: two calls in one turn, in the order of the question."""
+    """Ask for a sum and the weather: two calls in one turn, in the order of the question."""
     forms, (a, b), found = PHRASES["both_asks"], scene.source.pair(), scene.weather_of(scene.source.city())
     parts = [
         (scene.rng.choice(forms["sum"]).format(a=a, b=b), scene.add.call(a, b), scene.total(a, b),
@@ -183,7 +179,7 @@ def both_exchange(scene: Scene) -> list[Turn]:
 
 
 def cities_exchange(scene: Scene) -> list[Turn]:
-    """Return an exchange about the weather of two or three cities, with one call for each in one turn."""
+    """Ask for the weather of two or three cities, with one call for each in one turn."""
     cities = {scene.source.city(): None for _ in range(scene.rng.choice((2, 2, 3)))}
     found = [scene.weather_of(city) for city in cities]
     asked = scene.rng.choice(PHRASES["cities_asks"]).format(cities=tasks.joined(list(cities)))
@@ -191,7 +187,7 @@ def cities_exchange(scene: Scene) -> list[Turn]:
 
 
 def row_exchange(scene: Scene) -> list[Turn]:
-    """Return an exchange that adds three or more numbers, one call after another."""
+    """Add three or more numbers, one call after another."""
     rng, (a, b) = scene.rng, scene.source.pair()
     row, total = [a, b], a + b
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
@@ -211,7 +207,7 @@ def row_exchange(scene: Scene) -> list[Turn]:
 
 
 def degrees_exchange(scene: Scene) -> list[Turn]:
-    """Return an exchange that needs the weather first, and then a sum with the degrees found."""
+    """Ask for the weather first, and then for a sum with the degrees found."""
     rng, two = scene.rng, scene.rng.random() < 0.5
     while True:
         found, other = (scene.weather_of(scene.source.city()) for _ in range(2))
@@ -227,7 +223,7 @@ def degrees_exchange(scene: Scene) -> list[Turn]:
 
 
 def direct_exchange(scene: Scene) -> list[Turn]:
-    """Return an exchange that needs no tool."""
+    """Ask for what needs no tool."""
     rng = scene.rng
     makers: Sequence[Callable[[Random], list[Turn]]] = (
         chats.smalltalk, chats.smalltalk, chats.unknown, chats.list_task, chats.fact_task, chats.repeat_task,
@@ -249,7 +245,7 @@ EXCHANGES: dict[Callable[[Scene], list[Turn]], tuple[float, frozenset[str]]] = {
 
 
 def opened(scene: Scene, given: frozenset[str]) -> list[Turn]:
-    """Return the system turn with the tools given, in any order, sometimes after a message that changes nothing."""
+    """Write the system turn with the tools given, in any order, sometimes after a message that changes nothing."""
     specs = [tool.spec for kind, tool in (("add", scene.add), ("weather", scene.weather)) if kind in given]
     scene.rng.shuffle(specs)
     said = scene.rng.choice(PHRASES["system"]) + "\n\n" if scene.rng.random() < 0.35 else ""
@@ -257,12 +253,11 @@ def opened(scene: Scene, given: frozenset[str]) -> list[Turn]:
 
 
 def scene_for(source: Source, usual: bool) -> Scene:
-    """Return a scene with both tools, under their usual names if `usual`."""
     return Scene(source, tool(source.rng, "add", usual), tool(source.rng, "weather", usual))
 
 
 def conversation(source: Source, usual_share: float = 0.9) -> list[Turn]:
-    """Return a conversation with tools, of at most ten exchanges, that fits the context."""
+    """Draw a conversation with tools, of at most ten exchanges, that fits the context."""
     rng = source.rng
     scene = scene_for(source, rng.random() < usual_share)
     given = frozenset(rng.choice((["add", "weather"],) * 8 + (["add"], ["weather"])))

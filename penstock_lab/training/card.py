@@ -19,7 +19,7 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
 def score_table(figures: Mapping[str, Any]) -> str:
-    """Return the right answers by kind, greedy and sampled."""
+    """Tabulate the right answers by kind, greedy and sampled."""
     rows = ["| kind | greedy | temperature 0.8 |", "|---|---|---|"]
     for kind, row in figures["greedy"]["scores"].items():
         other = figures["sampled"]["scores"][kind]
@@ -29,7 +29,7 @@ def score_table(figures: Mapping[str, Any]) -> str:
 
 
 def case_table(figures: Mapping[str, Any]) -> str:
-    """Return the shares of right answers to the held-out cases."""
+    """Tabulate the shares of right answers to the held-out cases."""
     rows = ["| held-out cases | number | greedy | temperature 0.8 |", "|---|---|---|---|"]
     for kind, row in figures["held_out"].items():
         rows.append(f"| {kind} | {row['cases']} | {row['greedy']:.1%} | {row['sampled']:.1%} |")
@@ -37,13 +37,12 @@ def case_table(figures: Mapping[str, Any]) -> str:
 
 
 def mixture_list(mixture: corpus.Mixture) -> str:
-    """Return the kinds of documents with their shares."""
+    """List the kinds of documents with their shares."""
     documents = sum(weight for weight, _ in mixture.values())
     return "\n".join(f"- {name}: {weight / documents:.0%}" for name, (weight, _) in mixture.items())
 
 
 def data_text(trainings: Trainings) -> str:
-    """Return a text about the documents of each training."""
     return "\n\n".join(
         f"Training {number}, seed {facts['seed']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens "
         "with padding.\n\n" + mixture_list(corpus.MIXTURES[number - 1])
@@ -52,7 +51,6 @@ def data_text(trainings: Trainings) -> str:
 
 
 def training_text(trainings: Trainings) -> str:
-    """Return a text about the length and the options of each training."""
     return "\n".join(
         f"- training {number}: {facts['steps']:,} steps of {facts['tokens_per_step']:,} tokens, peak learning rate "
         f"{facts['lr']}, {'Muon, ' * bool(facts.get('muon'))}{facts['processes']} processes of one thread, "
@@ -62,7 +60,7 @@ def training_text(trainings: Trainings) -> str:
 
 
 def commands(trainings: Trainings) -> str:
-    """Return the commands of the trainings. A training whose schedule was changed on the way has several commands."""
+    """List the commands of the trainings. A training whose schedule was changed on the way has several commands."""
     lines = []
     folders = [*("FIRST", "SECOND")[: len(trainings) - 1], "DIR"]
     for number, facts in enumerate(trainings, 1):
@@ -77,7 +75,7 @@ def commands(trainings: Trainings) -> str:
 
 
 def samples(figures: Mapping[str, Any], mode: str) -> str:
-    """Return the first openings, and every third prompt from the eleventh on, one block each."""
+    """Show the first openings, and every third prompt from the eleventh on, one block each."""
     texts = figures[mode]["texts"]
     return "\n\n".join(
         f"```text\n{one['prompt']}\n-> {one['text']}{'' if one['ended'] else ' [did not end]'}\n```"

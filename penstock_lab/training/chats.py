@@ -40,18 +40,17 @@ CHAT_TEMPLATE = (
 
 
 def render(turns: list[Turn]) -> str:
-    """Return the conversation as the chat template writes it, without a generation prompt."""
+    """Write the conversation as the chat template does, without a generation prompt."""
     return BOS + "".join(f"<|{role}|>{content.strip()}{END}" for role, content in turns)
 
 
 def render_prompt(turns: list[Turn]) -> str:
-    """Return the conversation with a generation prompt."""
     return render(turns) + "<|assistant|>"
 
 
 @cache
 def smalltalk_blocks() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """Return (questions, answers) of each block of smalltalk.txt."""
+    """Read (questions, answers) of each block of smalltalk.txt."""
     blocks = []
     for block in words.read_text("smalltalk.txt").strip().split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
@@ -60,7 +59,7 @@ def smalltalk_blocks() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
 
 
 def typed(rng: Random, question: str) -> str:
-    """Return the question as if typed in a hurry: sometimes in lower case, sometimes without its final punctuation."""
+    """Spoil the question as if typed in a hurry: sometimes in lower case, sometimes without its final punctuation."""
     draw = rng.random()
     if draw < 0.08:
         question = question[0].lower() + question[1:]
@@ -72,24 +71,21 @@ def typed(rng: Random, question: str) -> str:
 
 
 def ask(rng: Random, pair: tuple[str, str]) -> list[Turn]:
-    """Return a question and its answer as two turns."""
     return [("user", typed(rng, pair[0])), ("assistant", pair[1])]
 
 
 def smalltalk(rng: Random) -> list[Turn]:
-    """Return a greeting or other small talk."""
     questions, answers = rng.choice(smalltalk_blocks())
     return ask(rng, (rng.choice(questions), rng.choice(answers)))
 
 
 def unknown(rng: Random) -> list[Turn]:
-    """Return a question that the model cannot answer, and a polite refusal."""
+    """Ask a question that the model cannot answer; the answer is a polite refusal."""
     question = rng.choice(PHRASES["unknown_asks"]).format(x=rng.choice(PHRASES["unknown_topics"]))
     return ask(rng, (question, rng.choice(PHRASES["unknown_answers"])))
 
 
 def requested_story(rng: Random, questions: int = 0) -> list[Turn]:
-    """Return a request for a story, the story, and questions about it."""
     story = stories.tell(rng)
     hero = stories.article(story.kind)
     topics = (*story.topics, hero, f"{hero} named {story.hero}", story.hero)
@@ -104,7 +100,7 @@ def requested_story(rng: Random, questions: int = 0) -> list[Turn]:
 
 
 def read_story(rng: Random) -> list[Turn]:
-    """Return a story given by the user, and one to three questions about it."""
+    """Give a story, and ask one to three questions about it."""
     story = stories.tell(rng, fullness=rng.choice((0.0, 0.0, 0.3, 0.6)))
     pairs = rng.sample(story.questions, min(rng.choice((1, 2, 3)), len(story.questions)))
     text = rng.choice(PHRASES["read_asks"]).format(story=story.text, question=pairs[0][0])
@@ -112,41 +108,38 @@ def read_story(rng: Random) -> list[Turn]:
 
 
 def json_task(rng: Random) -> list[Turn]:
-    """Return a JSON task, sometimes with a system message that asks for JSON."""
+    """Ask for JSON, sometimes with a system message that asks for it too."""
     question, answer = tasks.json_answer(rng)  # not passed to typed(), because the values must be copied exactly
     turns: list[Turn] = [("user", question), ("assistant", answer)]
     return [("system", rng.choice(PHRASES["json_system"])), *turns] if rng.random() < 0.2 else turns
 
 
 def several(rng: Random) -> list[Turn]:
-    """Return a longer conversation of short exchanges."""
+    """Draw a longer conversation of short exchanges."""
     makers = (smalltalk, unknown, sum_task, list_task, fact_task, json_task)
     talks = [rng.choice(makers)(rng) for _ in range(rng.randint(2, 5))]
     return [turn for talk in talks for turn in talk if turn[0] != "system"]
 
 
 def sum_task(rng: Random) -> list[Turn]:
-    """Return one to four sums with their answers."""
     return [turn for _ in range(rng.choice((1, 1, 2, 4))) for turn in ask(rng, sums.question(rng))]
 
 
 def list_task(rng: Random) -> list[Turn]:
-    """Return a request for a list, and the list."""
     return ask(rng, tasks.listing(rng))
 
 
 def fact_task(rng: Random) -> list[Turn]:
-    """Return a question about a small fact, and the answer."""
     return ask(rng, rng.choice(tasks.FACTS)(rng))
 
 
 def repeat_task(rng: Random) -> list[Turn]:
-    """Return one to three requests to repeat a text word for word, and the answers."""
+    """Ask one to three times to repeat a text word for word."""
     pairs = [tasks.repeat(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
     return [turn for question, answer in pairs for turn in (("user", question), ("assistant", answer))]
 
 
 def with_system(rng: Random, turns: list[Turn], share: float = 0.25) -> list[Turn]:
-    """Return the conversation, sometimes with a system message that changes nothing."""
+    """Add, sometimes, a system message that changes nothing."""
     plain = turns[0][0] != "system" and rng.random() < share
     return [("system", rng.choice(PHRASES["system"])), *turns] if plain else turns

@@ -22,12 +22,12 @@ HELDOUT_MIN_CHARS = 120  # a shorter document could occur in training by chance
 
 
 def plain(make: Callable[[Random], str]) -> Callable[[Random], str]:
-    """Return a function that makes a plain text document."""
+    """Wrap a maker of plain text, so that it makes documents."""
     return lambda rng: chats.BOS + make(rng) + chats.EOS
 
 
 def chat(make: Callable[[Random], list[chats.Turn]]) -> Callable[[Random], str]:
-    """Return a function that makes a document from a conversation."""
+    """Wrap a maker of conversations, so that it makes documents."""
     return lambda rng: chats.render(chats.with_system(rng, make(rng)))
 
 
@@ -59,7 +59,7 @@ SECOND_MIXTURE: Mixture = MIXTURE | {
 
 
 def spelling(rng: Random) -> records.Source:
-    """Return the third training's source. Many names are spelled letter by letter, so that none is learnt by heart."""
+    """Make the third training's source. Many names are spelled letter by letter, so that none is learnt by heart."""
     return records.Source(rng, spelled_share=0.5)
 
 
@@ -87,7 +87,7 @@ def stream(seed: str, mixture: Mixture = MIXTURE) -> Iterator[str]:
 
 @cache
 def heldout_documents() -> tuple[str, ...]:
-    """Return the held-out documents, generated anew; the shipped file holds the same documents."""
+    """Generate the held-out documents anew; the shipped file holds the same documents."""
     chosen: list[str] = []
     for document in stream(HELDOUT_SEED):
         if len(document) >= HELDOUT_MIN_CHARS:
@@ -104,7 +104,7 @@ def training_documents(seed: int, mixture: Mixture = MIXTURE) -> Iterator[str]:
 
 
 def read_heldout(path: Path = HELDOUT_FILE) -> list[str]:
-    """Return the documents of the shipped file; each begins with <|bos|>."""
+    """Split the shipped file into its documents; each begins with <|bos|>."""
     parts = path.read_text(encoding="utf-8").removesuffix("\n").split("\n" + chats.BOS)
     return [parts[0], *(chats.BOS + part for part in parts[1:])]
 

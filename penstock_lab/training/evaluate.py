@@ -53,7 +53,6 @@ Generate = Callable[[Sequence[str], float, int], list[Completion]]
 
 
 def user(kind: str, question: str, expect: Any = None, system: str | None = None) -> Prompt:
-    """Return a conversation with one question as a prompt."""
     turns = [("system", system)] if system else []
     return Prompt(kind, chats.render_prompt([*turns, ("user", question)]), expect)
 
@@ -77,13 +76,12 @@ JSON_PROMPTS = tuple(
 
 
 def last_number(text: str) -> int | None:
-    """Return the last whole number in a text."""
     found = re.findall(r"\d+", text)
     return int(found[-1]) if found else None
 
 
 def parsed_json(text: str) -> object:
-    """Return the JSON value of the whole text, or None if it is not JSON."""
+    """Parse the whole text as JSON; None if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -91,13 +89,13 @@ def parsed_json(text: str) -> object:
 
 
 def right_list(text: str, kind: str, count: int) -> bool:
-    """Return whether the text is a numbered list of `count` different items of a kind."""
+    """Accept a numbered list of `count` different items of a kind."""
     items = [line.split(". ", 1)[1].strip() for line in text.strip().splitlines() if re.match(r"\d+\. \S", line)]
     return len(items) == len(set(items)) == count and set(items) <= set(words.CATEGORIES[kind])
 
 
 def right(prompt: Prompt, text: str) -> bool | None:
-    """Return whether an answer is right; None if the prompt has no right answer."""
+    """Judge an answer; None if the prompt has no right answer."""
     expect = prompt.expect
     if expect is None:
         return parsed_json(text) is not None if prompt.kind == "json" else None
@@ -111,17 +109,14 @@ def right(prompt: Prompt, text: str) -> bool | None:
 
 
 def share(hits: Sequence[bool]) -> float:
-    """Return the share of True values, or 0 for an empty sequence."""
     return sum(hits) / len(hits) if hits else 0.0
 
 
 def answered(generate: Generate, prompts: Sequence[Prompt], temperature: float, limit: int) -> Pairs:
-    """Return each prompt with its completion."""
     return list(zip(prompts, generate([p.text for p in prompts], temperature, limit), strict=True))
 
 
 def hits(pairs: Pairs) -> list[bool]:
-    """Return for each prompt whether it was answered correctly."""
     return [right(prompt, completion.text) is True for prompt, completion in pairs]
 
 
@@ -138,7 +133,7 @@ def scores(pairs: Pairs) -> dict[str, dict[str, int]]:
 
 
 def sum_shares(pairs: Pairs) -> dict[str, float]:
-    """Return the shares of correct sums among all pairs, the pairs seen in training, and the held-out pairs."""
+    """Compute the shares of correct sums among all pairs, the pairs seen in training, and the held-out pairs."""
     by_pair = dict(zip(sums.ALL_PAIRS, hits(pairs), strict=True))
     return {
         "all": share(list(by_pair.values())),
@@ -159,7 +154,7 @@ def fixed_prompts(generate: Generate, temperature: float) -> dict[str, object]:
 
 
 def evaluate(generate: Generate) -> dict[str, Any]:
-    """Return all figures of the model card that need generation."""
+    """Compute all figures of the model card that need generation."""
     json_pairs = answered(generate, JSON_PROMPTS, 0.0, SHORT_MAX_TOKENS)
     return {
         "greedy": fixed_prompts(generate, 0.0),
@@ -177,7 +172,7 @@ def evaluate(generate: Generate) -> dict[str, Any]:
 
 
 def transformers_generate(model_dir: Path, batch_size: int = 64) -> Generate:
-    """Return a function that generates with Transformers, in bfloat16 as stored, with padding on the left."""
+    """Load the model with Transformers, in bfloat16 as stored, and generate with padding on the left."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -46,7 +46,7 @@ TOKENIZER_CONFIG: dict[str, object] = {
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
-    """Return the special ids for config.json and generation_config.json. Text ends with <|eos|>, turns with <|end|>."""
+    """Find the special ids for config.json and generation_config.json. Text ends with <|eos|>, turns with <|end|>."""
     ids = {token: tokenizer.token_to_id(token) for token in chats.SPECIAL_TOKENS}
     return {
         "bos_token_id": ids[chats.BOS],
@@ -56,7 +56,7 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def model_config(tokenizer: Tokenizer, shape: Mapping[str, int] = SHAPE) -> dict[str, object]:
-    """Return the content of config.json."""
+    """Describe the model as config.json does."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

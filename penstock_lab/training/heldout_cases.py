@@ -23,7 +23,6 @@ EXCHANGES = tuple(exchange for exchange in calls.EXCHANGES if exchange is not ca
 
 
 def kind_of(text: str, first: bool) -> str:
-    """Return the kind of a turn of the assistant."""
     made = text.count("<tool_call>")
     if not made:
         return "answer from the results"
@@ -39,14 +38,14 @@ def cases_of(turns: list[Turn]) -> Iterator[Case]:
 
 
 def conversation(exchange: Callable[[Scene], list[Turn]], seed: str, usual: bool = True) -> list[Turn]:
-    """Return one held-out exchange in which both tools are given."""
+    """Draw one held-out exchange in which both tools are given."""
     scene = calls.scene_for(Source(Random(seed), held_out=True), usual)
     return calls.opened(scene, frozenset({"add", "weather"})) + exchange(scene)
 
 
 @cache
 def tool_cases() -> tuple[Case, ...]:
-    """Return the cases of tool calls, and those in which the tool to be called has another name."""
+    """Make the cases of tool calls, and those in which the tool to be called has another name."""
     found: list[Case] = []
     for exchange in EXCHANGES:
         for number in range(CONVERSATIONS):
@@ -61,20 +60,20 @@ def tool_cases() -> tuple[Case, ...]:
 
 @cache
 def direct_prompts() -> tuple[str, ...]:
-    """Return prompts that give tools but need no tool call."""
+    """Make prompts that give tools but need no tool call."""
     turns = [conversation(calls.direct_exchange, f"direct {number}") for number in range(2 * CONVERSATIONS)]
     return tuple(chats.render_prompt(talk[:2]) for talk in turns)
 
 
 @cache
 def json_cases() -> tuple[Case, ...]:
-    """Return requests for JSON about people and cities that training never names."""
+    """Make requests for JSON about people and cities that training never names."""
     talks = (records.task(Source(Random(f"held-out JSON {number}"), held_out=True)) for number in range(JSON_CASES))
     return tuple(("JSON", chats.render_prompt(turns[:-1]), turns[-1][1]) for turns in talks)
 
 
 def schema_of(expected: str) -> dict[str, object]:
-    """Return the JSON Schema that a user would send with a request: the fields of the right answer and their types."""
+    """Write the JSON Schema that a user would send with a request: the fields of the right answer and their types."""
     fields: dict[str, object] = json.loads(expected)
     properties = {
         name: {"type": "array", "items": {"type": "string"}}
@@ -86,7 +85,7 @@ def schema_of(expected: str) -> dict[str, object]:
 
 
 def right(kind: str, expected: str, text: str) -> bool:
-    """Return whether an answer is right: JSON must have the same values, everything else must match word for word."""
+    """Judge an answer: JSON must have the same values, everything else must match word for word."""
     if kind == "JSON":
         try:
             return bool(json.loads(text) == json.loads(expected))
@@ -96,7 +95,7 @@ def right(kind: str, expected: str, text: str) -> bool:
 
 
 def verdicts(answer: Generate, temperature: float) -> dict[str, list[bool]]:
-    """Return for each kind whether each of its cases was answered correctly."""
+    """Judge the answers: for each kind, whether each of its cases was answered correctly."""
     cases = tool_cases() + json_cases()
     found: dict[str, list[bool]] = {}
     for (kind, _, expected), text in zip(cases, answer([prompt for _, prompt, _ in cases], temperature), strict=True):
@@ -108,7 +107,7 @@ def verdicts(answer: Generate, temperature: float) -> dict[str, list[bool]]:
 
 
 def measure(answer: Generate) -> dict[str, dict[str, float]]:
-    """Return for each kind the number of cases, and the shares of right answers, greedy and sampled."""
+    """Count, for each kind, its cases, and compute the shares of right answers, greedy and sampled."""
     greedy, sampled = (verdicts(answer, temperature) for temperature in (0.0, SAMPLED))
     return {
         kind: {"cases": len(hits), "greedy": sum(hits) / len(hits), "sampled": sum(sampled[kind]) / len(hits)}

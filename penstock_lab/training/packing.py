@@ -31,7 +31,7 @@ LONG_SHARE = 0.06  # share of the documents fitting into a short row that go int
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Return a byte-level BPE of at most `vocab_size` tokens that splits numbers into digits and adds <|bos|>.
+    """Train a byte-level BPE of at most `vocab_size` tokens that splits numbers into digits and adds <|bos|>.
 
     Raises:
         ValueError: the special tokens are not the first ids.
@@ -59,7 +59,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> T
 
 
 def with_tool_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy in which each of TOOL_TOKENS is one token, with the id of a byte that never occurs in UTF-8.
+    """Copy a tokenizer; each of TOOL_TOKENS becomes one token, with the id of a byte that never occurs in UTF-8.
 
     The size of the vocabulary and the ids of any text without these tags do not change.
     """
@@ -77,7 +77,7 @@ def with_tool_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def counted(ids: Ids) -> NDArray[np.bool_]:
-    """Return a mask of the tokens that the model learns to produce: those after BOS or ASSISTANT along the last axis.
+    """Mark the tokens that the model learns to produce: those after BOS or ASSISTANT along the last axis.
 
     The special tokens that begin a document or a turn, and padding, are not counted.
     """

@@ -22,7 +22,7 @@ CITY_FORMS = ("{} City", "New {}", "San {}", "Port {}", "{} Bay", "Saint {}")
 
 @cache
 def followers() -> dict[str, str]:
-    """Return the letters that follow each pair of letters in the names and cities of training; "." marks the end."""
+    """List the letters that follow each pair of letters in the names and cities of training; "." marks the end."""
     found: dict[str, str] = {}
     for name in words.MORE_NAMES + words.MORE_CITIES + words.GIRLS + words.BOYS + words.CITIES:
         for part in name.lower().split():
@@ -33,7 +33,7 @@ def followers() -> dict[str, str]:
 
 
 def spelled(rng: Random) -> str:
-    """Return a word made letter by letter, in which letters follow each other as they do in names."""
+    """Make a word letter by letter, in which letters follow each other as they do in names."""
     while True:
         text = ".."
         while not text.endswith(".", 2):
@@ -57,15 +57,15 @@ class Source:
     spelled_share: float = 0.0
 
     def spells(self) -> bool:
-        """Return whether spelled() makes the next name or word. Draws no random number if spelled_share is 0."""
+        """Decide whether spelled() makes the next name or word. Draws no random number if spelled_share is 0."""
         return self.spelled_share > 0 and self.rng.random() < self.spelled_share
 
     def invented(self) -> str:
-        """Return a made-up word of two or three syllables, which is probably not a real word."""
+        """Make up a word of two or three syllables, which is probably not a real word."""
         return "".join(self.rng.choices(words.SYLLABLES, k=self.rng.choice((1, 2, 2)))) + self.rng.choice(words.ENDINGS)
 
     def open_choice(self, known: tuple[str, ...], more: tuple[str, ...], held_out: tuple[str, ...]) -> str:
-        """Return a held-out name, or for training a known, a less common or an invented name."""
+        """Choose a held-out name, or for training a known, a less common or an invented name."""
         if self.held_out:
             return self.rng.choice(held_out)
         spells = self.spells()
@@ -86,7 +86,7 @@ class Source:
         return city
 
     def word(self, known: tuple[str, ...]) -> str:
-        """Return a word: one of `known`, another common word, or an invented one."""
+        """Choose one of `known`, another common word, or an invented one."""
         if self.spells():
             return spelled(self.rng)
         drawn = self.rng.random()
@@ -95,16 +95,16 @@ class Source:
         return self.rng.choice(words.COMMON) if drawn < 0.8 or self.held_out else self.invented()
 
     def number(self) -> int:
-        """Return a number of up to three digits, or for training sometimes four."""
+        """Draw a number of up to three digits, or for training sometimes four."""
         return self.rng.randrange(10 ** self.rng.choice((1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4 if not self.held_out else 3)))
 
     def allows(self, a: int, b: int) -> bool:
-        """Return whether the sum of a and b may be stated."""
+        """Decide whether the sum of a and b may be stated."""
         apart = (a, b) in sums.HELD_OUT or (max(a, b) > sums.LIMIT and (31 * a + 17 * b) % 19 == 0)
         return apart == self.held_out
 
     def pair(self) -> tuple[int, int]:
-        """Return two numbers whose sum may be stated."""
+        """Draw two numbers whose sum may be stated."""
         while True:
             a, b = self.number(), self.number()
             if self.allows(a, b):
@@ -112,7 +112,7 @@ class Source:
 
 
 def facts_of(source: Source) -> dict[str, object]:
-    """Return a value for every slot of the sentence templates."""
+    """Draw a value for every slot of the sentence templates."""
     rng = source.rng
     known = {**tasks.person(rng), **tasks.item(rng)}
     days = words.CATEGORIES["days of the week"]
@@ -126,14 +126,14 @@ def facts_of(source: Source) -> dict[str, object]:
 
 
 def echo(source: Source) -> list[tuple[str, str]]:
-    """Return a request to repeat names, words and numbers exactly, and the answer."""
+    """Ask to repeat names, words and numbers exactly."""
     makers = (source.name, source.city, source.number, lambda: source.word(words.THINGS))
     text = " ".join(str(source.rng.choice(makers)()) for _ in range(source.rng.randint(1, 12)))
     return [("user", source.rng.choice(PHRASES["repeat_asks"]).format(text)), ("assistant", text)]
 
 
 def array(source: Source) -> list[tuple[str, str]]:
-    """Return a request to copy names, words and numbers into a JSON list, which is much copying in few tokens."""
+    """Ask to copy names, words and numbers into a JSON list, which is much copying in few tokens."""
     rng = source.rng
     makers: tuple[Callable[[], object], ...] = (
         source.name, source.city, source.number, lambda: source.word(words.THINGS),
@@ -146,7 +146,7 @@ def array(source: Source) -> list[tuple[str, str]]:
 
 
 def schema_of(rng: Random, facts: dict[str, object]) -> str:
-    """Return a JSON Schema of the facts, with the fields in their order."""
+    """Write a JSON Schema of the facts, with the fields in their order."""
     properties = {
         key: {"type": "array", "items": {"type": "string"}} if isinstance(value, list) else JSON_TYPES[type(value)]
         for key, value in facts.items()
@@ -158,7 +158,7 @@ def schema_of(rng: Random, facts: dict[str, object]) -> str:
 
 
 def task(source: Source) -> list[tuple[str, str]]:
-    """Return a request for JSON about a sentence, and the answer. Fields, a schema or the system message define it."""
+    """Ask for JSON about a sentence. Fields, a schema or the system message define it."""
     rng = source.rng
     facts = facts_of(source)
     text, names = rng.choice(PHRASES[rng.choice(("person", "item", "record", "record"))])

@@ -35,7 +35,7 @@ class Story:
 
 
 def read_plot(block: str) -> Plot:
-    """Return the plot in one paragraph of plots.txt."""
+    """Parse the plot in one paragraph of plots.txt."""
     topics: tuple[str, ...] = ()
     beats, questions = [], []
     for line in block.splitlines():
@@ -51,18 +51,17 @@ def read_plot(block: str) -> Plot:
 
 @cache
 def plots() -> tuple[Plot, ...]:
-    """Return all plots of plots.txt, in file order."""
+    """Read all plots of plots.txt, in file order."""
     blocks = words.read_text("plots.txt").strip().split("\n\n")
     return tuple(read_plot(block) for block in blocks if block.startswith("plot: "))
 
 
 def article(noun: str) -> str:
-    """Return `noun` with a or an."""
+    """Put a or an before `noun`."""
     return ("an " if noun[0].lower() in "aeiou" else "a ") + noun
 
 
 def capital(text: str) -> str:
-    """Return `text` with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
@@ -72,7 +71,7 @@ def sentence_case(text: str) -> str:
 
 
 def character(rng: Random, child_share: float) -> tuple[str, str, str]:
-    """Return (name, kind, pronoun family)."""
+    """Draw (name, kind, pronoun family)."""
     if rng.random() < child_share:
         girl = rng.random() < 0.5
         return rng.choice(words.GIRLS if girl else words.BOYS), "girl" if girl else "boy", "she" if girl else "he"
@@ -80,7 +79,7 @@ def character(rng: Random, child_share: float) -> tuple[str, str, str]:
 
 
 def people(rng: Random) -> dict[str, str]:
-    """Return slots of the hero (N, he, ...), the friend (F, fhe, ...) and the elder (E, ehe, ...)."""
+    """Fill the slots of the hero (N, he, ...), the friend (F, fhe, ...) and the elder (E, ehe, ...)."""
     name, kind, family = character(rng, 0.5)
     friend, fkind, ffamily = character(rng, 0.4)
     while friend == name:
@@ -98,7 +97,7 @@ def people(rng: Random) -> dict[str, str]:
 
 
 def props(rng: Random) -> dict[str, str]:
-    """Return slots of places, things, food, weather and feelings."""
+    """Fill the slots of places, things, food, weather and feelings."""
     in_place, to_place, place = rng.choice(words.PLACES)
     color, color2 = rng.sample(words.COLORS, 2)
     food, food2 = rng.sample(words.FOODS, 2)
@@ -124,7 +123,7 @@ def props(rng: Random) -> dict[str, str]:
 
 
 def tell(rng: Random, fullness: float | None = None, once: float = 0.6) -> Story:
-    """Return a story. `fullness` is the chance of each extra sentence (None: drawn), `once` of "Once upon a time"."""
+    """Tell a story. `fullness` is the chance of each extra sentence (None: drawn), `once` of "Once upon a time"."""
     full = rng.choice((0.0, 0.3, 0.6, 1.0)) if fullness is None else fullness
     scene = people(rng) | props(rng)
     plot = rng.choice(plots())

@@ -17,7 +17,7 @@ SEEN_PAIRS = tuple(pair for pair in ALL_PAIRS if pair not in HELD_OUT)
 
 
 def question(rng: Random) -> tuple[str, str]:
-    """Return one sum as (question, answer). Most are additions, and some are told as a short story."""
+    """Draw one sum as (question, answer). Most are additions, and some are told as a short story."""
     story = rng.random() < 0.15
     if rng.random() < 0.8:
         a, b = rng.choice(SEEN_PAIRS)
@@ -33,6 +33,6 @@ def question(rng: Random) -> tuple[str, str]:
 
 
 def sheet(rng: Random) -> str:
-    """Return a page of sums, one per line, which gives many answers in few tokens."""
+    """Write a page of sums, one per line, which gives many answers in few tokens."""
     pairs = [rng.choice(SEEN_PAIRS) for _ in range(rng.randint(8, 24))]
     return "\n".join(f"{a} + {b} = {a + b}." for a, b in pairs)

@@ -15,7 +15,7 @@ Pair = tuple[str, str]
 
 
 def listing(rng: Random) -> Pair:
-    """Return a request for a list of two to five things of one kind, and the list."""
+    """Ask for a list of two to five things of one kind."""
     what = rng.choice(tuple(words.CATEGORIES))
     count = rng.randint(2, min(5, len(words.CATEGORIES[what])))
     shown = str(count) if rng.random() < 0.4 else words.NUMBER_WORDS[count]
@@ -25,12 +25,12 @@ def listing(rng: Random) -> Pair:
 
 
 def joined(parts: Sequence[str]) -> str:
-    """Return "a", "a and b" or "a, b and c"."""
+    """Join the parts as "a", "a and b" or "a, b and c"."""
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
 def person(rng: Random) -> dict[str, object]:
-    """Return facts about a person, for the templates named "person"."""
+    """Draw facts about a person, for the templates named "person"."""
     name, age, city = rng.choice(words.GIRLS + words.BOYS), rng.randint(2, 90), rng.choice(words.CITIES)
     job, color, animal = rng.choice(words.JOBS), rng.choice(words.COLORS), rng.choice(words.CATEGORIES["animals"])
     has_dog = rng.random() < 0.5
@@ -41,7 +41,7 @@ def person(rng: Random) -> dict[str, object]:
 
 
 def item(rng: Random) -> dict[str, object]:
-    """Return facts about a thing, for the templates named "item"."""
+    """Draw facts about a thing, for the templates named "item"."""
     name, (in_place, _, place) = rng.choice(words.PET_NAMES), rng.choice(words.PLACES)
     thing, color, kind = rng.choice(words.THINGS), rng.choice(words.COLORS), rng.choice(words.KINDS)
     count, items, price = rng.randint(1, 50), rng.choice(words.ITEMS), rng.randint(1, 60)
@@ -53,7 +53,7 @@ def item(rng: Random) -> dict[str, object]:
 
 
 def json_answer(rng: Random) -> Pair:
-    """Return a request for JSON about a sentence, sometimes about only some of its facts, and the answer."""
+    """Ask for JSON about a sentence, sometimes about only some of its facts."""
     kind, draw = ("person", person) if rng.random() < 0.6 else ("item", item)
     facts = draw(rng)
     text, names = rng.choice(PHRASES[kind])
@@ -64,21 +64,21 @@ def json_answer(rng: Random) -> Pair:
 
 
 def repeat(rng: Random) -> Pair:
-    """Return a request to repeat words exactly, which teaches copying, and the answer."""
+    """Ask to repeat words exactly, which teaches copying."""
     pools = (words.COMMON, words.COMMON, words.GIRLS + words.BOYS, words.PET_NAMES, words.THINGS)
     text = " ".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(1, 14)))
     return rng.choice(PHRASES["repeat_asks"]).format(text), text
 
 
 def pair_fact(name: str, rng: Random) -> Pair:
-    """Return a question about a pair from a word list (opposites, animal sounds, colours), and the answer."""
+    """Ask about a pair from a word list (opposites, animal sounds, colours)."""
     a, b = rng.choice(words.FACT_PAIRS[name])
     form = PHRASES["facts"][name]
     return rng.choice(form["asks"]).format(a=a), form["answer"].format(a=a, A=a[0].upper() + a[1:], b=b)
 
 
 def counting(rng: Random) -> Pair:
-    """Return a request to count up or down through a short range, and the answer."""
+    """Ask to count up or down through a short range."""
     first, length = rng.randint(0, 12), rng.randint(3, 9)
     numbers = list(range(first, first + length))
     ask = rng.choice(("Count from {} to {}.", "Can you count from {} to {}?"))
@@ -88,14 +88,14 @@ def counting(rng: Random) -> Pair:
 
 
 def bigger(rng: Random) -> Pair:
-    """Return a question about which of two numbers is bigger, and the answer."""
+    """Ask which of two numbers is bigger."""
     a, b = rng.sample(range(41), 2)
     ask = rng.choice(("Which is bigger, {} or {}?", "What is more, {} or {}?"))
     return ask.format(a, b), f"{max(a, b)} is bigger than {min(a, b)}."
 
 
 def neighbour(rng: Random) -> Pair:
-    """Return a question about the day or month before or after another, and the answer."""
+    """Ask for the day or month before or after another."""
     names = words.CATEGORIES[rng.choice(("days of the week", "months"))]
     here, step = rng.randrange(len(names)), rng.choice((1, -1))
     side, other = ("after" if step == 1 else "before"), names[(here + step) % len(names)]

@@ -47,7 +47,7 @@ REPORT_STEPS = 50
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the learning rate: a linear warm-up, then a cosine down to FINAL_LR times the peak."""
+    """Rise linearly during the warm-up, then follow a cosine down to FINAL_LR times the peak."""
     if step < WARMUP_STEPS:
         return peak * (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
@@ -55,7 +55,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def batch_loss(model: Any, batch: Batch, bfloat16: bool = HAS_BFLOAT16) -> torch.Tensor:
-    """Return the mean cross-entropy of the tokens that count. The head computes only the positions before them."""
+    """Compute the mean cross-entropy of the tokens that count. The head computes only the positions before them."""
     inputs, labels = torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
@@ -140,7 +140,7 @@ def run(trainer: Trainer, data: Iterable[Batch], until: int, checkpoint: Path) -
 
 
 def earlier_trainings(directory: Path | None) -> list[dict[str, Any]]:
-    """Return the facts of the trainings that led to a model, oldest first; an empty list if `directory` is None."""
+    """Read the facts of the trainings that led to a model, oldest first; none if `directory` is None."""
     if directory is None:
         return []
     facts = json.loads((directory / "training.json").read_text(encoding="utf-8"))
@@ -176,7 +176,7 @@ def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: st
 
 
 def heldout_loss(model: Any, tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the mean loss in nats on single held-out documents, over the tokens that count and over all tokens."""
+    """Compute the mean loss in nats on single held-out documents, over the tokens that count and over all tokens."""
     learned, every = [], []
     for document in heldout_documents():
         ids = np.asarray(tokenizer.encode(document, add_special_tokens=False).ids[: export.CONTEXT], dtype=np.int64)

@@ -14,14 +14,14 @@ def read_text(name: str) -> str:
 
 
 def read_lists(name: str) -> dict[str, tuple[str, ...]]:
-    """Return the lists in a file by name. Items are separated by " | " or by line ends."""
+    """Read the lists in a file, by name. Items are separated by " | " or by line ends."""
     parts = re.split(r"^\[([\w ]+)\]\n", read_text(name), flags=re.M)[1:]
     bodies = (tuple(body.strip().replace("\n", " | ").split(" | ")) for body in parts[1::2])
     return dict(zip(parts[::2], bodies, strict=True))
 
 
 def _pairs(name: str) -> tuple[tuple[str, str], ...]:
-    """Return the "a = b" items of a list as pairs."""
+    """Split the "a = b" items of a list."""
     return tuple((left, right) for left, right in (item.split(" = ") for item in _LISTS[name]))
 
 
