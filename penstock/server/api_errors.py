@@ -51,17 +51,17 @@ def not_found(message: str, code: str, param: str | None = None) -> ApiError:
 
 
 def unavailable(message: str, **beside: str) -> ApiError:
-    """Return a 503: the request is valid, and may succeed later."""
+    """Make a 503: the request is valid, and may succeed later."""
     return ApiError(503, message, code="engine_unavailable", headers={"Retry-After": "1"}, beside=beside)
 
 
 def internal_error() -> ApiError:
-    """Return a 500 without internal details; the log has the traceback."""
+    """Make a 500 without internal details; the log has the traceback."""
     return ApiError(500, "The server had an error while processing the request.", code="internal_error")
 
 
 def from_exception(exc: Exception) -> ApiError:
-    """Return what the client sees of an exception. An unexpected exception shows no details."""
+    """Convert an exception to the error that the client gets. An unexpected exception shows no details."""
     first_line = str(exc).partition("\n")[0]
     if isinstance(exc, ApiError):
         return exc

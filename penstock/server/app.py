@@ -93,7 +93,7 @@ SHOWN_PREFIXES = 10
 
 
 def create_app(client: EngineClient, options: ServerOptions | None = None) -> Starlette:
-    """Return the application over an engine client. It neither starts nor stops the engine.
+    """Build the application over an engine client. It neither starts nor stops the engine.
 
     `app.state.context.draining = True` makes it refuse new requests. With a journal, the caller has to start and close
     `app.state.context.kept`.
@@ -155,7 +155,7 @@ def _routes() -> list[Route]:
 
 
 def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing) -> list[Middleware]:
-    """Return the middleware from the outside in. CORS comes before the key check: a browser's preflight has no key."""
+    """List the middleware from the outside in. CORS comes before the key check: a browser's preflight has no key."""
     layers = [Middleware(BoundaryMiddleware, options=options, metrics=metrics)]
     if options.allowed_origins:
         headers = ["Authorization", "Content-Type", "Last-Event-ID", "X-Request-Id"]
@@ -253,7 +253,7 @@ async def retrieve_timeline(request: Request) -> Response:
 
 
 def _reader(request: Request) -> str | None:
-    """Return the name of the key whose calls the request may see; None for all keys."""
+    """Find the name of the key whose calls the request may see; None for all keys."""
     return None if is_administrator(request) else log_of(request).key
 
 
@@ -277,7 +277,7 @@ async def retrieve_model(request: Request) -> Response:
 
 
 def _card(context: ServerContext, name: str) -> dict[str, Any]:
-    """Return OpenAI's description of a model, with vLLM's fields and the model's certificate."""
+    """Describe a model as OpenAI does, with vLLM's fields and the model's certificate."""
     info = context.known_info()
     return {
         "id": name,
@@ -338,7 +338,7 @@ async def create_pin(request: Request) -> Response:
 
 
 async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> PromptRequest:
-    """Return the prefix: a text, token ids, or the beginning of a conversation rendered by the chat template."""
+    """Read the prefix: a text, token ids, or the beginning of a conversation rendered by the chat template."""
     body.check()
     if body.messages is not None:
         chat = ChatRequest(
@@ -378,7 +378,7 @@ def pin_object(use: PrefixUse) -> dict[str, Any]:
 
 
 def use_object(use: PrefixUse) -> dict[str, Any]:
-    """Return what /status and the pin routes show of a prefix, which is never its text."""
+    """Describe a prefix for /status and the pin routes, without its text, which is a user's."""
     counts = {"tokens": use.num_tokens, "hits": use.hits, "tokens_saved": use.tokens_saved}
     return {"name": use.name, **counts, "last_used": use.last_used}
 
@@ -494,7 +494,7 @@ async def page(request: Request) -> Response:
 
 @cache
 def _page() -> tuple[str, str]:
-    """Return the document and its content security policy."""
+    """Read the document, and make its content security policy."""
     hashes: dict[str, str] = {}
 
     def put_in(found: re.Match[str]) -> str:

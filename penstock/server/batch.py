@@ -53,7 +53,7 @@ class Counts:
 
 
 def read_input(path: str) -> list[Line]:
-    """Return the lines of an input file. Raise InvalidRequestError if a line is malformed or an id occurs twice.
+    """Read the lines of an input file. Raise InvalidRequestError if a line is malformed or an id occurs twice.
 
     Reading ends with the first wrong lines, so that no wrong file is read without end.
     """
@@ -207,7 +207,7 @@ async def run_batch(
 
 
 async def _answer(http: httpx.AsyncClient, client: EngineClient, line: Line, seed: int) -> tuple[int, dict[str, Any]]:
-    """Return the status of a request, and the fields that its answer adds to the output line."""
+    """Send a request. Return its status, and the fields that its answer adds to the output line."""
     problem = _problem(line)
     if problem is not None:
         error = {"message": problem, "type": "invalid_request_error", "param": None, "code": "invalid_batch_line"}
@@ -232,7 +232,7 @@ def _problem(line: Line) -> str | None:
 
 
 def _settled(line: Line, seed: int) -> dict[str, Any]:
-    """Return the body with a seed; responses are not stored. A list of prompts gets its seeds from the engine."""
+    """Add a seed to the body; responses are not stored. A list of prompts gets its seeds from the engine."""
     prompt = line.body.get("prompt")
     is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     body = line.body if line.body.get("seed") is not None or is_list else {**line.body, "seed": seed}

@@ -86,7 +86,7 @@ async def _create(
 
 
 def source_of(context: ServerContext, call: KeptCall, generation: Generation) -> Source:
-    """Return the source that computes the stream of a kept call."""
+    """Make the source that computes the stream of a kept call."""
     begun = call.begun
     body = msgspec.json.decode(begun.body, type=CompletionRequest if begun.kind == "completions" else ChatRequest)
     envelope = {"created": begun.created, "model": begun.model, "system_fingerprint": begun.fingerprint}
@@ -122,7 +122,7 @@ class Shape(ABC, Generic[Body]):
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> Any:
-        """Return a choice of prompt `index` in the form that the API defines."""
+        """Format a choice of prompt `index` as the API defines it."""
 
     @abstractmethod
     def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Completion]:
@@ -176,14 +176,14 @@ class Shape(ABC, Generic[Body]):
         return self.generation.timeline.shown() if self.body.timeline else UNSET
 
     def _chunk(self, choice: Any, **more: Any) -> shapes.Completion:
-        """Return a chunk with one choice. Its usage is null if the usage comes at the end of the stream."""
+        """Make a chunk with one choice. Its usage is null if the usage comes at the end of the stream."""
         usage: shapes.Usage | UnsetType | None = None if self.body.usage_at_end else UNSET
         if self.body.usage_always:
             usage = self.generation.usage()
         return shapes.Completion(object=self.chunk_object, choices=[choice], usage=usage, **self.envelope, **more)
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields about the prompt that a whole answer has outside its choices."""
+        """List the fields about the prompt that a whole answer has outside its choices."""
         return {}
 
     def _ending(self, choice: CompletionOutput) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class CompletionShape(Shape[CompletionRequest]):
                 yield self._chunk(shaped, seed=seed)
 
     def _ready(self, index: int, output: RequestOutput) -> list[CompletionOutput]:
-        """Return the choices to send now. An echo with log-probabilities waits until the prompt's are known."""
+        """Select the choices to send now. An echo with log-probabilities waits until the prompt's are known."""
         held = self._held.pop(index, []) + output.outputs
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = output.prompt_logprobs
@@ -283,7 +283,7 @@ class CompletionShape(Shape[CompletionRequest]):
         return held
 
     def _choice(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> shapes.CompletionChoice:
-        """Return a choice, or its new part in a stream. The first part echoes the prompt if `echo` is set."""
+        """Format a choice, or its new part in a stream. The first part echoes the prompt if `echo` is set."""
         index = prompt_index * self.generation.params.n + choice.index
         first = index not in self._begun
         self._begun.add(index)
@@ -345,7 +345,7 @@ class ChatAnswers:
         self._counters: dict[int, ReasoningCounter] = {}
 
     def message(self, choice: CompletionOutput) -> shapes.ChatMessage:
-        """Return a whole choice as a message. If it has tool calls and no text, its content is null."""
+        """Format a whole choice as a message. If it has tool calls and no text, its content is null."""
         message = Message()
         message.add(self.parts(choice))
         shaped = shapes.ChatMessage(role="assistant", content=message.content)
@@ -360,11 +360,11 @@ class ChatAnswers:
         return shaped
 
     def deltas(self, choice: CompletionOutput) -> list[shapes.Delta]:
-        """Return the deltas for the new part of a choice, one per parsed part."""
+        """Format the new part of a choice, one delta per parsed part."""
         return [self._delta(choice.index, part) for part in self.parts(choice)]
 
     def finish_reason(self, choice: CompletionOutput) -> str | None:
-        """Return why a choice has ended; None while it runs."""
+        """Name the reason why a choice has ended: "tool_calls" if it stopped after one; None while it runs."""
         if choice.finish_reason is None:
             return None
         parser = self._parsers.get(choice.index)
@@ -372,7 +372,7 @@ class ChatAnswers:
         return TOOL_CALLS if calls else choice.finish_reason.value
 
     def parts(self, choice: CompletionOutput) -> list[Part]:
-        """Return the parsed parts of a choice: those that its new text adds, or all of a whole choice."""
+        """Parse a choice: the parts that its new text adds, or all parts of a whole choice."""
         parser = self._parsers.get(choice.index) or self._rules.parser()
         if parser is None:
             return [Part(Kind.CONTENT, choice.text)] if choice.text else []
@@ -381,7 +381,7 @@ class ChatAnswers:
         return parser.push(choice.text) + (parser.finish() if choice.finish_reason is not None else [])
 
     def call_id(self, choice: int, call: int) -> str:
-        """Return the id of tool call number `call` of a choice, counted from 0."""
+        """Make the id of tool call number `call` of a choice, counted from 0."""
         assert self._rules.tool_format is not None
         return call_id(self._rules.tool_format, self._id, choice, call)
 

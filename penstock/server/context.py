@@ -1,4 +1,5 @@
-"""What every route uses: the app's state, the request's log and body, JSON answers, and what the app reports of itself.
+"""Everything that all routes use: the app's state, the request's log and body, JSON answers, and what the app reports
+of itself.
 
 Each app has its own ServerContext, which is reached through the request (`context_of`), never through a global. Each
 app also has its own metrics registry, so that two servers in one process do not share counts. The metrics at /metrics
@@ -65,13 +66,13 @@ class ServerContext:
         self.tokenizing = asyncio.Semaphore(self.options.max_parallel_tokenizations)
 
     def info(self) -> ModelInfo:
-        """Return the model. Raise EngineDeadError (503) until the engine has been ready, ApiError (503) if draining."""
+        """Find the model. Raise EngineDeadError (503) until the engine has been ready, ApiError (503) if draining."""
         if self.draining:
             raise unavailable("the server is shutting down")
         return self.known_info()
 
     def known_info(self) -> ModelInfo:
-        """Return the model, even while draining. Raise ApiError (503) if the engine could not be built."""
+        """Find the model, even while draining. Raise ApiError (503) if the engine could not be built."""
         try:
             return self.client.model_info
         except (InvalidRequestError, ModelLoadError):
@@ -92,7 +93,7 @@ class ServerContext:
         return self.options.served_model_names or (self.known_info().model,)
 
     def check_model(self, name: str | None) -> str:
-        """Return the model name for the answer. Raise ApiError (404) for a model that is not served."""
+        """Choose the model name for the answer. Raise ApiError (404) for a model that is not served."""
         names = self.model_names()
         if name is not None and name not in names:
             message = f"The model {ascii(name)[:100]} does not exist; this server has {', '.join(names)}."
@@ -118,7 +119,7 @@ def log_of(request: Request) -> RequestLog:
 
 
 def account_of(request: Request) -> Account | None:
-    """Return the owner of the request's API key; None if the server has no keys."""
+    """Find the owner of the request's API key; None if the server has no keys."""
     account: Account | None = getattr(request.state, "account", None)
     return account
 
@@ -126,7 +127,7 @@ def account_of(request: Request) -> Account | None:
 def within_limits(
     request: Request, params: SamplingParams, num_prompts: int, *, priority: int | None, timeout_s: float | None
 ) -> SamplingParams:
-    """Return the parameters of a call within the limits of its API key, and note its priority and timeout in the log.
+    """Fit the parameters of a call to the limits of its API key, and note its priority and timeout in the log.
 
     Raises:
         InvalidRequestError: the call asks for more choices or tokens than the key allows.
@@ -140,7 +141,7 @@ def within_limits(
 
 
 def is_administrator(request: Request) -> bool:
-    """Return whether the request has an administrator's rights; every request has them if the server has no keys."""
+    """Check for an administrator's rights; every request has them if the server has no keys."""
     account = account_of(request)
     return account is None or account.rules.admin
 
@@ -153,7 +154,7 @@ def check_administrator(request: Request) -> None:
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """Return the JSON body as a `kind` and log its labels. Raise ApiError (415) if a header says it is not JSON."""
+    """Read the JSON body as a `kind` and log its labels. Raise ApiError (415) if a header says it is not JSON."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         message = f"Content-Encoding {ascii(encoding)[:40]} is not supported; send the body uncompressed"
@@ -290,7 +291,7 @@ def _of_engines(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
 
 
 def shown_stats(stats: EngineStats) -> dict[str, Any]:
-    """Return what /status reports of the stats of one engine, or of all of them."""
+    """Arrange the stats of one engine, or of all of them, as /status shows them."""
     shown: dict[str, Any] = {}
     for item in fields(EngineStats):
         if path := item.metadata["status"]:
@@ -300,7 +301,7 @@ def shown_stats(stats: EngineStats) -> dict[str, Any]:
 
 
 def shown_process(engine: EngineStatus) -> dict[str, Any]:
-    """Return what /status reports about one engine process, or about all of them."""
+    """Describe one engine process, or all of them, for /status."""
     return {
         "pid": engine.pid,
         "state": engine.state.value,
@@ -319,6 +320,6 @@ def shown_memory(engine: EngineStatus) -> dict[str, Any]:
 
 
 def shown_replica(engine: EngineStatus) -> dict[str, Any]:
-    """Return what /status reports about one of several engines."""
+    """Describe one of several engines for /status."""
     stats = {name: value for name, value in shown_stats(engine.stats).items() if name not in OF_ALL}
     return {**shown_process(engine), "choices": engine.journal_requests, **stats, "memory": shown_memory(engine)}

@@ -43,7 +43,7 @@ class PoolingRequest(ComputingRequest, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None
 
     def params(self) -> PoolingParams:
-        """Return the body's PoolingParams. Raise InvalidRequestError for a value that is not allowed."""
+        """Make the body's PoolingParams. Raise InvalidRequestError for a value that is not allowed."""
         side = "right" if self.truncation_side is None else self.truncation_side
         return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, truncation_side=side)
 
@@ -107,7 +107,7 @@ async def create_embeddings(request: Request) -> Response:
 
 
 async def create_scores(request: Request) -> Response:
-    """Handle POST /score: return the similarity of pairs of texts."""
+    """Handle POST /score: compute the similarity of pairs of texts."""
     body = await read_body(request, ScoreRequest)
     first, second = ([item] if isinstance(item, str) else item for item in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
@@ -125,7 +125,7 @@ async def create_scores(request: Request) -> Response:
 
 
 async def create_ranking(request: Request) -> Response:
-    """Handle POST /rerank: return documents in the order of their similarity to a query."""
+    """Handle POST /rerank: sort documents by their similarity to a query."""
     body = await read_body(request, RankingRequest)
     check_int("top_n", body.top_n, 0, MAX_INPUTS, optional=True)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
@@ -203,7 +203,7 @@ async def _ids(
     special: bool,
     total: int,
 ) -> list[int]:
-    """Return the token ids to compute for an item, truncated if the parameters say so."""
+    """Check or tokenise an item. Its ids are truncated if the parameters say so."""
     if isinstance(item, str):
         if not item:
             raise fail(name, item, "a text of at least one character")
@@ -220,7 +220,7 @@ async def _ids(
 
 
 def _encoded(output: RequestOutput, encoding: str) -> msgspec.Raw | str:
-    """Return a vector as encoded JSON or as base64. As Python floats, a long list would take five times the memory."""
+    """Encode a vector as JSON or as base64. As Python floats, a long list would take five times the memory."""
     numbers = _numbers(output)
     if encoding == "base64":
         return base64.b64encode(numbers).decode()

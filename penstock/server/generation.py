@@ -92,13 +92,13 @@ class Generation:
         self.context.metrics.request.observe(self.log.age_s())
 
     def _silence_s(self) -> float:
-        """Return how long to wait for an output before a keep-alive is sent."""
+        """Compute the seconds to wait for an output before a keep-alive is sent."""
         keep_alive_s, limit = self.context.options.keep_alive_s, self._limit_s
         return keep_alive_s if limit is None else max(0.0, min(keep_alive_s, limit - self.log.age_s()))
 
     @property
     def _limit_s(self) -> float | None:
-        """Return how long the call may take: the server's limit or its own, whichever is shorter."""
+        """The seconds that the call may take: the server's limit or its own, whichever is shorter; None: no limit."""
         limits = (self.context.options.request_timeout_s, self.log.timeout_s)
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -108,7 +108,7 @@ class Generation:
             raise ApiError(504, f"The answer was not complete within {limit:g} s.", code="request_timeout")
 
     async def collect(self) -> list[RequestOutput]:
-        """Return the final output of each prompt, in order."""
+        """Wait for the final output of each prompt, and return them in order."""
         async with aclosing(self.outputs()) as outputs:
             async for _ in outputs:
                 pass
@@ -118,7 +118,7 @@ class Generation:
         return final
 
     def usage(self) -> Usage:
-        """Return the number of tokens so far."""
+        """Count the tokens so far."""
         log = self.log
         return Usage(
             prompt_tokens=log.num_prompt_tokens,
@@ -142,7 +142,7 @@ class Generation:
         }
 
     def seed(self) -> Seed:
-        """Return the seed that reproduces the answer: one number, or one per prompt for a list of prompts."""
+        """Find the seed that reproduces the answer: one number, or one per prompt for a list of prompts."""
         seeds = [None if output is None else output.seed for output in self._latest]
         return seeds[0] if len(seeds) == 1 else seeds
 
@@ -168,7 +168,7 @@ class Generation:
                 await asyncio.sleep(error.retry_after_s)
 
     def _time_left_s(self) -> float | None:
-        """Return in how many seconds the answer is due, or None if the engine does not schedule by deadlines."""
+        """Compute in how many seconds the answer is due; None if the engine does not schedule by deadlines."""
         limit = self._limit_s
         if limit is None or self.context.known_info().scheduling_policy != "deadline":
             return None
@@ -205,7 +205,8 @@ def _raise_failure(output: RequestOutput) -> None:
 
 
 def _without_answer(output: RequestOutput) -> RequestOutput:
-    """Return an output whose choices have no tokens, and end, if they have ended, because there were to be none."""
+    """Copy an output without the tokens of its choices, which end, if they have ended, because there were to be
+    none."""
     choices = [
         CompletionOutput(choice.index, "", [], finish_reason=FinishReason.LENGTH if choice.finished else None)
         for choice in output.outputs
@@ -255,7 +256,8 @@ def _next_of(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutpu
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects, cancel it, wait for its end and raise ClientGoneError.
+    """Run `work` and return its result. If the client disconnects, cancel it, wait for its end and raise
+    ClientGoneError.
 
     Starlette cancels nothing by itself, so a plain handler would run on. The request's body must have been read, so
     that the only message left to receive is the disconnect.
@@ -279,7 +281,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def sse_data(body: bytes) -> bytes:
-    """Return one server-sent event. Encoded JSON has no line breaks, so it fits on one `data:` line."""
+    """Format one server-sent event. Encoded JSON has no line breaks, so it fits on one `data:` line."""
     return b"data: " + body + b"\n\n"
 
 

@@ -80,7 +80,7 @@ NOISE = ("temperature", "top_p", "top_k", "min_p")  # the fields that say how to
 async def encode(
     context: ServerContext, text: str | RenderedChat, *, add_special_tokens: bool, total: int = 0
 ) -> list[int]:
-    """Return the ids of a text or conversation. `total` is the number of characters in all texts of the call."""
+    """Tokenise a text or conversation. `total` is the number of characters in all texts of the call."""
     tokenizer = context.tokenizer()
     if isinstance(text, RenderedChat):
         work = partial(text.token_ids, tokenizer, add_special_tokens=add_special_tokens)
@@ -90,7 +90,6 @@ async def encode(
 
 
 async def decode(context: ServerContext, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-    """Return the text of the ids."""
     work = partial(context.tokenizer().decode, ids, skip_special_tokens=skip_special_tokens)
     return await _tokenizing(context, work, len(ids))
 
@@ -107,7 +106,7 @@ async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) 
 
 
 async def completion_prompts(context: ServerContext, body: CompletionRequest, info: ModelInfo) -> list[PromptRequest]:
-    """Return the prompts of a call in order; `body.prompt` is a text, token ids, or a list of either."""
+    """List the prompts of a call in order; `body.prompt` is a text, token ids, or a list of either."""
     items = split_texts("prompt", body.prompt)
     limit = context.options.max_choices
     if len(items) * (body.n or 1) > limit:
@@ -134,7 +133,7 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
 
 
 def split_texts(param: str, prompt: str | list[Any]) -> Texts:
-    """Return the texts or lists of token ids of a field that holds one of them or several."""
+    """Split a field that holds one text or list of token ids, or several of them."""
     if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
         return [prompt]
     kind = type(prompt[0]) if prompt else None
@@ -151,14 +150,14 @@ def _check_ids(ids: list[Any], info: ModelInfo) -> None:
 
 
 async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[PromptRequest]:
-    """Return the call's only prompt: the conversation as the model's own template renders it."""
+    """Make the call's only prompt: the conversation as the model's own template renders it."""
     chat = await _render(context, body, info, body.offered, body.documents)
     ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
     return [PromptRequest(ids)]
 
 
 async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
-    """Return the ids for POST /tokenize. A text that is too long for a prompt is refused as it would be as a prompt."""
+    """Find the ids for POST /tokenize. A text that is too long for a prompt is refused as it would be as a prompt."""
     body.check()
     if body.messages is None:
         check_prompt_length(body.prompt or "", info.max_model_len)
@@ -225,14 +224,15 @@ async def _render(
 
 
 def _implied(context: ServerContext, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Return the variables of the template that `reasoning_effort` stands for."""
+    """Find the variables of the template that `reasoning_effort` stands for."""
     if isinstance(body, TokenizeRequest) or body.reasoning_effort is None:
         return {}
     return effort_variables(context.tokenizer().chat_template, body.reasoning_effort)
 
 
 def _turn(message: Message) -> dict[str, Any]:
-    """Return a message as the template sees it. The role `developer` becomes `system`, the name that templates know."""
+    """Convert a message to the form that templates read. The role `developer` becomes `system`, the name that they
+    know."""
     if message.role == "function":
         text = "messages: the role function is not supported; its newer name is tool, with a tool_call_id"
         raise NotSupportedError(text, param="messages")
@@ -247,7 +247,7 @@ def _turn(message: Message) -> dict[str, Any]:
 
 
 def salted(request: Request, given: str | None, prompts: list[PromptRequest]) -> list[PromptRequest]:
-    """Return the prompts with the call's cache_salt, which includes the key's name where requests are salted by key.
+    """Set the call's cache_salt in its prompts; it includes the key's name where requests are salted by key.
 
     Raises:
         InvalidRequestError: the given value is not a valid salt.
@@ -264,7 +264,7 @@ def salted(request: Request, given: str | None, prompts: list[PromptRequest]) ->
 
 
 def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParams:
-    """Return the SamplingParams of a completion; it generates 16 tokens by default.
+    """Make the SamplingParams of a completion; it generates 16 tokens by default.
 
     With `max_tokens: 0`, which needs `echo`, the engine generates a token that the answer leaves out.
 
@@ -287,7 +287,7 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
 
 
 def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
-    """Return the SamplingParams of a chat answer; by default it may fill the rest of the context."""
+    """Make the SamplingParams of a chat answer; by default it may fill the rest of the context."""
     own: dict[str, Any] = {"max_tokens": info.default_sampling.get("max_tokens")}
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)
@@ -300,7 +300,7 @@ def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
 
 
 def sampling_params(body: Body, info: ModelInfo, own: dict[str, Any], *, streams: bool) -> SamplingParams:
-    """Return the SamplingParams of a body. `own` are the fields that its route spells in a way of its own."""
+    """Make the SamplingParams of a body. `own` are the fields that its route spells in a way of its own."""
     given = {name: value for name in fields_of(body.place) if (value := getattr(body, name)) is not None}
     kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
     defaults = info.default_sampling
@@ -323,7 +323,7 @@ MAX_NAME, MAX_DESCRIPTION = 64, 4096  # characters
 
 
 def form_of(body: Any) -> StructuredOutputsParams | None:
-    """Return the form that a body asks for; None: any text.
+    """Read the form that a body asks for; None: any text.
 
     Raises:
         InvalidRequestError: the form is malformed, or given in two fields; `param` is the field.
@@ -336,7 +336,7 @@ def form_of(body: Any) -> StructuredOutputsParams | None:
 
 
 def _given(body: Any) -> list[tuple[str, Any]]:
-    """Return the fields about the form that a body has, with their values."""
+    """List the fields about the form that a body has, with their values."""
     return [(name, value) for name in READERS if (value := getattr(body, name, None)) is not None]
 
 
@@ -365,7 +365,7 @@ def naming(field: str) -> Iterator[None]:
 
 
 def _of_text(value: Any) -> StructuredOutputsParams | None:
-    """Return the form from the field `text` of /v1/responses; None for {} and for a format of type text."""
+    """Read the form in the field `text` of /v1/responses; None for {} and for a format of type text."""
     if not isinstance(value, Mapping):
         raise fail(TEXT, value, 'an object like {"format": {"type": "text"}}')
     if value.get("verbosity") is not None:
@@ -390,13 +390,13 @@ def _of_format(field: str, value: Any, schema_of: Any) -> StructuredOutputsParam
 
 
 def _nested_schema(value: Mapping[str, Any]) -> Any:
-    """Return the schema's description, which chat has in a separate field, and /v1/responses next to the type."""
+    """Find the schema's description, which chat has in a separate field, and /v1/responses next to the type."""
     _check_keys(FORMAT, value, ("type", "json_schema"))
     return value.get("json_schema")
 
 
 def _of_schema(field: str, value: Any) -> StructuredOutputsParams:
-    """Return the form for a named schema. `strict` changes nothing: a schema is always followed or refused."""
+    """Read the form of a named schema. `strict` changes nothing: a schema is always followed or refused."""
     if not isinstance(value, Mapping) or value.get("schema") is None:
         raise fail(field, value, 'a format with a name and a schema: {"name": "answer", "schema": {...}}')
     _check_keys(field, value, ("type", *SCHEMA_KEYS))
@@ -441,7 +441,7 @@ TAIL = 16  # tokens at the end of a prompt in which <think> is looked for
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How an answer is parsed.
+    """Rules for parsing an answer.
 
     Attributes:
         tool_format: how its tool calls are written; None: it has no tool calls.
@@ -455,20 +455,20 @@ class Rules:
     is_thinking: bool = False
 
     def parser(self) -> AnswerParser | None:
-        """Return a parser for one answer; None if all of it is content."""
+        """Make a parser for one answer; None if all of it is content."""
         if self.tool_format is None and not self.reasoning:
             return None
         return AnswerParser(self.tool_format, self.names, reasoning=self.reasoning, is_thinking=self.is_thinking)
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the texts that separate the parts of an answer."""
+        """The texts that separate the parts of an answer."""
         thoughts = (THINK, END_OF_THINKING) if self.reasoning else ()
         return (*thoughts, *(() if self.tool_format is None else self.tool_format.marks))
 
 
 def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -> Rules:
-    """Return the rules for a request's answers. They depend only on data that a journal keeps."""
+    """Choose the rules for a request's answers. They depend only on data that a journal keeps."""
     tokenizer, options = context.tokenizer(), context.options
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
     reasoning = _separates_reasoning(options, template) and not _has_another_form(body)
@@ -488,14 +488,14 @@ def _separates_reasoning(options: ServerOptions, template: str) -> bool:
 
 
 def _has_another_form(body: ChatRequest) -> bool:
-    """Return whether the answer must have a form other than JSON, which leaves no room for reasoning."""
+    """Check whether the answer must have a form other than JSON, which leaves no room for reasoning."""
     given = body.structured_outputs or {}
     kinds = ("regex", "choice", "grammar")
     return any(given.get(kind) is not None or getattr(body, f"guided_{kind}") is not None for kind in kinds)
 
 
 async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, params: SamplingParams) -> SamplingParams:
-    """Return parameters that enforce the request's tools, and keep marks that are special tokens in the text.
+    """Add to the parameters what enforces the request's tools, and keep marks that are special tokens in the text.
 
     Raises:
         InvalidRequestError: the requested form cannot be combined with the tools, or it is not known how the model
@@ -539,14 +539,14 @@ def _refusal(error: InvalidRequestError, lines: list[str], functions: Sequence[F
 
 
 def _constrains(body: ChatRequest) -> bool:
-    """Return whether a request restricts its tool calls beyond offering the tools."""
+    """Check whether a request restricts its tool calls beyond offering the tools."""
     some = len(body.callable_names) < len(body.offered)
     strict = any(tool.function.strict for tool in body.offered)
     return bool(body.offered) and (body.must_call or some or strict or body.parallel_tool_calls is False)
 
 
 def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> str | None:
-    """Return the JSON schema of an answer without a tool call; None if its form is free."""
+    """Choose the JSON schema of an answer without a tool call; None if its form is free."""
     if form is None:
         return None
     if body.must_call:
@@ -565,7 +565,7 @@ def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> s
 
 
 async def _tokens_of(context: ServerContext, marks: Sequence[str]) -> dict[str, int]:
-    """Return the marks that are a single token, with the token's id."""
+    """Find the marks that are a single token, with the token's id."""
     tokenizer = context.tokenizer()
     unknown = [mark for mark in marks if mark not in context.mark_tokens]
     encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -577,5 +577,5 @@ async def _tokens_of(context: ServerContext, marks: Sequence[str]) -> dict[str, 
 
 
 def _term(tokens: dict[str, int], mark: str) -> str:
-    """Return a mark as a term of the grammar: as a token if it is a single token, else as text."""
+    """Write a mark as a term of the grammar: as a token if it is a single token, else as text."""
     return f"<[{tokens[mark]}]>" if mark in tokens else literal(mark)

@@ -29,7 +29,7 @@ MARK = b"\xff\xfeJRNL\xfe\xff"  # bytes that neither UTF-8 nor a list of token i
 HEADER = struct.Struct(f"<{len(MARK)}sII")
 MAX_RECORD_BYTES = 2**28
 MIN_REWRITE_BYTES = 2**20  # a smaller file is never rewritten because of its size
-GROUP_S = 0.05  # delay before records that nobody waits for are written together
+GROUP_S = 0.05  # delay before records that no caller waits for are written together
 RETRY_S = 1.0  # delay before the next attempt after a disk error
 LOGGER = logging.getLogger("penstock.journal")
 
@@ -39,7 +39,7 @@ class JournalError(EngineError):
 
 
 def pack(body: bytes) -> bytes:
-    """Return a record: its header and its body."""
+    """Put the header of a record before its body."""
     return HEADER.pack(MARK, len(body), _checksum(body)) + body
 
 
@@ -63,7 +63,7 @@ class Content:
 
 
 def unpack(data: bytes) -> Content:
-    """Return the records of a file that begins with MAGIC; the rest of it may be damaged in any way."""
+    """Read the records of a file that begins with MAGIC; the rest of it may be damaged in any way."""
     bodies: list[bytes] = []
     damage: list[tuple[int, int]] = []
     end = len(MAGIC)
@@ -126,7 +126,6 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the file."""
         return self._size
 
     def _load(self) -> list[bytes]:
@@ -148,7 +147,7 @@ class Journal:
         return content.bodies
 
     def pop_found(self) -> list[bytes]:
-        """Return, once, the bodies of the records that the file held when it was opened."""
+        """Take the bodies of the records that the file held when it was opened; a second call returns none."""
         found, self._found = self._found, []
         return found
 

@@ -67,7 +67,7 @@ class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Return roughly how much memory the call takes."""
+        """Estimate of the memory that the call takes."""
         return 1024 + len(self.body) + 8 * sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
@@ -98,7 +98,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 
 class Deleted(msgspec.Struct, tag=True, frozen=True):
-    """The call has been deleted: nobody may fetch it any more."""
+    """The call has been deleted, and can be fetched no more."""
 
     id: str
 
@@ -122,13 +122,13 @@ class Source(Protocol):
     """Computes a call, piece by piece."""
 
     def frames(self) -> AsyncGenerator[Frame | None, None]:
-        """Yield the pieces of the stream, and None when nothing came for a while."""
+        """Yield the pieces of the stream, and None after each interval without one."""
 
     def last_frames(self, failure: ApiError | None) -> list[Frame]:
-        """Return the frames that end the stream."""
+        """Make the frames that end the stream."""
 
     def result(self, failure: ApiError | None = None, status: str | None = None) -> bytes | None:
-        """Return the whole answer so far as JSON; None if the API has no whole answer. `status` replaces its status."""
+        """Encode the whole answer so far as JSON; None if the API has no whole answer. `status` replaces its status."""
 
 
 class KeptCall:
@@ -167,7 +167,7 @@ class KeptCall:
 
     @property
     def num_bytes(self) -> int:
-        """Return roughly how much memory the call takes."""
+        """Estimate of the memory that the call takes."""
         return self.begun.num_bytes + self._num_frame_bytes + len(self._packed) + len(self.result or b"")
 
     def note(self, prompt: int, choice: int, start: int, ids: Sequence[int]) -> tuple[int, list[int]]:
@@ -250,7 +250,7 @@ class KeptCall:
         return f"id: {event_id(self.begun.id, position)}\n".encode() + frame
 
     def end_record(self) -> Ended:
-        """Return the journal's record of the end. Call it in a thread, because packing a long stream takes time."""
+        """Make the journal's record of the end. Call it in a thread, because packing a long stream takes time."""
         if not self._packed:
             self._packed = zlib.compress(_pack(self._frames), 1)
             self._frames, self._num_frame_bytes = [], 0
@@ -258,12 +258,12 @@ class KeptCall:
 
 
 def event_id(call_id: str, position: Sequence[int]) -> str:
-    """Return an event's id: the call's id, and how many pieces of each lane the client has after this event."""
+    """Format an event's id: the call's id, and how many pieces of each lane the client has after this event."""
     return f"{call_id}:{'.'.join(map(str, position))}"
 
 
 def position_of(last_event_id: str) -> tuple[str, list[int]]:
-    """Return the call's id and the position from a Last-Event-ID. Raise ApiError (400) if it is not such an id."""
+    """Parse the call's id and the position in a Last-Event-ID. Raise ApiError (400) if it is not such an id."""
     call_id, colon, counts = last_event_id.partition(":")
     parts = counts.split(".") if counts else []
     if not colon or len(parts) > MAX_LANES or not all(p.isascii() and p.isdigit() and len(p) < 10 for p in parts):
@@ -304,7 +304,7 @@ class KeptCalls:
 
     @property
     def unfinished(self) -> list[KeptCall]:
-        """Return the calls that are waiting or running."""
+        """The calls that are waiting or running."""
         return [call for call in self._calls.values() if not call.ended]
 
     def _restore(self, body: bytes) -> None:
@@ -329,7 +329,7 @@ class KeptCalls:
                 call.note(record.prompt, record.choice, record.start, record.token_ids)
 
     def status(self) -> dict[str, Any] | None:
-        """Return what /status reports about the journal file; None without a journal."""
+        """Describe the journal file for /status; None without a journal."""
         if self.journal is None:
             return None
         unfinished = len(self.unfinished)
@@ -429,7 +429,8 @@ class KeptCalls:
         self.journal.append(lambda: encode_record(call.end_record()))
 
     def pop_restored(self) -> list[KeptCall]:
-        """Return, once, the unfinished calls from the journal. The ended ones get their removal timers now."""
+        """Take the unfinished calls from the journal; a second call returns none. Set the removal timers of the ended
+        ones."""
         restored, self._to_resume = self._to_resume, []
         for call in list(self._calls.values()):
             if call.ended and call.timer is None:
@@ -481,7 +482,7 @@ class KeptCalls:
             call.end(not_found("The answer was deleted.", "not_found", "id"), None)
 
     def _schedule_removal(self, call: KeptCall) -> None:
-        """Schedule the removal of a call without readers for the time when no client may come back to it."""
+        """Schedule the removal of a call without readers for the time after which its client cannot come back to it."""
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
@@ -496,7 +497,7 @@ class KeptCalls:
     # --- its readers -----------------------------------------------------------------------------------------------
 
     def get(self, call_id: str, kind: str, owner: str) -> KeptCall:
-        """Return a call of this owner. Raise ApiError (404) if there is no such call."""
+        """Find a call of this owner. Raise ApiError (404) if there is no such call."""
         call = self._calls.get(call_id)
         if call is None or call.begun.kind != kind or call.begun.owner != owner:
             shown = ascii(call_id)[1:-1][:100]
@@ -538,13 +539,13 @@ class KeptCalls:
                 self.journal.append(partial(self._tokens_record, place, call.tokens[key]))
 
     def _tokens_record(self, place: tuple[str, int, int], known: list[int]) -> bytes:
-        """Return a record of the tokens of a choice that the journal lacks. Runs in a thread."""
+        """Encode the tokens of a choice that the journal lacks. Runs in a thread."""
         start = self._unwritten.pop(place, len(known))
         record: bytes = encode_record(Tokens(*place, start, known[start:]))
         return record
 
     def _snapshot(self) -> Iterable[Callable[[], bytes]]:
-        """Return all the records that the journal has to hold, as functions that encode them."""
+        """List all the records that the journal has to hold, as functions that encode them."""
         self._unwritten.clear()
         on_disk = [call for call in self._calls.values() if call.on_disk]
         return [make_body for call in on_disk for make_body in _records(call)]

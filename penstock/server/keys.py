@@ -57,7 +57,7 @@ class Bucket:
         self._level, self._at = float(per_minute), clock()
 
     def wait_s(self, amount: float = 0.0) -> float:
-        """Return the seconds until the bucket is above zero and holds `amount`; 0.0 if it does now."""
+        """Compute the seconds until the bucket is above zero and holds `amount`; 0.0 if it does now."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
         self._at = now
@@ -107,7 +107,7 @@ class Account:
             self._tokens.spend(num_tokens)
 
     def limited(self, params: SamplingParams, num_prompts: int) -> SamplingParams:
-        """Return the parameters of a call, with the key's max_tokens if they have no max_tokens.
+        """Fit the parameters of a call to the key: without max_tokens they get the key's.
 
         Raises:
             InvalidRequestError: the call asks for more choices or tokens than the key allows.
@@ -128,7 +128,7 @@ class Account:
         return params
 
     def allowed_priority(self, asked: int | None) -> int:
-        """Return the priority of a call: the one it asks for, or the key's if it asks for none or a more urgent one."""
+        """Choose the priority of a call: the one it asks for, or the key's if it asks for none or a more urgent one."""
         own = self.rules.priority
         if own is None:
             return asked or 0
@@ -160,7 +160,7 @@ class KeyRing:
         self.reload()
 
     def __bool__(self) -> bool:
-        """Return whether a key is required."""
+        """True if a key is required."""
         return bool(self._own) or self._file is not None
 
     def reload(self) -> int:
@@ -178,7 +178,7 @@ class KeyRing:
         return len(accounts)
 
     def find(self, key: bytes) -> Account | None:
-        """Return the owner of a key. The time that this takes depends only on the number of keys."""
+        """Find the owner of a key. The time that this takes depends only on the number of keys."""
         digest, found = hashlib.sha256(key).digest(), None
         for known, account in [*self._own.items(), *self._accounts.items()]:
             if hmac.compare_digest(digest, known):
@@ -191,7 +191,7 @@ def _digest(key: str) -> bytes:
 
 
 def read_key_file(file: Path) -> dict[str, KeyRules]:
-    """Return the rules of each name. Raise InvalidRequestError with file and line if something is wrong."""
+    """Read the rules of each name. Raise InvalidRequestError with file and line if something is wrong."""
     try:
         with open(file, "rb") as opened:
             text = opened.read(MAX_FILE_BYTES + 1).decode()
@@ -219,7 +219,7 @@ def read_key_file(file: Path) -> dict[str, KeyRules]:
 
 
 def _problem(name: str, table: Any) -> tuple[str | None, str]:
-    """Return what is wrong with a table, and the field concerned. The text never contains the key itself."""
+    """Find what is wrong with a table, and the field concerned. The text never contains the key itself."""
     if not NAME.fullmatch(name):
         return f"{name!r:.80} is not a name; use letters, digits and _ . @ -", ""
     if not isinstance(table, dict):
@@ -237,7 +237,7 @@ def _problem(name: str, table: Any) -> tuple[str | None, str]:
 
 
 def _line_of(text: str, name: str, field: str) -> int:
-    """Return the line number of a field of a table, or of the table's header."""
+    """Find the line number of a field of a table, or of the table's header."""
     head = re.compile(
         r"\s*\[\s*[\"']?" + re.escape(name) + r"[\"']?\s*\]|\s*[\"']?" + re.escape(name) + r"[\"']?\s*[.=]"
     )

@@ -116,7 +116,7 @@ class _RefusalLines:
         self._second = self._written = self._left_out = 0
 
     def may_write(self) -> bool:
-        """Return whether another line may be written; log, once a second, how many were left out."""
+        """Decide whether another line may be written; log, once a second, how many were left out."""
         second = int(self._clock())
         if second != self._second:
             if self._left_out:
@@ -138,7 +138,7 @@ async def _report_failure(sent: _SentResponse, scope: Scope, receive: Receive) -
 
 
 def visible_request_id(given: str | None) -> str:
-    """Return the caller's id, cut to MAX_REQUEST_ID characters, if it is visible ASCII, or else a new id."""
+    """Cut the caller's id to MAX_REQUEST_ID characters if it is visible ASCII, or else make a new id."""
     cut = (given or "")[:MAX_REQUEST_ID]
     return cut if cut and all("!" <= char <= "~" for char in cut) else uuid4().hex
 
@@ -294,7 +294,7 @@ def _wrong_key(path: str) -> ApiError:
 
 
 def sent_key(header: str) -> bytes:
-    """Return the key in an Authorization header, or b"" if it has none."""
+    """Find the key in an Authorization header; b"" if it has none."""
     scheme, _, value = header.partition(" ")
     sent = value.strip().encode("latin-1", "replace")
     if scheme.lower() == "bearer":

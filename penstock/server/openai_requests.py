@@ -46,7 +46,7 @@ class Tool(Strict, kw_only=True, frozen=True):
     function: FunctionDefinition
 
     def as_shown(self) -> dict[str, Any]:
-        """Return the tool as the chat template sees it, without `strict`, which concerns only the server."""
+        """Convert the tool for the chat template, without `strict`, which concerns only the server."""
         function = {"name": self.function.name}
         for name in ("description", "parameters"):
             if getattr(self.function, name) is not None:
@@ -54,7 +54,6 @@ class Tool(Strict, kw_only=True, frozen=True):
         return {"type": "function", "function": function}
 
     def as_function(self) -> Function:
-        """Return the tool in the form that the grammar needs."""
         return Function(self.function.name, self.function.parameters, bool(self.function.strict))
 
 
@@ -108,7 +107,7 @@ class ToolCall(Strict, kw_only=True, frozen=True):
     provider_specific_fields: dict[str, Any] | None = None
 
     def as_shown(self) -> dict[str, Any]:
-        """Return the tool call as the chat template sees it."""
+        """Convert the tool call for the chat template, which sees no type and no index."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -179,7 +178,7 @@ class ComputingRequest(Strict, kw_only=True, frozen=True):
 
 
 def with_sampling_fields(body: type[Body]) -> type[Body]:
-    """Return a body with those fields of SamplingParams that its route has; each of them may be null.
+    """Add to a body those fields of SamplingParams that its route has; each of them may be null.
 
     A class declares by itself only the fields that the code of the server reads.
     """
@@ -313,12 +312,11 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
 
     @property
     def offered(self) -> list[Tool]:
-        """Return the tools that the model is shown: none if tool_choice is "none", so that it calls none."""
+        """The tools that the model is shown: none if tool_choice is "none", so that it calls none."""
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
     @property
     def callable_names(self) -> list[str]:
-        """Return the names of the tools that the model may call."""
         choice = self.tool_choice
         if isinstance(choice, NamedChoice):
             return [choice.function.name]
@@ -328,7 +326,6 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
 
     @property
     def must_call(self) -> bool:
-        """Return whether the answer has to be a tool call."""
         choice = self.tool_choice
         if isinstance(choice, AllowedChoice):
             return choice.allowed_tools.mode == "required"
@@ -438,7 +435,7 @@ HINTS = {  # name in Transformers, llama.cpp or TGI -> its equivalent here
 
 
 def parse(data: bytes, kind: type[Strict]) -> Any:
-    """Return the decoded JSON of a request of type `kind`. Raise InvalidRequestError if it is not valid JSON."""
+    """Decode the JSON of a request of type `kind`. Raise InvalidRequestError if it is not valid JSON."""
     with _naming_the_field():
         try:
             return msgspec.json.decode(data)
@@ -464,7 +461,7 @@ def to_request(parsed: Any, kind: type[Body]) -> Body:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """Return the end of the error about an unknown field: its name here, or a known field with a similar name."""
+    """Write the end of the error about an unknown field: its name here, or a known field with a similar name."""
     if name in HINTS:
         return f"; {HINTS[name]}"
     similar = difflib.get_close_matches(name, known, 1, cutoff=0.8) if len(name) <= MAX_MISSPELT else []
@@ -520,7 +517,7 @@ OF_TYPE = {"part": "messages", "tool": "tools"}  # places whose `type` may be un
 
 
 class Unsupported(NamedTuple):
-    """How a parameter is refused.
+    """The refusal of a parameter.
 
     Attributes:
         places: the routes, or parts of a body, where clients send the parameter; elsewhere it is an unknown name.
@@ -652,7 +649,7 @@ def _applies(name: str, place: str) -> bool:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether a value changes nothing. Types count: true is not 1."""
+    """Check that a value changes nothing. Types count: true is not 1."""
     return value is None or any(value == same and type(value) is type(same) for same in UNSUPPORTED[name].neutral)
 
 

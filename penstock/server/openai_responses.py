@@ -111,7 +111,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 def finite(logprob: float) -> float:
-    """Return the number itself, or FLOOR if it is lower or NaN."""
+    """Replace NaN, and every number below FLOOR, by FLOOR, because JSON has no infinity."""
     return logprob if logprob > FLOOR else FLOOR
 
 
@@ -133,7 +133,7 @@ class TokenNames:
 def chat_logprobs(
     names: TokenNames, token_ids: Sequence[int], places: Sequence[LogprobsAt], top: int
 ) -> dict[str, Any]:
-    """Return the chosen tokens, each with exactly the `top` most likely ones."""
+    """List the chosen tokens, each with exactly the `top` most likely ones."""
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         value, spelt = finite(logprob.logprob), list(names.tokenizer.token_to_bytes(token_id))
@@ -147,7 +147,7 @@ def chat_logprobs(
 
 
 def cut(token_ids: Sequence[int], places: Sequence[LogprobsAt | None], top: int) -> list[LogprobsAt | None]:
-    """Return the prompt's log-probabilities, reduced to the `top` most likely tokens and the prompt's own token."""
+    """Reduce the prompt's log-probabilities to the `top` most likely tokens and the prompt's own token."""
     return [
         None if at is None else {key: entry for key, entry in at.items() if key == token_id or (entry.rank or 0) <= top}
         for token_id, at in zip(token_ids, places, strict=False)
@@ -168,7 +168,7 @@ class LegacyWriter:
         self._offset = 0
 
     def write(self, token_ids: Sequence[int], places: Sequence[LogprobsAt | None]) -> LegacyLogprobs:
-        """Return the lists for the next tokens. The place of a prompt's first token is None: nothing predicted it."""
+        """Write the lists for the next tokens. The place of a prompt's first token is None: nothing predicted it."""
         lists = LegacyLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token_id, at in zip(token_ids, places, strict=False):
             lists.tokens.append(self._names.name(token_id, None if at is None else at[token_id]))
@@ -178,7 +178,7 @@ class LegacyWriter:
         return lists
 
     def _top(self, at: LogprobsAt) -> dict[str, float]:
-        """Return log-probabilities by token name. If two tokens have the same name, the more likely one counts."""
+        """Collect log-probabilities by token name. If two tokens have the same name, the more likely one counts."""
         found: dict[str, float] = {}
         for token_id, entry in at.items():
             name = self._names.name(token_id, entry)
@@ -193,13 +193,13 @@ class LegacyWriter:
 
 
 def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
-    """Return the lists of two pieces, concatenated."""
+    """Concatenate the lists of two pieces."""
     names = LegacyLogprobs.__struct_fields__
     return LegacyLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
 def prompt_logprobs(names: TokenNames, places: Sequence[LogprobsAt | None]) -> PromptLogprobs:
-    """Return one object per prompt token in vLLM's format, with token ids as keys and log-probabilities as values."""
+    """Make one object per prompt token in vLLM's format, with token ids as keys and log-probabilities as values."""
 
     def shaped(token_id: int, entry: Logprob) -> dict[str, Any]:
         name = names.name(token_id, entry)

@@ -64,7 +64,8 @@ def _template_kwargs(name: str, value: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Where the server listens and what it refuses. A field with a help text is a flag of `penstock serve`.
+    """Options that say where the server listens and what it refuses. A field with a help text is a flag of `penstock
+    serve`.
 
     Attributes:
         api_key: if given, every route but /health, /ping, /live and /ready requires it.
@@ -186,7 +187,7 @@ class ServerOptions:
             raise fail("cache_salt_by_key", True, "false: only an api_key_file has keys to tell apart")
 
     def hosts(self) -> tuple[str, ...] | None:
-        """Return the names that the Host header may have; None for any."""
+        """List the names that the Host header may have; None for any."""
         if self.allowed_hosts is not None:
             return self.allowed_hosts
         return LOOPBACK if not self.has_key and self.host in LOOPBACK_ADDRESSES else None
@@ -197,5 +198,5 @@ class ServerOptions:
 
     @property
     def is_open_to_all(self) -> bool:
-        """Return whether other machines may use the API without a key."""
+        """True if other machines may use the API without a key."""
         return not self.has_key and self.host not in LOOPBACK_ADDRESSES

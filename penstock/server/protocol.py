@@ -32,7 +32,7 @@ logger = logging.getLogger("penstock.connection")
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Return False for the traceback that uvicorn logs for each task cancelled at shutdown."""
+    """Reject the traceback that uvicorn logs for each task cancelled at shutdown."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
@@ -212,12 +212,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, "The request did not arrive in time.", code="request_timeout"))
 
     def _answer_is_due(self) -> bool:
-        """Return whether an earlier request still waits for its answer while a pipelined one is arriving."""
+        """Check whether an earlier request still waits for its answer while a pipelined one is arriving."""
         before = self._in_head and self.cycle is not None and not self.cycle.response_complete
         return before or bool(self.pipeline) or self.flow.read_paused
 
     def _owes_no_answer(self) -> bool:
-        """Return whether no request has begun, or the one that is arriving has already been answered."""
+        """Check that no request has begun, or the one that is arriving has already been answered."""
         return not self._begun or (not self._in_head and self.cycle is not None and self.cycle.response_complete)
 
 

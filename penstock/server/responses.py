@@ -63,7 +63,7 @@ Message = dict[str, Any]
 
 
 def items_of(value: str | list[Any]) -> list[Any]:
-    """Return the input of a response as items."""
+    """Read the input of a response as items; a text is the message of a user."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not 1 <= len(value) <= MAX_MESSAGES:
@@ -103,13 +103,13 @@ class _Conversation:
         return self.messages[-1]
 
     def _thinking_turn(self) -> Message | None:
-        """Return the last message if it holds only reasoning."""
+        """Find the last message if it holds only reasoning."""
         last = self.messages[-1] if self.messages else {}
         return last if "reasoning_content" in last and not last["content"] and "tool_calls" not in last else None
 
 
 def _kind_of(item: Any) -> str:
-    """Return the type of an item. Raise InvalidRequestError for an unsupported type or an unknown field."""
+    """Check an item and find its type. Raise InvalidRequestError for an unsupported type or an unknown field."""
     if not isinstance(item, dict):
         raise fail("input", item, "a text, or a list of messages, calls and their results")
     kind = item.get("type") or "message"
@@ -124,7 +124,7 @@ def _kind_of(item: Any) -> str:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    """Return a tool call in the form that chat messages use."""
+    """Convert a tool call to the form that chat messages use."""
     for name in ("call_id", "name"):
         check_str(f"input.{name}", item.get(name))
     if not isinstance(item.get("arguments"), str):
@@ -134,7 +134,7 @@ def _call(item: Item) -> dict[str, Any]:
 
 
 def _result(item: Item, calls: set[str]) -> Message:
-    """Return the result of a tool call as a message."""
+    """Convert the result of a tool call to a message. `calls`: the ids of the calls before it."""
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or call_id not in calls:
         raise fail("input.call_id", call_id, "the call_id of a function_call before it")
@@ -142,7 +142,7 @@ def _result(item: Item, calls: set[str]) -> Message:
 
 
 def _thoughts(item: Item) -> str:
-    """Return the text of a reasoning item, or its summary, which may be all that another server sent."""
+    """Read the text of a reasoning item, or its summary, which may be all that another server sent."""
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         raise fail("input", parts, 'parts of a reasoning item, like {"type": "reasoning_text", "text": "..."}')
@@ -176,7 +176,6 @@ class FunctionTool(FunctionDefinition, kw_only=True, frozen=True):
     type: Literal["function"]
 
     def as_tool(self) -> Tool:
-        """Return the same in the form of a chat request."""
         fields = {name: getattr(self, name) for name in FunctionDefinition.__struct_fields__}
         return Tool(type="function", function=FunctionDefinition(**fields))
 
@@ -185,7 +184,6 @@ class FunctionChoice(Strict, kw_only=True, frozen=True, tag_field="type", tag="f
     name: str
 
     def as_choice(self) -> NamedChoice:
-        """Return the same in the form of a chat request."""
         return NamedChoice(function=FunctionName(name=self.name))
 
 
@@ -199,7 +197,6 @@ class AllowedFunctions(Strict, kw_only=True, frozen=True, tag_field="type", tag=
     tools: list[AllowedFunction]
 
     def as_choice(self) -> AllowedChoice:
-        """Return the same in the form of a chat request."""
         entries = [AllowedEntry(type="function", function=FunctionName(name=tool.name)) for tool in self.tools]
         return AllowedChoice(allowed_tools=Allowed(mode=self.mode, tools=entries))
 
@@ -260,7 +257,7 @@ class ResponseRequest(ComputingRequest, kw_only=True, frozen=True):
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
-    """Return a response's body as a chat request: its conversation, its tools and the form of its answer.
+    """Convert a response's body to a chat request: its conversation, its tools and the form of its answer.
 
     Raises:
         InvalidRequestError: something is malformed; the error uses the names of a response's fields.
@@ -298,7 +295,7 @@ def naming_the_response() -> Iterator[None]:
 
 
 def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
-    """Return the SamplingParams of a response; by default it may fill the rest of the context."""
+    """Make the SamplingParams of a response; by default it may fill the rest of the context."""
     check_int("max_output_tokens", body.max_output_tokens, 1, MAX_TOKENS, optional=True)
     max_tokens = info.default_sampling.get("max_tokens") if body.max_output_tokens is None else body.max_output_tokens
     return sampling_params(body, info, {"max_tokens": max_tokens}, streams=True)
@@ -353,7 +350,7 @@ class OutputItem:
         yield "response.output_item.done", {"output_index": self._index, "item": self.shown(status)}
 
     def shown(self, status: str) -> dict[str, Any]:
-        """Return the item as the response object shows it."""
+        """Describe the item for the response object."""
         text = "".join(self._texts)
         return self._shown(status, text, content=[] if self.kind is Kind.CALL else [self._part(text)])
 
@@ -513,7 +510,7 @@ class ResponseSource:
         }
 
     def _output(self, status: str) -> list[dict[str, Any]]:
-        """Return the items. Only the last one can be incomplete or in progress."""
+        """List the items. Only the last one can be incomplete or in progress."""
         last = status if status in ("completed", "in_progress") else "incomplete"
         final = len(self._items) - 1
         return [item.shown(last if index == final else "completed") for index, item in enumerate(self._items)]
@@ -530,7 +527,6 @@ class ResponseSource:
 
 
 def _code(failure: ApiError) -> str:
-    """Return OpenAI's error code for the failure of a response."""
     if failure.status == 429:
         return "rate_limit_exceeded"
     return "server_error" if failure.status >= 500 else "invalid_prompt"
@@ -579,7 +575,7 @@ async def create_response(request: Request) -> Response:
 
 
 def _with_previous(request: Request, body: ResponseRequest) -> ResponseRequest:
-    """Return the body with the conversation of the previous response, if it names one, before its own input."""
+    """Put the conversation of the previous response, if the body names one, before its own input."""
     if body.previous_response_id is None:
         return body
     try:
@@ -618,7 +614,7 @@ def _fetch(request: Request) -> KeptCall:
 
 
 async def retrieve_response(request: Request) -> Response:
-    """Handle GET /v1/responses/{id}: return the response as it is now, or its events with ?stream=true."""
+    """Handle GET /v1/responses/{id}: send the response as it is now, or its events with ?stream=true."""
     given = _query(request)
     call = _fetch(request)
     if not given["stream"]:
@@ -627,7 +623,7 @@ async def retrieve_response(request: Request) -> Response:
 
 
 def _query(request: Request) -> dict[str, Any]:
-    """Return `stream` and `starting_after`. Raise ApiError for other parameters, except include_obfuscation=false."""
+    """Read `stream` and `starting_after`. Raise ApiError for other parameters, except include_obfuscation=false."""
     query = dict(request.query_params)
     stream = query.pop("stream", "false")
     if stream not in TRUE + FALSE:

@@ -32,7 +32,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def owner_of(request: Request) -> str:
-    """Return a hash of the key that the client sends, which tells clients apart."""
+    """Hash the key that the client sends, which tells clients apart."""
     keys = request.headers.getlist("authorization")
     return blake2b(sent_key(keys[0]) if keys else b"", digest_size=16, person=b"penstock owner").hexdigest()
 
@@ -74,7 +74,7 @@ def _settled(context: ServerContext, prompt: PromptRequest, params: SamplingPara
 
 
 def _generation(context: ServerContext, call: KeptCall, log: RequestLog) -> Generation:
-    """Return the computation of a call, which continues from the tokens already known."""
+    """Make the computation of a call, which continues from the tokens already known."""
     begun = call.begun
     prompts = [replace(prompt, output_token_ids=_known(call, index)) for index, prompt in enumerate(begun.prompts)]
     generation = Generation(context, begun.id, prompts, begun.params, log)
@@ -84,7 +84,7 @@ def _generation(context: ServerContext, call: KeptCall, log: RequestLog) -> Gene
 
 
 def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
-    """Return the known tokens of each choice but the last, which is computed again to see whether it ends the choice.
+    """List the known tokens of each choice but the last, which is computed again to see whether it ends the choice.
 
     Log-probabilities and the sampler's state are not stored, so a call that uses them is computed from its beginning.
     """
@@ -135,7 +135,7 @@ def _give_up(
 
 
 def _restored_log(begun: Begun, info: ModelInfo) -> RequestLog:
-    """Return a log for a call from the journal, with its time left and, if the policy uses it, its priority."""
+    """Make a log for a call from the journal, with its time left and, if the policy uses it, its priority."""
     log = RequestLog(begun.id, key=begun.key)
     if info.scheduling_policy == "priority":
         log.priority = begun.priority
@@ -145,14 +145,13 @@ def _restored_log(begun: Begun, info: ModelInfo) -> RequestLog:
 
 
 def stream_of(context: ServerContext, call: KeptCall, after: Sequence[int], *, done: bytes = DONE) -> EventStream:
-    """Return the stream of a call's events after a position."""
     options = context.options
     events = context.kept.read(call, after, options.keep_alive_s)
     return EventStream(events, stall_timeout_s=options.stall_timeout_s, done=done)
 
 
 def continued(request: Request, kind: str, body: Strict, last_event_id: str) -> Response:
-    """Return the rest of a stream. Raise ApiError if there is no such stream, or if its request had another body."""
+    """Send the rest of a stream. Raise ApiError if there is no such stream, or if its request had another body."""
     context = context_of(request)
     call_id, after = position_of(last_event_id)
     call = context.kept.get(call_id, kind, owner_of(request))

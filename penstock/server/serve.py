@@ -47,7 +47,7 @@ LOGGER = logging.getLogger("penstock")
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raise OSError if the address is taken or unknown, UnicodeError for a bad name."""
+    """Open a listening socket. Raise OSError if the address is taken or unknown, UnicodeError for a bad name."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -243,7 +243,7 @@ class Serving:
             check_variables(template, self._options.default_chat_template_kwargs, DEFAULT_KWARGS)
 
     def _reason(self) -> PenstockError:
-        """Return why the engine failed. If it was never ready, reading its model_info raises the reason."""
+        """Find the reason why the engine failed. If it was never ready, reading its model_info raises the reason."""
         try:
             return EngineDeadError(
                 f"the engine of {self._client.model_info.model} cannot be restarted; the log says why"
@@ -389,7 +389,7 @@ def notify_reloading() -> None:
 
 
 def watchdog_interval_s() -> float | None:
-    """Return the interval at which to send WATCHDOG=1, half of $WATCHDOG_USEC; None if there is no watchdog."""
+    """Compute the interval at which to send WATCHDOG=1, half of $WATCHDOG_USEC; None if there is no watchdog."""
     usec = os.environ.get("WATCHDOG_USEC", "")
     for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     return int(usec) / 2e6 if usec.isdigit() and int(usec) and for_us else None
@@ -404,9 +404,9 @@ PATIENCE_S = 1.0  # how long the end of the process waits for a reader
 
 
 class BackgroundLog(logging.Handler):
-    """Writes log records to a file descriptor from a thread. Logging never blocks.
+    """Writer of log records to a file descriptor, in a thread. Logging never blocks.
 
-    A pipe that nobody reads, or a stopped terminal, must not hold up the event loop and with it every stream. It does
+    A pipe without a reader, or a stopped terminal, must not hold up the event loop and with it every stream. It does
     not write through sys.stderr, whose lock a blocked thread would hold: Python could then not exit.
     """
 
@@ -428,7 +428,7 @@ class BackgroundLog(logging.Handler):
             self._num_dropped += 1
 
     def flush(self) -> None:
-        """Wait until everything so far has been written, or nobody has read it for a while."""
+        """Wait until everything so far has been written, or the reader has taken nothing for a while."""
         written = threading.Event()
         self.acquire()
         try:
@@ -474,7 +474,7 @@ def log_to_stderr(level: str) -> None:
 
 
 def print_last(text: str) -> None:
-    """Print a line to standard error after all log lines, unless nobody reads there: the process has to end."""
+    """Print a line to standard error after all log lines, unless writing there would block: the process has to end."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     if select.select([], [STDERR], [], PATIENCE_S)[1]:

@@ -1,5 +1,5 @@
-"""What is known of each request: its log, and the timelines of the last calls, which show where their time went. They
-are shown in answers, at /status/requests, in metrics and in traces.
+"""The log of each request, and the timelines of the last calls, which show where their time went. They are shown in
+answers, at /status/requests, in metrics and in traces.
 
 A call has one timeline per choice. Each timeline divides the whole wall time of the call, from the first byte of the
 request to the last byte of the answer, into intervals. No text and no tokens are kept. A call that has ended can be
@@ -56,14 +56,14 @@ class RequestLog:
 
     @property
     def flow(self) -> str | None:
-        """Return the flow under which the request is scheduled: one per named key. None: the request alone."""
+        """The flow under which the request is scheduled: one per named key. None: the request alone."""
         return f"key {self.key}" if self.key else None
 
     def age_s(self) -> float:
         return time.monotonic() - self.started
 
     def tokens(self) -> str:
-        """Return the token counts as part of a log line, or "" if the request has no prompt tokens."""
+        """Write the token counts as part of a log line; "" if the request has no prompt tokens."""
         if not self.num_prompt_tokens:
             return ""
         return (
@@ -72,7 +72,7 @@ class RequestLog:
 
 
 def label_text(parsed: Any) -> str:
-    """Return the labels of a parsed body as part of a log line: printable, short and on one line."""
+    """Write the labels of a parsed body as part of a log line: printable, short and on one line."""
     given = [(name, parsed[name]) for name in LABELS if name in parsed] if isinstance(parsed, dict) else []
     return " ".join(f"{name}={_label(value)}" for name, value in given if value is not None)
 
@@ -82,7 +82,7 @@ def _label(value: Any) -> str:
 
 
 def _first_items(value: Any, depth: int = 2) -> Any:
-    """Return the first items of a JSON value, so that megabytes of labels do not delay other requests."""
+    """Cut a JSON value to its first items, so that megabytes of labels do not delay other requests."""
     if not isinstance(value, dict | list):
         return value
     if depth == 0:
@@ -121,7 +121,7 @@ class TimelineTable:
             listener(call)
 
     def visible_to(self, key: str | None) -> "list[CallTimeline]":
-        """Return the calls of a key, newest first; None: the calls of all keys."""
+        """List the calls of a key, newest first; None: the calls of all keys."""
         return [call for call in reversed(self._calls.values()) if key is None or call.log.key == key]
 
     def _make_room(self) -> None:
@@ -201,14 +201,14 @@ class CallTimeline:
             self.num_rejected_tokens = sum(output.num_rejected_tokens for output in self._latest.values())
 
     def _divided(self, at: float) -> list[Timeline]:
-        """Return a timeline of each choice that covers the call's time up to `at`."""
+        """Make a timeline of each choice that covers the call's time up to `at`."""
         known = [line for _, output in sorted(self._latest.items()) for line in output.timelines]
         lines = known[:MAX_CHOICES] or [Timeline(self.begun)]
         last = max((line.end for line in known if line.state is IntervalKind.DELIVERY), default=at)
         return [self._whole(line, last, at) for line in lines]
 
     def _whole(self, line: Timeline, last: float, at: float) -> Timeline:
-        """Return a choice's timeline from the request's first byte to `at`. The call's last choice ended at `last`."""
+        """Extend a choice's timeline from the request's first byte to `at`. The call's last choice ended at `last`."""
         whole = Timeline(self.log.started, IntervalKind.PREPARING)
         whole.advance(line.start)
         whole.state = IntervalKind.QUEUED
@@ -221,7 +221,7 @@ class CallTimeline:
         return whole
 
     def shown(self) -> dict[str, Any]:
-        """Return the call's timelines as JSON: the intervals of each choice up to now, or up to the end."""
+        """Describe the call's timelines in JSON: the intervals of each choice up to now, or up to the end."""
         at, lines = self._so_far()
         choices = [
             {"index": index, "largest": _largest(line), "parts": [_part(item, line.start) for item in line.intervals]}
@@ -230,12 +230,12 @@ class CallTimeline:
         return {**self._facts(at), "choices": choices, "choices_left_out": self.num_choices - len(choices)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the call's entry in the list of calls."""
+        """Make the call's entry in the list of calls."""
         at, lines = self._so_far()
         return {**self._facts(at), "largest": _largest(lines[0])}
 
     def _so_far(self) -> tuple[float, list[Timeline]]:
-        """Return the time of the call's end, or now, and its timelines up to then."""
+        """Find the time of the call's end, or now, and its timelines up to then."""
         if self.ended is not None:
             return self.ended, self.timelines
         now = time.monotonic()
@@ -261,13 +261,13 @@ class CallTimeline:
 
 
 def _largest(line: Timeline) -> str | None:
-    """Return the kind of interval that took the most time."""
+    """Find the kind of interval that took the most time."""
     kinds = {interval.kind for interval in line.intervals}
     return max(sorted(kinds), key=line.seconds).value if kinds else None
 
 
 def _part(interval: Interval, start: float) -> dict[str, Any]:
-    """Return an interval as JSON. Counts that are 0 are left out."""
+    """Describe an interval in JSON. Counts that are 0 are left out."""
     part: dict[str, Any] = {
         "kind": interval.kind.value,
         "at_s": interval.start - start,
@@ -277,7 +277,7 @@ def _part(interval: Interval, start: float) -> dict[str, Any]:
 
 
 def counts_of(interval: Interval) -> dict[str, Any]:
-    """Return the counts of an interval that are not 0."""
+    """Collect the counts of an interval that are not 0."""
     found: dict[str, Any] = {}
     if interval.steps:
         found |= {"steps": interval.steps, "step_s": interval.step_s}
@@ -374,7 +374,7 @@ class Tracing:
 
 
 def _attributes(call: CallTimeline) -> dict[str, Any]:
-    """Return the attributes that OpenTelemetry defines for generative AI, and latencies under vLLM's names."""
+    """Collect the attributes that OpenTelemetry defines for generative AI, and latencies under vLLM's names."""
     found: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if call.id.startswith("cmpl") else "chat",
         "gen_ai.provider.name": "penstock",
