@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from penstock.kernels.coding import Coding
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache, RotaryParams
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.scheme import Scheme
@@ -72,11 +73,16 @@ class Packing:
             one leaf.
         scheme: how the weight is quantised; None keeps the model's type.
         gated: the weight is for `gated_linear` only.
+        coding: how a coded weight is stored (kernels/coding.py); its source is a CodedRows of this coding. Leaves end
+            where its blocks end.
+        slices: int8 rows that represent a row of activations for a coded weight whose levels are integers.
     """
 
     leaf_ends: tuple[int, ...] = ()
     scheme: Scheme | None = None
     gated: bool = False
+    coding: Coding | None = None
+    slices: int = 2
 
 
 PLAIN = Packing()

@@ -1,0 +1,182 @@
+"""Coded weights: values in the codes of a checkpoint's own format, which no one quantises a second time. No torch.
+
+A weight [N, K] is cut along K into *blocks* of so many elements, and each block into *groups*. Its values are
+
+    value[n, k] = scales[n, b] * steps[n, g] * level(codes[n, k]) + mins[n, b] * step_mins[n, g]
+
+with b = k // block and g = k // group, times column_scales[n] where a format has them. level(code) is code - zero, or
+levels[code] where the format has a table. Steps that a format lacks count as 1, and so do step_mins where it has mins.
+Every format that Penstock reads is a row of this table (docs/quantization.md lists them), for example
+
+    format          bits  group  block  zero  steps         mins   step_mins
+    Q4_0, Q8_0      4, 8  32     32     8, 128
+    Q4_1            4     32     32     0                   yes
+    Q4_K, Q5_K      4, 6  32     256    0     unsigned      yes    yes
+    Q6_K, Q3_K      6, 4  16     256    32, 4 signed
+    AWQ, GPTQ       4, 8  any    = group 0                  -scale zero points
+    MXFP4           4     32     32     table of E2M1
+    FP8             8     -      128    table of 256 numbers
+
+Arithmetic. If all levels are integers, a product is computed in integers: activations become int8 slices, as for int8
+weights (native/products/products.h), the products of a group are summed exactly, multiplied by the group's step and
+summed exactly over the block; the block's sum is converted to float32, multiplied by its scale, and added to the total
+of its leaf, with each operation rounded separately. The sum of step_mins times the sums of the activations is exact
+too; it is multiplied by `mins` and added after it. So all instruction levels give the same bits. If a level is not an
+integer (FP8, NF4), activations keep the model's type, and a block's products are added in float32 in ascending k.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from penstock.kernels.tensors import FLOAT32, Array, as_array
+
+CODE_BITS = (4, 6, 8)  # in which a code can be stored
+SCALE_TYPES = ("float16", "bfloat16", "float32")
+
+
+class PartRows(Protocol):
+    """One array of a coded weight, read in pieces like a kernels.ops.RowSource, but of any type."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, start: int, stop: int) -> Array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How the values of a weight are stored.
+
+    Attributes:
+        name: the format's own name, for messages and plans: "Q4_K", "AWQ".
+        bits: bits in which a code is kept, 4, 6 or 8; a code is less than 2 ** bits.
+        group: elements of K that share a step. It divides `block`.
+        block: elements of K that share a scale. None: the whole row, whose scale is in column_scales (and there are no
+            scales, steps and mins).
+        zero: the code of the value 0, if there is no table.
+        levels: the value of each code; () for code - zero.
+        scale_dtype: the type that holds scales and mins exactly, one of SCALE_TYPES.
+        steps, mins, step_mins, column_scales: whether the format has them.
+        order: whether it stores the columns of K in another order (GPTQ's act-order): stored column i is column
+            order[i] of the weight.
+    """
+
+    name: str
+    bits: int
+    group: int = 32
+    block: int | None = 32
+    zero: int = 0
+    levels: tuple[float, ...] = ()
+    scale_dtype: str = "float16"
+    steps: bool = False
+    mins: bool = False
+    step_mins: bool = False
+    column_scales: bool = False
+    order: bool = False
+
+    def __post_init__(self) -> None:
+        block = self.block
+        assert self.bits in CODE_BITS, self
+        assert self.scale_dtype in SCALE_TYPES, self
+        assert len(self.levels) in (0, 16, 256), self
+        assert self.mins or not self.step_mins, self
+        if block is None:
+            assert self.column_scales, self
+            assert not (self.steps or self.mins), self
+        else:
+            assert block % self.group == 0, self
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether every level is an integer of 8 bits, so that products are exact in integers."""
+        return all(level == int(level) and -128 <= level <= 127 for level in self.levels)
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shape and type of every array of a weight [N, K], by the names that CodedRows.parts has.
+
+        codes [N, K] uint8; scales, mins [N, K / block] scale_dtype; steps [N, K / group] int8; step_mins [N, K / group]
+        uint8; column_scales [N] float32; order [K] int32. K need not be a multiple of block: the last one may be short.
+        """
+        n, k = shape
+        groups = -(-k // self.group)
+        result: dict[str, tuple[tuple[int, ...], str]] = {"codes": ((n, k), "uint8")}
+        if self.block is not None:
+            result["scales"] = ((n, -(-k // self.block)), self.scale_dtype)
+        if self.steps:
+            result["steps"] = ((n, groups), "int8")
+        if self.mins:
+            result["mins"] = ((n, -(-k // (self.block or k))), self.scale_dtype)
+        if self.step_mins:
+            result["step_mins"] = ((n, groups), "uint8")
+        if self.column_scales:
+            result["column_scales"] = ((n,), "float32")
+        return result | ({"order": ((k,), "int32")} if self.order else {})
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """A coded weight as a kernels.ops.RowSource: `read` gives its values in float32, `read_parts` its arrays.
+
+    Attributes:
+        parts: the arrays that Coding.parts lists, each readable in pieces. `order` is not by rows: it is read whole.
+    """
+
+    coding: Coding
+    parts: Mapping[str, PartRows]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parts["codes"].shape)
+
+    def read_parts(self, start: int, stop: int) -> dict[str, Array]:
+        """Return rows start .. stop-1 of every array, and all of `order`."""
+        return {
+            name: as_array(part.read(0, part.shape[0]) if name == "order" else part.read(start, stop))
+            for name, part in self.parts.items()
+        }
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return the values of rows start .. stop-1, [stop - start, K] float32."""
+        return decode(self.coding, self.read_parts(start, stop))
+
+    def map_rows(self, change: Callable[[PartRows], PartRows]) -> "CodedRows":
+        """Return the weight with a change of its rows (a permutation, a range) made to every array that has rows."""
+        return CodedRows(
+            self.coding, {name: part if name == "order" else change(part) for name, part in self.parts.items()}
+        )
+
+
+def decode(coding: Coding, parts: Mapping[str, Array]) -> Array:
+    """Compute the values of rows of a coded weight, [rows, K] float32, as the module docstring defines them.
+
+    Each operation is rounded to float32: step times level is exact, then times scale, then plus mins * step_mins.
+    """
+    codes = parts["codes"]
+    k = codes.shape[1]
+    if coding.levels:
+        values = np.asarray(coding.levels, FLOAT32)[codes]
+    else:
+        values = codes.astype(FLOAT32) - FLOAT32.type(coding.zero)
+    if coding.steps:
+        values *= _over_k(parts["steps"].astype(FLOAT32), coding.group, k)
+    if coding.block is not None:
+        values *= _over_k(parts["scales"].astype(FLOAT32), coding.block, k)
+    if coding.mins:
+        offsets = _over_k(parts["mins"].astype(FLOAT32), coding.block or k, k)
+        if coding.step_mins:
+            offsets = offsets * _over_k(parts["step_mins"].astype(FLOAT32), coding.group, k)
+        values += offsets
+    if coding.column_scales:
+        values *= parts["column_scales"].astype(FLOAT32)[:, None]
+    if coding.order:
+        stored, values = values, np.empty_like(values)
+        values[:, parts["order"]] = stored
+    return values
+
+
+def _over_k(values: Array, size: int, k: int) -> Array:
+    """Repeat values [rows, ceil(k / size)] for each of their `size` elements of K: [rows, k]."""
+    return np.repeat(values, size, axis=1)[:, :k]
