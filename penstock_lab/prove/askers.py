@@ -60,7 +60,7 @@ class Offline:
     def ask(
         self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False
     ) -> dict[Key, Completion]:
-        """Return a crowd's answers.
+        """Answer a crowd.
 
         Args:
             disturbed: preempt running requests at random steps.

@@ -143,7 +143,7 @@ CROWD_AXES: dict[str, Sequence[str]] = {  # every value that a comparison may ha
 
 
 def choose(random: Random, axes: dict[str, Axis]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return a random value of each axis, and the options for them. In a conflict, the later axis wins."""
+    """Draw a value of each axis, and the options for them. In a conflict, the later axis wins."""
     point = {name: random.choice(list(axis)) for name, axis in axes.items()}
     options: dict[str, Any] = {}
     for name, value in point.items():

@@ -54,7 +54,7 @@ class Reading:
     fingerprint: str = ""
 
     def difference(self, other: "Reading", *, bits: bool) -> str | None:
-        """Return how the two differ; None if they do not.
+        """Explain how the two differ; None if they do not.
 
         Without `bits`, which the reference kernels do not promise, only the tokens are compared.
         """
@@ -225,7 +225,7 @@ class Monitor:
             self._memory += self.growth_bytes
 
     def _idle_level(self) -> Level:
-        """Return the level once nothing is open."""
+        """Read the level once nothing is open."""
         deadline = time.monotonic() + SETTLE_S
         while (level := self._level()).open_requests:
             if time.monotonic() > deadline:

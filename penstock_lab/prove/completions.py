@@ -57,7 +57,7 @@ class Member:
 
 @dataclass(slots=True)
 class Completion:
-    """What one choice received: ids, and every log-probability that was asked for.
+    """The ids that one choice received, and every log-probability that was asked for.
 
     Attributes:
         ended: its finish_reason.
@@ -95,7 +95,7 @@ class Completion:
         self.logprobs = list(map(_entry, found.logprobs or ()))
 
     def difference(self, expected: "Completion", start: int = 0) -> str | None:
-        """Return the first difference from the expected answer after its first `start` tokens; None if equal."""
+        """Find the first difference from the expected answer after its first `start` tokens; None if equal."""
         for what, found, wanted in (
             ("error", self.error, expected.error),
             ("token", self.ids, expected.ids[start:]),
@@ -126,7 +126,7 @@ def _entry(at: TokenLogprobs) -> Entry:
 
 
 def ask_alone(engine: Engine, queries: list[Query], wanted: Iterable[Key]) -> dict[Key, Completion]:
-    """Return the answers of choices, each computed when nothing else runs. Raise EngineError if a request fails."""
+    """Compute the answers of choices, each when nothing else runs. Raise EngineError if a request fails."""
     found: dict[Key, Completion] = {}
     keys = list(wanted)
     widths = {query: sum(key[0] == query for key in keys) for query, _ in keys if queries[query].is_search}

@@ -21,7 +21,7 @@ Verdicts = list[tuple[str, bool]]  # (field, whether its value is right), for on
 
 
 def verdicts_of(expected: str, text: str) -> Verdicts:
-    """Return for each field whether the answer has its right value. An answer that was cut off has no right value."""
+    """Judge for each field whether the answer has its right value. An answer that was cut off has no right value."""
     try:
         answer = json.loads(text)
     except ValueError:
@@ -30,7 +30,7 @@ def verdicts_of(expected: str, text: str) -> Verdicts:
 
 
 def answers(llm: LLM, cases: Sequence[Case], temperature: float, schema: bool = True) -> list[str]:
-    """Return the answers to the cases. `schema`: generate each answer under the schema of its fields."""
+    """Generate the answers to the cases. `schema`: each under the schema of its fields."""
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None  # prompts are texts, so the engine was made with a tokenizer
     prompts = [{"prompt_token_ids": tokenizer.encode(prompt, add_special_tokens=False)} for _, prompt, _ in cases]

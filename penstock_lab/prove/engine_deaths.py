@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(slots=True)
 class Pauses:
-    """How long the readers of streams waited for their next token after a death, in seconds."""
+    """The times that the readers of streams waited for their next token after a death, in seconds."""
 
     after_death: list[float] = field(default_factory=list)
     after_hang: list[float] = field(default_factory=list)
@@ -76,11 +76,11 @@ class EngineDeaths:
             asyncio.run(self._run(trials))
 
     def _options(self, trials: Trials) -> dict[str, Any]:
-        """Return the options of the next client, in addition to the subject's."""
+        """Draw the options of the next client, in addition to the subject's."""
         return {}
 
     def _crowd(self) -> "type[Crowd]":
-        """Return the class that reads the streams and ends processes under them."""
+        """Choose the class that reads the streams and ends processes under them."""
         return Crowd
 
     async def _run(self, trials: Trials) -> None:
@@ -189,7 +189,7 @@ class Crowd:
         self._restarts, self._died_at = self.llm.status().restarts, time.monotonic()
 
     def _victim(self, engines: list[int]) -> int:
-        """Return the process to end, out of these engines or their ranks."""
+        """Choose the process to end, out of these engines or their ranks."""
         return self.trials.random.choice(engines)
 
     async def _end_standby(self) -> None:
@@ -214,7 +214,7 @@ class Crowd:
         return not any(case.is_interrupted for case in self._cases)
 
     def is_whole(self) -> bool:
-        """Return whether no process is starting. A process that is ended repeatedly before it is ready is given up."""
+        """Check that no process is starting. A process that is ended repeatedly before it is ready is given up."""
         engines = self.llm.status().replicas
         standbys = [one.standby for one in engines]
         states = [one.state for one in engines] + [one.state for one in standbys if one is not None]
@@ -255,7 +255,7 @@ class Crowd:
 
 
 async def undisturbed(llm: AsyncLLM, random: Random, number: int) -> list[Case]:
-    """Return new streams with the answers that their readers get when nothing dies."""
+    """Draw new streams, and compute the answers that their readers get when nothing dies."""
     try:
         has_text = llm.tokenizer is not None
     except ModelLoadError:

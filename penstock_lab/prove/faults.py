@@ -177,7 +177,7 @@ def _many_restarts() -> Iterator[None]:
 
 
 def make_queries(random: Random) -> list[Query]:
-    """Return short and long prompts, greedy and sampled. Two of them have a common beginning."""
+    """Draw short and long prompts, greedy and sampled. Two of them have a common beginning."""
     prompts = [random.choices(range(3, 1000), k=length) for length in (3, 17, 40, 110, 120, 70)]
     prompts.append(prompts[-1][:48] + prompts[0])
     common = {"max_tokens": 6, "logprobs": 1, "ignore_eos": True}
@@ -188,7 +188,7 @@ def make_queries(random: Random) -> list[Query]:
 
 
 def _member(query: int, random: Random) -> Member:
-    """Return a request for this query. Half have a new salt: no cache has their blocks, so files are written."""
+    """Draw a request for this query. Half have a new salt: no cache has their blocks, so files are written."""
     salt = f"{random.random()}" if random.random() < 0.5 else None
     return Member(query, 1 + query % 2, delay=random.randint(0, 6), salt=salt)
 
@@ -216,7 +216,7 @@ def try_fault(
 
 
 def _wrong(found: dict[Key, Completion], crowd: list[Member], expected: dict[Key, Completion]) -> str | None:
-    """Return what is wrong with the answers of a crowd in which one call has failed; None if nothing is."""
+    """Explain what is wrong with the answers of a crowd in which one call has failed; None if nothing is."""
     failed = 0
     for (index, choice), answer in found.items():
         if answer.error == CAUSE:

@@ -40,7 +40,7 @@ YAML_PIECES = (
 
 
 def mutate_bytes(random: Random, content: bytes) -> bytes:
-    """Return the content with one to four pieces changed, removed, repeated or added."""
+    """Change, remove, repeat or add one to four pieces of the content."""
     result = bytearray(content)
     for _ in range(random.randint(1, 4)):
         place, length = random.randrange(len(result) + 1), random.choice((1, 1, 2, 8, 64, 4096))
@@ -62,7 +62,7 @@ def mutate_bytes(random: Random, content: bytes) -> bytes:
 
 
 def mutate_json(random: Random, content: bytes) -> bytes:
-    """Return a JSON text with one to three of its values or keys changed, or with its bytes changed."""
+    """Change one to three values or keys of a JSON text, or its bytes."""
     if random.random() < 0.15:
         return mutate_bytes(random, content)
     value = json.loads(content)
@@ -77,7 +77,7 @@ def mutate_json(random: Random, content: bytes) -> bytes:
 
 
 def _value(random: Random) -> Any:
-    """Return a copy of one of VALUES, because a later mutation may change it."""
+    """Copy one of VALUES, because a later mutation may change it."""
     return deepcopy(random.choice(VALUES))
 
 
@@ -119,13 +119,13 @@ def _mutate_value(random: Random, root: Any) -> Any:
 
 
 def _choose(random: Random, nodes: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return a node, mostly one of an object, because most of a vocabulary is in lists of thousands."""
+    """Choose a node, mostly one of an object, because most of a vocabulary is in lists of thousands."""
     named = [(parent, key) for parent, key in nodes if isinstance(parent, dict) and len(parent) < 100]
     return random.choice(named if named and random.random() < 0.7 else nodes)
 
 
 def _repeat_key(random: Random, text: str) -> str:
-    """Return the text with one key and its value repeated."""
+    """Repeat one key of the text and its value."""
     try:
         key, value = random.choice(list(json.loads(text).items()))
     except (ValueError, AttributeError, IndexError):
@@ -134,7 +134,7 @@ def _repeat_key(random: Random, text: str) -> str:
 
 
 def mutate_yaml(random: Random, content: bytes) -> bytes:
-    """Return a YAML text with lines changed, repeated, or replaced by pieces that are hard to parse."""
+    """Change or repeat lines of a YAML text, or replace them by pieces that are hard to parse."""
     if random.random() < 0.2:
         return mutate_bytes(random, content)
     lines = content.decode().split("\n")
@@ -158,7 +158,7 @@ def mutate_yaml(random: Random, content: bytes) -> bytes:
 
 
 def mutate_safetensors(random: Random, content: bytes) -> bytes:
-    """Return a file with its length, its header, its offsets or its data changed."""
+    """Change a file's length, its header, its offsets or its data."""
     size = int.from_bytes(content[:LENGTH_BYTES], "little")
     header, data = content[LENGTH_BYTES : LENGTH_BYTES + size], content[LENGTH_BYTES + size :]
     match random.randrange(8):
@@ -181,7 +181,7 @@ def mutate_safetensors(random: Random, content: bytes) -> bytes:
 
 
 def _move_tensor(random: Random, header: bytes) -> bytes:
-    """Return the header with one tensor that overlaps another, leaves a gap, or has another shape or type."""
+    """Let one tensor of the header overlap another, leave a gap, or have another shape or type."""
     entries = json.loads(header)
     names = [name for name in entries if name != "__metadata__"]
     name, other = random.choice(names), random.choice(names)

@@ -88,7 +88,7 @@ READERS: dict[str, Callable[[Path], None]] = {
 
 
 def outcome(kind: str, file: Path) -> str:
-    """Return "loaded", "refused", or "wrong: " with the error that must not occur."""
+    """Load a file; the outcome is "loaded", "refused", or "wrong: " with the error that must not occur."""
     try:
         with limited(CPU_S, MEMORY):
             READERS[kind](file)

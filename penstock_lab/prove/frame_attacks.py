@@ -74,7 +74,7 @@ class FrameAttack:
         self._trials.figure("frames_dropped_by_it", self._counted)
 
     def _for_engine(self) -> bytes:
-        """Return a frame of any kind, or one that almost adds an honest request."""
+        """Make a frame of any kind, or one that almost adds an honest request."""
         if self._mutator.random.random() < 0.5:
             return self._mutator.input(self._to_engine, encode, NAMES)
         value = msgspec.to_builtins(frames.AddRequest(EngineRequest("other", [1, 2, 3], SamplingParams(seed=1))))
@@ -83,7 +83,7 @@ class FrameAttack:
         return b""
 
     def _decodes(self, unpack: Any, data: bytes) -> bool:
-        """Return whether the bytes are a valid frame. Any exception other than InvalidFrameError is wrong."""
+        """Check that the bytes are a valid frame. Any exception other than InvalidFrameError is wrong."""
         try:
             return not isinstance(unpack(data), frames.Start)  # a second Start is invalid, too
         except frames.InvalidFrameError:
@@ -112,7 +112,7 @@ class FrameAttack:
             self._trials.wrong(f"the engine dropped {self._counted} frames of {self._num_invalid} invalid ones")
 
     async def _sing(self) -> list[int]:
-        """Return the tokens of an honest request."""
+        """Ask an honest request, and return its tokens."""
         assert self._child is not None
         params = SamplingParams(max_tokens=8, seed=13, ignore_eos=True)
         self._child.send(frames.AddRequest(EngineRequest(CANARY, [1, 2, 3, 4, 5], params)))
@@ -140,5 +140,5 @@ class FrameAttack:
 
 
 def encode(value: Any) -> bytes:
-    """Return msgpack. Raises ValueError, OverflowError or TypeError for what it cannot encode."""
+    """Encode as msgpack. Raise ValueError, OverflowError or TypeError for what has no encoding."""
     return msgspec.msgpack.encode(value)

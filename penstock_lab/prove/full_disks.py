@@ -1,4 +1,4 @@
-"""The proof that a full disk under the journal makes the server refuse new calls, but costs nobody an answer.
+"""The proof that a full disk under the journal makes the server refuse new calls, and that no answer is lost.
 
 The server's files may grow only to a random number of bytes, so that the write that exceeds it is cut off in the middle
 and fails, as on a full disk. Calls that the server has taken must end with the right text: while the disk is full, when
@@ -90,7 +90,7 @@ class _Trial:
     taken: list[_Call] = field(default_factory=list)
 
     def run(self) -> list[_Call]:
-        """Return the calls that the server has taken."""
+        """Run the trial, and return the calls that the server has taken."""
         limit = self.journal.stat().st_size + self.trials.random.randrange(MAX_ROOM)
         if self.trials.random.random() < REWRITE_RATE:
             limit = self.trials.random.randrange(self.journal.stat().st_size)
@@ -123,7 +123,7 @@ class _Trial:
         raise EngineError(f"a call was answered with {answer.status_code}: {answer.text[:300]}")
 
     def _has_failed(self) -> bool:
-        """Return whether the last write of the journal failed."""
+        """Check whether the last write of the journal failed."""
         return self.http.get("/status").json()["journal"]["file"]["error"] is not None
 
 

@@ -1,4 +1,4 @@
-"""Proofs that hostile input harms nobody: known attacks on a real server, and millions of generated inputs."""
+"""Proofs that hostile input does no harm: known attacks on a real server, and millions of generated inputs."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ KINDS: dict[str, type[Strict]] = {
 JSON_HEADER = ((b"content-type", b"application/json"),)
 ALLOWED_STATUSES = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)
 PER_ROUND, AT_ONCE, THREADS = 400, 16, 4
-BACKGROUND_S = 60.0  # time within which a response that nobody waits for must end
+BACKGROUND_S = 60.0  # time within which a response without a reader must end
 WIRE_S = 10.0  # a damaged request that never becomes complete is given up after this
 MAX_GROWTH = 64 << 20  # maximum growth of this process's memory, over all inputs after the first round
 
@@ -70,7 +70,7 @@ class BodyMaker:
         self._names = {path: (*kind.__struct_fields__, *UNSUPPORTED) for path, kind in KINDS.items()}
 
     def make(self) -> tuple[str, bytes]:
-        """Return a path and a body for it."""
+        """Make a path and a body for it."""
         path = self._mutator.random.choice(tuple(KINDS))
         if self._mutator.random.random() < 0.3:  # close to a body that computes something
             limits = {"max_output_tokens", "max_tokens"}.intersection(KINDS[path].__struct_fields__)
@@ -230,7 +230,7 @@ class GeneratedInput:
 
 
 async def _left(server: ScriptedServer) -> str | None:
-    """Return what is held although nobody waits for it, once responses in the background have ended."""
+    """Describe what is held without a reader, once responses in the background have ended; None if nothing is."""
     deadline = time.monotonic() + BACKGROUND_S
     while (left := server.client.leftovers()) is not None and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
@@ -238,7 +238,7 @@ async def _left(server: ScriptedServer) -> str | None:
 
 
 def _not_json(status: int, body: bytes) -> str | None:
-    """Return what is wrong with the answer to a valid request, which must be JSON or a stream with a proper end."""
+    """Explain what is wrong with the answer to a valid request: JSON, or a stream with a proper end."""
     if status != 200 or body.endswith(b"data: [DONE]\n\n") or _ends_as_a_response(body):
         return None
     try:
@@ -249,7 +249,7 @@ def _not_json(status: int, body: bytes) -> str | None:
 
 
 def _ends_as_a_response(body: bytes) -> bool:
-    """Return whether these are the events of /v1/responses. The last event says how the response ended."""
+    """Check the events of /v1/responses. The last event says how the response ended."""
     last = body.rstrip(b"\n").rpartition(b"\n\n")[2]
     return last.startswith((b"event: response.completed\n", b"event: response.incomplete\n"))
 

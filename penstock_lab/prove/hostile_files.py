@@ -102,7 +102,7 @@ class Reader:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace")
 
     def read(self, kind: str, file: Path) -> str:
-        """Return "loaded", "refused", or what went wrong."""
+        """Let the process read a file: "loaded", "refused", or what went wrong."""
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise EngineError("the process that reads files has no pipes")
@@ -199,7 +199,7 @@ def _checkpoint(tiny: Path) -> bytes:
 
 
 def _safetensors(tensors: dict[str, tuple[list[int], str]]) -> bytes:
-    """Return a safetensors file of float32 tensors of ones."""
+    """Make a safetensors file of float32 tensors of ones."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in tensors.items():

@@ -1,4 +1,4 @@
-"""What a server holds at one moment, seen from outside: requests, blocks, open files, memory."""
+"""The state of a server at one moment, seen from outside: requests, blocks, open files, memory."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from penstock_lab.prove.servers import CLIENT_TIMEOUT_S, QUICK
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What must return to its former value.
+    """The quantities that must return to their former values.
 
     Attributes:
         open_files: a description of each file descriptor of both processes, if the system has /proc.
@@ -27,7 +27,7 @@ class Level:
     open_files: tuple[str, ...]
 
     def problem(self, before: "Level", *, same_engine: bool = True) -> str | None:
-        """Return what has changed from `before`."""
+        """Describe what has changed from `before`; None if nothing has."""
         if same_engine and (self.engine_pid, self.restarts) != (before.engine_pid, before.restarts):
             return f"the engine died ({self.restarts - before.restarts} restarts)"
         for name in ("open_requests", "used_blocks"):
@@ -40,7 +40,7 @@ class Level:
 
 
 def level_of(http: httpx.Client, server_pid: int) -> Level:
-    """Return a server's level. Most of it comes from /status."""
+    """Read a server's level, most of it from /status."""
     with http.stream("GET", "/status") as answer:
         connection = answer.extensions["network_stream"].get_extra_info("socket").dup()
         status = json.loads(answer.read())
@@ -57,20 +57,20 @@ def level_of(http: httpx.Client, server_pid: int) -> Level:
 
 
 def quick_client(url: str, key: str, timeout_s: float = CLIENT_TIMEOUT_S) -> httpx.Client:
-    """Return an HTTP client that has the key, opens a connection for each request, and loads no certificates."""
+    """Make an HTTP client that has the key, opens a connection for each request, and loads no certificates."""
     headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
     return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, **QUICK)
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the resident memory of a process; 0 if the system has no /proc."""
+    """Read the resident memory of a process; 0 if the system has no /proc."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def open_files(process: str, pid: int | None) -> list[str]:
-    """Return a description of each file descriptor of a process, with its name; empty if there is no /proc."""
+    """Describe each file descriptor of a process, with its name; empty if there is no /proc."""
     found = []
     with contextlib.suppress(OSError):
         connections = _tcp_connections(pid)
@@ -82,7 +82,7 @@ def open_files(process: str, pid: int | None) -> list[str]:
 
 
 def _tcp_connections(pid: int | None) -> dict[str, str]:
-    """Return the name in /proc/PID/fd of each TCP socket, and the two ports that it connects."""
+    """Map the name in /proc/PID/fd of each TCP socket to the two ports that it connects."""
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     ports = {row[9]: [int(end.rpartition(":")[2], 16) for end in row[1:3]] for row in rows}
     return {f"socket:[{inode}]": f"TCP socket, port {ours} to {theirs}" for inode, (ours, theirs) in ports.items()}

@@ -45,7 +45,7 @@ SETTLE_S = 60.0
 
 
 def body(source: random.Random) -> dict[str, Any]:
-    """Return a small request. Each of its options is used by some requests."""
+    """Draw a small request. Each of its options is used by some requests."""
     options: dict[str, Any] = {
         "stream": True, "n": 2, "logprobs": 2, "seed": source.randrange(2**62), "stop": ["e", "on"], "echo": True,
         "prompt": [source.randrange(2, 900) for _ in range(source.randrange(1, 40))], "logit_bias": {"5": 2.0},
@@ -200,7 +200,7 @@ class _OverHttp:
 
 
 def slope(points: Sequence[tuple[int, int]]) -> float | None:
-    """Return the least-squares slope of (requests, bytes) in bytes per SLOPE_REQUESTS; None if points are too few."""
+    """Compute the least-squares slope of (requests, bytes) in bytes per SLOPE_REQUESTS; None if points are too few."""
     counted = points[int(len(points) * WARM_UP) :]
     if len(counted) < MIN_POINTS:
         return None

@@ -36,7 +36,7 @@ class Mutator:
         self.random = source
 
     def value(self, depth: int = 0) -> Any:
-        """Return a value that JSON can encode, or almost."""
+        """Draw a value that JSON can encode, or almost."""
         pick = self.random.random()
         if depth >= MAX_DEPTH or pick < 0.8:
             return self.random.choice(BAD_VALUES)
@@ -44,7 +44,7 @@ class Mutator:
         return items if pick < 0.9 else {self.random.choice(NAMES): item for item in items}
 
     def valid(self, kind: inspect.Type, depth: int = 0) -> Any:
-        """Return a valid value of a type, as JSON or msgpack has it, without most of its optional fields."""
+        """Draw a valid value of a type, as JSON or msgpack has it, without most of its optional fields."""
         rolled = self.random.randrange(20)
         match kind:
             case inspect.UnionType(types=types):
@@ -74,7 +74,7 @@ class Mutator:
         return self.value(depth)
 
     def nearly(self, value: Any, names: Sequence[str] = NAMES) -> Any:
-        """Return a value with one or a few places changed: another value, a place removed, or a place added.
+        """Change a value in one or a few places: another value, a place removed, or a place added.
 
         Args:
             names: possible names of a new place.
@@ -98,11 +98,11 @@ class Mutator:
         return self.value()
 
     def json(self, value: Any) -> bytes:
-        """Return JSON, or Python's extension of it for a value that JSON lacks."""
+        """Encode as JSON, or in Python's extension of it for a value that JSON lacks."""
         return json.dumps(value).encode()
 
     def damaged(self, data: bytes) -> bytes:
-        """Return bytes with a few of them changed, cut out, doubled or inserted."""
+        """Change, cut out, double or insert a few bytes."""
         out = bytearray(data)
         for _ in range(self.random.choice((1, 1, 2, 4, 16))):
             place = self.random.randrange(len(out) + 1)
@@ -121,7 +121,7 @@ class Mutator:
         return bytes(out)
 
     def input(self, kind: inspect.Type, encode: Callable[[Any], bytes], names: Sequence[str] = NAMES) -> bytes:
-        """Return the bytes of an input: a tenth are valid, most are almost valid, the others are damaged.
+        """Draw the bytes of an input: a tenth are valid, most are almost valid, the others are damaged.
 
         Args:
             encode: encodes a value that the type's decoder could have decoded; may raise for a value without encoding.
@@ -136,7 +136,7 @@ class Mutator:
         return data if pick < 0.65 else self.damaged(data)
 
     def http(self, path: str, body: bytes, key: str) -> bytes:
-        """Return a request as it might come over the wire, more or less."""
+        """Write a request as it might come over the wire, more or less."""
         fields = [f"Host: localhost\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"]
         fields += [f"{self.random.choice(FIELDS)}\r\n" for _ in range(self.random.choice((0, 1, 1, 2, 6)))]
         fields += [f"Content-Length: {len(body)}\r\n"] * self.random.choice((0, 1, 1, 1))

@@ -73,7 +73,7 @@ class LocalLinks:
         self._group = group
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
-        """Return the arrays of the ranks of this rank's block."""
+        """Collect the arrays of the ranks of this rank's block."""
         first = self.rank // degree * degree
         arrays, barrier = self._group.arrays[degree], self._group.barriers[degree, first]
         arrays[self.rank] = np.array(x)
@@ -193,7 +193,7 @@ class ParallelBits:
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
-    """Return random options that split a model."""
+    """Draw options that split a model."""
     options = {name: chance.choice(values) for name, values in AXES.items()}
     if all(options[name] in (None, 1) for name in SPLITS):
         options["tensor_parallel_size"] = 2
@@ -201,7 +201,7 @@ def draw(chance: random.Random) -> dict[str, Any]:
 
 
 def draw_map(model: Path, chance: random.Random) -> str:
-    """Return a random sharding map of a model: one axis or none for each parameter, and some hints."""
+    """Draw a sharding map of a model: one axis or none for each parameter, and some hints."""
     parameters = read_parameters(load_model_config(model)).values()
     axes = {general(item.name): chance.randrange(-1, len(item.shape)) for item in parameters}
     modules = sorted({module_of(item) for item in parameters if is_beginning(item)})
@@ -210,7 +210,7 @@ def draw_map(model: Path, chance: random.Random) -> str:
 
 
 def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str | None:
-    """Return how the answers of a split differ from those of one process; None if equal, or if it is refused."""
+    """Compare the answers of a split with those of one process; None if they are equal, or if the split is refused."""
     config = EngineConfig.from_options(model=model, **BASE, **options)
     expected = answers(replace(config, parallel=type(config.parallel)()))
     try:
@@ -224,7 +224,7 @@ def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str |
 
 
 def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, Received]:
-    """Return an engine's answers to greedy and sampled requests, long and short, with log-probabilities."""
+    """Ask an engine greedy and sampled requests, long and short, with log-probabilities."""
     engine = build_engine(config, start=start).engine
     found = {str(index): Received() for index in range(4)}
     try:

@@ -117,7 +117,7 @@ class Owner:
         next(self._stream)
 
     def processes(self) -> list[int]:
-        """Return the ids of the living processes among the server's own and all that it started."""
+        """List the ids of the living processes among the server's own and all that it started."""
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_ours(pid)]
 
     def stop_engines(self) -> None:
@@ -144,7 +144,7 @@ class Owner:
 
 
 def _is_past_first_lines(pid: int) -> bool:
-    """Return whether a child has imported ctypes. Its next line uses ctypes to tie it to its parent (child_main.py)."""
+    """Check that a child has imported ctypes. Its next line uses ctypes to tie it to its parent (child_main.py)."""
     with suppress(OSError):
         return "_ctypes" in Path(f"/proc/{pid}/maps").read_text()
     return False

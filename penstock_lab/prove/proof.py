@@ -1,4 +1,4 @@
-"""What a proof is, and what it reports."""
+"""The definition of a proof, and of its report."""
 
 import random
 import time
@@ -28,7 +28,7 @@ class Subject:
 
     @property
     def num_servers(self) -> int:
-        """How many servers may run at the same time: one per core for the demo, one for a model that may be large."""
+        """Number of servers that may run at once: one per core for the demo, one for a model that may be large."""
         return min(MAX_SERVERS, available_threads()) if self.model == "demo" else 1
 
 
@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether something was tried and nothing was wrong. A skipped proof has not passed."""
+        """True if something was tried and nothing was wrong. A skipped proof has not passed."""
         return self.tried > 0 and self.num_wrong == 0
 
 
@@ -88,7 +88,6 @@ class Trials:
         self._advance = advance
 
     def go_on(self) -> bool:
-        """Return whether another trial should be made."""
         if self.outcome.tried == 0:
             return True
         return self.outcome.tried < self.goal and time.monotonic() < self._deadline

@@ -59,7 +59,7 @@ class RankCrowd(Crowd):
 
 
 def _children(pid: int) -> list[int]:
-    """Return the processes that a process has started."""
+    """List the processes that a process has started."""
     found: list[int] = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -68,7 +68,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process, as in /proc; "" if there is no such process."""
+    """Read the state of a process, as in /proc; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

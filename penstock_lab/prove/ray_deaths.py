@@ -101,7 +101,7 @@ class ClusterCrowd(Crowd):
         return [one.pid for one in engines if one.pid is not None and one.state is EngineState.READY]
 
     def _node_of(self, pid: int) -> Any:
-        """Return the node of an engine; None for the head node, with which the cluster would end."""
+        """Find the node of an engine; None for the head node, with which the cluster would end."""
         raylet = parent_of(parent_of(pid))
         nodes = [node for node in self._cluster.list_all_nodes() if not node.is_head()]
         return next((node for node in nodes if node.all_processes["raylet"][0].process.pid == raylet), None)
@@ -141,7 +141,7 @@ def cluster_of(num_nodes: int) -> "Iterator[Cluster]":
     """Start a Ray cluster of processes on this machine, connect to it, and end it afterwards."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_DEDUP_LOGS"] = "0"
-    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112  # a dozen processes that nobody needs
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112  # a dozen processes without a use
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
@@ -167,6 +167,6 @@ def add_node(cluster: "Cluster", **options: Any) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """Return the parent of a process on this machine. A replica is the parent of its engine."""
+    """Find the parent of a process on this machine. A replica is the parent of its engine."""
     with open(f"/proc/{pid}/stat", encoding="ascii") as file:
         return int(file.read().rpartition(")")[2].split()[1])

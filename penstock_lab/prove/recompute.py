@@ -29,7 +29,7 @@ LOGITS, IDS, SCORES, ERROR, STEP = "logits", "token ids", "log-probabilities", "
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay first differs from its record.
+    """The first place at which a replay differs from its record.
 
     Attributes:
         what: "token ids" (the logits differ too, unless it says so), "logits" (the same token was chosen),
@@ -99,7 +99,7 @@ def compute(
 
 
 def num_scratch(group: CacheGroup, engine: EngineDescription) -> int:
-    """Return the number of blocks that replace, in turn, those behind a window: blocks of a window and a step."""
+    """Count the blocks that replace, in turn, those behind a window: blocks of a window and a step."""
     if group.ring or group.sliding_window is None:
         return 0
     return -(-(group.sliding_window + engine.max_num_batched_tokens) // group.block_size) + 1
@@ -173,7 +173,7 @@ class Replayer:
         self._tables.update((item.request_id, [list(table) for table in item.block_tables]) for item in requests)
 
     def _possible_copies(self, plan: SchedulerOutput) -> list[BlockCopy]:
-        """Return the copies whose source has its recorded content. Targets of other copies are computed again."""
+        """Choose the copies whose source has its recorded content. Targets of other copies are computed again."""
         possible = []
         for copy in plan.block_copies:
             if (copy.group, copy.source) in self._written:
@@ -216,7 +216,7 @@ class Replayer:
         self._report.restored += num_computed
 
     def _standing_in(self, index: int, table: list[int], num_computed: int) -> list[int]:
-        """Return the table for the computed tokens, with spare blocks where the window has passed."""
+        """Make the table for the computed tokens, with spare blocks where the window has passed."""
         group, first_spare = self._groups[index], self._num_blocks[index]
         spare = num_scratch(group, self._current())
         length = needed_blocks(group, 0, num_computed)[1]
@@ -255,7 +255,7 @@ def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def differences(plan: SchedulerOutput, recorded: Computed, output: StepOutput) -> list[Difference]:
-    """Return the first difference of each request of a step."""
+    """Find the first difference of each request of a step."""
     results = [output.results[item.request_id] for item in plan.scheduled]
     scores = score_checksums(results)
     found = []

@@ -80,7 +80,7 @@ class Replays:
 
 
 def _few_blocks(group: CacheGroup) -> CacheGroup:
-    """Return the group with room for one and a half of the longest requests, so that requests are preempted."""
+    """Leave the group room for one and a half of the longest requests, so that requests are preempted."""
     longest = peak_blocks(group, MAX_MODEL_LEN, OPTIONS["max_num_batched_tokens"])
     return replace(group, num_blocks=longest + 1 + longest // 2)
 
@@ -177,7 +177,7 @@ class _Proof:
         return report
 
     def _change_a_bit(self, bundle: Bundle) -> tuple[Bundle, int | None, int]:
-        """Return the bundle with one bit of one checksum changed, its step, and the index of the result in the step."""
+        """Change one bit of one checksum; also return its step, and the index of the result in the step."""
         places = [
             (at, index)
             for at, record in enumerate(bundle.records)
@@ -205,7 +205,7 @@ def _engine_on(
     *,
     drafts: bool,
 ) -> Engine:
-    """Return a new engine on an executor without requests. drafts: the engine drafts by prompt lookup."""
+    """Make a new engine on an executor without requests. drafts: the engine drafts by prompt lookup."""
     made = Engine(
         executor,
         description.groups,

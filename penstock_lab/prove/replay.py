@@ -80,14 +80,14 @@ def build_for(
 
 
 def local_model(name: object) -> str:
-    """Return the recorded model if it is on this machine. A record must not make anyone download a model."""
+    """Name the recorded model if it is on this machine. A record must not cause a download."""
     if isinstance(name, str) and (name == "demo" or os.path.isdir(os.path.expanduser(name))):
         return name
     raise InvalidRequestError(f"model: {name!r} is not a directory here; say where it is with --model", param="model")
 
 
 def compare_fingerprints(there: str, here: str) -> list[str]:
-    """Return what is different about this engine, and what that means; an empty list if the fingerprints are equal."""
+    """List what is different about this engine, and what that means; empty if the fingerprints are equal."""
     if there == here:
         return []
     names = ("", "the version of the arithmetic", "the kernels", "the dtype")

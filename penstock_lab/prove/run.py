@@ -49,7 +49,7 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  
 
 
 def chosen(names: Sequence[str]) -> tuple[Proof, ...]:
-    """Return the proofs with these names, or all without names. Raise InvalidRequestError for an unknown name."""
+    """Look up the proofs with these names, or all without names. Raise InvalidRequestError for an unknown name."""
     known = {proof.name: proof for proof in PROOFS}
     for name in names:
         check_choice("only", name, tuple(known))

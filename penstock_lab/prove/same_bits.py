@@ -128,7 +128,7 @@ def start_round(number: int, models: dict[str, str], given: dict[str, Any]) -> R
 
 
 def make_queries(random: Random, vocab_size: int) -> list[Query]:
-    """Return queries of every kind, with prompts of every length, some of which begin alike."""
+    """Draw queries of every kind, with prompts of every length, some of which begin alike."""
     prompts = [random.choices(range(3, vocab_size), k=length) for length in LENGTHS]
     prompts += [prompts[-1][:shared] + random.choices(range(3, vocab_size), k=16) for shared in SHARED]
     kinds = [*axes.KINDS] * len(prompts)
@@ -142,7 +142,7 @@ def make_queries(random: Random, vocab_size: int) -> list[Query]:
 
 
 def engine_options(this: Round, layout: dict[str, Any]) -> dict[str, Any]:
-    """Return all options of an engine at a point of the layouts, with the cache's size in bytes."""
+    """Complete the options of an engine at a point of the layouts, with the cache's size in bytes."""
     options = this.options | {"max_num_seqs": max(axes.CROWDS)} | layout
     room = options.pop(axes.ROOM)
     drafts = options.get("speculative_config")
@@ -156,7 +156,7 @@ def engine_options(this: Round, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def room_bytes(options: dict[str, Any], built: BuiltEngine, room: int) -> int:
-    """Return the cache size of an engine with these options that has room for `room` of the longest requests.
+    """Compute the cache size of an engine with these options that has room for `room` of the longest requests.
 
     built: an engine of the same model.
     """
@@ -167,7 +167,7 @@ def room_bytes(options: dict[str, Any], built: BuiltEngine, room: int) -> int:
 
 
 def make_crowd(random: Random, this: Round, via: str, *, is_first: bool) -> tuple[list[Member], dict[str, str]]:
-    """Return a random crowd and its value on each of its axes. An engine process is killed only in the first crowd."""
+    """Draw a crowd and its value on each of its axes. An engine process is killed only in the first crowd."""
     size, arrival = random.choice(axes.CROWDS), random.choice(axes.ARRIVALS)
     disturbance = random.choice(axes.DISTURBANCES if via == OFFLINE else axes.DISTURBANCES[:1])
     if via != OFFLINE and is_first:
@@ -190,7 +190,6 @@ def make_crowd(random: Random, this: Round, via: str, *, is_first: bool) -> tupl
 
 
 def _width(random: Random, query: Query) -> int:
-    """Return how many choices a member has."""
     if query.is_pooled:
         return 1
     return axes.BEAMS if query.is_search else _weighted(random, axes.CHOICES)
@@ -201,7 +200,7 @@ def _weighted(random: Random, weights: dict[T, int]) -> T:
 
 
 def _cut(random: Random, this: Round, member: Member) -> int:
-    """Return how many tokens a member brings along: at most all but one of its shortest choice."""
+    """Draw how many tokens a member brings along: at most all but one of its shortest choice."""
     query = this.queries[member.query]
     if query.is_search or query.is_pooled:  # these start from the beginning
         return 0

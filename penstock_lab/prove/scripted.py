@@ -121,9 +121,10 @@ class ScriptedClient:
         self._client.shutdown()
 
     def leftovers(self) -> str | None:
-        """Return what is still held although nobody waits for an answer; None if nothing is held.
+        """Describe what is still held without a reader; None if nothing is held.
 
-        Raises PenstockError if a block is not accounted for.
+        Raises:
+            PenstockError: a block is not accounted for.
         """
         self.engine.check_integrity()
         stats = self.engine.stats()
@@ -149,7 +150,7 @@ class ScriptedClient:
 
 @dataclass(slots=True)
 class Response:
-    """What the application answered. `status` is 0 if the client left before."""
+    """The application's answer. `status` is 0 if the client left before."""
 
     status: int = 0
     body: bytes = b""

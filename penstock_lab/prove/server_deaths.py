@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(slots=True)
 class Received:
-    """What arrived over all connections of one stream."""
+    """The events that arrived over all connections of one stream."""
 
     answer: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # by choice: text, token ids
     finished: dict[int, str] = field(default_factory=dict)
@@ -258,7 +258,7 @@ class _Cycle:
 
 
 def _some_request(trials: Trials) -> Request:
-    """Return a request of a random kind, with its own seed."""
+    """Draw a request of a random kind, with its own seed."""
     draw = trials.random
     prompt = draw.choice(PROMPTS)
     common = {"temperature": draw.choice([0, 1]), "seed": draw.randrange(2**31)}

@@ -45,12 +45,11 @@ class Server:
     stderr: IO[str]
 
     def log(self) -> str:
-        """Return what the server has written to standard error."""
+        """Read what the server has written to standard error."""
         self.stderr.seek(0)
         return self.stderr.read()
 
     def status(self) -> dict[str, Any]:
-        """Return the answer of /status."""
         answer: dict[str, Any] = get(f"{self.url}/status").json()
         return answer
 
@@ -62,7 +61,7 @@ class Server:
 
 
 def command_line(subject: Subject, *flags: str, port: int = 0) -> list[str]:
-    """Return the command line that starts `penstock serve`."""
+    """Write the command line that starts `penstock serve`."""
     options = (_flag(name.replace("_", "-"), value) for name, value in subject.options.items())
     return [sys.executable, "-m", "penstock", "serve", subject.model, f"--port={port}", *options, *flags]
 

@@ -55,7 +55,7 @@ class _Reader:
             self.problem = error
 
     def refused(self, signalled_at: float) -> bool:
-        """Return whether the request was not let in: it got a 503, or the server was already gone."""
+        """Check that the request was not let in: it got a 503, or the server was already gone."""
         if self.answer or self.problem is None:
             return False
         late = self.began > signalled_at and isinstance(self.problem, httpx.HTTPError)
@@ -177,7 +177,7 @@ def _new_request_problem(server: Server) -> list[str]:
 
 
 def _ended(pid: int) -> bool:
-    """Return whether a process that is not our child ends in time."""
+    """Wait for a process that is not our child; True if it ends in time."""
     try:
         wait_until(lambda: not _alive(pid), ORPHAN_TIMEOUT_S, f"the end of process {pid}")
     except EngineError:

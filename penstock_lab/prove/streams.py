@@ -44,7 +44,7 @@ class Stream:
 
     @classmethod
     def at_random(cls, random: Random, info: ModelInfo, *, has_text: bool = True) -> "Stream":
-        """Return a stream with random features. has_text: the model has a tokenizer."""
+        """Draw a stream with random features. has_text: the model has a tokenizer."""
         names = [name for name in FEATURES if random.random() < SHARE_OF_FEATURE]
         if not has_text:
             names = [name for name in names if name != "stop strings"]
@@ -63,7 +63,7 @@ class Stream:
 
 @dataclass(slots=True)
 class ReceivedChoice:
-    """What the reader of one choice has received: all outputs together, however they were divided."""
+    """All outputs that the reader of one choice has received, together, however they were divided."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -88,7 +88,7 @@ class ReceivedChoice:
 
 @dataclass(slots=True)
 class ReceivedStream:
-    """What the reader of one stream has received."""
+    """All that the reader of one stream has received."""
 
     choices: dict[int, ReceivedChoice] = field(default_factory=dict)
     prompt_logprobs: list[LogprobsAt | None] | None = None
@@ -104,7 +104,7 @@ class ReceivedStream:
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
 
     def difference(self, undisturbed: "ReceivedStream") -> str | None:
-        """Return where this answer differs from that of an undisturbed run; None if they are equal."""
+        """Find where this answer differs from that of an undisturbed run; None if they are equal."""
         for index, expected in undisturbed.choices.items():
             found = self.choices.get(index, ReceivedChoice())
             for name in ReceivedChoice.__slots__:

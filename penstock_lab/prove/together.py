@@ -127,7 +127,7 @@ class Maker:
     abort_rate: float = 0.1
 
     def make(self, random: Random) -> Asked:
-        """Return a valid request. Features that exclude each other are drawn again."""
+        """Draw a valid request. Features that exclude each other are drawn again."""
         prompt = {"prompt_token_ids": self._prompt(random), "cache_salt": random.choice(SALTS)}
         leaves_after = random.randint(1, MAX_TOKENS // 2) if random.random() < self.abort_rate else None
         while True:
@@ -307,7 +307,7 @@ def _ask_alone(client: InProcessClient, asked: Asked) -> RequestOutput:
 
 
 def _difference(found: RequestOutput, wanted: RequestOutput) -> str | None:
-    """Return the difference of two answers. If a request was aborted, what it received must be the beginning."""
+    """Compare two answers. If a request was aborted, what it received must be the beginning."""
     pairs: dict[str, tuple[Any, Any]] = {"error": (found.error, wanted.error), "log-probabilities of the prompt": (
         found.prompt_logprobs, wanted.prompt_logprobs if found.prompt_logprobs is not None or found.finished else None
     )}  # fmt: skip

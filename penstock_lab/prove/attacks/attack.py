@@ -44,7 +44,7 @@ SECRETS = re.compile(
 
 
 def judge(status: int, body: bytes, expect: Sequence[int]) -> str | None:
-    """Return what is wrong with an answer; None if nothing is.
+    """Explain what is wrong with an answer; None if nothing is.
 
     Args:
         expect: the correct statuses; an error must carry OpenAI's error object.
@@ -76,7 +76,7 @@ class Target:
         return host, int(port)
 
     def client(self) -> httpx.Client:
-        """Return an HTTP client that has the key."""
+        """Make an HTTP client that has the key."""
         return quick_client(self.url, KEY, ANSWER_S)
 
     def judge(self, what: str, status: int, body: bytes, expect: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class Target:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Return everything until the other end closes. Raises TimeoutError if it does not."""
+    """Read until the other end closes. Raise TimeoutError if it does not."""
     parts = []
     with suppress(ConnectionError):
         while part := sock.recv(1 << 16):
@@ -203,22 +203,21 @@ Attack = Calls | Wire | Behaviour
 def refused(
     name: str, *fields: dict[str, Any], path: str = "/v1/completions", expect: tuple[int, ...] = (400,)
 ) -> Calls:
-    """Return an attack of requests that are valid except for these fields."""
+    """Make an attack of requests that are valid except for these fields."""
     return Calls(name, [Call({**BODIES[path], **item}, expect, path) for item in fields])
 
 
 def each(name: str, values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the field of a body for each value."""
+    """Make a field of a body for each value."""
     return [{name: value} for value in values]
 
 
 def head(*lines: str, request: str = "POST /v1/completions HTTP/1.1", host: str = "localhost") -> bytes:
-    """Return the head of a request that has the key and declares a JSON body."""
+    """Write the head of a request that has the key and declares a JSON body."""
     fields = [request, f"Host: {host}", f"Authorization: Bearer {KEY}", "Content-Type: application/json", *lines]
     return "".join(f"{line}\r\n" for line in [*fields, ""]).encode("latin-1")
 
 
 def post(body: Any, *lines: str, path: str = "/v1/completions") -> bytes:
-    """Return a whole request."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return head(f"Content-Length: {len(content)}", *lines, request=f"POST {path} HTTP/1.1") + content

@@ -211,7 +211,7 @@ def look_for_doors(target: Target) -> int:
 
 
 def _processes(port: int, inodes: dict[str, int]) -> list[int]:
-    """Return the process that listens on the port, and its children."""
+    """Find the process that listens on the port, and its children."""
     found = []
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):

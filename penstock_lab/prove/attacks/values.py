@@ -41,17 +41,17 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
 
 
 def raw(name: str, *bodies: bytes, path: str = "/v1/completions", expect: tuple[int, ...] = (400,)) -> Calls:
-    """Return an attack of bodies that are sent unchanged."""
+    """Make an attack of bodies that are sent unchanged."""
     return Calls(name, [Call(body, expect, path) for body in bodies])
 
 
 def on_both(name: str, *fields: dict[str, Any], expect: tuple[int, ...] = (400,)) -> Calls:
-    """Return an attack on completions and on chat."""
+    """Make an attack on completions and on chat."""
     return Calls(name, [Call({**BODIES[path], **item}, expect, path) for path in COMPLETION_PATHS for item in fields])
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """Return an object that is nested `depth` deep."""
+    """Nest an object `depth` deep."""
     value: dict[str, Any] = {}
     for _ in range(depth):
         value = {"a": value}
