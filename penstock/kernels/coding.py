@@ -85,7 +85,8 @@ class Coding:
         assert self.mins or not self.step_mins, self
         if block is None:
             assert self.column_scales, self
-            assert not (self.steps or self.mins), self
+            assert not self.steps, self
+            assert not self.mins, self
         else:
             assert block % self.group == 0, self
 
