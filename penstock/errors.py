@@ -111,7 +111,7 @@ class _Short(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """Return the value as an error message shows it: short, and in constant time."""
+    """Format the value for an error message: short, and in constant time."""
     if isinstance(value, bytes | bytearray | memoryview):
         return f"{len(value)} bytes"
     text = _Short().repr(value)
@@ -119,17 +119,17 @@ def shown(value: Any) -> str:
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """Return the text of another library's error in one line of at most `limit` characters."""
+    """Shorten the text of another library's error to one line of at most `limit` characters."""
     return " ".join(str(error).split())[:limit]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most similar to this one."""
+    """Find the known name that is most similar to this one."""
     return difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the most similar known name, or "" if none is similar."""
+    """Write a question that suggests the most similar known name; "" if none is similar."""
     near = difflib.get_close_matches(name, sorted(known), n=1)
     return f" (is {near[0]} meant?)" if near else ""
 
@@ -141,12 +141,12 @@ def listed(names: list[str], separator: str = ", ") -> str:
 
 
 def invalid(param: str, problem: str, code: str | None = None) -> InvalidRequestError:
-    """Return the error for a field. Its message begins with the field's name."""
+    """Make the error for a field. Its message begins with the field's name."""
     return InvalidRequestError(f"{param}: {problem}", param=param, code=code)
 
 
 def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
-    """Return the error for a value that is out of range or of the wrong type."""
+    """Make the error for a value that is out of range or of the wrong type."""
     return invalid(name, f"{shown(value)} is not allowed; it must be {allowed}")
 
 
@@ -203,14 +203,15 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def list_of(name: str, value: Any, *, max_items: int) -> list[Any]:
-    """Return a list or tuple of at most max_items as a list, and None as an empty one; the items are not checked."""
+    """Check for a list or tuple of at most max_items, and make it a list; None is an empty one. The items are not
+    checked."""
     if value is not None and (not isinstance(value, list | tuple) or len(value) > max_items):
         raise fail(name, value, f"a list of at most {max_items} items")
     return list(value or ())
 
 
 def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> tuple[str, ...]:
-    """Return one string, a list of strings or None as a tuple."""
+    """Make a tuple of one string, a list of strings or None."""
     items = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or len(items) > max_items:
         raise fail(name, value, f"a string or a list of at most {max_items} strings")
@@ -220,7 +221,7 @@ def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> t
 
 
 def int_tuple(name: str, value: Any, *, low: int, high: int, max_items: int) -> tuple[int, ...]:
-    """Return a list of integers or None as a tuple."""
+    """Make a tuple of a list of integers or None."""
     items = list_of(name, value, max_items=max_items)
     for item in items:
         check_int(name, item, low, high)
@@ -228,7 +229,7 @@ def int_tuple(name: str, value: Any, *, low: int, high: int, max_items: int) -> 
 
 
 def is_deeper(value: Any, limit: int = MAX_NESTING) -> bool:
-    """Return whether objects and lists are nested more than `limit` deep, level by level, without recursion."""
+    """Check whether objects and lists are nested more than `limit` deep, level by level, without recursion."""
     level: list[Any] = [value]
     for _ in range(limit + 1):
         level = [item for node in level if isinstance(node, dict | list) for item in _items(node)]
@@ -259,7 +260,7 @@ POSITIVE = Interval(0.0, 1e6, low_open=True)
 
 
 def option(default: Any, allowed: Any, help: str = "", *, optional: bool = False, **metadata: Any) -> Any:
-    """Return a dataclass field that a user can set. It is stated once: checks, flags and bodies follow from it.
+    """Define a dataclass field that a user can set. It is stated once: checks, flags and bodies follow from it.
 
     Args:
         default: None means "chosen later", and is then an allowed value.
@@ -299,7 +300,7 @@ def _options_of(kind: type) -> list[tuple[str, Any, Any, bool]]:
 
 
 def _checked(name: str, value: Any, allowed: Any, *, optional: bool) -> Any:
-    """Return an allowed value in its normal form. Raise InvalidRequestError for another one."""
+    """Put an allowed value into its normal form. Raise InvalidRequestError for another one."""
     if isinstance(allowed, range) and allowed.step == 1:
         check_int(name, value, allowed.start, allowed.stop - 1, optional=optional)
     elif isinstance(allowed, range):

@@ -151,7 +151,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _read_line() -> str | None:
-    """Return the user's next line; None at the end of the input."""
+    """Read the user's next line; None at the end of the input."""
     if not sys.stdin.isatty():
         return _read_piped_line()
     while True:

@@ -97,7 +97,7 @@ def _check_display(args: argparse.Namespace) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
-    """Return the prompts of -p, then those of the file. Without either, standard input is one prompt."""
+    """List the prompts of -p, then those of the file. Without either, standard input is one prompt."""
     prompts = [*args.prompt, *([] if args.prompts is None else read_prompts(args.prompts))]
     if not args.prompt and args.prompts is None and not sys.stdin.isatty():
         text = read_text(STDIN)

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _hint(self, word: str) -> str:
-        """Return advice about an unknown flag as a further part of the error; "" if there is none."""
+        """Write advice about an unknown flag as a further part of the error; "" if there is none."""
         from penstock.cli.options import flag_of
         from penstock.config import hint  # here, because a command line without a mistake needs no advice
 
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def added_commands() -> dict[str, tuple[str, str]]:
-    """Return the commands that other installed packages add: {name: (package of its module, help)}."""
+    """Find the commands that other installed packages add: {name: (package of its module, help)}."""
     found: dict[str, tuple[str, str]] = {}
     for name in entry_points.names("commands"):
         package = entry_points.load("commands", name, name)
@@ -76,7 +76,7 @@ def added_commands() -> dict[str, tuple[str, str]]:
 
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """Return the parser. Only the command named in argv is imported and gets its own flags."""
+    """Build the parser. Only the command named in argv is imported and gets its own flags."""
     raw = argparse.RawDescriptionHelpFormatter
     description = "An inference and serving engine for language models."
     parser = Parser(prog="penstock", description=description, epilog=EPILOG, formatter_class=raw)
@@ -96,7 +96,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
 
 
 def dashed(words: list[str]) -> list[str]:
-    """Return a command line with dashes in its flags, where vLLM and Falcon also allow underscores."""
+    """Put dashes in the flags of a command line, where vLLM and Falcon also allow underscores."""
     end = words.index("--") if "--" in words else len(words)
     split = [word.partition("=") for word in words[:end]]
     parts = [(name.replace("_", "-") if name.startswith("--") else name, *rest) for name, *rest in split]
@@ -104,7 +104,7 @@ def dashed(words: list[str]) -> list[str]:
 
 
 def error_line(error: PenstockError, args: argparse.Namespace) -> str:
-    """Return the error with its field as the user has to write it: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
+    """Write the error with its field as the user has to write it: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
     from penstock.cli.options import FLAGS, flag_of
 
     text, name = str(error), getattr(error, "param", None) or ""

@@ -43,7 +43,7 @@ WEIGHT_OPTIONS = (
 
 
 def parse_size(text: str) -> int:
-    """Return the number in a text with an optional unit: 4096, 4k (1000s), 4K or 4KiB (1024s), 2.1GiB, 1.5GB (1000s).
+    """Parse a number with an optional unit: 4096, 4k (1000s), 4K or 4KiB (1024s), 2.1GiB, 1.5GB (1000s).
 
     A fraction of a byte is dropped.
 
@@ -62,7 +62,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_bias(text: str) -> tuple[int, float]:
-    """Return token id and bias from a text like 42=-5.
+    """Parse token id and bias from a text like 42=-5.
 
     Raises:
         argparse.ArgumentTypeError: the text is not ID=BIAS.
@@ -75,7 +75,7 @@ def parse_bias(text: str) -> tuple[int, float]:
 
 
 def read_schema(file: str) -> StructuredOutputsParams:
-    """Return StructuredOutputsParams with the JSON schema in a file.
+    """Read a file with a JSON schema into StructuredOutputsParams.
 
     Raises:
         argparse.ArgumentTypeError: the file cannot be read, or holds no JSON schema.
@@ -91,7 +91,7 @@ def read_schema(file: str) -> StructuredOutputsParams:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text. Raise argparse.ArgumentTypeError if the text is not a JSON object."""
+    """Parse a JSON object. Raise argparse.ArgumentTypeError if the text is not one."""
     found = _parse_json(text)
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a JSON object")
@@ -99,7 +99,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def parse_list(text: str) -> list[Any]:
-    """Return the JSON array in a text. Raise argparse.ArgumentTypeError if the text is not a JSON array."""
+    """Parse a JSON array. Raise argparse.ArgumentTypeError if the text is not one."""
     found = _parse_json(text)
     if not isinstance(found, list):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a JSON array")
@@ -114,7 +114,7 @@ def _parse_json(text: str) -> Any:
 
 
 def parse_early_stopping(text: str) -> bool | str:
-    """Return true or false as a bool, and any other text unchanged, for SamplingParams to check."""
+    """Parse true or false, and leave any other text unchanged, for SamplingParams to check."""
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
@@ -194,7 +194,7 @@ def add_engine_options(
 
 
 def _flag_kind(item: Field[Any]) -> dict[str, Any]:
-    """Return the arguments of add_argument for the values that an option allows."""
+    """Choose the arguments of add_argument for the values that an option allows."""
     allowed = item.metadata["allowed"]
     if allowed is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -223,17 +223,17 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_fields() -> list[Field[Any]]:
-    """Return the fields of SamplingParams that are flags."""
+    """List the fields of SamplingParams that are flags."""
     return [item for item in fields(SamplingParams) if item.metadata["help"]]
 
 
 def _switch(item: Field[Any]) -> dict[str, Any]:
-    """Return the arguments of add_argument for a field that is true or false: what is on can be turned off."""
+    """Choose the arguments of add_argument for a field that is true or false: what is on can be turned off."""
     return {"action": argparse.BooleanOptionalAction if item.default else "store_true"}
 
 
 def given_names(kind: type) -> list[str]:
-    """Return the fields of a dataclass of options that are flags."""
+    """List the fields of a dataclass of options that are flags."""
     return [item.name for item in fields(kind) if item.metadata.get("help")]
 
 
@@ -254,23 +254,22 @@ def add_fields(group: argparse._ArgumentGroup, kind: type, names: Sequence[str])
 
 
 def given_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """Return the given flags as fields of a dataclass of options."""
     return given_flags(args, given_names(kind))
 
 
 def given_flags(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the given flags by the names of their fields."""
+    """Collect the given flags by the names of their fields."""
     flags = {name: FLAGS.get(name, name) for name in names}
     return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field: "max_num_seqs" -> "--max-num-seqs"."""
+    """Spell the flag of a field: "max_num_seqs" -> "--max-num-seqs"."""
     return "--" + FLAGS.get(name, name).replace("_", "-")
 
 
 def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, Any]:
-    """Return the given flags as options for EngineConfig.from_options, checked before torch is imported.
+    """Collect the given flags as options for EngineConfig.from_options, checked before torch is imported.
 
     `seed` says whether --seed is the engine's seed.
     """
@@ -280,7 +279,7 @@ def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, 
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the given flags as fields of SamplingParams, checked before the model is loaded."""
+    """Collect the given flags as fields of SamplingParams, checked before the model is loaded."""
     found = {item.name: getattr(args, item.name) for item in sampling_fields() if hasattr(args, item.name)}
     if "logit_bias" in found:
         found["logit_bias"] = dict(found["logit_bias"])

@@ -478,7 +478,6 @@ class QueuedTokens:
             work.prompt, work.outputs = 0.0, work.outputs - done
 
     def remove(self, choice: str) -> None:
-        """Remove a choice from the count."""
         work = self._work.pop(choice, None)
         if work is not None:
             self.total -= work.prompt + work.outputs

@@ -187,7 +187,7 @@ class EngineChild(EngineConnection):
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How many engines a client has, and the function that starts them.
+    """The number of engines that a client has, and the function that starts them.
 
     Attributes:
         start: starts an engine, given its first frame, and makes the connection to it.

@@ -84,7 +84,6 @@ class OpenRequests:
         return [request_id for request_id in ids if request_id in self._running]
 
     def num_tokens_of(self, engine_request_id: str) -> int:
-        """Count the tokens received for a running choice."""
         return len(self._running[engine_request_id].token_ids)
 
     def resumed(self, engine_request_id: str) -> EngineRequest:

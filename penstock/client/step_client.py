@@ -230,7 +230,6 @@ class InProcessClient(StepClient):
         return opened
 
     def _give(self, request: OpenRequest) -> None:
-        """Give a request to the engine."""
         with self._using_engine():
             self._requests.open(request)
             try:

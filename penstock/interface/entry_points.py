@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def names(group: str) -> list[str]:
-    """Return the names of all entry points of a group, such as "commands"."""
+    """List the names of all entry points of a group, such as "commands"."""
     from importlib.metadata import entry_points  # takes 30 ms, for which most commands need not wait
 
     return sorted({entry.name for entry in entry_points(group=f"penstock.{group}")})
 
 
 def load(group: str, name: str, option: str) -> Any:
-    """Return the object that an entry point names.
+    """Load the object that an entry point names.
 
     option: the option that asks for it, for error messages.
 
@@ -46,7 +46,8 @@ def load(group: str, name: str, option: str) -> Any:
 
 
 def _missing(entry: "EntryPoint", error: ImportError, option: str) -> Exception:
-    """Return the error for a library that the entry point's extra would install; an error of its own code as it is."""
+    """Make the error for a library that the entry point's extra would install; an error of its own code stays as it
+    is."""
     library = (error.name or "").split(".")[0]
     if not entry.extras or library in ("", "penstock", "penstock_lab"):
         return error

@@ -12,7 +12,7 @@ MAX_BATCH = 64  # blocks in one answer
 
 @dataclass(frozen=True, slots=True)
 class KVTransferOptions:
-    """Whether this engine computes prompts for other engines, or has its prompts computed elsewhere.
+    """Options that say whether this engine computes prompts for other engines, or has its prompts computed elsewhere.
 
     Attributes:
         kv_role: "prefill" gives its blocks to other engines, "decode" gets them; None computes everything itself.
@@ -63,7 +63,7 @@ class Progress:
 
 @dataclass(slots=True)
 class RemotePrefillStatus:
-    """What was handed over since the start.
+    """Counts of the prompts and blocks handed over since the start.
 
     Attributes:
         num_prompts: prompts for which a server was asked.

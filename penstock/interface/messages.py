@@ -102,7 +102,7 @@ class EngineOutput:
 
 
 def _stat(metric: str, help: str, status: str = "", *, also: tuple[str, str] | None = None) -> Any:
-    """Return a field of EngineStats.
+    """Define a field of EngineStats.
 
     Args:
         metric, help: its name and its help text at /metrics; a counter gets "_total" there.
@@ -184,7 +184,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class BlockDirectory:
-    """Where an engine keeps full blocks of its cache as files (runner/block_store.py).
+    """The directory in which an engine keeps full blocks of its cache as files (runner/block_store.py).
 
     Attributes:
         root, name: the files are in root/name. Engines with the same name compute the same bits and lay out their

@@ -8,7 +8,7 @@ from penstock.interface.timeline import RequestMetrics, Timeline
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended. Equal to the plain string, and printed like it."""
+    """The reason why a choice ended. Equal to the plain string, and printed like it."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the end of the context
@@ -27,7 +27,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class PrefixUse:
-    """How often requests have found a prefix in the cache.
+    """The use that requests have made of a prefix in the cache.
 
     Attributes:
         name: name of its pin; None if it is not pinned.
@@ -93,7 +93,7 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics | None:
-        """Return the request's times; None if they are unknown."""
+        """The request's times; None if they are unknown."""
         return RequestMetrics.of(self.timelines)
 
 

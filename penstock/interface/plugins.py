@@ -42,7 +42,7 @@ PROCESSORS: dict[str, Callable[..., Any]] = {}
 
 
 def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsProcessor]:
-    """Return a decorator that registers a function as the logits processor with this name.
+    """Make a decorator that registers a function as the logits processor with this name.
 
     Raises:
         InvalidRequestError: another function has the name, or the parameters are neither (logits, args) nor (logits,
@@ -65,7 +65,6 @@ def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsPr
 
 
 def takes_ids(function: Callable[..., Any]) -> bool:
-    """Return whether the function takes the token ids."""
     return _num_parameters(function) == WITH_IDS
 
 
@@ -87,7 +86,8 @@ def _num_parameters(function: Callable[..., Any]) -> int:
 
 
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:
-    """Return file and name, which stay the same if a file runs twice, as a program and as an import."""
+    """Identify a function by its file and name, which stay the same if a file runs twice, as a program and as an
+    import."""
     code = getattr(function, "__code__", None)
     file = str(Path(code.co_filename).resolve()) if code is not None else ""
     return file, getattr(function, "__qualname__", repr(function))
@@ -107,7 +107,7 @@ def import_files(files: Iterable[str]) -> None:
 
 
 def files_fingerprint(files: Iterable[str]) -> str:
-    """Return a hash of the files' contents. Raise InvalidRequestError if a file cannot be read."""
+    """Hash the contents of the files. Raise InvalidRequestError if a file cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         try:
@@ -139,7 +139,7 @@ def _import(file: Path) -> None:
 
 
 def _line_of(file: Path, error: BaseException) -> str:
-    """Return the last line of the file in the error's traceback, as FILE:LINE."""
+    """Find the last line of the file in the error's traceback, as FILE:LINE."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f"{file}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
@@ -177,7 +177,7 @@ def _expire(number: int, frame: FrameType | None) -> None:
 
 
 def call_limited(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
-    """Return function(*args).
+    """Call function(*args) and return its result.
 
     Raises:
         TimeLimitError: the call took longer than `seconds`; it was interrupted if that is possible here.

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """What a request wants of the hidden states of its prompt.
+    """The vector or vectors that a request wants of the hidden states of its prompt.
 
     Attributes:
         pooling_type: one of POOLING_TYPES.
@@ -62,11 +62,10 @@ class PoolingParams:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Return whether other tokens than the last one count, so that no cached prefix may be reused."""
+        """True if other tokens than the last one count, so that no cached prefix may be reused."""
         return self.pooling_type != "LAST"
 
     def truncated(self, token_ids: Sequence[int], max_model_len: int) -> list[int]:
-        """Return the tokens of a prompt that are computed."""
         if self.truncate_prompt_tokens is None:
             return list(token_ids)
         limit = max_model_len if self.truncate_prompt_tokens < 0 else min(self.truncate_prompt_tokens, max_model_len)
@@ -75,7 +74,7 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolerConfig:
-    """How a model's hidden states become an embedding, unless a request says otherwise.
+    """The embedding that a model makes of its hidden states, unless a request says otherwise.
 
     Attributes:
         hidden_size: length of a hidden state; 0: not known.
@@ -93,7 +92,7 @@ class PoolerConfig:
     unsupported: str | None = None
 
     def with_options(self, given: Mapping[str, Any] | None) -> "PoolerConfig":
-        """Return the config with the engine option pooler_config applied. A pooling_type in it overrides `unsupported`.
+        """Apply the engine option pooler_config. A pooling_type in it overrides `unsupported`.
 
         Raises:
             InvalidRequestError: it has an unknown key or a wrong value.
@@ -112,7 +111,7 @@ class PoolerConfig:
         return replace(self, **{**given, "matryoshka_dimensions": dimensions, "unsupported": unsupported})
 
     def settle(self, params: PoolingParams, num_tokens: int) -> PoolingParams:
-        """Return the parameters of a request with nothing left open.
+        """Settle every parameter that a request leaves open.
 
         Raises:
             InvalidRequestError: the model is not made for these dimensions, or the result would be too large.
@@ -148,7 +147,8 @@ class PoolerConfig:
 
 
 def cosine(first: Iterable[float], second: Iterable[float]) -> float:
-    """Return the cosine of two unit vectors: an exact sum, rounded once, so that the order of terms does not matter."""
+    """Compute the cosine of two unit vectors: an exact sum, rounded once, so that the order of terms does not
+    matter."""
     return max(-1.0, min(1.0, fsum(map(mul, first, second))))
 
 

@@ -67,7 +67,7 @@ POOLING_FIELDS = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
 
 
 class RequestOutputKind(StrEnum):
-    """What each RequestOutput of a stream carries."""
+    """The content of each RequestOutput of a stream."""
 
     CUMULATIVE = "cumulative"  # everything so far
     DELTA = "delta"  # only what is new
@@ -136,7 +136,7 @@ def _bias(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """Return the ids and the number of every sequence. For a sequence given twice, the last number counts."""
+    """Read the ids and the number of every sequence. For a sequence given twice, the last number counts."""
     items = list(value.items()) if isinstance(value, Mapping) else list_of(name, value, max_items=MAX_LISTED_IDS)
     found: dict[tuple[int, ...], float] = {}
     for item in items:
@@ -159,7 +159,7 @@ def _decay(name: str, value: Any) -> tuple[int, float]:
 
 
 def _processors(name: str, value: Any) -> dict[str, Any] | None:
-    """Return name -> argument or None; None without processors."""
+    """Read name -> argument or None; None without processors."""
     named = value if isinstance(value, Mapping) else None
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         named = dict.fromkeys(value)
@@ -175,7 +175,7 @@ def _processors(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Return whether a processor's argument can go to another process. Raise as check_unicode does."""
+    """Check that a processor's argument can go to another process. Raise as check_unicode does."""
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
     if isinstance(value, str):
@@ -224,7 +224,7 @@ NONE: tuple[str, ...] = ()  # no route has the field, or each has a spelling of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the tokens of one request. "End tokens" are those of the model and stop_token_ids.
+    """The choice of the tokens of one request. "End tokens" are those of the model and stop_token_ids.
 
     The help texts below are the short meanings. What they leave open:
 
@@ -395,7 +395,7 @@ class SamplingParams:
 
     @classmethod
     def for_pooling(cls, pooling: PoolingParams) -> "SamplingParams":
-        """Return the parameters of a request that generates nothing."""
+        """Make the parameters of a request that generates nothing."""
         last = RequestOutputKind.FINAL_ONLY
         return cls(**POOLING_FIELDS, output_kind=last, pooling=pooling)  # type: ignore[arg-type]
 
@@ -445,7 +445,7 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def num_candidates(self, num_end_tokens: int) -> int:
-        """Return how many continuations of each beam a search needs, so that n go on even if end tokens end others."""
+        """Count the continuations of each beam that a search needs, so that n go on even if end tokens end others."""
         goes_on = self.ignore_eos and self.structured_outputs is None
         return max(2, 1 + (0 if goes_on else num_end_tokens)) * self.n
 
@@ -468,7 +468,8 @@ class SamplingParams:
                 check_int(name, token_id, 0, vocab_size - 1)
 
     def settled(self, **fields: Any) -> "SamplingParams":
-        """Return a copy with fields that the client has settled (seed, max_tokens, ...), without checking it again."""
+        """Copy the parameters with fields that the client has settled (seed, max_tokens, ...), without checking them
+        again."""
         made = copy.copy(self)
         for name, value in fields.items():
             made._set(name, value)
@@ -480,7 +481,7 @@ class SamplingParams:
 
     @property
     def has_sampler_state(self) -> bool:
-        """Whether a draw depends on the draws before it, so that tokens alone do not suffice to continue."""
+        """True if a draw depends on the draws before it, so that tokens alone do not suffice to continue."""
         return self.mirostat > 0
 
 
@@ -489,7 +490,7 @@ TYPES: dict[str, Any] = get_type_hints(SamplingParams)  # field -> its type, als
 
 @cache
 def fields_of(route: str) -> tuple[str, ...]:
-    """Return the names of the fields that the bodies of a route have."""
+    """List the names of the fields that the bodies of a route have."""
     return tuple(item.name for item in fields(SamplingParams) if route in item.metadata.get("routes", ALL))
 
 
@@ -498,7 +499,8 @@ def fields_of(route: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How to search. Lengths, end tokens and penalties have the meaning of Transformers' generate(num_beams=...).
+    """The parameters of a beam search. Lengths, end tokens and penalties have the meaning of Transformers'
+    generate(num_beams=...).
 
     Attributes:
         beam_width: number of beams, and of sequences returned.
@@ -529,7 +531,7 @@ class BeamSearchParams:
         self.sampling_params()  # checks the other fields
 
     def sampling_params(self) -> SamplingParams:
-        """Return the same search as a request's parameters, with the log-probabilities of vLLM's beam search."""
+        """Convert the search to a request's parameters, with the log-probabilities of vLLM's beam search."""
         same = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "beam_width"}
         logprobs = min(2 * self.beam_width, MAX_LOGPROBS)
         kind = RequestOutputKind.FINAL_ONLY

@@ -114,13 +114,13 @@ class BlockStore(Protocol):
     survives: bool
 
     def holds(self, group: int, block_hash: bytes) -> bool:
-        """Return whether the store has a block, as far as can be told without reading it."""
+        """Check for a block, as far as the store can tell without reading it."""
 
     def fetch(self, group: int, block_hash: bytes) -> bool:
         """Read and check a block, and keep it for the step that loads it. Return False if there is none."""
 
     def counters(self) -> dict[str, Any]:
-        """Return the store's fields of EngineStats."""
+        """Collect the store's fields of EngineStats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class RequestStepOutput:
 
 
 def num_rejected_drafts(item: ScheduledRequest, result: RequestStepOutput) -> int:
-    """Return how many of a request's drafts were rejected, so that their keys and values are written again."""
+    """Count the rejected drafts of a request, whose keys and values are written again."""
     return max(0, len(item.draft_token_ids) + 1 - len(result.new_token_ids)) if item.draft_token_ids else 0
 
 
@@ -261,7 +261,7 @@ class Proposer(Protocol):
     is_free: bool
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """Return at most `count` tokens for each query, perhaps none. An exception affects drafts only, no request."""
+        """Guess at most `count` tokens for each query, perhaps none. An exception affects drafts only, no request."""
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; it may be unknown."""

@@ -75,7 +75,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams":
-        """Return the parameters of a JSON object, as users write it.
+        """Read the parameters from a JSON object, as users write it.
 
         Raises:
             InvalidRequestError: it has unknown keys or wrong values.
@@ -94,7 +94,7 @@ class StructuredOutputsParams:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return a key: forms with equal keys allow the same texts."""
+        """A key: forms with equal keys allow the same texts."""
         whitespace = (self.disable_any_whitespace, self.whitespace_pattern)
         return (self.json, self.regex, self.choice, self.grammar, self.json_object, *whitespace)
 
@@ -119,7 +119,7 @@ def _check_text(name: str, value: Any, limit: int) -> None:
 
 
 def _choices(value: Any) -> tuple[str, ...] | None:
-    """Return the choices without repetitions, in order."""
+    """Drop repeated choices, and keep the order."""
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not 1 <= len(value) <= MAX_CHOICES:
@@ -132,7 +132,7 @@ def _choices(value: Any) -> tuple[str, ...] | None:
 
 
 def _schema_text(value: Any) -> str | None:
-    """Return the text of a schema, given as a mapping or as JSON. Key order is kept: answers follow it."""
+    """Write a schema, given as a mapping or as JSON, as text. Key order is kept: answers follow it."""
     if value is None:
         return None
     if isinstance(value, str):

@@ -15,7 +15,7 @@ MAX_INTERVALS = 64  # in one timeline; beyond it, the shortest intervals are mer
 
 
 class IntervalKind(StrEnum):
-    """What a request did, or waited for."""
+    """The activity of a request, or the reason why it waited."""
 
     PREPARING = "preparing"  # its body was read and checked, its text became tokens
     QUEUED = "queued"  # it had no row in the batch yet
@@ -64,7 +64,6 @@ class Interval:
         return self.end - self.start
 
     def absorb(self, later: "Interval") -> None:
-        """Add the following interval."""
         self.end = later.end
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(later, name))
@@ -95,7 +94,6 @@ class Timeline:
 
     @property
     def num_generated(self) -> int:
-        """Return the number of tokens that the intervals account for."""
         return sum(interval.generated_tokens for interval in self.intervals)
 
     def add(self, interval: Interval) -> None:
@@ -122,7 +120,7 @@ class Timeline:
             self._append(Interval(self.state, self.end, at, generated_tokens=generated))
 
     def until(self, at: float) -> "Timeline":
-        """Return a copy that ends at `at`, which must not be before `end`."""
+        """Copy the timeline up to `at`, which must not be before `end`."""
         copied = Timeline(self.start, self.state, [replace(interval) for interval in self.intervals])
         copied.end = self.end
         copied.advance(at)
@@ -149,7 +147,6 @@ class Timeline:
             before.absorb(self.intervals.pop(index))
 
     def seconds(self, kind: IntervalKind) -> float:
-        """Return how long the request was in a state in total."""
         return sum(interval.duration for interval in self.intervals if interval.kind is kind)
 
 
@@ -169,7 +166,7 @@ class RequestMetrics:
 
     @classmethod
     def of(cls, timelines: Sequence[Timeline]) -> "RequestMetrics | None":
-        """Return the times of a call with these choices; None without timelines."""
+        """Read the times of a call from the timelines of its choices; None without timelines."""
         if not timelines:
             return None
         computed = [item for line in timelines for item in line.intervals if item.kind in COMPUTED]

@@ -1,4 +1,4 @@
-"""From a resolved config to the ranks of an engine: the checks whether a model can be split so; RankPlan, from which
+"""Split a resolved config over the ranks of an engine: the checks that a model can be split so; RankPlan, from which
 several processes build their parts of one model; make_runner, which builds a part; and start_ranks, which starts a
 group, whose first rank is this process, or the stages of a pipeline, which all run elsewhere."""
 
@@ -39,7 +39,8 @@ from penstock.weights.sources import ParameterSource, read_parameters, read_tabl
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What every rank builds its part from: a resolved config, the whole model's config, its weights, the cache groups.
+    """The plan from which every rank builds its part: a resolved config, the whole model's config, its weights, the
+    cache groups.
 
     Attributes:
         degrees: how the ranks split the layers; with several stages, how the ranks of each stage do.
@@ -81,7 +82,7 @@ class Begin:
 
 
 def degrees_of(config: EngineConfig, model: ModelConfig) -> Degrees:
-    """Return how the ranks of a resolved config split a model: as its parameter table or a sharding map says.
+    """Decide how the ranks of a resolved config split a model: as its parameter table or a sharding map says.
 
     Raises:
         InvalidRequestError: the model cannot be split so; the message says what is possible.
@@ -98,7 +99,7 @@ def degrees_of(config: EngineConfig, model: ModelConfig) -> Degrees:
 
 
 def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, int | None], dict[str, bool]] | None:
-    """Return the axes and hints of a config's sharding map; None if the config names no map.
+    """Read the axes and hints of a config's sharding map; None if the config names no map.
 
     Raises:
         InvalidRequestError: the map does not fit the model.
@@ -190,7 +191,6 @@ class RankPlace(Place):
 
 
 def split_of(model: ModelConfig, share: Share, links: Links) -> Split:
-    """Return a share of a model, cut out of its parameters."""
     return Split(share, links, cut_all(read_parameters(model), share, model))
 
 
@@ -239,7 +239,7 @@ def make_runner(
 
 
 def _own_scales(scales: KVScales, share: Share, whole: ModelConfig) -> KVScales:
-    """Return the scales of the key/value heads that a rank has."""
+    """Cut the scales of the key/value heads that a rank has."""
     first, last = share.attention.bounds(whole.num_key_value_heads)
     parts = (scales.key_scales, scales.key_offsets, scales.value_scales, scales.value_offsets)
     return KVScales(*(as_array(item)[first:last].copy() for item in parts))

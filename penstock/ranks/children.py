@@ -63,7 +63,7 @@ def spawn_connected(
 
 
 def children() -> list[int]:
-    """Return the ids of the processes that were started here and are not known to have ended."""
+    """List the ids of the processes that were started here and are not known to have ended."""
     return [process.pid for process in list(_started) if process.returncode is None]
 
 
@@ -79,7 +79,7 @@ class _Starter:
         threading.Thread(target=self._run, name="starter of processes", daemon=True).start()
 
     def start_process(self, run: Callable[[], Process]) -> Process:
-        """Return what run() returns in the thread, or raise what it raises."""
+        """Call run() in the thread. Return its result, or raise what it raises."""
         result: Future[Process] = Future()
         self._waiting.put((run, result))
         return result.result()
@@ -100,7 +100,7 @@ def _starter() -> _Starter:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, with PYTHONPATH set if the package is not installed (in a checkout).
+    """Copy this process's environment, with PYTHONPATH set if the package is not installed (in a checkout).
 
     Torch's threads sleep while they wait, as in the process of an engine (assembly/__init__.py).
     """
@@ -128,7 +128,7 @@ class Effort:
 
     @classmethod
     def of(cls, process_ids: Iterable[int]) -> "Effort":
-        """Return the effort of these processes together; processes that have ended are left out."""
+        """Measure the effort of these processes together; processes that have ended are left out."""
         ticks = reads = 0
         is_waiting = False
         for process_id in process_ids:
@@ -143,13 +143,13 @@ class Effort:
 
     @classmethod
     def so_far(cls) -> "Effort":
-        """Return the effort of this process and of the processes that it has started, here and on other machines."""
+        """Measure the effort of this process and of the processes that it has started, here and on other machines."""
         here = cls.of([os.getpid(), *children()])
         elsewhere = [cpu_s() for item in _elsewhere if (cpu_s := item()) is not None]
         return replace(here, cpu_s=here.cpu_s + sum(elsewhere))
 
     def exceeds(self, earlier: "Effort") -> bool:
-        """Return whether there has been progress since `earlier`, or only the machine prevents it."""
+        """Check for progress since `earlier`; if only the machine prevents it, that counts too."""
         return self.is_waiting or self.cpu_s - earlier.cpu_s > MIN_EFFORT_S or self.reads > earlier.reads
 
 
@@ -159,7 +159,7 @@ def count_elsewhere(cpu_s: Callable[[], float]) -> None:
 
 
 def _bytes_read(counters: Path) -> int:
-    """Return the bytes read from disks, or 0 if the system does not report them."""
+    """Read the count of bytes read from disks; 0 if the system does not report it."""
     with suppress(OSError):
         lines = counters.read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), 0)

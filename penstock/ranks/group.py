@@ -138,7 +138,7 @@ class Group:
         return ExecutorLostError(f"{what}; the ranks of this engine are replaced together", rank=rank)
 
     def _fate(self, rank: int) -> str:
-        """Return a text that says what happened to a rank."""
+        """Describe in an error's words how a rank has ended or failed."""
         process = self._processes[rank - 1]
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(timeout=1.0)

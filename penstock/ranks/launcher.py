@@ -28,7 +28,7 @@ class Process(Protocol):
     def pid(self) -> int: ...
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code. Raise TimeoutExpired if the process does not end in time, or cannot be reached."""
+        """Wait for the exit code. Raise TimeoutExpired if the process does not end in time, or cannot be reached."""
 
     def kill(self) -> None: ...
 
@@ -43,7 +43,7 @@ class Launcher(Protocol):
     shares_memory: bool
 
     def connect(self, one: int, other: int) -> tuple[Any, Any]:
-        """Return both ends of a new connection between two processes; the lower number comes first."""
+        """Connect two processes, and return both ends; the lower number comes first."""
 
     def start(self, number: int, module: str, words: Sequence[Any]) -> Process | None:
         """Run `module.main(words)` in a process, where connection ends among the words become descriptors.
@@ -52,7 +52,7 @@ class Launcher(Protocol):
         """
 
     def free_memory_bytes(self, measure: Callable[[], int]) -> int:
-        """Return the memory that all processes together can take. measure: returns a machine's free memory."""
+        """Measure the memory that all processes together can take. measure: returns a machine's free memory."""
 
     def close(self) -> None:
         """Release what was reserved for the processes, and end those that still run."""
@@ -64,7 +64,6 @@ class HostLauncher:
     shares_memory = True
 
     def connect(self, one: int, other: int) -> tuple[socket.socket, socket.socket]:
-        """Return both ends of a new connection."""
         return socket.socketpair()
 
     def start(self, number: int, module: str, words: Sequence[Any]) -> Process | None:
@@ -74,7 +73,7 @@ class HostLauncher:
         return spawn(module, plain, inherited=inherited, stdout=STDERR)
 
     def free_memory_bytes(self, measure: Callable[[], int]) -> int:
-        """Return the free memory of this machine."""
+        """Measure this machine only, because all processes share it."""
         return measure()
 
     def close(self) -> None:
@@ -82,7 +81,7 @@ class HostLauncher:
 
 
 def open_launcher(config: EngineConfig) -> Launcher:
-    """Return the launcher of a resolved config's ranks.
+    """Open the launcher of a resolved config's ranks.
 
     Raises:
         InvalidRequestError: the plug-in that the config names is not installed, or cannot be used.

@@ -61,13 +61,13 @@ class Wires:
         self.links = links
 
     def input(self, x: Tensor) -> Tensor:
-        """Return the columns that the product multiplies, from x [M, K or a part of it] dtype."""
+        """Gather or select the columns that the product multiplies, from x [M, K or a part of it] dtype."""
         if self.wiring.gathers_input:
             return self._gathered(x, self.wiring.gathers_input)
         return _selected(x, self.wiring.selects_input)
 
     def result(self, y: Tensor) -> Tensor:
-        """Return the columns that the next layer takes, from the product's result y."""
+        """Gather or select the columns that the next layer takes, from the product's result y."""
         if self.wiring.gathers_result:
             return self._gathered(y, self.wiring.gathers_result)
         return _selected(y, self.wiring.selects_result)
@@ -122,7 +122,8 @@ class SummedLinear(Linear):
     bias: Array | None
 
     def __init__(self, like: Linear, part: Slot, split: Split, cut: Cut) -> None:
-        """like: the layer that one process would have. part: the buffer for this rank's part of the sum."""
+        """Split a layer over ranks. like: the layer that one process would have. part: the buffer for this rank's part
+        of the sum."""
         super().__init__(like.ops, like.spec, part)
         assert like.spec.shape == cut.own.shape, "a rank's part has another shape than its parameter"
         self.sum = like.out
@@ -175,7 +176,7 @@ class SummedLinear(Linear):
 
 
 def row_magnitudes(source: RowSource) -> Array:
-    """Return the largest absolute value of each row."""
+    """Find the largest absolute value of each row."""
     found = np.empty(source.shape[0], FLOAT32)
     for start in range(0, len(found), MAGNITUDE_ROWS):
         stop = min(start + MAGNITUDE_ROWS, len(found))
@@ -232,8 +233,8 @@ class SplitHead(LMHead):
         *,
         softcap: float | None,
     ) -> None:
-        """out: buffers for this rank's logits and for all logits. columns: where each rank's columns begin, and where
-        the last rank's end."""
+        """Split a head over ranks. out: buffers for this rank's logits and for all logits. columns: where each rank's
+        columns begin, and where the last rank's end."""
         super().__init__(ops, spec, out[0], softcap=softcap)
         self.all = out[1]
         self.links = split.links
@@ -254,7 +255,7 @@ class SplitMixture:
     """Applies experts that are distributed over ranks, whole or in parts, with the bits of Ops.experts."""
 
     def __init__(self, ops: Ops, split: Split, num_experts: int, down: Sequence[Any]) -> None:
-        """down: the last product of each expert of this rank."""
+        """Distribute experts over ranks. down: the last product of each expert of this rank."""
         self.ops = ops
         self.split = split
         self.first, self.last = split.share.experts.even_bounds(num_experts)
@@ -266,7 +267,7 @@ class SplitMixture:
     def __call__(
         self, y: Array, gate_up: Any, down: Any, ids: Array, weights: Array, activation: str, *, out: Array
     ) -> Array:
-        """Return the sum of weight * expert(y) of y [T, hidden] over ids, weights [T, k], in ascending expert id.
+        """Sum weight * expert(y) of y [T, hidden] over ids, weights [T, k], in ascending expert id.
 
         gate_up, down: the packed weights of this rank's experts.
         """
@@ -287,7 +288,7 @@ class SplitMixture:
         return _mixed(results.reshape(*ids.shape, -1), ids, weights, out)
 
     def _all_scales(self) -> Array | None:
-        """Return the column scales of all experts, [experts, hidden], gathered once; None if there are no scales."""
+        """Gather the column scales of all experts, [experts, hidden], once; None if there are no scales."""
         if not self._has_scales:
             self._scales = self._gather_scales([getattr(item, "scales", None) for item in self.down])
             self._has_scales = True
@@ -370,6 +371,6 @@ class RankFactory(LayerFactory):
         return self.split.cuts[f"{self.prefix}{name}.weight"]
 
     def _wires(self, name: str) -> Wires | None:
-        """Return what converts a product's columns; None if they are those that come in and go out."""
+        """Make the wires that convert a product's columns; None if they are those that come in and go out."""
         wiring = self._cut(name).wiring
         return None if wiring == DIRECT else Wires(wiring, self.split.links)

@@ -49,7 +49,7 @@ class Links(Protocol):
     bytes_received: int
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
-        """Return the `x` of each rank in this rank's block of `degree` neighbours, in the order of ranks.
+        """Gather the `x` of each rank in this rank's block of `degree` neighbours, in the order of ranks.
 
         The arrays must not be written to, and are valid until the next call. shapes: each rank's shape, if they differ
         from that of x.
@@ -81,7 +81,7 @@ class SharedMemoryLinks(_Sockets):
     """Links to ranks on the same host."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int, buffer_bytes: int) -> None:
-        """memory: the shared memory's descriptor. buffer_bytes: of each buffer."""
+        """Map the shared memory. memory: its descriptor. buffer_bytes: of each buffer."""
         super().__init__(rank, peers)
         self._buffer_bytes = buffer_bytes
         size = (len(peers) + 1) * len(DEGREES) * 2 * buffer_bytes
@@ -243,7 +243,7 @@ class Mesh:
             raise
 
     def links(self, rank: int) -> SharedMemoryLinks | SocketLinks:
-        """Return the links of a rank that runs in this process."""
+        """Make the links of a rank that runs in this process."""
         peers, self._ends[rank] = self._ends[rank], {}
         assert len(peers) == len(self._ends) - 1, "the links of a rank are made once, before the mesh is closed"
         if self._memory is None:
@@ -251,7 +251,7 @@ class Mesh:
         return SharedMemoryLinks(rank, peers, self._memory.fileno(), self._buffer_bytes)
 
     def words(self, rank: int) -> list[Any]:
-        """Return the words that a rank's process is started with; there, `inherit_links` reads them."""
+        """List the words that a rank's process is started with; there, `inherit_links` reads them."""
         ends = [word for peer, end in self._ends[rank].items() for word in (str(peer), end)]
         return [str(rank), self._memory or NO_MEMORY, str(self._buffer_bytes), *ends]
 
@@ -264,7 +264,7 @@ class Mesh:
 
 
 def inherit_links(words: Sequence[str]) -> SharedMemoryLinks | SocketLinks:
-    """Return the links of this process's rank, from the words that the process was started with (Mesh.words)."""
+    """Make the links of this process's rank, from the words that the process was started with (Mesh.words)."""
     rank, memory, buffer_bytes = int(words[0]), words[1], int(words[2])
     peers = {int(peer): socket.socket(fileno=int(file)) for peer, file in zip(words[3::2], words[4::2], strict=True)}
     if memory == NO_MEMORY:
@@ -275,5 +275,4 @@ def inherit_links(words: Sequence[str]) -> SharedMemoryLinks | SocketLinks:
 
 
 def rounded_to_pages(num_bytes: int) -> int:
-    """Return a number of bytes, rounded up to a multiple of the page size."""
     return -(-num_bytes // PAGE) * PAGE

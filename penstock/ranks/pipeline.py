@@ -143,7 +143,8 @@ def send_failure(channel: Channel, failure: StepFailed) -> None:
 
 
 def receive_activations(channel: Channel) -> tuple[tuple[Array, Array | None] | None, int]:
-    """Wait for what the previous stage sends. Return it, and the bytes received for the step, including this message.
+    """Wait for the message of the previous stage. Return its x and h, and the bytes received for the step, including
+    this message.
 
     Raises:
         StageFailedError: an earlier stage could not compute the step.
@@ -257,7 +258,7 @@ class PipelineExecutor:
         return ready
 
     def _read(self, channel: Channel) -> None:
-        """Read a rank's messages until it ends, then wake whoever waits for a step."""
+        """Read a rank's messages until it ends, then wake the thread that waits for a step."""
         with suppress(ExecutorLostError):
             while True:
                 message = decode_from_rank(channel.receive())

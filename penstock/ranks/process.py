@@ -38,7 +38,7 @@ EXIT_FAILED = 1
 
 
 def main(words: list[str]) -> int:
-    """Run a rank. words: what it is a rank of, then the descriptors of what it has inherited."""
+    """Run a rank. words: the executor that it belongs to, then the descriptors of what it has inherited."""
     role, *ends = words
     return _run_in_group(ends) if role == RANK_OF_GROUP else _run_in_pipeline(ends)
 

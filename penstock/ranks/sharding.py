@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds, and what the ranks must exchange because of it. No torch.
+"""The part of each parameter that a rank holds, and what the ranks must exchange because of it. No torch.
 
 A Share says which part of attention, feed-forward, vocabulary and experts a rank has; cut_all gives its Cut of every
 parameter. The parameter table says along which axis a parameter is split (`shard`). A weight that is split along K
@@ -54,14 +54,14 @@ class Part:
     degree: int
 
     def bounds(self, units: int) -> tuple[int, int]:
-        """Return this part's first and past-the-last of `units` units that are cut at the ends of leaves."""
+        """Find this part's first and past-the-last of `units` units that are cut at the ends of leaves."""
         assert 0 <= self.index < self.degree, f"{self} is no part"
         each = LEAVES // self.degree
         leaves = leaf_bounds(units, LEAVES)[self.index * each : (self.index + 1) * each]
         return leaves[0][0], leaves[-1][1]
 
     def even_bounds(self, units: int) -> tuple[int, int]:
-        """Return this part's first and past-the-last of `units` units that are not summed."""
+        """Find this part's first and past-the-last of `units` units that are not summed."""
         return self.index * units // self.degree, (self.index + 1) * units // self.degree
 
 
@@ -103,7 +103,7 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the rank with a given number holds."""
+    """The parts that the rank with a given number holds."""
 
     rank: int
     degrees: Degrees
@@ -129,7 +129,7 @@ class Share:
         return Part(self.rank % self.degrees.inner, self.degrees.inner)
 
     def part_of(self, parameter: Parameter) -> Part:
-        """Return which part of a parameter the rank holds if it is split as the table says."""
+        """Choose the part of a parameter that the rank holds if it is split as the table says."""
         if parameter.shard is None:
             return WHOLE
         if parameter.unit is not None:
@@ -139,19 +139,19 @@ class Share:
         return self.inner if EXPERT.search(parameter.name) else self.mlp
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """Return the config of a model with only the heads that the rank has."""
+        """Reduce the config of a model to the heads that the rank has."""
         first, last = self.attention.bounds(whole.num_key_value_heads)
         group = whole.num_attention_heads // whole.num_key_value_heads
         return replace(whole, num_attention_heads=(last - first) * group, num_key_value_heads=last - first)
 
 
 def general(name: str) -> str:
-    """Return a parameter's name with * for every number."""
+    """Replace every number in a parameter's name by *."""
     return NUMBER.sub("*", name)
 
 
 def divisible_heads(model: ModelConfig, *, together: bool = False) -> list[int]:
-    """Return the degrees of attention that leave at least one key/value head to every part.
+    """List the degrees of attention that leave at least one key/value head to every part.
 
     together: whether queries or keys are normalised over all heads of a token, which no single rank would have.
     """
@@ -163,13 +163,13 @@ def divisible_heads(model: ModelConfig, *, together: bool = False) -> list[int]:
 
 
 def heads_are_together(parameters: Mapping[str, Parameter], model: ModelConfig) -> bool:
-    """Return whether a norm of queries or keys covers all heads."""
+    """Check whether a norm of queries or keys covers all heads."""
     norms = [item for item in parameters.values() if item.name.endswith((".q_norm.weight", ".k_norm.weight"))]
     return any(norm.shape != (model.head_dim,) for norm in norms)
 
 
 def find_degrees(parallel: ParallelConfig, model: ModelConfig, *, together: bool) -> Degrees:
-    """Return into how many parts the ranks split a model, if they split it as its parameter table says.
+    """Decide into how many parts the ranks split a model, if they split it as its parameter table says.
 
     together: as in divisible_heads.
 
@@ -204,7 +204,7 @@ Ranges = tuple[tuple[int, int], ...]  # [first, past-the-last) of each range
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What is done with the columns of a product's input and result in addition to the product; (): nothing.
+    """Operations on the columns of a product's input and result in addition to the product; (): nothing.
 
     Attributes:
         gathers_input: where the part of each rank begins, and where the last one ends.
@@ -240,16 +240,16 @@ class Cut:
 
     @property
     def is_summed(self) -> bool:
-        """Whether a product with this part is one term of a sum over ranks."""
+        """True if a product with this part is one term of a sum over ranks."""
         return bool(self.ranges) and self.whole.leaves > 1 and self.axis == len(self.own.shape) - 1 == 1
 
     def borders(self) -> list[int]:
-        """Return where the part of each rank begins, and where the last one ends, on an axis of one piece."""
+        """List where the part of each rank begins, and where the last one ends, on an axis of one piece."""
         return list(_borders(self.whole.shape[self.axis], self.part.degree))
 
 
 def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConfig) -> dict[str, Cut]:
-    """Return a rank's part of each parameter, by the name in the rank's model. Other ranks' experts are left out."""
+    """Cut a rank's part of each parameter, by the name in the rank's model. Other ranks' experts are left out."""
     first, last = share.experts.even_bounds(config.num_experts)
     cuts: dict[str, Cut] = {}
     for whole in parameters.values():
@@ -268,29 +268,29 @@ def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConf
 
 
 def is_looked_up(parameter: Parameter) -> bool:
-    """Return whether a parameter is a table whose rows are looked up, by token or by position."""
+    """Recognise a table whose rows are looked up, by token or by position."""
     return len(parameter.shape) == 2 and not parameter.quant and not IN_A_LAYER.search(parameter.name)
 
 
 def is_beginning(parameter: Parameter) -> bool:
-    """Return whether a parameter is the weight of the product that begins a branch, other than an expert's."""
+    """Recognise the weight of the product that begins a branch, other than an expert's."""
     in_a_layer = IN_A_LAYER.search(parameter.name) and not EXPERT.search(parameter.name)
     return bool(in_a_layer) and len(parameter.shape) == 2 and parameter.shard is not None and parameter.leaves == 1
 
 
 def module_of(parameter: Parameter) -> str:
-    """Return the name of the module that holds a weight's layer, with * for numbers."""
+    """Name the module that holds a weight's layer, with * for numbers."""
     return general(parameter.name).rpartition(".")[0].rpartition(".")[0]
 
 
 def depth_degree(parameter: Parameter, size: int) -> int:
-    """Return the largest number of parts, at most `size`, into which the depth can be cut with no part empty."""
+    """Find the largest number of parts, at most `size`, into which the depth can be cut with no part empty."""
     units = parameter.num_units if parameter.unit is not None else parameter.shape[-1]
     return max(degree for degree in (1, 2, 4, 8) if degree <= min(size, units))
 
 
 def _by_form(whole: Parameter, weight: Parameter, share: Share, form: Form) -> Cut:
-    """Return the part of a parameter that lies in a form. weight: the parameter itself, or the weight of this bias."""
+    """Cut the part of a parameter that lies in a form. weight: the parameter itself, or the weight of this bias."""
     every, inside = Part(share.rank % share.degrees.size, share.degrees.size), share.part_of(weight)
     if form == "columns":
         return _cut(whole, every, 1, (whole.shape[1],), whole.shape[1])
@@ -307,7 +307,7 @@ def _by_form(whole: Parameter, weight: Parameter, share: Share, form: Form) -> C
 
 
 def _ending(whole: Parameter, weight: Parameter, form: Form, every: Part, inside: Part) -> Cut:
-    """Return the part of the product that ends a branch, or of its bias."""
+    """Cut the part of the product that ends a branch, or of its bias."""
     depth = weight.shape[-1]
     if form == "depth" and len(whole.shape) == 1:
         return Cut(whole, whole, WHOLE)
@@ -325,7 +325,7 @@ def _ending(whole: Parameter, weight: Parameter, form: Form, every: Part, inside
 
 
 def _rows(whole: Parameter, every: Part) -> Cut:
-    """Return a part of the rows of a weight or bias whose results are gathered. A part of a gated one has rows of both
+    """Cut a part of the rows of a weight or bias whose results are gathered. A part of a gated one has rows of both
     pieces, and each pair of rows gives one column."""
     pieces = whole.layouts[-1].pieces if whole.layouts[-1].join_axis == 0 and whole.unit is None else ()
     sizes = pieces or (whole.shape[0],)
@@ -335,7 +335,7 @@ def _rows(whole: Parameter, every: Part) -> Cut:
 
 
 def _by_table(whole: Parameter, part: Part) -> Cut:
-    """Return the part of a parameter that is split as its table says."""
+    """Cut the part of a parameter that is split as its table says."""
     if part.degree == 1 or whole.shard is None:
         return Cut(whole, whole, WHOLE)
     pieces = whole.layouts[-1].pieces if whole.layouts[-1].join_axis == whole.shard else ()

@@ -68,11 +68,11 @@ class ShardingMap:
         return cls.from_text(read_text(file), file.name)
 
     def of(self, table: ParamTable) -> "ShardingMap":
-        """Return the map with a table's prefix and ignored names."""
+        """Add a table's prefix and ignored names to the map."""
         return replace(self, prefix=table.prefix, ignored=frozenset(name for name in self.axes if table.ignores(name)))
 
     def hints(self, parameters: Mapping[str, Parameter]) -> dict[str, bool]:
-        """Return whether the features in a branch are split, by the name of its module.
+        """Find whether the features in a branch are split, by the name of its module.
 
         Raises:
             ModelLoadError: a hint names the axis of the tokens.
@@ -85,12 +85,12 @@ class ShardingMap:
         return {name: axis == 1 for name, axis in full.items() if name in modules}
 
     def _full(self, known: Collection[str]) -> dict[str, int]:
-        """Return the axes, with the prefix added to names that are known only with it."""
+        """Add the prefix to names that are known only with it."""
         full = {name: name if name in known else self.prefix + name for name in self.axes}
         return {full[name] if full[name] in known else name: axis for name, axis in self.axes.items()}
 
     def resolve(self, parameters: Mapping[str, Parameter]) -> dict[str, int | None]:
-        """Return the axis of every parameter of a model, None if it is not split. The map may leave out a tied one.
+        """Find the axis of every parameter of a model, None if it is not split. The map may leave out a tied one.
 
         Raises:
             ModelLoadError: a name matches no parameter, or an axis is out of range; or a parameter is not named, is
@@ -103,7 +103,7 @@ class ShardingMap:
         return full._resolve(parameters, known)
 
     def _resolve(self, parameters: Mapping[str, Parameter], known: Collection[str]) -> dict[str, int | None]:
-        """Return what `resolve` does, from full names. known: the names of all tensors that a checkpoint may hold."""
+        """Resolve full names. known: the names of all tensors that a checkpoint may hold."""
         axes: dict[str, int | None] = {}
         used: set[str] = set()
         problems: dict[str, None] = {}  # used as an ordered set, because all layers have the same problems
@@ -121,11 +121,11 @@ class ShardingMap:
         return axes
 
     def _names(self, layout: Layout) -> list[str]:
-        """Return the tensors of a layout that the map names."""
+        """List the tensors of a layout that the map names."""
         return [name for name in map(general, layout.sources) if name in self.axes]
 
     def _axis(self, parameter: Parameter, found: list[Layout]) -> int | None:
-        """Return a parameter's axis; `found` has the layouts that the map names. Raise ValueError if they differ."""
+        """Find a parameter's axis; `found` has the layouts that the map names. Raise ValueError if they differ."""
         name = general(parameter.name)
         if not found:
             if parameter.tied_to is not None:
@@ -143,7 +143,7 @@ class ShardingMap:
         return next(iter(spellings.values()))
 
     def _layout_axis(self, name: str, layout: Layout) -> int | None:
-        """Return the axis that a layout's tensors give. Raise ValueError if one is not named, or their axes differ."""
+        """Find the axis that a layout's tensors give. Raise ValueError if one is not named, or their axes differ."""
         missing = [source for source in map(general, layout.sources) if source not in self.axes]
         if missing:
             raise ValueError(f"{missing[0]} is not named, which is another piece of {name}")
@@ -153,7 +153,7 @@ class ShardingMap:
         return split.pop()
 
     def _own_axis(self, source: str, shape: tuple[int, ...], layout: Layout) -> int | None:
-        """Return a tensor's axis as an axis of the parameter. Raise ValueError if the tensor has no such axis."""
+        """Convert a tensor's axis to an axis of the parameter. Raise ValueError if the tensor has no such axis."""
         axis = self.axes[source]
         if axis == REPLICATED:
             return None
@@ -168,7 +168,7 @@ class ShardingMap:
 def split_by_map(
     degrees: Degrees, axes: Mapping[str, int | None], hints: Hints, parameters: Mapping[str, Parameter]
 ) -> Degrees:
-    """Return how ranks split a model according to a sharding map.
+    """Decide how ranks split a model according to a sharding map.
 
     Args:
         degrees: how they would split it by its table; the degree of attention is the largest that its heads allow.

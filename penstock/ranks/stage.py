@@ -1,4 +1,5 @@
-"""What a rank computes: Stage, a part of a model's layers on a rank of a pipeline; and the runners of ranks.
+"""The parts of a model that ranks compute: Stage, a part of a model's layers on a rank of a pipeline; and the runners
+of ranks.
 
 The model file is the same as for a single device. A stage is cut out of the model before its weights are loaded:
 
@@ -38,7 +39,7 @@ Activations = tuple[Tensor, Tensor | None]  # x and h; h is None in families who
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each stage, in order. If they do not divide evenly, the first stages have one more."""
+    """Divide the layers among stages, in order. If they do not divide evenly, the first stages have one more."""
     size, rest = divmod(num_layers, num_stages)
     cuts = [index * size + min(index, rest) for index in range(num_stages + 1)]
     return [range(start, stop) for start, stop in pairwise(cuts)]
@@ -146,8 +147,8 @@ class RankRunner(ModelRunner):
     """The ModelRunner of a rank."""
 
     def may_record(self, config: EngineConfig, model_config: ModelConfig) -> bool:
-        """Return False where passes over the same number of tokens differ: where ranks share experts, the calls depend
-        on the tokens, and a sharding map may put results in new memory."""
+        """Forbid recording where passes over the same number of tokens differ: where ranks share experts, the calls
+        depend on the tokens, and a sharding map may put results in new memory."""
         is_split = config.parallel.num_ranks > 1
         differs = is_split and (model_config.num_experts or config.parallel.sharding_config is not None)
         return not differs and ModelRunner.may_record(self, config, model_config)
@@ -193,7 +194,6 @@ class StageRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """The bytes of its KV caches."""
         return self._runner.cache_bytes
 
     def skip(self, plan: SchedulerOutput, sampled: Mapping[str, Sequence[int]]) -> None:

@@ -118,7 +118,6 @@ class Generation:
         return final
 
     def usage(self) -> Usage:
-        """Count the tokens so far."""
         log = self.log
         return Usage(
             prompt_tokens=log.num_prompt_tokens,

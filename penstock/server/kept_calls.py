@@ -185,7 +185,6 @@ class KeptCall:
         return start, fresh
 
     def add(self, frame: Frame) -> None:
-        """Add a piece of the stream."""
         self._frames.append(frame)
         self._num_frame_bytes += len(frame[1])
         self._wake()

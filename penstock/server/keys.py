@@ -65,7 +65,6 @@ class Bucket:
         return missing * 60 / self.per_minute if missing > SOME * 1e-3 else 0.0
 
     def spend(self, amount: float) -> None:
-        """Remove tokens or requests from the bucket."""
         self._level -= amount
 
 

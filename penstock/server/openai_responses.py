@@ -193,7 +193,6 @@ class LegacyWriter:
 
 
 def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
-    """Concatenate the lists of two pieces."""
     names = LegacyLogprobs.__struct_fields__
     return LegacyLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in names})
 

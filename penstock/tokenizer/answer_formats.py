@@ -1,4 +1,4 @@
-"""How models write tool calls, read from text that arrives in pieces. Parts are delivered as soon as they are certain.
+"""Formats of tool calls, read from text that arrives in pieces. Parts are delivered as soon as they are certain.
 
     hermes       <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>           Hermes, Qwen 2.5 and 3
     llama3_json  {"name": "add", "parameters": {"a": 1}}, perhaps after <|python_tag|>       Llama 3.1 to 3.3
@@ -68,13 +68,12 @@ class Reader:
     # --- for the caller that has the text --------------------------------------------------------------------------
 
     def feed(self, text: str, *, ended: bool = False) -> None:
-        """Add text that has arrived."""
         self._text = self._text[self._sent :] + text
         self._at, self._sent = self._at - self._sent, 0
         self._ended = ended
 
     def take(self) -> list[Part]:
-        """Return the new parts."""
+        """Deliver the parts that have become certain, and return all parts since the last call."""
         self._deliver()
         parts, self._parts = self._parts, []
         return parts
@@ -96,7 +95,6 @@ class Reader:
 
     @property
     def held(self) -> str:
-        """The held text."""
         return self._text[self._sent : self._at]
 
     def begin_call(self, name: str, arguments: str | None = None) -> None:
@@ -119,15 +117,15 @@ class Reader:
     # --- for a grammar: reading -----------------------------------------------------------------------------------
 
     def _end(self) -> int:
-        """Return the end of the text that may be read now. At most MAX_HELD characters are held."""
+        """Find the end of the text that may be read now. At most MAX_HELD characters are held."""
         return len(self._text) if self._kind is not None else min(len(self._text), self._sent + MAX_HELD)
 
     def _waits(self) -> bool:
-        """Return whether to wait for more text at the end of the present text."""
+        """Decide whether to wait for more text at the end of the present text."""
         return not self._ended and (self._kind is not None or len(self._text) < self._sent + MAX_HELD)
 
     def peek(self) -> Steps[str]:
-        """Return the next character without reading it, or "" at the end."""
+        """Look at the next character without reading it; "" at the end."""
         while self._at >= self._end() and self._waits():
             yield
         return self._text[self._at : min(self._at + 1, self._end())]
@@ -155,7 +153,6 @@ class Reader:
         return found
 
     def space(self) -> Steps[str]:
-        """Read white space."""
         return (yield from self.run(_SPACES))
 
     def until(self, marks: Sequence[str]) -> Steps[str]:
@@ -178,14 +175,13 @@ class Reader:
             yield
 
     def _before_space(self, end: int) -> int:
-        """Return where the white space before `end` begins. It is unread, and has at most MAX_SPACE characters."""
+        """Find where the white space before `end` begins. It is unread, and has at most MAX_SPACE characters."""
         start = end
         while start > max(self._at, end - MAX_SPACE) and self._text[start - 1] in SPACE:
             start -= 1
         return start
 
     def rest(self) -> Steps[None]:
-        """Read to the end."""
         while True:
             self._at = len(self._text)
             if self._ended:
@@ -345,8 +341,8 @@ def _text(value: str) -> str | None:
 
 
 def _as_object(value: str | None) -> str | None:
-    """Return arguments as the JSON of an object; None if they are not an object. Some models leave out empty arguments,
-    or write arguments as a string."""
+    """Convert arguments to the JSON of an object; None if they are not an object. Some models leave out empty
+    arguments, or write arguments as a string."""
     if value is None or value == "null":
         return "{}"
     if value.startswith('"'):
@@ -382,11 +378,11 @@ class ToolFormat:
         raise NotImplementedError
 
     def group(self, *, many: bool) -> str:
-        """Return the grammar of what follows the first mark."""
+        """Write the grammar of the calls that follow the first mark."""
         return "call"
 
     def around_arguments(self, name: str, spell: Callable[[str], str]) -> tuple[str, str]:
-        """Return the grammar of a call before and after its arguments. spell: returns the term of a mark."""
+        """Write the grammar of a call before and after its arguments. spell: returns the term of a mark."""
         return json.dumps(f'{{"name": "{name}", "arguments": '), json.dumps("}")
 
 
@@ -495,7 +491,7 @@ class Mistral(ToolFormat):
 
 
 class NewMistral(Mistral):
-    """Reads what Mistral reads, but its grammar makes calls in the newer models' format."""
+    """Reader of the same formats as Mistral, whose grammar makes calls in the newer models' format."""
 
     between = ""
 
@@ -511,7 +507,7 @@ OTHER_MARKUP = ("<function=", "<arg_key>", "<|tool_call>")  # shows formats with
 
 
 def tool_format_of(template: str, name: str = "auto") -> ToolFormat | None:
-    """Return the format with this name or, for "auto", the one that a chat template's text shows; None if unknown."""
+    """Find the format with this name or, for "auto", the one that a chat template's text shows; None if unknown."""
     if name == "mistral" or (name == "auto" and "[TOOL_CALLS]" in template):
         return NewMistral() if "[ARGS]" in template else TOOL_FORMATS["mistral"]
     if name != "auto":

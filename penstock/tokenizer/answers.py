@@ -46,11 +46,11 @@ class AnswerParser:
         return self._reader.num_calls
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that the next piece of text brings."""
+        """Read the next piece of text. Return the parts that it completes."""
         return self._go_on(text, ended=False)
 
     def finish(self) -> list[Part]:
-        """Return the parts that were held back. No push may follow."""
+        """Read to the end. Return the parts that were held back. No push may follow."""
         return self._go_on("", ended=True)
 
     def _go_on(self, text: str, *, ended: bool) -> list[Part]:
@@ -100,7 +100,6 @@ class Message:
     calls: list[Call] = field(default_factory=list)
 
     def add(self, parts: Sequence[Part]) -> None:
-        """Add parts in their order."""
         for part in parts:
             if part.kind is Kind.CONTENT:
                 self.content += part.text
@@ -113,7 +112,7 @@ class Message:
 
 
 def read_message(parser: AnswerParser, text: str) -> Message:
-    """Return a whole answer. The parser must be new."""
+    """Read a whole answer. The parser must be new."""
     message = Message()
     message.add(parser.push(text))
     message.add(parser.finish())
@@ -121,7 +120,7 @@ def read_message(parser: AnswerParser, text: str) -> Message:
 
 
 def assistant_message(text: str, template: str) -> dict[str, Any]:
-    """Return a whole answer as the message that it adds to its conversation, in OpenAI's format.
+    """Convert a whole answer to the message that it adds to its conversation, in OpenAI's format.
 
     Args:
         template: text of the model's chat template, which shows how the model writes calls and reasoning.
@@ -143,7 +142,7 @@ def assistant_message(text: str, template: str) -> dict[str, Any]:
 
 
 def call_id(tool_format: ToolFormat, answer_id: str, choice: int, call: int) -> str:
-    """Return the id of a call, which is the same whenever the answer is computed again."""
+    """Make the id of a call, which is the same whenever the answer is computed again."""
     digest = blake2b(f"{answer_id} {choice} {call}".encode(), digest_size=12).hexdigest()
     return tool_format.id_prefix + digest[: tool_format.id_length]
 
@@ -161,7 +160,6 @@ class ReasoningCounter:
         self._bytes = b""
 
     def add(self, token: bytes) -> None:
-        """Take the bytes of the next token."""
         if self._state == "after":
             return
         self._bytes += token
@@ -217,7 +215,7 @@ class Calls:
 def answer_grammar(
     tool_format: ToolFormat | None, calls: Calls, spell: Callable[[str], str], *, reasoning: bool, is_thinking: bool
 ) -> str:
-    """Return the grammar of an answer.
+    """Write the grammar of an answer.
 
     Args:
         tool_format: None if there are no functions; then the grammar is that of `calls.answer`.
@@ -245,7 +243,7 @@ def answer_grammar(
 
 
 def literal(text: str) -> str:
-    """Return a text as a term of the grammar."""
+    """Write a text as a term of the grammar."""
     return json.dumps(text)
 
 
@@ -264,7 +262,7 @@ def _start(tool_format: ToolFormat, calls: Calls, spell: Callable[[str], str], t
 
 
 def _lazily(name: str, mark: str, spell: Callable[[str], str]) -> dict[str, str]:
-    """Return the rules for a text up to and including the first mark, which may be one token or spelled out."""
+    """Write the rules for a text up to and including the first mark, which may be one token or spelled out."""
     term = spell(mark)
     spelled_out = f"TEXT {literal(mark)}"
     if term == literal(mark):
@@ -273,7 +271,7 @@ def _lazily(name: str, mark: str, spell: Callable[[str], str]) -> dict[str, str]
 
 
 def _schema(function: Function, *, is_enforced: bool) -> str:
-    """Return the schema of a function's arguments. If the function is strict, anything in its schema that the grammar
+    """Write the schema of a function's arguments. If the function is strict, anything in its schema that the grammar
     cannot express is an error."""
     own = {"properties": {}, "additionalProperties": False} if function.parameters is None else function.parameters
     guidance = SPACING if function.strict else {**SPACING, "lenient": True}

@@ -61,7 +61,7 @@ class ChatTemplate:
         documents: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt of a conversation. It contains the special tokens: encode with add_special_tokens=False.
+        """Render a conversation as a prompt. It contains the special tokens: encode with add_special_tokens=False.
 
         Args:
             add_generation_prompt: end with the header of the model's answer.
@@ -139,7 +139,7 @@ def _compile(environment: jinja2.Environment, name: str, text: str) -> jinja2.Te
 
 
 def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return copies without null values (many templates would print "None"), with reasoning under the usual name."""
+    """Copy messages without null values (many templates would print "None"), with reasoning under the usual name."""
     if not isinstance(messages, list | tuple) or not messages:
         raise _refused("messages: must be a list of at least one message")
     plain = []
@@ -156,7 +156,7 @@ def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(param: str, value: Any) -> Any:
-    """Return a copy made of JSON's own types, because an object with methods could do harm in a template."""
+    """Copy a value with JSON's own types only, because an object with methods could do harm in a template."""
     try:
         if isinstance(value, Mapping):
             return {_plain(param, name): _plain(param, item) for name, item in value.items()}
@@ -188,7 +188,7 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def _make_environment() -> ImmutableSandboxedEnvironment:
-    """Return Jinja with the settings, filters and functions that chat templates expect."""
+    """Make a Jinja environment with the settings, filters and functions that chat templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -258,5 +258,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without the HTML escapes that Jinja's own filter adds."""
+    """Write JSON without the HTML escapes that Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -50,11 +50,11 @@ class Grammars:
         self._lock = threading.Lock()
 
     def knows(self, form: StructuredOutputsParams) -> bool:
-        """Return whether a form is compiled already, so that `start` takes almost no time."""
+        """Check whether a form is compiled already, so that `start` takes almost no time."""
         return form.key in self._compiled
 
     def tokenizer(self) -> "LLTokenizer":
-        """Return the model's tokenizer, loaded once. Raise InvalidRequestError if it cannot be used for forms."""
+        """Load the model's tokenizer, once. Raise InvalidRequestError if it cannot be used for forms."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._load_tokenizer()
@@ -69,7 +69,7 @@ class Grammars:
         self.start(form)
 
     def start(self, form: StructuredOutputsParams) -> "Matcher":
-        """Return a matcher that follows an answer of this form from its beginning.
+        """Make a matcher that follows an answer of this form from its beginning.
 
         Raises:
             InvalidRequestError: the form is malformed, too large or not supported, or no text fits it.
@@ -136,7 +136,7 @@ class Matcher:
         self._token_ids = list(token_ids)
 
     def allowed(self) -> Allowed:
-        """Return which tokens may come next, [vocab_size] bool; the end tokens are allowed if the answer is complete.
+        """Compute which tokens may come next, [vocab_size] bool; the end tokens are allowed if the answer is complete.
 
         Raises:
             ValueError: the form has become too large, or nothing fits it any more.
@@ -147,7 +147,7 @@ class Matcher:
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def forced(self) -> int | None:
-        """Return the only token that may come next; None if there are several, or if it is not known yet."""
+        """Find the only token that may come next; None if there are several, or if it is not known yet."""
         if not (self._matcher.is_stopped() or self._matcher.compute_ff_bytes()):
             return None
         found = np.flatnonzero(self.allowed())
@@ -186,7 +186,7 @@ def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatc
 
 
 def grammar_of(form: StructuredOutputsParams) -> str:
-    """Return a form in llguidance's own notation. Raise ValueError if it cannot be read."""
+    """Write a form in llguidance's own notation. Raise ValueError if it cannot be read."""
     import llguidance
 
     matcher = llguidance.LLMatcher
@@ -247,13 +247,13 @@ def _num_chars(key: tuple[Any, ...]) -> int:
 
 
 def _num_shared(one: list[int], other: list[int]) -> int:
-    """Return how many leading tokens two answers share."""
+    """Count the leading tokens that two answers share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def open_grammars(weights: object, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """Return what compiles forms for a model, with the tokenizer in its directory.
+    """Make the compiler of forms for a model, with the tokenizer in its directory.
 
     weights: the directory; anything else, such as a model object, has no tokenizer.
     """

@@ -75,7 +75,7 @@ class HFTokenizer:
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def to_json(self) -> str:
-        """Return the tokenizer as a tokenizer.json, with the tokens that the files beside it declare."""
+        """Write the tokenizer as a tokenizer.json, with the tokens that the files beside it declare."""
         return str(self._backend.to_str())
 
     def check_form(self, form: StructuredOutputsParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -83,7 +83,8 @@ class HFTokenizer:
         self.grammars(vocab_size, eos_token_ids).check(form)
 
     def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-        """Return what compiles forms of answers, for a model with these ids."""
+        """Make what compiles forms of answers for a model with these ids, once; `check_form` and the engine share
+        it."""
         key = vocab_size, tuple(eos_token_ids)
         if key not in self._grammars:
             self._grammars[key] = Grammars(lambda: self, vocab_size, eos_token_ids)
@@ -137,7 +138,7 @@ class HFTokenizer:
         return chat.token_ids(self) if tokenize else chat.text
 
     def _tokens_with_joined_specials(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens' strings, with neighbouring added tokens joined into one string."""
+        """Find the tokens' strings, with neighbouring added tokens joined into one string."""
         tokens: list[str] = []
         known = ((token_id, token) for token_id in ids if (token := self._backend.id_to_token(token_id)) is not None)
         for is_added, group in groupby(known, key=lambda pair: pair[0] in self._added_ids):
@@ -185,7 +186,7 @@ def load_tokenizer(directory: str | Path) -> HFTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; {} if the file does not exist."""
+    """Read the object in a file; {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -198,7 +199,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """Return bos_token, eos_token, ... and the model's further tokens (image_token), by name."""
+    """Read bos_token, eos_token, ... and the model's further tokens (image_token), by name."""
     own = [name for name in config if name.endswith("_token") and name not in NAMED_TOKENS]
     values = {name: config.get(name) for name in (*NAMED_TOKENS, *own)}
     return {name: _token(name, value, special=True) for name, value in values.items() if isinstance(value, str | dict)}
@@ -223,7 +224,7 @@ def _add_declared_tokens(backend: Backend, config: Mapping[str, Any], named: Map
 
 
 def _token(name: str, value: Any, *, special: bool = False) -> AddedToken:
-    """Return a token of the config: an object with content and flags or, if `special`, its content alone."""
+    """Read a token of the config: an object with content and flags or, if `special`, its content alone."""
     if special and isinstance(value, str):
         value = {"content": value, "normalized": False}
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -237,7 +238,7 @@ def _token(name: str, value: Any, *, special: bool = False) -> AddedToken:
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
-    """Return the template or named templates. .jinja files take precedence over the config, and the config over
+    """Read the template or named templates. .jinja files take precedence over the config, and the config over
     chat_template.json."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -248,8 +249,8 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def adopt_tokenizer(given: Any) -> Tokenizer:
-    """Return a Transformers tokenizer object as an HFTokenizer, without importing Transformers. Return a `Tokenizer`
-    unchanged.
+    """Convert a Transformers tokenizer object to an HFTokenizer, without importing Transformers. A `Tokenizer` is
+    returned unchanged.
 
     The object's `tokenizers` backend is copied, because HFTokenizer changes it. An object without a backend is saved to
     a temporary directory and read from there.
@@ -320,7 +321,7 @@ def read_backend(folder: Path) -> Backend:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an exception is a panic of the library, which is not a subclass of Exception."""
+    """Recognise a panic of the library, which is not a subclass of Exception."""
     return type(error).__name__ == "PanicException"
 
 
@@ -380,7 +381,7 @@ def _check_charsmaps(text: str) -> None:
 
 
 def _is_charsmap(text: str) -> bool:
-    """Return whether a base64 text holds a length (4 bytes, a multiple of 4), a table of that length, and UTF-8."""
+    """Check that a base64 text holds a length (4 bytes, a multiple of 4), a table of that length, and UTF-8."""
     if len(text) > MAX_CHARSMAP:
         return False
     try:
@@ -405,7 +406,7 @@ def _missing_message(folder: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; raise ModelLoadError if it is too large or cannot be read as UTF-8."""
+    """Read a file; raise ModelLoadError if it is too large or cannot be read as UTF-8."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes; at most {MAX_BYTES} are allowed")

@@ -1,4 +1,5 @@
-"""What the text of a request becomes: conversations and texts become token ids, and generated ids become text again.
+"""The way from text to token ids and back: conversations and texts become token ids, and generated ids become text
+again.
 
 Tokenizer is the protocol; hf.py implements it over tokenizer.json, and tests implement it over bytes. The engine uses
 none of this.
@@ -62,7 +63,7 @@ class Tokenizer(Protocol):
         """The number of ids including added tokens: one more than the largest id."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of the text, by default with the special tokens that the model expects around it (BOS).
+        """Encode the text, by default with the special tokens that the model expects around it (BOS).
 
         Raises:
             InvalidRequestError: the text contains a lone surrogate.
@@ -71,21 +72,21 @@ class Tokenizer(Protocol):
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """Return the text of the ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are left out.
+        """Decode the ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are left out.
 
         spaces_between_special_tokens=False joins neighbouring added tokens without the space that word-level decoders
         put between tokens.
         """
 
     def token_to_text(self, token_id: int, /) -> str:
-        """Return the text of one token, for logprobs: special tokens by name, incomplete characters as U+FFFD."""
+        """Decode one token, for logprobs: special tokens by name, incomplete characters as U+FFFD."""
 
     def token_to_bytes(self, token_id: int, /) -> bytes:
-        """Return the bytes of one token, which may end inside a character; b"" for an id outside the vocabulary."""
+        """Find the bytes of one token, which may end inside a character; b"" for an id outside the vocabulary."""
 
 
 def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of each text, without special tokens. It is one call if the tokenizer has `encode_all`."""
+    """Encode each text, without special tokens. It is one call if the tokenizer has `encode_all`."""
     at_once = getattr(tokenizer, "encode_all", None)
     if at_once is not None:
         return list(at_once(texts, add_special_tokens=False))
@@ -112,7 +113,7 @@ def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt")
 
 
 def text_of_content(content: Any, role: str) -> str:
-    """Return a message's content as one text; text parts are joined by newlines.
+    """Join a message's content to one text; text parts are joined by newlines.
 
     Raises:
         InvalidRequestError: the content is neither a string nor a list of at least one part {"type": "text", "text":
@@ -143,7 +144,7 @@ class RenderedChat:
     parts: tuple[str, ...]
 
     def token_ids(self, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of the prompt. Templates write BOS themselves, so no special tokens are added by default.
+        """Encode the prompt. Templates write BOS themselves, so no special tokens are added by default.
 
         Raises:
             InvalidRequestError: the tokenizer adds special tokens inside a text, not only around it.
@@ -161,7 +162,8 @@ class RenderedChat:
 
 
 def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates expect it: the content is one text, and arguments of tool calls are objects.
+    """Convert a message to the form that templates expect: the content is one text, and arguments of tool calls are
+    objects.
 
     An assistant's content may be null beside tool calls. Arguments that are not JSON stay text: the model wrote them,
     and they must not end the conversation.
@@ -179,7 +181,7 @@ def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object. The function may be in a field `function`, or be the call
+    """Convert the arguments of a tool call to an object. The function may be in a field `function`, or be the call
     itself."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call_of(call["function"])}
@@ -251,7 +253,7 @@ def check_variables(template: "ChatTemplate | None", variables: Mapping[str, Any
 
 
 def effort_variables(template: "ChatTemplate | None", effort: str) -> dict[str, Any]:
-    """Return the variables that tell a template how much the model should think, with vLLM's names.
+    """Find the variables that tell a template how much the model should think, with vLLM's names.
 
     Raises:
         NotSupportedError: the template has neither levels, nor a switch that "none" turns off.
@@ -267,7 +269,7 @@ def effort_variables(template: "ChatTemplate | None", effort: str) -> dict[str, 
 
 
 def _is_read(text: str, name: Any) -> bool:
-    """Return whether a template's text contains a name, which it does if the template reads a variable of that name."""
+    """Search a template's text for a name, which it contains if the template reads a variable of that name."""
     return isinstance(name, str) and name.isidentifier() and re.search(rf"\b{name}\b", text) is not None
 
 
@@ -280,7 +282,7 @@ def _unused_mark(messages: Any) -> str:
 
 
 def _mark(value: Any, spellings: Sequence[str], mark: str) -> Any:
-    """Return the value with a mark after the first character of every spelling in its texts."""
+    """Put a mark after the first character of every spelling in the texts of a value."""
     if isinstance(value, str):
         for spelling in spellings:
             value = value.replace(spelling, spelling[0] + mark + spelling[1:])
@@ -296,7 +298,7 @@ def _mark(value: Any, spellings: Sequence[str], mark: str) -> Any:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's alphabet: printable bytes represent themselves, and U+0100 and following the other bytes."""
+    """Build GPT-2's alphabet: printable bytes represent themselves, and U+0100 and following the other bytes."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     table = {chr(byte): byte for byte in shown}
@@ -349,7 +351,7 @@ def _decoder_steps(backend: "Backend") -> list[dict[str, Any]]:
 
 
 def _replacements(step: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the (text, replacement) pairs that a step of the decoder applies within every token."""
+    """Read the (text, replacement) pairs that a step of the decoder applies within every token."""
     if step["type"] == "Metaspace":
         return [(step["replacement"], " ")]
     if step["type"] == "BPEDecoder":
@@ -398,11 +400,11 @@ class IncrementalDetokenizer:
             self._reader = _PieceReader(tokenizer, tail, skip_special_tokens, spaces_between_special_tokens)
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that the next ids complete."""
+        """Read the next ids. Return the text that they complete."""
         return "".join([self._reader.push(token_id) for token_id in ids if token_id not in self._skipped])
 
     def finish(self) -> str:
-        """Return the text of the incomplete character that was held back. No push may follow."""
+        """Give up waiting for the rest of a character, and return its text. No push may follow."""
         return self._reader.finish()
 
 
@@ -439,8 +441,8 @@ class _PieceReader:
         self._broken_run = False  # a byte was invalid: the rest of this run becomes U+FFFD, as in decode()
 
     def _begin_after(self, tail: list[int]) -> list[int]:
-        """Return the prompt's last tokens as context. If the prompt ends in bytes, return those of its last character
-        if that is complete, else the last tokens that are not bytes."""
+        """Choose the prompt's last tokens as context. If the prompt ends in bytes, take those of its last character if
+        that is complete, else the last tokens that are not bytes."""
         is_byte = self._tokenizer.byte_fallback_ids.__contains__
         if not tail or not is_byte(tail[-1]):
             return tail[-CONTEXT_TOKENS:]
@@ -451,7 +453,7 @@ class _PieceReader:
         return [token_id for token_id in tail if not is_byte(token_id)][-CONTEXT_TOKENS:]
 
     def _state_of(self, byte_ids: list[int]) -> str:
-        """Return "character", "unfinished" (more bytes may complete it) or "invalid"."""
+        """Classify bytes: "character", "unfinished" (more bytes may complete it) or "invalid"."""
         data = b"".join(map(self._tokenizer.token_to_bytes, byte_ids))
         try:
             return "character" if codecs.getincrementaldecoder("utf-8")().decode(data) else "unfinished"
@@ -487,7 +489,7 @@ class _PieceReader:
         return bool(self._pending) and self._pending[0] in self._tokenizer.byte_fallback_ids
 
     def _give_up_bytes(self) -> str:
-        """Return one U+FFFD per pending byte, because these bytes are not a character."""
+        """Replace each pending byte by U+FFFD, because these bytes are not a character."""
         if not self._pending_is_bytes():
             return ""
         text = REPLACEMENT * len(self._pending)
@@ -527,7 +529,7 @@ class StopStrings:
         self._held = ""  # the longest suffix of the text that may become a stop string
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Return the text that can be shown now, and the stop string that this piece completes, if any.
+        """Read a piece. Return the text that can be shown now, and the stop string that this piece completes, if any.
 
         After a match, the text ends before the stop string (after it if `include`), and no push may follow. With
         may_stop=False (`min_tokens` is not reached), matches that end within this piece do not count.
@@ -546,12 +548,12 @@ class StopStrings:
         return whole[:cut], None
 
     def finish(self) -> str:
-        """Return the text that was held back. Call it when the text ends without a match."""
+        """Release the text that was held back. Call it when the text ends without a match."""
         rest, self._held = self._held, ""
         return rest
 
     def _first_held(self, whole: str) -> int:
-        """Return the start of the longest suffix of the text that may become a stop string.
+        """Find the start of the longest suffix of the text that may become a stop string.
 
         Characters before it are never read again, so the whole text takes linear time.
         """
