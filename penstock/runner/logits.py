@@ -21,10 +21,11 @@ import numpy as np
 
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SamplerState
-from penstock.kernels.sampling import XTC_STREAM, uniform_at
+from penstock.kernels.sampling import XTC_STREAM, SamplingTensors, uniform_at
 from penstock.kernels.tensors import Array, Bools, Float32, Float64, Int32, Int64
 
 OFF = {item.name: item.default for item in fields(SamplingParams)}
+OF_KERNELS = {item.name for item in fields(SamplingTensors)}
 NO_IDS: Int64 = np.zeros(0, dtype=np.int64)
 NO_VALUES: Float32 = np.zeros(0, dtype=np.float32)
 NEVER = np.float32(-np.inf)
@@ -121,6 +122,8 @@ def _begin_suppress(params: SamplingParams, end_ids: Int64) -> Mask:
 
 # --- penalties -------------------------------------------------------------------------------------------------------
 
+Change = Callable[[Float32, Int32, int], None]  # logits [V], changed in place; history [num_tokens]; number of outputs
+
 
 class TokenCounts:
     """The distinct ids of a growing sequence and how often each occurred. Adding an id takes constant time."""
@@ -210,6 +213,17 @@ class Repetitions:
         return len(window)
 
 
+def _dry(params: SamplingParams, end_ids: Int64) -> Change:
+    repetitions = Repetitions(params)
+
+    def change(logits: Float32, history: Int32, num_outputs: int) -> None:
+        ids, values = repetitions.penalties(history)
+        inside = ids < len(logits)
+        logits[ids[inside]] -= values[inside]
+
+    return change
+
+
 def _repeats(window: Int32, least: int) -> list[tuple[int, int]]:
     """Return (end, length) for each earlier `end` at which the last `length` >= `least` tokens occur as well."""
     num_tokens, work = len(window), 0
@@ -242,6 +256,22 @@ def _repeats_of_all(ids: list[int], least: int) -> list[tuple[int, int]]:
         if start + length > right:
             left, right = start, start + length
     return [(num_tokens - 1 - start, length) for start, length in enumerate(lengths) if start and length >= least]
+
+
+def _decay(params: SamplingParams, end_ids: Int64) -> Change:
+    """Return what raises the logits of the end tokens, further with each output."""
+    start, factor = params.exponential_decay_length_penalty or (0, 1.0)
+
+    def change(logits: Float32, history: Int32, num_outputs: int) -> None:
+        ids = end_ids[end_ids < len(logits)]
+        ids = ids[np.isfinite(logits[ids])]
+        if num_outputs > start and ids.size:
+            with np.errstate(over="ignore"):
+                growth = np.float32(np.float64(factor) ** (num_outputs - start) - 1.0)
+                more = np.abs(logits[ids]) * growth
+            logits[ids] = np.clip(logits[ids] + np.nan_to_num(more, nan=0.0), -LARGEST, LARGEST)
+
+    return change
 
 
 # --- truncations: which tokens stay in the draw ----------------------------------------------------------------------
@@ -435,16 +465,22 @@ class Option:
         mask: makes the request's mask, from its parameters and its end tokens.
         of_length: whether the mask only keeps answers from ending early; structured.py does this where there is a form.
         after_forced: whether the mask applies to forced tokens, too.
+        change: makes what changes the logits of the request's rows, from the same.
         truncation: removes tokens from the draw. Greedy requests draw nothing, and so ignore it.
-        warps: whether a row that asks for it is warped, because the kernels do not have it.
     """
 
     field: str
     mask: Callable[[SamplingParams, Int64], Mask] | None = None
     of_length: bool = False
     after_forced: bool = False
+    change: Callable[[SamplingParams, Int64], Change] | None = None
     truncation: Truncation | None = None
-    warps: bool = False
+
+    @property
+    def warps(self) -> bool:
+        """Whether a row that asks for it is warped: the kernels have no changes, and only truncations in
+        SamplingTensors."""
+        return self.change is not None or (self.truncation is not None and self.field not in OF_KERNELS)
 
     def applies(self, params: SamplingParams) -> bool:
         return is_on(params, self.field) and not (params.greedy and self.truncation is not None)
@@ -464,19 +500,19 @@ OPTIONS = (  # in the order in which they apply
     Option("repetition_penalty"),
     Option("frequency_penalty"),
     Option("presence_penalty"),
-    Option("dry_multiplier", warps=True),
+    Option("dry_multiplier", change=_dry),
     Option("forced_bos_token_id"),  # the forced ones warp a row only where they force its token
     Option("forced_eos_token_id"),
-    Option("exponential_decay_length_penalty", warps=True),
-    Option("top_h", truncation=_top_h, warps=True),
+    Option("exponential_decay_length_penalty", change=_decay),
+    Option("top_h", truncation=_top_h),
     Option("min_p", truncation=_min_p),
     Option("top_k", truncation=_top_k),
     Option("top_p", truncation=_top_p),
-    Option("typical_p", truncation=_typical_p, warps=True),
-    Option("epsilon_cutoff", truncation=_epsilon_cutoff, warps=True),
-    Option("eta_cutoff", truncation=_eta_cutoff, warps=True),
-    Option("xtc_probability", truncation=_xtc, warps=True),
-    Option("mirostat", truncation=_mirostat, warps=True),
+    Option("typical_p", truncation=_typical_p),
+    Option("epsilon_cutoff", truncation=_epsilon_cutoff),
+    Option("eta_cutoff", truncation=_eta_cutoff),
+    Option("xtc_probability", truncation=_xtc),
+    Option("mirostat", truncation=_mirostat),
 )
 
 
@@ -517,7 +553,7 @@ class LogitAdjustments:
         self._sequences: Sequence[tuple[tuple[int, ...], float]] = tuple(params.sequence_bias or ())
         room = max_model_len - num_prompt_tokens
         self._last = num_prompt_tokens + min(room, params.max_tokens or room) - 1  # length before the last token
-        self._repetitions = Repetitions(params) if is_on(params, "dry_multiplier") else None
+        self._changes = [option.change(params, self._end_ids) for option in wanted if option.change is not None]
         self._is_warped = any(option.warps for option in wanted)
         self.seen = TokenCounts(token_ids) if params.repetition_penalty != 1.0 else None
         counted = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
@@ -565,18 +601,16 @@ class LogitAdjustments:
 
     def warp(self, logits: Float32, history: Int32, num_outputs: int, draw: Draw) -> Float32:
         """Return logits [V] ready for the draw. They have been adjusted by this history's pairs; may change them."""
-        if self._repetitions is not None:
-            ids, values = self._repetitions.penalties(history)
-            inside = ids < len(logits)
-            logits[ids[inside]] -= values[inside]
         forced = self._forced(history)
-        if forced is not None:
+        if forced is None:
+            for change in self._changes:
+                change(logits, history, num_outputs)
+        else:
             logits[:] = NEVER
             logits[forced[forced < len(logits)]] = 0.0
             for mask in self._masks_after_forced:
                 ids = mask(history, num_outputs)
                 logits[ids[ids < len(logits)]] = NEVER
-        self._decay(logits, num_outputs)
         if self.params.greedy:
             return logits
         with np.errstate(over="ignore"):
@@ -590,19 +624,6 @@ class LogitAdjustments:
             return ids_of([params.forced_bos_token_id])
         forced = params.forced_eos_token_id
         return ids_of(forced) if isinstance(forced, tuple) and forced and len(history) == self._last else None
-
-    def _decay(self, logits: Float32, num_outputs: int) -> None:
-        """Raise the logits [V] of end tokens in place, by exponential_decay_length_penalty."""
-        if self.params.exponential_decay_length_penalty is None:
-            return
-        start, factor = self.params.exponential_decay_length_penalty
-        ids = self._end_ids[self._end_ids < len(logits)]
-        ids = ids[np.isfinite(logits[ids])]
-        if num_outputs > start and ids.size:
-            with np.errstate(over="ignore"):
-                growth = np.float32(np.float64(factor) ** (num_outputs - start) - 1.0)
-                more = np.abs(logits[ids]) * growth
-            logits[ids] = np.clip(logits[ids] + np.nan_to_num(more, nan=0.0), -LARGEST, LARGEST)
 
 
 # --- the rows of a step ----------------------------------------------------------------------------------------------

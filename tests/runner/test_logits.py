@@ -1,6 +1,7 @@
 """Logits processors and truncations against Transformers' own on random logits; DRY against a slow definition."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.generation import logits_process as theirs
 
 from penstock.interface.sampling_params import SamplingParams
+from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.sampling import SamplingTensors, adjust
 from penstock.runner.logits import (
     OPTIONS,
@@ -26,6 +28,7 @@ from penstock.runner.logits import (
     next_state,
     truncate,
 )
+from tests.fakes import FakeOps
 from tests.hf_models import make_llama
 
 VOCAB, EOS = 500, (3, 7)
@@ -224,6 +227,38 @@ def test_mirostat_finds_its_target() -> None:
         surprises.append(-logs[token_id] / np.log(2.0))
         (mu,) = next_state(kept, token_id, params, (mu,))
     assert np.mean(surprises[100:]) == pytest.approx(3.0, abs=0.1)
+
+
+EFFECTIVE: dict[str, Any] = {
+    "min_tokens": 9, "min_new_tokens": 9, "min_length": 12, "bad_words_token_ids": lambda first: (tuple(first[:2]),),
+    "bad_words_ids": lambda first: [first[:2]], "no_repeat_ngram_size": 1, "suppress_tokens": [*range(0, 40, 2)],
+    "begin_suppress_tokens": [*range(0, 40, 2)], "logit_bias": {9: 100.0}, "sequence_bias": [[[9], 100.0]],
+    "repetition_penalty": 9.0, "frequency_penalty": 2.0, "presence_penalty": 2.0, "dry_multiplier": 9.0,
+    "forced_bos_token_id": 21, "forced_eos_token_id": 22, "exponential_decay_length_penalty": (1, 2.0),
+    "top_h": 0.01, "min_p": 0.9, "top_k": 1, "top_p": 0.01, "typical_p": 0.01, "epsilon_cutoff": 0.9,
+    "eta_cutoff": 0.9, "xtc_probability": 1.0, "mirostat": 2,
+}  # fmt: skip
+
+
+class Sampling(FakeOps):
+    """FakeOps with all options of the kernels."""
+
+    def sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+        return ReferenceOps(torch.float32).sample(logits, params)
+
+
+@pytest.mark.parametrize("field", [option.field for option in OPTIONS])
+def test_every_option_reaches_the_draw(bench: Callable[..., Any], field: str) -> None:
+    """Guards against an option that is accepted and ignored: neither a kernel nor a warped row applies it."""
+    common = {"temperature": 2.0, "seed": 3, "mirostat_tau": 0.5, "dry_allowed_length": 1, "max_tokens": 20}
+
+    def drawn(prompt: list[int], **params: Any) -> Any:
+        return bench(ops=Sampling()).generate("a", prompt, 20, ignore_eos=True, **common, **params)
+
+    first = drawn([7] * 4)
+    prompt = [7] if field == "forced_bos_token_id" else [*first[:3], 7]  # of one token; so that DRY finds a repetition
+    value, ends = EFFECTIVE[field], {"stop_token_ids": (first[1],)}
+    assert drawn(prompt, **ends, **{field: value(first) if callable(value) else value}) != drawn(prompt, **ends)
 
 
 def test_every_truncation_leaves_something_of_anything() -> None:
