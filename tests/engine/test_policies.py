@@ -84,11 +84,13 @@ def test_any_order_gives_every_request_its_solo_tokens(
 @pytest.mark.parametrize("policy", NAMES)
 def test_nothing_starves(policy: str) -> None:
     """Guards against a request that never runs because others that suit the policy better keep coming, more of them
-    than the machine can do."""
+    than the machine can do. The victims have the last place in each order: the shortest prompt and the longest one, the
+    highest priority, a late deadline, and a flow with the most rows."""
     timed = Timed.make(lambda step: 0.5, policy=policy, num_blocks=60, max_num_seqs=2, max_model_len=300)
     timed.add(request("victim", [1, 2], 3, flow="victim", priority=3, deadline=timed.clock.now + 400))
     timed.add(request("victim of its own", [1, 3], 3, flow="crowd", priority=3))
-    count, victims = 0, {"victim", "victim of its own"}
+    timed.add(request("long victim", prompt_of(280), 3, flow="long", priority=3))
+    count, victims = 0, {"victim", "victim of its own", "long victim"}
     while not victims <= timed.ended.keys():
         while timed.engine.stats().num_waiting < 6:
             options = {
