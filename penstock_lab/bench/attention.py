@@ -91,7 +91,6 @@ class AttentionCase:
 
 
 def decode_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[AttentionCase]:
-    """Yield the cases in the order of measuring."""
     cache_types = [dtype for dtype in DTYPES if dtype in dtypes]
     for shape in heads or DECODE_HEADS:
         for dtype in cache_types:
@@ -101,7 +100,6 @@ def decode_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[Atte
 
 
 def prefill_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[AttentionCase]:
-    """Yield the cases in the order of measuring."""
     if "bf16" in dtypes:
         for shape in heads or PREFILL_HEADS:
             yield AttentionCase("attend_prefill", shape, "bf16", 1, 0, PREFILL_TOKENS)

@@ -64,7 +64,6 @@ class ExpertsCase:
 
 
 def expert_cases(dtypes: Sequence[str]) -> Iterator[ExpertsCase]:
-    """Yield the cases in the order of measuring."""
     for dtype in DTYPES:
         if dtype in dtypes:
             yield ExpertsCase(HIDDEN, INNER, COUNT, TOP_K, dtype, ROWS)

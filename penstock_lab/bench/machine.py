@@ -98,7 +98,6 @@ class MachineLimits:
 
     @property
     def best(self) -> dict[str, float]:
-        """The best rates seen."""
         return {name: max(rates) for name, rates in self.seen.items()}
 
     def figures(self) -> dict[str, Any]:

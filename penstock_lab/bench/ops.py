@@ -85,7 +85,6 @@ class Selection:
             raise InvalidRequestError(message, param="shape")
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases in the order in which they are measured."""
         if "linear" in self.ops:
             yield from product_cases(self.shapes, self.dtypes, self.rows)
         if "experts" in self.ops:

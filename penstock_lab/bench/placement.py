@@ -87,7 +87,6 @@ class Trial:
 
     @property
     def plan(self) -> PlacementPlan:
-        """The plan of the placement of this model."""
         sizes = operation_bytes(self.model, layer_shapes(read_parameters(self.model)), self.placement.head_pad)
         return plan_placement(self.model, sizes, self.placement)
 

@@ -70,7 +70,6 @@ class ProductCase:
 def product_cases(
     shapes: Sequence[tuple[int, int]], dtypes: Sequence[str], rows: Sequence[int]
 ) -> Iterator[ProductCase]:
-    """Yield the cases in the order in which they are measured."""
     for n, k in shapes:
         for dtype in dtypes:
             yield ProductCase(n, k, dtype, 1, rows)

@@ -71,7 +71,6 @@ class Target:
         self._read_event = msgspec.json.Decoder(_Event).decode
 
     async def close(self) -> None:
-        """Close the connections."""
         self._client.close()
         await asyncio.sleep(0)  # the loop closes them in its next iteration
 

@@ -114,7 +114,6 @@ def compare_kernels(directory: Path, dtype: str, ids: list[int]) -> tuple[Row, .
 
 
 def compare_traces(model: OurModel, found: Trace, expected: Trace, dtype: str) -> tuple[Row, ...]:
-    """Compare two passes of the same model."""
     return tuple(rows_of(_kernel_places(model.model, found, expected), KERNEL_TOLERANCE[dtype]))
 
 

@@ -62,7 +62,6 @@ class PlacedLinear(Linear):
         return self._works[tokens]
 
     def _work(self, part: Part, layer: Linear, tokens: int) -> Work:
-        """Count one chip's work for a number of tokens."""
         operand, result = WEIGHT_BYTES * tokens * part.shape[1], layer.out.row_bytes * tokens
         lacking, is_first = self._lacking(part, operand), self._site.is_first
         return Work(
@@ -135,7 +134,6 @@ class PlacedHead(LMHead):
         return super().forward(x)
 
     def works(self, tokens: int) -> list[Work]:
-        """Count each chip's work for a number of tokens."""
         operand, works = WEIGHT_BYTES * tokens * self.spec.shape[1], []
         for chip, (begin, end) in zip(self.site.chips, self.cuts, strict=True):
             part = Part(chip, ((begin, end),), (0, self.spec.shape[1]))

@@ -95,12 +95,12 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The time of the whole step."""
+        """The time of the whole step: reading and multiplying overlap."""
         return max(self.read, self.multiply) + self.exchange + self.host
 
     @property
     def bound(self) -> str:
-        """The binding limit."""
+        """The longest part; compute counts only if reading takes less than MEMORY_BOUND_SHARE of it."""
         parts = {
             "memory bandwidth": self.read,
             "compute": self.multiply if self.read < MEMORY_BOUND_SHARE * self.multiply else 0.0,

@@ -62,7 +62,6 @@ class DevicePlan:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all entries."""
         return sum(self.entries.values())
 
     @property

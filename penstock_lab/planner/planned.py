@@ -89,7 +89,6 @@ class PlannedModel:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter by name."""
         return read_parameters(self.model)
 
     @cached_property

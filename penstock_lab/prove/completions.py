@@ -79,7 +79,6 @@ class Completion:
     pooled: bytes | None = None
 
     def add(self, output: EngineOutput) -> None:
-        """Append an output of an engine."""
         self.ids += output.new_token_ids
         self.sampler_states += [output.sampler_state] * len(output.new_token_ids)
         self.logprobs += map(_entry, output.logprobs or ())

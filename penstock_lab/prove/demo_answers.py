@@ -58,7 +58,6 @@ def rows(llm: LLM, cases: Sequence[Case]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     args = parser.parse_args()

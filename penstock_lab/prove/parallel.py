@@ -149,7 +149,6 @@ class Received:
     errors: list[str] = field(default_factory=list)
 
     def add(self, output: EngineOutput) -> None:
-        """Add the output of a step."""
         self.token_ids.extend(output.new_token_ids)
         self.logprobs.extend(output.logprobs or ())
         self.prompt_logprobs.extend(output.prompt_logprobs or ())

@@ -94,7 +94,6 @@ class Trials:
 
     @property
     def seconds_left(self) -> float:
-        """The time that is left."""
         return max(0.0, self._deadline - time.monotonic())
 
     def side_by_side(self, draw: Callable[[], T], trial: Callable[[T], str | None], number: int) -> None:

@@ -41,7 +41,7 @@ class Users:
 
     @property
     def next_at(self) -> float | None:
-        """When the next user sends; None: all wait for answers."""
+        """The time at which the next user sends; None: all wait for answers."""
         return self._ready[0] if self._ready else None
 
     def send(self) -> None:
@@ -105,7 +105,7 @@ class Fleet:
 
     @property
     def _next_at(self) -> float:
-        """When the next step ends, or the next replica changes."""
+        """The time at which the next step ends, or the next replica changes."""
         ended = self._events[0][0] if self._events else float("inf")
         return min(ended, self._life.next_at)
 

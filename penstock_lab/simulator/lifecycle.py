@@ -26,7 +26,7 @@ LONGEST_S = 1e7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """When replicas are added and removed. Names and defaults are those of Ray Serve.
+    """The conditions under which replicas are added and removed. Names and defaults are those of Ray Serve.
 
     Attributes:
         max_replicas: largest number; the fleet begins with its smallest number.

@@ -100,7 +100,6 @@ class OpenRequest(RequestTimes):
 
     @property
     def num_outputs(self) -> int:
-        """The number of tokens that it has received."""
         return 0 if self.last_at is None else self.gaps + 1
 
     @property

@@ -58,7 +58,6 @@ class Scenario:
         return self.router == "round_robin" and self.users is None and not self.changes.any
 
     def run(self, num_replicas: int, advance: Callable[[int], None] = lambda count: None) -> Figures:
-        """Simulate a fleet of num_replicas replicas."""
         return self.run_part(num_replicas, range(num_replicas), advance)
 
     def run_part(self, num_replicas: int, part: range, advance: Callable[[int], None] = lambda count: None) -> Figures:

@@ -198,7 +198,6 @@ def transformers_generate(model_dir: Path, batch_size: int = 64) -> Generate:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--json", type=Path, help="write all figures and texts here")

@@ -218,7 +218,6 @@ def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, doc
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4500)
