@@ -65,7 +65,7 @@ class AttentionMetadata:
             raise InvalidRequestError(text, param="sliding_window")
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> "AttentionMetadata":
-        """Return the same metadata with its tensors converted; the plan stays on the host."""
+        """Convert the tensors of the metadata; the plan stays on the host."""
         tensors = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
         return replace(self, **{name: convert(getattr(self, name)) for name in tensors})
 
@@ -96,7 +96,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
-    """How one layer makes scores.
+    """The arithmetic of one layer's scores.
 
     The order is: s = q . k; if bias_before_scale, s += bias; s *= scale; s = softcap * tanh(s / softcap); if not
     bias_before_scale, s += bias. Then hidden positions become -inf.
@@ -118,7 +118,7 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryParams:
-    """How q, k and v are made from their product in one layer: the heads, the norms, the rotation.
+    """The arithmetic from one layer's product to q, k and v: the heads, the norms, the rotation.
 
     Attributes:
         heads: how the columns of the product are split.
@@ -180,7 +180,7 @@ def check_block_ids(num_blocks: int, *block_ids: int) -> None:
 
 
 def own(value: object, kind: type[Kind]) -> Kind:
-    """Return a packed weight or a cache, checked to be of the type that a backend makes.
+    """Check that a packed weight or a cache is of the type that a backend makes.
 
     Raises:
         TypeError: another backend made the value.

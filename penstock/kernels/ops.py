@@ -46,7 +46,7 @@ class RowSource(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return rows start .. stop-1, [stop - start, K] of any float type, contiguous."""
+        """Read rows start .. stop-1, [stop - start, K] of any float type, contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class TensorRows:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a weight [N, K] is packed.
+    """The form in which a weight [N, K] is packed.
 
     Attributes:
         leaf_ends: the ends of the leaves, the last of which is K. Each leaf of K is reduced by itself, and the leaves'
@@ -95,7 +95,7 @@ class PackedLinear(Protocol):
     num_bytes: int
 
     def state(self) -> dict[str, Tensor]:
-        """Return the packed memory as tensors, to be written to a file. `Ops.restore_linear` takes them back.
+        """Expose the packed memory as tensors, to be written to a file. `Ops.restore_linear` takes them back.
 
         Raises:
             NotSupportedError: the backend has no packed form.
@@ -110,10 +110,10 @@ class Ops(Protocol):
     device: Any  # "cpu", or a torch.device
 
     def tensor(self, array: Array) -> Tensor:
-        """Return an array on the host as a tensor of this backend; on the CPU, both share memory."""
+        """Convert an array on the host to a tensor of this backend; on the CPU, both share memory."""
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        """Return uninitialised memory for results. dtype: the name of the type, for example "float32"."""
+        """Allocate uninitialised memory for results. dtype: the name of the type, for example "float32"."""
 
     def pack_linear(
         self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
@@ -121,7 +121,7 @@ class Ops(Protocol):
         """Pack a weight [N, K] (and bias [N]) of any float type, which is first rounded to `dtype`."""
 
     def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
-        """Return the bytes that pack_linear keeps for a weight of this shape, padding and scales included."""
+        """Count the bytes that pack_linear keeps for a weight of this shape, padding and scales included."""
 
     def restore_linear(
         self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
@@ -255,7 +255,7 @@ class Ops(Protocol):
         """
 
     def block_bytes(self, cache: KVCache, block_id: int) -> Array:
-        """Return the cache's own memory of a block, [block bytes], so that it can be saved or overwritten.
+        """Expose the cache's own memory of a block, [block bytes], so that it can be saved or overwritten.
 
         Raises:
             ValueError: the cache does not have this block.
@@ -299,7 +299,7 @@ class Ops(Protocol):
         """
 
     def finite_rows(self, logits: Tensor) -> Tensor:
-        """Return [M] bool for logits [M, V] float32: whether each row has no NaN, no +inf, and a value above -inf."""
+        """Test rows of logits [M, V] float32, [M] bool: whether each has no NaN, no +inf, and a value above -inf."""
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Compute the log-probabilities [M, V] float32 of logits [M, V] float32."""

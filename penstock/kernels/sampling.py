@@ -95,12 +95,12 @@ def philox4x32(counter: Words, key: tuple[Word, Word]) -> Words:
 
 
 def high(product: Word) -> Word:
-    """Return the upper 32 of each 64 bits."""
+    """Shift the upper 32 of each 64 bits down."""
     return (product >> 32) & MASK
 
 
 def uniform_at(noise_key: tuple[int, int, int], stream: int) -> float:
-    """Return the stream's uniform number, between 0 and 1 and never either, for (seed, choice, output position)."""
+    """Draw the stream's uniform number, between 0 and 1 and never either, for (seed, choice, output position)."""
     seed, choice, position = noise_key
     words = philox4x32((choice & MASK, position & MASK, 0, stream), (seed & MASK, high(seed)))
     return float(((words[0] >> 9) + 0.5) * 2.0**-23)

@@ -35,7 +35,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, quantization: str | None, group_size: int | None = None) -> "Scheme | None":
-        """Return the scheme of an engine option; None without quantisation.
+        """Parse an engine option; None without quantisation.
 
         Raises:
             ValueError: the scheme is unknown, or it does not allow groups of that size.
@@ -53,7 +53,7 @@ class Scheme:
 
 
 def scheme_of(quant: bool | str, scheme: Scheme | None) -> Scheme | None:
-    """Return the scheme of one weight in a model that is quantised with `scheme`.
+    """Choose the scheme of one weight in a model that is quantised with `scheme`.
 
     quant: from the parameter table: whether the weight may be quantised, or "int8" if it must keep 8 bits. In that case
         its activations stay about as precise.

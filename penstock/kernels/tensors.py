@@ -48,7 +48,7 @@ _array_types: dict[Dtype, ArrayType] = {dtype: dtype for dtype in NAMES.values()
 
 
 def array_type(dtype: Dtype) -> ArrayType:
-    """Return the np.dtype of the same type. Raise KeyError if numpy has no such type."""
+    """Find the np.dtype of the same type. Raise KeyError if numpy has no such type."""
     found = _array_types.get(dtype)
     if found is None:
         found = _array_types[dtype] = NAMES[str(dtype).removeprefix("torch.")]
@@ -56,17 +56,17 @@ def array_type(dtype: Dtype) -> ArrayType:
 
 
 def is_torch(dtype: Dtype) -> bool:
-    """Return whether tensors of this dtype are torch's."""
+    """Tell whether tensors of this dtype are torch's."""
     return not isinstance(dtype, np.dtype)
 
 
 def dtype_of(name: str, kind: Dtype) -> Dtype:
-    """Return the type with this name ("bfloat16"), of the same kind as the dtype `kind`."""
+    """Find the type with this name ("bfloat16"), of the same kind as the dtype `kind`."""
     return getattr(sys.modules["torch"], name) if is_torch(kind) else NAMES[name]
 
 
 def empty(shape: tuple[int, ...], dtype: Dtype) -> Tensor:
-    """Return uninitialised aligned memory as a tensor of the dtype's kind.
+    """Allocate uninitialised aligned memory as a tensor of the dtype's kind.
 
     A large array gets pages of its own, huge pages where the system has them, because products read weights page after
     page. On the heap, a freed large array would also leave a hole: small arrays fill it, and the next large array no
@@ -89,12 +89,11 @@ def empty(shape: tuple[int, ...], dtype: Dtype) -> Tensor:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's first element."""
     return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
 
 
 def as_array(tensor: Tensor) -> Array:
-    """Return a tensor of either kind as an array. It shares the tensor's memory if that is on the CPU."""
+    """View a tensor of either kind as an array. It shares the tensor's memory if that is on the CPU."""
     if isinstance(tensor, np.ndarray):
         return tensor
     tensor = tensor.detach().cpu()
@@ -104,7 +103,7 @@ def as_array(tensor: Tensor) -> Array:
 
 
 def as_torch(array: Tensor) -> Tensor:
-    """Return a tensor of either kind as a torch.Tensor; an array shares its memory."""
+    """View a tensor of either kind as a torch.Tensor; an array shares its memory."""
     import torch
 
     if not isinstance(array, np.ndarray):
@@ -115,7 +114,7 @@ def as_torch(array: Tensor) -> Tensor:
 
 
 def rounded(array: Array, dtype: Dtype) -> Array:
-    """Return contiguous values in another type, rounded to the nearest, ties to even; the array if it has the type."""
+    """Round contiguous values to another type, to the nearest, ties to even; the array itself if it has the type."""
     return np.ascontiguousarray(array.astype(array_type(dtype), copy=False)).reshape(array.shape)
 
 
@@ -143,7 +142,7 @@ class Slot:
         return int(self._few.nbytes) // FIXED_ROWS
 
     def __call__(self, rows: int) -> Tensor:
-        """Return the first `rows` rows. Tensors returned earlier share the memory unless the slot has grown since."""
+        """Cut the first `rows` rows. Tensors returned earlier share the memory unless the slot has grown since."""
         if rows != self._rows:
             if rows > self._many.shape[0]:
                 self._many = self._allocate((rows, *self.columns), self._name)
@@ -152,7 +151,6 @@ class Slot:
         return self._last
 
     def holds(self, columns: tuple[int, ...], dtype: str) -> bool:
-        """Return whether the results have these columns and this type."""
         return (self.columns, self._name) == (columns, dtype)
 
 
@@ -164,7 +162,7 @@ class Arena:
         self._slots: dict[str, Slot] = {}
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: str) -> Slot:
-        """Return the slot with this name, for results of the type that `dtype` names.
+        """Get or make the slot with this name, for results of the type that `dtype` names.
 
         Raises:
             ValueError: the slot exists with other columns or another dtype.
@@ -178,5 +176,4 @@ class Arena:
 
     @property
     def slots(self) -> frozenset[Slot]:
-        """Return all slots."""
         return frozenset(self._slots.values())

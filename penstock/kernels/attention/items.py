@@ -38,14 +38,13 @@ INT8_METADATA_BYTES = 64  # int8: a row's scale and sums
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the number of elements that the native cache stores for a head."""
     return _round_up(head_dim, DIM_UNIT)
 
 
 def cache_token_bytes(
     num_kv_heads: int, head_dim: int, kv_cache_dtype: str, *, padded: bool = True, token_scales: bool = True
 ) -> int:
-    """Return the bytes of one token's keys and values in one layer.
+    """Count the bytes of one token's keys and values in one layer.
 
     padded: heads are padded, as the native cache stores them; the reference stores head_dim elements.
     token_scales: int8 scales are per token, not per channel.
@@ -117,13 +116,13 @@ class AttentionShape:
 
 
 def workspace_bytes(shape: AttentionShape, staged_granules: int, partial_rows: int) -> int:
-    """Return the bytes that cores share in a step: new tokens as granules, a granule of zeros, partial rows' states."""
+    """Count the bytes that cores share in a step: new tokens as granules, a granule of zeros, partial rows' states."""
     granules = staged_granules * shape.num_kv_heads + 1
     return granules * shape.granule_bytes + _round_up(partial_rows, ROW_UNIT) * shape.state_row_bytes
 
 
 def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int64) -> int:
-    """Return the bytes that a core needs for the largest of some items, given the heads, rows and states of each, [I].
+    """Count the bytes that a core needs for the largest of some items, given the heads, rows and states of each, [I].
 
     states: per row and head: two if spans fold into a result, one for a single span, none if partial rows are the
         states.
@@ -138,7 +137,7 @@ def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int6
 
 @lru_cache(maxsize=64)
 def _rows_bytes(shape: AttentionShape) -> tuple[Int64, Int64, Int64]:
-    """Return, by an item's number of rows, the bytes of its metadata, of a head's operand, and of its state."""
+    """Tabulate, by an item's number of rows, the bytes of its metadata, of a head's operand, and of its state."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
     room = _round_up(rows, ROW_UNIT)
     operands = _round_up(rows, ROW_CAPACITY) * shape.query_row_room + room * HEAD_METADATA_BYTES
@@ -244,13 +243,13 @@ def row_blocks(step: Sequences, block_rows: int) -> RowBlocks:
 
 
 def ragged(counts: Int64) -> tuple[Int64, Int64]:
-    """Return, for each of counts.sum() entries, its owner and its index among the owner's entries."""
+    """Compute, for each of counts.sum() entries, its owner and its index among the owner's entries."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
 def _block_sizes(rows: Int64, block_rows: int) -> Int64:
-    """Return the rows of each sequence's blocks: equal multiples of ROW_CAPACITY, or all rows in one block."""
+    """Divide each sequence's rows into blocks: equal multiples of ROW_CAPACITY, or all rows in one block."""
     blocks = -(-rows // block_rows)
     equal = -(-rows // np.maximum(blocks, 1))
     size = -(-equal // ROW_CAPACITY) * ROW_CAPACITY
@@ -258,7 +257,7 @@ def _block_sizes(rows: Int64, block_rows: int) -> Int64:
 
 
 def _with_tiles(step: Sequences, sequence: Int64, begin: Int64, end: Int64, first: Int64, stop: Int64) -> RowBlocks:
-    """Return blocks whose rows are at positions first .. stop - 1."""
+    """Make blocks whose rows are at positions first .. stop - 1."""
     tile_end = -(-stop // TILE)
     if step.window is None:
         return RowBlocks(sequence, begin, end, np.zeros_like(tile_end), tile_end)
@@ -281,7 +280,7 @@ class SharedPrefixes:
 
     @property
     def is_partial(self) -> Bools:
-        """Whether a block sees only a part of the tiles that its rows see, [U]."""
+        """Tell whether a block sees only a part of the tiles that its rows see, [U]."""
         own = [len(chain) > 1 for chain in self.chains]
         return np.array(own + [True] * (len(self.blocks.sequence) - len(own)))
 
@@ -318,7 +317,7 @@ def share_prefixes(
 
 
 def look_alike(block_table: Int32) -> bool:
-    """Return whether two neighbouring sequences begin with the same block: a cheap test that excludes most steps."""
+    """Tell whether two neighbouring sequences begin with the same block: a cheap test that excludes most steps."""
     if block_table.shape[0] < 2 or block_table.shape[1] == 0:
         return False
     first = block_table[:, 0]
@@ -326,7 +325,7 @@ def look_alike(block_table: Int32) -> bool:
 
 
 def _shared_spans(step: Sequences, block_table: Int32, block_size: int) -> list[int]:
-    """Return the number of whole spans that each sequence shares with the next one, [B - 1]."""
+    """Count the whole spans that each sequence shares with the next one, [B - 1]."""
     above, below = block_table[:-1], block_table[1:]
     differs = (above != below) | (above < 0)
     blocks = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
@@ -424,7 +423,7 @@ def cut(blocks: RowBlocks, kv_heads: int, head_limit: Int64, num_cores: int) -> 
 def combines(
     blocks: RowBlocks, targets: Int64, chains: list[list[int]] | None, pieces: Pieces, items: Items, kv_heads: int
 ) -> tuple[Int32, Int32]:
-    """Return AttentionPlan.combines and .references: one combine per target and kv head.
+    """Make AttentionPlan.combines and .references: one combine per target and kv head.
 
     targets: [N] blocks whose results are combined.
     chains: for each block of the step, the blocks that see its tiles, spans ascending; None: each sees its own.
@@ -460,7 +459,7 @@ def combines(
 
 
 def _good_starts(loads: list[int], num_cores: int) -> list[int] | None:
-    """Return where cores begin if these items share the load well and leave something to steal, else None."""
+    """Find where cores begin if these items share the load well and leave something to steal; None if they do not."""
     total = sum(loads)
     if num_cores == 1 or total <= SMALL_LOAD:
         return partition(loads, num_cores)
@@ -490,7 +489,7 @@ def _sink_spans(blocks: RowBlocks) -> Int64 | None:
 
 
 def _sinks_apart(blocks: RowBlocks) -> Bools:
-    """Return [U] bool: whether hidden spans separate the sink tokens from the window."""
+    """Tell whether hidden spans separate the sink tokens from the window, [U] bool."""
     sinks = _sink_spans(blocks)
     return np.zeros(len(blocks.sequence), bool) if sinks is None else (sinks > 0) & (sinks < blocks.first_span)
 
@@ -533,7 +532,7 @@ def _order(blocks: RowBlocks, kv_heads: int, pieces: Pieces, block: Int64, index
 
 
 def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -> tuple[Int64, Int64]:
-    """Return the first span, and the span past the last one, of piece `index` of `pieces`."""
+    """Compute the first span, and the span past the last one, of piece `index` of `pieces`."""
     first, end = blocks.first_span[block], blocks.end_span[block]
     sinks = _sink_spans(blocks)
     if sinks is None:
@@ -550,7 +549,7 @@ def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -
 
 
 def _part(begin: Int64, end: Int64, index: Int64, parts: Int64) -> tuple[Int64, Int64]:
-    """Return part `index` of `parts` even parts of a range."""
+    """Cut part `index` of `parts` even parts out of a range."""
     count: Int64 = end - begin
     return begin + index * count // parts, begin + (index + 1) * count // parts
 
@@ -566,7 +565,8 @@ def _tiles_within(blocks: RowBlocks, block: Int64, begin: Int64, end: Int64) -> 
 
 
 def partition(loads: Sequence[int], num_cores: int) -> list[int]:
-    """Return the first item of each core, then the number of items. loads: each item's load, not negative.
+    """Divide items among cores: the first item of each core, then the number of items. loads: each item's load, not
+    negative.
 
     No other contiguous ranges have a smaller greatest load. Among equally good ranges, these end as near to equal
     shares as the greatest load allows.
@@ -579,13 +579,12 @@ def partition(loads: Sequence[int], num_cores: int) -> list[int]:
 
 
 def greatest_load(loads: Sequence[int], starts: Sequence[int]) -> int:
-    """Return the greatest load of a core."""
     sums = list(accumulate(loads, initial=0))
     return max(sums[end] - sums[begin] for begin, end in pairwise(starts))
 
 
 def _least_limit(sums: list[int], largest: int, num_cores: int) -> int:
-    """Return the smallest limit that every core can keep, by bisection over loads that occur."""
+    """Find the smallest limit that every core can keep, by bisection over loads that occur."""
     low = max(largest, -(-sums[-1] // num_cores))  # no partition is better
     reached, missed = _fill(sums, low, num_cores)
     if missed is None:
@@ -617,7 +616,7 @@ def _fill(sums: list[int], limit: int, num_cores: int) -> tuple[int, int | None]
 
 
 def _even_ranges(sums: list[int], limit: int, num_cores: int) -> list[int]:
-    """Return ranges within the limit whose ends are near to equal shares."""
+    """Choose ranges within the limit whose ends are near to equal shares."""
     earliest = [len(sums) - 1]  # from the end: where each core begins if the cores after it take all they can
     for _ in range(num_cores):
         earliest.append(bisect_left(sums, sums[earliest[-1]] - limit, 0, earliest[-1] + 1))

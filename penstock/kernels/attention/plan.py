@@ -180,7 +180,7 @@ class Planner:
     def _dependencies(
         self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32
     ) -> tuple[int, bytes, bytes] | None:
-        """Return everything on which the plan of a step depends, besides positions and the granules in `staged`.
+        """Collect everything on which the plan of a step depends, besides positions and the granules in `staged`.
 
         None for a step without sequences, with more than ROW_CAPACITY rows of a sequence, or with a prefix that may be
         shared.
@@ -193,7 +193,7 @@ class Planner:
         return min(block_table.shape[1], 2), starts, self._tiles(self._new, seq_lens)
 
     def _tiles(self, new: "_NewTokens", seq_lens: Int32) -> bytes:
-        """Return bytes that identify the tiles that the sequences see."""
+        """Encode the tiles that the sequences see."""
         tiles = ((seq_lens - 1) // TILE).tobytes()
         if self.sliding_window is not None:
             # The number of positions that the first new token does not see.
@@ -246,7 +246,8 @@ class _NewTokens:
 
     @classmethod
     def of(cls, query_start_loc: Int32, starts: bytes, limit: int) -> "_NewTokens | None":
-        """Return the tokens of a step. None if it has no sequence, or one without or with more than `limit` tokens."""
+        """Describe the tokens of a step. None if it has no sequence, or one without or with more than `limit`
+        tokens."""
         counts = query_start_loc[1:] - query_start_loc[:-1]
         if not len(counts) or counts.min() < 1 or counts.max() > max(limit, 1):
             return None
@@ -254,12 +255,12 @@ class _NewTokens:
         return cls(starts, ONE if counts.max() == 1 else counts, sequences, offsets.astype(np.int32))
 
     def positions(self, seq_lens: Int32) -> Int32:
-        """Return each token's position, [T], in a step with these lengths [B]."""
+        """Compute each token's position, [T], in a step with these lengths [B]."""
         first: Int32 = seq_lens - self.counts
         return first if self.counts is ONE else first[self.sequences] + self.offsets
 
     def staged(self, seq_lens: Int32) -> Int32:
-        """Return AttentionPlan.staged, [B + 1], of a step with these lengths [B]."""
+        """Compute AttentionPlan.staged, [B + 1], of a step with these lengths [B]."""
         staged = np.arange(len(seq_lens) + 1, dtype=np.int32)
         if self.counts is not ONE:
             np.cumsum(-(-seq_lens // GRANULE) - (seq_lens - self.counts) // GRANULE, out=staged[1:])
@@ -267,7 +268,7 @@ class _NewTokens:
 
 
 def steps_with_same_tiles(seq_lens: Int32, sliding_window: int | None) -> Int32:
-    """Return for how many decode steps each sequence sees the same tiles, that with lengths seq_lens included: [B]."""
+    """Count the decode steps in which each sequence sees the same tiles, that with lengths seq_lens included: [B]."""
     steps = TILE - (seq_lens - 1) % TILE
     if sliding_window is None:
         return steps
@@ -276,14 +277,14 @@ def steps_with_same_tiles(seq_lens: Int32, sliding_window: int | None) -> Int32:
 
 
 def _positions(step: Sequences) -> Int32:
-    """Return the position of each new token, [T]."""
+    """Compute the position of each new token, [T]."""
     if step.is_decode:
         return step.computed.astype(np.int32)
     return (np.repeat(step.computed - step.begins, step.counts) + np.arange(step.tokens)).astype(np.int32)
 
 
 def _staged(step: Sequences) -> Int32:
-    """Return AttentionPlan.staged, [B + 1]."""
+    """Compute AttentionPlan.staged, [B + 1]."""
     staged = np.arange(len(step.counts) + 1, dtype=np.int32)
     if not step.is_decode:
         granules = -(-step.lengths // GRANULE) - step.computed // GRANULE
@@ -292,19 +293,19 @@ def _staged(step: Sequences) -> Int32:
 
 
 def _most_staged(step: Sequences) -> int:
-    """Return the last number of `staged` if new tokens begin where in a granule they touch the most granules."""
+    """Compute the last number of `staged` if new tokens begin where in a granule they touch the most granules."""
     return int(np.where(step.counts > 0, (step.counts + GRANULE - 2) // GRANULE + 1, 0).sum())
 
 
 @lru_cache(maxsize=64)
 def most_rows(shape: AttentionShape) -> int:
-    """Return the maximum number of rows of a block that fit the budget with one kv head; a larger group is cut, too."""
+    """Count the most rows of a block that fit the budget with one kv head; a larger group is cut, too."""
     fitting = SCRATCH_BUDGET // shape.touched_row_bytes // ROW_CAPACITY * ROW_CAPACITY
     return min(max(fitting, ROW_CAPACITY), MAX_ITEM_ROWS)
 
 
 def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
-    """Return the maximum number of rows of a block; if a step has many, each core gets several blocks of it."""
+    """Choose the most rows of a block; if a step has many, each core gets several blocks of it."""
     if num_cores == 1:
         return most_rows(shape)
     share = tokens * shape.num_heads // (num_cores * BLOCKS_PER_CORE) // ROW_CAPACITY * ROW_CAPACITY
@@ -313,14 +314,14 @@ def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
 
 @lru_cache(maxsize=64)
 def _head_limits(shape: AttentionShape) -> Int64:
-    """Return the most kv heads of an item by the rows of its block: all that fit the budget if few rows, else one."""
+    """Tabulate the most kv heads of an item by the rows of its block: all that fit the budget if few rows, else one."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
     fitting = SCRATCH_BUDGET // (np.maximum(rows, 1) * shape.touched_row_bytes)
     return np.where(rows <= STREAM_ROWS, np.clip(fitting, 1, shape.num_kv_heads), 1)
 
 
 def _item_table(blocks: RowBlocks, items: Items, partial: Bools) -> tuple[Int32, int]:
-    """Return AttentionPlan.items and the number of their partial rows."""
+    """Write AttentionPlan.items, and count their partial rows."""
     table = np.empty((len(items.block), 8), dtype=np.int32)
     table[:, SEQUENCE] = blocks.sequence[items.block]
     table[:, HEAD_BEGIN], table[:, HEAD_END] = items.head_begin, items.head_end
@@ -365,7 +366,7 @@ def _of_these(what: Bools, every: str, none: str, some: str) -> str:
 
 
 def encode_key(**chosen: str) -> int:
-    """Return the key of these choices, one per field of CHOICES.
+    """Encode these choices as a key, one per field of CHOICES.
 
     Raises:
         ValueError: a field has no such choice.

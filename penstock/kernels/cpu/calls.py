@@ -166,7 +166,7 @@ class Recorder:
         self._parts.append(work)
 
     def step(self, meta: AttentionMetadata) -> PenstockAttentionStep | None:
-        """Return the step of this metadata's cache group, or None if the metadata is not part of this pass."""
+        """Find the step of this metadata's cache group; None if the metadata is not part of this pass."""
         for index, item in enumerate(self._attention):
             if item is meta:
                 step: PenstockAttentionStep = self._steps[index]
@@ -175,7 +175,7 @@ class Recorder:
         return None
 
     def program(self, result: Tensor) -> NativeProgram | None:
-        """Return the program, or None if it would be incomplete."""
+        """Build the program; None if it would be incomplete."""
         if self.foreign:
             return None
         parts = [
@@ -192,7 +192,7 @@ def _recorded_call(name: str, arguments: Arguments) -> PenstockCall:
 
 
 def _word(value: int | float | None, kind: type) -> int:
-    """Return a float as the bits of a double, an integer or address unchanged, None as 0."""
+    """Encode a float as the bits of a double, an integer or address unchanged, None as 0."""
     if kind is ctypes.c_float:
         word: int = struct.unpack("<q", struct.pack("<d", value))[0]
         return word
@@ -316,7 +316,6 @@ class NativeCalls:
         return torch.empty(shape, dtype=dtype_of(str(dtype), self.dtype))
 
     def _output(self, out: Tensor | None, shape: tuple[int, ...], dtype: ArrayType) -> Tensor:
-        """Return `out`, or a new tensor if it is None."""
         return self._new(shape, dtype) if out is None else out
 
     def _call(self, name: str, used: tuple[object, ...], *arguments: int | float | None) -> None:
@@ -377,7 +376,7 @@ class NativeCalls:
 
 
 def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[], Value]) -> Value:
-    """Return the value of a key. If it is not known, make and keep it, dropping all others if there are `limit`."""
+    """Look up the value of a key. If it is not known, make and keep it, dropping all others if there are `limit`."""
     value = known.get(key)
     if value is None:
         if len(known) >= limit:
@@ -387,7 +386,7 @@ def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[],
 
 
 def address(tensor: Tensor, shape: tuple[int, ...], dtype: ArrayType, name: str) -> int:
-    """Return the address of a contiguous tensor of either kind, with exactly this shape and type.
+    """Check that a tensor of either kind is contiguous, with exactly this shape and type, and give its address.
 
     Raises:
         ValueError: the tensor has another shape or type, is not contiguous, or is not in CPU memory.
@@ -411,7 +410,7 @@ def check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: ArrayType, name:
 
 
 def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: ArrayType, name: str) -> tuple[int, int]:
-    """Return the address of a tensor, which may be some columns of a wider one, and its row stride in elements.
+    """Find the address of a tensor, which may be some columns of a wider one, and its row stride in elements.
 
     Raises:
         ValueError: the tensor has another shape or type, or its rows are not contiguous.
@@ -424,19 +423,18 @@ def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: ArrayType, name:
 
 
 def _strides(tensor: Tensor) -> tuple[int, int]:
-    """Return the strides of rows and of columns, in elements; zeros for memory of another device."""
+    """Find the strides of rows and of columns, in elements; zeros for memory of another device."""
     if isinstance(tensor, np.ndarray):
         return tensor.strides[0] // tensor.itemsize, tensor.strides[1] // tensor.itemsize
     return (tensor.stride(0), tensor.stride(1)) if tensor.is_cpu else (0, 0)
 
 
 def optional_address(tensor: Tensor | None, shape: tuple[int, ...], dtype: ArrayType, name: str) -> int | None:
-    """Return the address of a tensor, or None for None; see `address`."""
     return None if tensor is None else address(tensor, shape, dtype, name)
 
 
 def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
-    """Return the shape of a tensor [rows, columns].
+    """Split the shape of a tensor [rows, columns].
 
     Raises:
         ValueError: the tensor does not have two axes.
@@ -448,7 +446,7 @@ def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
 
 
 def type_code(dtype: ArrayType) -> int:
-    """Return the DataType of abi.h.
+    """Look up the DataType of abi.h.
 
     Raises:
         ValueError: native functions do not support the type.
@@ -460,7 +458,7 @@ def type_code(dtype: ArrayType) -> int:
 
 
 def activation_code(activation: str) -> int:
-    """Return the Activation of abi.h.
+    """Look up the Activation of abi.h.
 
     Raises:
         ValueError: the activation is unknown.

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: its cores, its CPU time and its memory, and where its threads run.
+"""The cores, CPU time and memory of the machine that this process may use, and the placement of its threads.
 
     usable CPUs   online, and in the process's affinity mask, which taskset and the cpuset of a container set
     cores         hyper-threads of one core count once: they share its multipliers, its caches and its loads
@@ -28,18 +28,18 @@ UNLIMITED = 2**62  # bytes; v1 writes a number above this for no limit
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPUs' worth of time that the control groups of this process allow, None for no limit."""
+    """Read the CPUs' worth of time that the control groups of this process allow; None for no limit."""
     limits = [limit for folder in _folders("cpu", root) if (limit := _folder_quota(folder)) is not None]
     return min(limits, default=None)
 
 
 def memory_left(root: Path = ROOT) -> int:
-    """Return the bytes that the control groups of this process leave, UNLIMITED without a limit."""
+    """Read the bytes that the control groups of this process leave; UNLIMITED without a limit."""
     return min((_folder_memory(folder) for folder in _folders("memory", root)), default=UNLIMITED)
 
 
 def free_memory_bytes() -> int:
-    """Return the bytes that this process can still allocate, limited by the machine and by its control groups."""
+    """Count the bytes that this process can still allocate, limited by the machine and by its control groups."""
     for line in read_text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, memory_left())
@@ -47,14 +47,14 @@ def free_memory_bytes() -> int:
 
 
 def resident_bytes(*, peak: bool = False) -> int:
-    """Return the physical memory of this process, including mapped files, or its peak."""
+    """Read the physical memory of this process in bytes, including mapped files, or its peak."""
     name = "VmHWM:" if peak else "VmRSS:"
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a small file, or an empty string if it cannot be read."""
+    """Read a small file; an empty string if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -85,7 +85,7 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _folder_quota(folder: Path) -> float | None:
-    """Return the limit of one control group, from cpu.max (v2) or from the two files of v1."""
+    """Read the limit of one control group, from cpu.max (v2) or from the two files of v1."""
     quota, _, period = read_text(folder / "cpu.max").partition(" ")
     if not quota:
         quota, period = read_text(folder / "cpu.cfs_quota_us"), read_text(folder / "cpu.cfs_period_us")
@@ -95,7 +95,7 @@ def _folder_quota(folder: Path) -> float | None:
 
 
 def _folder_memory(folder: Path) -> int:
-    """Return the bytes that one control group leaves, from the files of v2 or of v1."""
+    """Read the bytes that one control group leaves, from the files of v2 or of v1."""
     for limit_file, usage_file, inactive in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -153,22 +153,19 @@ class Machine:
 
     @property
     def cpus(self) -> tuple[int, ...]:
-        """Return every usable CPU, ascending."""
         return tuple(sorted(cpu for core in self.cores for cpu in core.cpus))
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Return the NUMA nodes of the cores, ascending."""
         return tuple(sorted({core.node for core in self.cores}))
 
     def only(self, cpus: Iterable[int]) -> "Machine":
-        """Return the machine without the CPUs that are not listed."""
         wanted = set(cpus)
         kept = ((tuple(cpu for cpu in core.cpus if cpu in wanted), core.node) for core in self.cores)
         return Machine(tuple(Core(found, node) for found, node in kept if found), self.quota)
 
     def default_threads(self) -> tuple[int, str]:
-        """Return the number of threads for these cores, and why.
+        """Choose the number of threads for these cores, and say why.
 
         A quota is rounded to the nearest number, at least one. If it were rounded down, 1.5 CPUs would leave a third of
         the quota unused; if it were rounded up, 2.1 CPUs would make three threads that stand still a third of the time.
@@ -180,7 +177,7 @@ class Machine:
         return count, "the cores of this process" + (f", with {num_cpus} hyper-threads" if num_cpus > count else "")
 
     def cores_for(self, threads: int) -> tuple[Core, ...]:
-        """Return one core per thread: from the first node that has enough, else from the largest nodes together."""
+        """Choose one core per thread: from the first node that has enough, else from the largest nodes together."""
         by_node = [[core for core in self.cores if core.node == node] for node in self.nodes]
         for cores in by_node:
             if len(cores) >= threads:
@@ -188,14 +185,14 @@ class Machine:
         return tuple(core for cores in sorted(by_node, key=len, reverse=True) for core in cores)[:threads]
 
     def affinity(self, threads: int) -> tuple[str, str]:
-        """Return what `auto` means for `threads` threads, and why."""
+        """Choose what `auto` means for `threads` threads, and say why."""
         if len(self.nodes) > 1 and threads == len(self.cores):
             return NODES, f"a thread for each core of {len(self.nodes)} NUMA nodes"
         return NONE, "threads are free to leave a core that another process takes"
 
 
 def pinned_cores(affinity: str, threads: int, machine: Machine | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the CPUs of each of `threads` threads, the calling thread first; an empty tuple for "none".
+    """Choose the CPUs of each of `threads` threads, the calling thread first; an empty tuple for "none".
 
     affinity: none, nodes or a list.
 
@@ -225,7 +222,7 @@ def pinned_cores(affinity: str, threads: int, machine: Machine | None = None) ->
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Return the CPUs of a list like 0-3,8, in ascending order and without duplicates.
+    """Parse a list of CPUs like 0-3,8 into ascending order, without duplicates.
 
     Raises:
         ValueError: the text is not such a list.
@@ -243,7 +240,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def show_cpus(cpus: Iterable[int]) -> str:
-    """Return CPUs as a list like 0-3,8."""
+    """Format CPUs as a list like 0-3,8."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -254,7 +251,7 @@ def show_cpus(cpus: Iterable[int]) -> str:
 
 
 def _siblings(folder: Path) -> str:
-    """Return the list of hyper-threads of a CPU's core. Only newer systems have the first file."""
+    """Read the list of hyper-threads of a CPU's core. Only newer systems have the first file."""
     return read_text(folder / "core_cpus_list") or read_text(folder / "thread_siblings_list")
 
 

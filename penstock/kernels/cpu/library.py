@@ -75,7 +75,7 @@ class Abi:
             self.functions[name] = _type(found["result"]), [self._declared(item)[0][1] for item in parameters]
 
     def _declared(self, text: str) -> list[tuple[str, Any]]:
-        """Return the names and types in a declaration such as `const float* x` or `std::int64_t n, ends[8]`."""
+        """Parse the names and types in a declaration such as `const float* x` or `std::int64_t n, ends[8]`."""
         found = _match(DECLARATION.fullmatch(text), text)
         entries = []
         for item in found["names"].split(","):
@@ -166,18 +166,18 @@ def check_status(status: int) -> None:
 
 
 def load_library() -> ctypes.CDLL | None:
-    """Return the library, or None if it is missing or cannot be used; `why_missing` gives the reason."""
+    """Load the library once; None if it is missing or cannot be used, and `why_missing` gives the reason."""
     return _find_library()[0]
 
 
 def why_missing() -> str:
-    """Return why the native library is missing or cannot be used; "" if it is there."""
+    """Say why the native library is missing or cannot be used; "" if it is there."""
     return _find_library()[1]
 
 
 @lru_cache(maxsize=1)
 def _find_library() -> tuple[ctypes.CDLL | None, str]:
-    """Return the library with its functions declared, or None and the reason."""
+    """Load the library and declare its functions, or give None and the reason."""
     files = (Path(folder) / "penstock_cpu.so" for folder in penstock.kernels.cpu.__path__)
     given = os.environ.get(LIBRARY_VARIABLE)
     path = Path(given) if given else next((file for file in files if file.exists()), None)
@@ -199,13 +199,13 @@ def _find_library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def best_level() -> str | None:
-    """Return the highest instruction level of the library on this processor, or None without the library."""
+    """Ask the library for the highest instruction level of this processor; None without the library."""
     library = load_library()
     return None if library is None else LEVELS[library.penstock_best_level()]
 
 
 def level_of_bits() -> str | None:
-    """Return the level that names the bits of `chosen_level()`: levels that compute the same bits share one name.
+    """Name the level of the bits of `chosen_level()`: levels that compute the same bits share one name.
 
     Raises:
         InvalidRequestError: as in `chosen_level`.
@@ -215,7 +215,7 @@ def level_of_bits() -> str | None:
 
 
 def chosen_level() -> str | None:
-    """Return the level at which kernels run: the best level, or the one that PENSTOCK_CPU_LEVEL selects.
+    """Choose the level at which kernels run: the best level, or the one that PENSTOCK_CPU_LEVEL selects.
 
     Raises:
         InvalidRequestError: the variable does not name a level of this machine.

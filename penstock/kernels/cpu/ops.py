@@ -120,7 +120,7 @@ class CpuKVCache:
     def plan(
         self, meta: AttentionMetadata, heads: Heads, dtype: ArrayType, level: str, threads: int
     ) -> AttentionMetadata:
-        """Return the metadata with a plan for these heads, queries and results of type `dtype`, and this cache.
+        """Add a plan for these heads, queries and results of type `dtype`, and this cache, to the metadata.
 
         A caller may pass the metadata of its previous call again, after writing the next step's lengths and slots into
         the same tensors, if the blocks are the same. If the plan also fits that step, the previous result is returned.
@@ -562,7 +562,7 @@ class CpuOps(NativeCalls):
         return out
 
     def _step(self, meta: AttentionMetadata, cache: CpuKVCache, num_heads: int) -> PenstockAttentionStep:
-        """Return the native form of planned metadata, from the program being recorded or from the last steps.
+        """Convert planned metadata to its native form, from the program being recorded or from the last steps.
 
         Raises:
             ValueError: the plan was made for other heads, another cache or another number of threads.
@@ -602,7 +602,7 @@ class CpuOps(NativeCalls):
         return out
 
     def _one_each(self, rows: int, dtype: ArrayType) -> Tensor:
-        """Return a new tensor for one number per row. It needs no alignment."""
+        """Make a tensor for one number per row. It needs no alignment."""
         return self.tensor(np.empty(rows, dtype))
 
 
@@ -632,7 +632,7 @@ def _fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int,
 
 
 def _pairs(pairs: Tensor | None, rows: int, vocab_size: int, name: str) -> tuple[int | None, int]:
-    """Return the address and number of the pairs [P, 2], after checking that all of them are inside the logits."""
+    """Find the address and number of the pairs [P, 2], after checking that all of them are inside the logits."""
     if pairs is None or not len(pairs):
         return None, 0
     count = len(pairs)
@@ -645,7 +645,7 @@ def _pairs(pairs: Tensor | None, rows: int, vocab_size: int, name: str) -> tuple
 
 
 def _head_norm(weight: Tensor | None, heads: int, head_dim: int, name: str) -> tuple[int | None, int]:
-    """Return the address and size of a weight: [D] norms each head by itself, [heads * D] all heads together."""
+    """Find the address and size of a weight: [D] norms each head by itself, [heads * D] all heads together."""
     if weight is None:
         return None, head_dim
     size = len(weight) if weight.shape == (heads * head_dim,) else head_dim

@@ -69,7 +69,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: Dtype, packing: Packing = PLAIN) -> "Layout":
-        """Return the layout of a weight with this shape.
+        """Lay out a weight of this shape.
 
         Raises:
             ValueError: the shape or the leaves are invalid.
@@ -111,7 +111,7 @@ class Layout:
         return -(-self.n // PANEL) if not self.gated else -(-(self.n // 2) // (PANEL // 2))
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], ArrayType]]:
-        """Return shape and type of every array except the bias."""
+        """List shape and type of every array except the bias."""
         arrays: dict[str, tuple[tuple[int, ...], ArrayType]] = {}
         arrays["values"] = ((self.panels, PANEL_BYTES[self.kind] * self.padded_k), UINT8)
         if self.kind == INT8:
@@ -121,12 +121,11 @@ class Layout:
         return arrays
 
     def num_bytes(self, *, bias: bool) -> int:
-        """Return the bytes of all arrays."""
         sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays().values())
         return sum(sizes) + (self.panels * PANEL * FLOAT32.itemsize if bias else 0)
 
     def columns(self) -> Array:
-        """Return the weight's row that each packed column holds, or -1 for padding: [panels * 32] int64."""
+        """Compute the weight's row that each packed column holds, or -1 for padding: [panels * 32] int64."""
         column = np.arange(self.panels * PANEL)
         if not self.gated:
             return np.where(column < self.n, column, -1)
@@ -136,7 +135,7 @@ class Layout:
         return np.where(index < half, row, -1)
 
     def parts(self) -> list[range]:
-        """Return ranges of rows that may be packed together: all rows, or gate rows and up rows."""
+        """Split the rows into ranges that may be packed together: all rows, or gate rows and up rows."""
         return [range(self.n // 2), range(self.n // 2, self.n)] if self.gated else [range(self.n)]
 
 
@@ -188,11 +187,11 @@ class CpuLinear:
         self.address = ctypes.addressof(self.weight)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the arrays without copying them."""
+        """Collect the arrays without copying them."""
         return dict(self._tensors)
 
     def take_scales(self) -> Array | None:
-        """Return the scale of each column [N], and set it to 1 in the weight; None if the weight has no such scales."""
+        """Take the scale of each column [N], and set it to 1 in the weight; None if the weight has no such scales."""
         if "column_scales" not in self._tensors:
             return None
         scales = as_array(self._tensors["column_scales"])
@@ -202,7 +201,7 @@ class CpuLinear:
 
 
 def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
-    """Return a weight that was packed by this backend, gated or not.
+    """Check that a weight was packed by this backend, and is gated or not.
 
     Raises:
         TypeError: another backend packed the weight.
@@ -232,7 +231,7 @@ def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: Dtype, p
 
 
 def _in_columns(layout: Layout, bias: Array) -> Array:
-    """Return bias [N] as [panels * 32] in the order of the packed columns, with 0 for padding."""
+    """Arrange bias [N] as [panels * 32] in the order of the packed columns, with 0 for padding."""
     if bias.shape != (layout.n,):
         raise ValueError(f"bias: {list(bias.shape)}, but [{layout.n}] is needed")
     columns = layout.columns()

@@ -27,7 +27,7 @@ MINUS_INFINITY = float("-inf")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """How scores are made, as in kernels.metadata.AttentionParams, with the bias written out.
+    """The arithmetic of scores, as in kernels.metadata.AttentionParams, with the bias written out.
 
     Attributes:
         bias: of a shape that broadcasts to [B, H, n, S]; None: no bias.
@@ -56,7 +56,7 @@ class Part:
 
     @classmethod
     def nothing(cls, q: Tensor) -> "Part":
-        """Return the part of an empty set of keys for queries [B, n, H, D]: the identity of the fold."""
+        """Make the part of an empty set of keys for queries [B, n, H, D]: the identity of the fold."""
         return cls(q.new_full(q.shape[:3], MINUS_INFINITY), q.new_zeros(q.shape[:3]), torch.zeros_like(q))
 
 
@@ -74,7 +74,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring
 
 
 def scores(q: Tensor, k: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
-    """Return scores [B, H, n, S], -inf where hidden; arguments as in attend_part."""
+    """Compute scores [B, H, n, S], -inf where hidden; arguments as in attend_part."""
     num_seqs, n, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     # Heads that share keys are stacked as rows of one product: [B, Hkv, G * n, D] x [B, Hkv, D, S].
@@ -97,7 +97,7 @@ def probabilities(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mix(p: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """Return the sums of p v, [B, n, H, D], for p [B, H, n, S] and v [B, S, Hkv, D]."""
+    """Sum p v, [B, n, H, D], for p [B, H, n, S] and v [B, S, Hkv, D]."""
     if bool(v.isfinite().all()):
         return _mix(p, v)
     seen = torch.ones_like(p) if visible is None else visible.to(p.dtype).expand_as(p)
@@ -112,7 +112,7 @@ def _mix(p: Tensor, v: Tensor) -> Tensor:
 
 
 def fold(a: Part, b: Part) -> Part:
-    """Return the part of both sets of keys. Where b saw nothing, a is returned bit for bit."""
+    """Combine two parts into that of both sets of keys. Where b saw nothing, a is returned bit for bit."""
     greatest = torch.maximum(a.greatest, b.greatest)
     keep, add = (torch.exp(part.greatest - _finite(greatest)) for part in (a, b))
     total = a.total * keep + b.total * add
@@ -140,7 +140,7 @@ def finish(part: Part, sink_logits: Tensor | None = None) -> tuple[Tensor, Tenso
 
 
 def _finite(greatest: Tensor) -> Tensor:
-    """Return the value to subtract from scores: 0 where all are -inf, so that e^(-inf - 0) = 0."""
+    """Choose the value to subtract from scores: 0 where all are -inf, so that e^(-inf - 0) = 0."""
     return greatest.masked_fill(greatest == MINUS_INFINITY, 0.0)
 
 
@@ -187,11 +187,11 @@ class ReferenceKVCache:
         return self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
 
     def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k and v as `read` would return them once they are stored, in their own type."""
+        """Round k and v as `read` would return them once they are stored, in their own type."""
         return k.to(self.dtype).to(k.dtype), v.to(self.dtype).to(v.dtype)
 
     def rounded_queries(self, q: Tensor) -> Tensor:
-        """Return queries rounded as they are when multiplied with this cache's keys, in their own type."""
+        """Round queries as they are when multiplied with this cache's keys, in their own type."""
         return q.to(self.dtype).to(q.dtype)
 
     def _write(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
@@ -252,7 +252,7 @@ class Int8KVCache(ReferenceKVCache):
                 scales.flatten(0, 1)[slots] = torch.cat(numbers, dim=-1)
 
     def _quantize(self, x: Tensor, index: int) -> Quantised:
-        """Return the integers of keys (index 0) or values (1), with scales and offsets as kv.dequantize takes them."""
+        """Quantise keys (index 0) or values (1): integers, with scales and offsets as kv.dequantize takes them."""
         if self.channels is not None:
             return kv.quantize_channels(x, *self.channels[index]), *self.channels[index]
         integers, scales, offsets = kv.quantize_tokens(x)
@@ -313,7 +313,7 @@ def _groups(meta: AttentionMetadata) -> Iterator[tuple[list[int], int, int]]:
 
 
 def _old_positions(first_new: Tensor, span: int, meta: AttentionMetadata) -> Tensor:
-    """Return the cached positions that B sequences see, [B, C]: sinks, then the `span` before the first new token.
+    """List the cached positions that B sequences see, [B, C]: sinks, then the `span` before the first new token.
 
     A negative position does not exist, or is in the span already.
     """
@@ -355,14 +355,14 @@ def _attend_group(
 
 
 def visible_keys(at: Tensor, key_at: Tensor, window: int | None, num_sink_tokens: int = 0) -> Tensor:
-    """Return which keys a query sees, given positions that broadcast against each other: those up to its own, within
+    """Mark the keys that a query sees, given positions that broadcast against each other: those up to its own, within
     the window or among the sinks. A key at a negative position does not exist."""
     visible = (key_at >= 0) & (key_at <= at)
     return visible if window is None else visible & ((key_at > at - window) | (key_at < num_sink_tokens))
 
 
 def _scoring(params: AttentionParams, at: Tensor, key_at: Tensor, dtype: torch.dtype) -> Scoring:
-    """Return the scoring with the ALiBi bias written out, from positions [B, 1, n, 1] and [B, 1, 1, S]."""
+    """Write out the ALiBi bias of a scoring, from positions [B, 1, n, 1] and [B, 1, 1, S]."""
     bias = None
     if params.alibi_slopes is not None:
         bias = params.alibi_slopes.to(dtype)[:, None, None] * (key_at - at).to(dtype)  # [B, H, n, S]

@@ -63,7 +63,7 @@ class ReferenceLinear:
         return functional.linear(x, self._weight, self._bias)
 
     def take(self, ids: Tensor) -> Tensor:
-        """Return rows of the weight, [T, K] float32."""
+        """Gather rows of the weight, [T, K] float32."""
         return self._weight[ids]
 
     def state(self) -> dict[str, Tensor]:
@@ -273,7 +273,7 @@ def _no_packed_form() -> NotSupportedError:
 
 
 def _deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Return the result as `dtype`, in `out` if the caller gave a buffer."""
+    """Convert the result to `dtype`, in `out` if the caller gave a buffer."""
     return result.to(dtype).contiguous() if out is None else out.copy_(result)
 
 

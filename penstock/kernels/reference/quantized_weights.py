@@ -76,7 +76,7 @@ def dequantize_int8(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def leaf_groups(k: int, group_size: int, leaf_ends: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """Return the first and past-the-last element of every group of an axis of k elements."""
+    """List the first and past-the-last element of every group of an axis of k elements."""
     ends = [0, *(leaf_ends or (k,))]
     return [
         (start, min(start + group_size, end))
@@ -114,7 +114,7 @@ def dequantize_int4(values: Tensor, scales: Tensor, group_size: int, leaf_ends: 
 
 
 def _best_scales(wide: Tensor) -> Tensor:
-    """Return the scales [N, groups, 1] of wide [N, groups, group_size], where short groups are padded with zeros."""
+    """Choose the scales [N, groups, 1] of wide [N, groups, group_size], where short groups are padded with zeros."""
     greatest = wide.abs().amax(dim=2, keepdim=True)
     extreme = torch.where(wide.amax(dim=2, keepdim=True) == greatest, greatest, -greatest)
     best, least = torch.zeros_like(greatest), torch.zeros_like(greatest)
@@ -133,7 +133,7 @@ def _round(wide: Tensor, scale: Tensor) -> Tensor:
 
 
 def _squared_error(wide: Tensor, scale: Tensor) -> Tensor:
-    """Return the sum over each group, [N, groups, 1], in the order that the module docstring specifies."""
+    """Sum the squared errors over each group, [N, groups, 1], in the order that the module docstring specifies."""
     error = wide - _round(wide, scale) * scale
     squares = (error * error).view(*wide.shape[:2], -1, LANES)
     total: Tensor = squares[:, :, 0]

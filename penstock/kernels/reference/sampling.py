@@ -59,12 +59,12 @@ def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: 
 
 
 def uniform(words: Tensor) -> Tensor:
-    """Return words w as float32 uniforms ((w >> 9) + 0.5) * 2^-23: exact, never 0 or 1."""
+    """Map words w to float32 uniforms ((w >> 9) + 0.5) * 2^-23: exact, never 0 or 1."""
     return ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def gumbel_noise(noise_key: Tensor, vocab_size: int) -> Tensor:
-    """Return noise -log(-log(u)), [M, V] float32, for noise_key [M, 3] int64: seed, choice index, output position.
+    """Draw noise -log(-log(u)), [M, V] float32, for noise_key [M, 3] int64: seed, choice index, output position.
 
     The four words of the counter (choice, position, id // 4, 0) serve four neighbouring ids.
     """
