@@ -86,7 +86,7 @@ class Attention(Module):
 
 
 def alibi_slopes(num_heads: int) -> Array:
-    """Return the slope by which each head's scores fall with the distance, [H] float32.
+    """Compute the slope by which each head's scores fall with the distance, [H] float32.
 
     Press et al., "Train Short, Test Long", 2022: 2^(-8 i / n) for i = 1 .. n, where n is the greatest power of two up
     to num_heads. The other heads take every second slope of a model with 2n heads.
@@ -150,8 +150,8 @@ class MoE(Module):
         return self._mixture(y, gate_up, down, ids, weights, self.activation, out=out)
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
-        """Return the packed weights of all experts, gated and down. They are collected in the first pass, when all are
-        packed; layers are never loaded again after that."""
+        """Collect the packed weights of all experts, gated and down: in the first pass, when all are packed. Layers are
+        never loaded again after that."""
         if self._packed is None:
             self._packed = tuple(item.packed for item in self._gate_up), tuple(item.packed for item in self._down)
         return self._packed
@@ -178,7 +178,7 @@ class DecoderLM(Module):
 
     @property
     def decoder(self) -> Any:
-        """Return the module with the embedding, the blocks and the final norm."""
+        """Find the module with the embedding, the blocks and the final norm."""
         return self._decoder
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:

@@ -70,7 +70,6 @@ class LayerFactory:
         return cls(ops, parameters, Arena(ops.empty), scheme, head, max_positions=max_positions)
 
     def at(self, name: str) -> Self:
-        """Return the factory of a submodule."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def linear(self, name: str) -> Linear:
@@ -118,19 +117,19 @@ class LayerFactory:
         return Embedding(self.ops, shape, self.slot(name, shape[1:], "float32"), scale)
 
     def heads(self, cfg: ModelConfig) -> Heads:
-        """Return the attention heads that are computed here."""
+        """Describe the attention heads that are computed here."""
         return Heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim)
 
     def own_heads(self, values: Array, cfg: ModelConfig) -> Array:
-        """Return the entries for the query heads that are computed here, from values [H] of all heads."""
+        """Select the entries for the query heads that are computed here, from values [H] of all heads."""
         return values
 
     def num_experts(self, cfg: ModelConfig) -> int:
-        """Return how many experts of each layer are computed here."""
+        """Count the experts of each layer that are computed here."""
         return cfg.num_experts
 
     def mixture(self, cfg: ModelConfig, down: Sequence[Linear]) -> Mixture:
-        """Return what applies the chosen experts of each token, called as Ops.experts. down: the last product of each
+        """Choose what applies the chosen experts of each token, called as Ops.experts. down: the last product of each
         expert."""
         return self.ops.experts
 
@@ -139,7 +138,7 @@ class LayerFactory:
         return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops)
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: str | None = None) -> Slot:
-        """Return the buffer for results of a name. dtype: the name of their type; None: the model's type."""
+        """Find the buffer for results of a name. dtype: the name of their type; None: the model's type."""
         shared = re.sub(r"\.\d+\.", ".*.", self.prefix + name)
         return self.arena.slot(shared, columns, dtype or str(array_type(self.ops.dtype)))
 

@@ -1,5 +1,5 @@
-"""What a model is: CausalLM, its interface; ForwardContext, what a pass needs besides token ids and weights; Module, a
-node in the tree of its layers.
+"""The interfaces of models: CausalLM; ForwardContext, what a pass needs besides token ids and weights; Module, a node
+in the tree of a model's layers.
 
 The context is passed down as an argument. There is no global context, so several engines can run in one process. Module
 offers what the loader and `check` need of torch.nn.Module, without torch. A model may mix both kinds: a torch.nn.Module
@@ -32,7 +32,6 @@ class ForwardContext:
     layer_group: tuple[int, ...]
 
     def layer(self, index: int) -> tuple[KVCache, AttentionMetadata]:
-        """Return the cache and the metadata of a decoder layer."""
         return self.kv_caches[index], self.attention[self.layer_group[index]]
 
 
@@ -103,17 +102,17 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def is_module(value: object) -> bool:
-    """Return whether a value is a module of either kind."""
+    """Tell whether a value is a module of either kind."""
     return isinstance(value, Module) or is_torch_module(value)
 
 
 def is_torch_module(value: object) -> bool:
-    """Return whether a value is a torch.nn.Module, without importing torch."""
+    """Tell whether a value is a torch.nn.Module, without importing torch."""
     return hasattr(type(value), "register_parameter") and hasattr(value, "_modules")
 
 
 def get_submodule(module: Any, name: str) -> Any:
-    """Return the module with the full name `name` below a module. Raise AttributeError if there is none."""
+    """Find the module with the full name `name` below a module. Raise AttributeError if there is none."""
     for found, child in named_modules(module):
         if found == name:
             return child

@@ -38,7 +38,7 @@ class Rotary:
 
 
 def rotary_fingerprint(rope: RopeConfig, head_dim: int, num_positions: int) -> str:
-    """Return a hash of some entries as this machine computes them, at the same positions for every num_positions.
+    """Hash some entries as this machine computes them, at the same positions for every num_positions.
 
     Cosines, sines and powers come from the C library and from numpy, whose rounding may differ between machines.
     """
@@ -48,13 +48,13 @@ def rotary_fingerprint(rope: RopeConfig, head_dim: int, num_positions: int) -> s
 
 
 def _rows(rope: RopeConfig, dim: int, positions: Array, *, is_long: bool) -> Array:
-    """Return the cosines and sines at positions [n] float64: [n, D] float64."""
+    """Compute the cosines and sines at positions [n] float64: [n, D] float64."""
     angles = positions[:, None] * inverse_frequencies(rope, dim, positions[:, None], is_long=is_long)
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * rope.attention_factor
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int, positions: Array, *, is_long: bool) -> Array:
-    """Return theta^(-2i / D) for i < D/2, scaled, at positions [n, 1]: [n, D/2] float64, or [D/2] if positions do not
+    """Compute theta^(-2i / D) for i < D/2, scaled, at positions [n, 1]: [n, D/2] float64, or [D/2] if positions do not
     matter.
 
     dim: D. is_long: use the long set of "longrope".
@@ -71,7 +71,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int, positions: Array, *, is_long
 
 
 def _dynamic_theta(rope: RopeConfig, dim: int, positions: Array) -> Array:
-    """Return the base at each position, [n, 1]. It divides the slowest frequency by the growth of the context."""
+    """Compute the base at each position, [n, 1]. It divides the slowest frequency by the growth of the context."""
     context = rope.original_max_position_embeddings
     length = np.maximum(positions + 1, context)
     growth = rope.factor * length / context - (rope.factor - 1)
@@ -79,7 +79,7 @@ def _dynamic_theta(rope: RopeConfig, dim: int, positions: Array) -> Array:
 
 
 def _kept(rope: RopeConfig, frequencies: Array, dim: int) -> Array:
-    """Return how much of each frequency is kept: 1 if it makes many turns within the original context, 0 if it makes
+    """Compute how much of each frequency is kept: 1 if it makes many turns within the original context, 0 if it makes
     few. In between, Llama 3 interpolates over the number of turns, YaRN over the index."""
     if rope.rope_type == "default":
         return np.ones_like(frequencies)

@@ -41,7 +41,7 @@ class WeightLayer(Module):
         return sum(FLOAT32.itemsize * math.prod(shape) for shape in self.shapes.values())
 
     def state(self) -> dict[str, Tensor]:
-        """Return what `load` made from the values: all tensors that `forward` needs, by name."""
+        """Collect what `load` made from the values: all tensors that `forward` needs, by name."""
         return {name: getattr(self, name) for name in self.shapes}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -63,7 +63,7 @@ class WeightLayer(Module):
 
 
 def whole(value: Tensor | RowSource) -> Array:
-    """Return a parameter's value as one array."""
+    """Read a parameter's value as one array."""
     return as_array(value.read(0, value.shape[0]) if hasattr(value, "read") else value)
 
 
@@ -221,7 +221,7 @@ class Embedding(WeightLayer):
         return int(self.ops.dtype.itemsize) * math.prod(self.shapes["weight"])
 
     def table(self) -> Tensor:
-        """Return all rows: [N, hidden] dtype, or float32 if they are read from a shared head."""
+        """Read all rows: [N, hidden] dtype, or float32 if they are read from a shared head."""
         if self._shared is None:
             return self.weight
         ids = self.ops.tensor(np.arange(self.shapes["weight"][0]))
@@ -247,7 +247,7 @@ WHOLE_IN_FILES = "packed weights hold the LM head whole, neither in pieces nor p
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How a head's columns are arranged. It changes no logit.
+    """The arrangement of a head's columns. It changes no logit.
 
     Attributes:
         pieces: the number of products, computed one after the other, each with its share of the columns.
@@ -263,11 +263,11 @@ class HeadLayout:
         return self.pieces == self.pad_to == 1
 
     def width(self, vocab_size: int) -> int:
-        """Return the number of columns including the padding."""
+        """Round the number of columns up to the padding."""
         return -(-vocab_size // self.pad_to) * self.pad_to
 
     def cuts(self, vocab_size: int) -> list[tuple[int, int]]:
-        """Return the first and past-the-last column of each piece; widths differ by at most one column."""
+        """Divide the columns into pieces: the first and past-the-last of each; widths differ by at most one column."""
         width, pieces = self.width(vocab_size), self.pieces
         return [(index * width // pieces, (index + 1) * width // pieces) for index in range(pieces)]
 
@@ -304,7 +304,7 @@ class HeadPieces:
         self._plain = plain
 
     def state(self) -> dict[str, Tensor]:
-        """Return the packed memory of a head that is in one piece and not padded.
+        """Collect the packed memory of a head that is in one piece and not padded.
 
         Raises:
             NotSupportedError: the head is in pieces or padded.
@@ -362,7 +362,7 @@ class LMHead(Linear):
 
     @property
     def holds_rows(self) -> bool:
-        """Return whether the packed weight holds the rows of the parameter unchanged."""
+        """Tell whether the packed weight holds the rows of the parameter unchanged."""
         return self.layout.is_plain and self.spec.packing.scheme is None
 
     def _hold(self, pieces: Iterable[PackedLinear]) -> None:

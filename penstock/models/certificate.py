@@ -67,7 +67,7 @@ class Certificate(Basis):
 
 
 def find_basis(architecture: str, model_file: Path, table_file: Path, config_file: Path, numerics: int) -> Basis:
-    """Return the hashes for the model whose class is defined in `model_file`.
+    """Hash everything on which a certificate depends, for the model whose class is defined in `model_file`.
 
     Raises:
         OSError: a file cannot be read.
@@ -79,14 +79,14 @@ def find_basis(architecture: str, model_file: Path, table_file: Path, config_fil
 
 
 def certificate_file(certificate_id: str, weights: str) -> Path:
-    """Return the file of a certificate, below $XDG_CACHE_HOME or ~/.cache."""
+    """Name the file of a certificate, below $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{certificate_id}-tiny.json" if weights == RANDOM_TINY else f"{certificate_id}.json"
     return Path(base) / "penstock" / "certificates" / name
 
 
 def read_certificate(basis: Basis) -> dict[str, Any] | None:
-    """Return the certificate for a basis, preferably of real weights; None if no intact one exists."""
+    """Read the certificate for a basis, preferably of real weights; None if no intact one exists."""
     files = (certificate_file(basis.id, weights) for weights in ("", RANDOM_TINY))
     return next((found for file in files if (found := _read_file(file, basis)) is not None), None)
 
@@ -104,7 +104,7 @@ def _read_file(file: Path, basis: Basis) -> dict[str, Any] | None:
 
 
 def _file_of(read: Callable[..., Any]) -> Path:
-    """Return the file that defines a function, or the function inside a partial."""
+    """Find the file that defines a function, or the function inside a partial."""
     return Path(inspect.getfile(inspect.unwrap(getattr(read, "func", read))))
 
 
@@ -113,7 +113,7 @@ def _hash_files(files: Iterable[Path]) -> str:
 
 
 def _digest(parts: list[bytes]) -> str:
-    """Return a short hash of the parts and their lengths."""
+    """Hash the parts and their lengths."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

@@ -118,7 +118,7 @@ def _check_fields(architecture: str, numbers: dict[str, Any]) -> None:
 
 
 def _read_name(read: ConfigReader) -> str:
-    """Return the architecture's name.
+    """Read the architecture's name.
 
     Raises:
         ModelLoadError: `architectures` does not name exactly one, or the file belongs to a diffusion pipeline.
@@ -156,7 +156,7 @@ def _refuse_unsupported(read: ConfigReader, name: str) -> None:
 
 
 def _read_ids(key: str, vocab_size: int, *files: ConfigReader) -> tuple[int, ...]:
-    """Return the token ids of a key, whose value is an id or a list, without repetitions. The first file with any ids
+    """Read the token ids of a key, whose value is an id or a list, without repetitions. The first file with any ids
     decides."""
     result: tuple[int, ...] = ()
     for read in files:

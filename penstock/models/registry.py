@@ -52,7 +52,7 @@ class ModelVersion:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether the class computes with torch's tensors: it is a user's own, or has another convention."""
+        """Tell whether the class computes with torch's tensors: it is a user's own, or has another convention."""
         return isinstance(self.source, type) or self.convention != OWN_CONVENTION
 
     @property
@@ -64,7 +64,7 @@ class ModelVersion:
         return cast(type, getattr(importlib.import_module(module), name))
 
     def find_convention(self) -> Any | None:
-        """Return the module that builds and adapts classes of another convention; None for the engine's own."""
+        """Find the module that builds and adapts classes of another convention; None for the engine's own."""
         if self.convention == OWN_CONVENTION:
             return None
         return entry_points.load("calling_conventions", self.convention, "convention")
@@ -124,7 +124,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _without_head(name: str) -> str:
-    """Return Transformers' name for an architecture without its head."""
     return "Gemma3TextModel" if name == "Gemma3ForCausalLM" else re.sub("(ForCausalLM|LMHeadModel)$", "Model", name)
 
 
@@ -132,7 +131,7 @@ HEADLESS = {_without_head(name): name for name in ARCHITECTURES}  # name without
 
 
 def _headless(architecture: Architecture) -> Architecture:
-    """Return an architecture for checkpoints without an LM head, such as those of embedding models.
+    """Derive an architecture for checkpoints without an LM head, such as those of embedding models.
 
     The head is tied to the embedding, so it needs no tensor. Its logits are never asked for.
     """
@@ -145,7 +144,7 @@ def _headless(architecture: Architecture) -> Architecture:
 
 
 def find_architecture(name: str) -> Architecture:
-    """Return a registered architecture by its name, with or without the head.
+    """Find a registered architecture by its name, with or without the head.
 
     Raises:
         ModelLoadError: it is not registered. The message gives the nearest name, and the reason if the name shows it.
@@ -158,7 +157,7 @@ def find_architecture(name: str) -> Architecture:
 
 
 def unsupported(name: str, kind: str | None = None) -> ModelLoadError:
-    """Return the error for an architecture that is not registered. kind: the kind of model, if more than the name shows
+    """Make the error for an architecture that is not registered. kind: the kind of model, if more than the name shows
     it."""
     kind = kind or why_unsupported(name)
     because = f" ({kind}; {SUPPORTED})" if kind else ""
@@ -170,7 +169,7 @@ def unsupported(name: str, kind: str | None = None) -> ModelLoadError:
 
 
 def find_model(architecture: str, version: str = "auto") -> ModelVersion:
-    """Return an implementation of an architecture. The version "auto" is the default one.
+    """Find an implementation of an architecture. The version "auto" is the default one.
 
     Raises:
         ModelLoadError: the architecture is not registered.
@@ -186,7 +185,7 @@ def find_model(architecture: str, version: str = "auto") -> ModelVersion:
 
 
 def find_versions(architecture: str) -> dict[str, ModelVersion]:
-    """Return all implementations of an architecture by their names, those of other installed packages included.
+    """List all implementations of an architecture by their names, those of other installed packages included.
 
     Raises:
         ModelLoadError: the architecture is not registered.
@@ -247,7 +246,7 @@ def register_model(
 
 
 def _same_class(known: type | str, other: type) -> bool:
-    """Return whether two classes are the same class of a file that was imported twice. False for a built-in class."""
+    """Tell whether two classes are the same class of a file that was imported twice. False for a built-in class."""
     if isinstance(known, str):
         return False
     return known.__qualname__ == other.__qualname__ and inspect.getfile(known) == inspect.getfile(other)

@@ -73,7 +73,7 @@ class TieredBlockStore:
         return BlockDirectory(str(files.root), files.name, files.max_bytes, self._block_bytes)
 
     def holds(self, group: int, block_hash: bytes) -> bool:
-        """Return whether the block is in memory or in a file. A file is not read, so it may turn out to be damaged."""
+        """Tell whether the block is in memory or in a file. A file is not read, so it may turn out to be damaged."""
         key = group, block_hash
         if key in self._memory or key in self._queued:
             return True
@@ -92,7 +92,7 @@ class TieredBlockStore:
         return True
 
     def load(self, group: int, block_hash: bytes) -> bytes:
-        """Return a block that was fetched for this step."""
+        """Get a block that was fetched for this step."""
         return self._fetched[group, block_hash]
 
     def save(self, group: int, block_hash: bytes, content: bytes) -> None:
@@ -192,11 +192,10 @@ class BlockFiles:
 
     @staticmethod
     def name_of(group: int, block_hash: bytes) -> str:
-        """Return the name of a block's file."""
         return f"{group}-{block_hash.hex()}"
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file of this name, which another engine may have written."""
+        """Tell whether there is a file of this name, which another engine may have written."""
         if name not in self._known:
             if name in self._broken or not os.path.exists(self._own / name):
                 return False
@@ -204,7 +203,7 @@ class BlockFiles:
         return True
 
     def read(self, name: str, num_bytes: int) -> bytes | None:
-        """Return the content of a file; None if it does not exist, cannot be read or is damaged."""
+        """Read the content of a file; None if it does not exist, cannot be read or is damaged."""
         path = self._own / name
         try:
             with path.open("rb") as file:
@@ -231,7 +230,7 @@ class BlockFiles:
         self._broken.add(name)
 
     def read_whole(self, name: str) -> bytes | None:
-        """Return a file with its header, for `write_whole` on another machine; None if it cannot be read."""
+        """Read a file with its header, for `write_whole` on another machine; None if it cannot be read."""
         if NAME.fullmatch(name):
             try:
                 return (self._own / name).read_bytes()
@@ -298,7 +297,7 @@ class BlockFiles:
 
 
 def _content(name: str, data: bytes, num_bytes: int) -> bytes | None:
-    """Return the content from a file's data; None if the data is not what was written under this name."""
+    """Extract the content from a file's data; None if the data is not what was written under this name."""
     content = data[HEADER_BYTES:]
     if len(content) != num_bytes or data[:HEADER_BYTES] != _header(name, content):
         return None
@@ -306,7 +305,7 @@ def _content(name: str, data: bytes, num_bytes: int) -> bytes | None:
 
 
 def _header(name: str, content: bytes) -> bytes:
-    """Return the header of a file. Its checksum covers the name, so that no file passes for another."""
+    """Make the header of a file. Its checksum covers the name, so that no file passes for another."""
     digest = hashlib.blake2b(name.encode(), digest_size=16)
     digest.update(content)
     return MAGIC + digest.digest()

@@ -78,7 +78,7 @@ class GreedyDecoder:
                 done += count
 
     def _step_of(self, rows: list[int]) -> PackedStep:
-        """Return the arrays of a step with one token of each row; those of the last call if the blocks are the same."""
+        """Pack a step with one token of each row; the arrays are those of the last call if the blocks are the same."""
         batch = self._runner.batch
         versions = [table.version for table in batch.block_tables]
         if self._step is None or rows != self._rows or versions != self._versions:
@@ -100,7 +100,7 @@ class GreedyDecoder:
         return self._step
 
     def _planned_context(self, step: PackedStep, positions: Sequence[int]) -> ForwardContext:
-        """Return the context of the step with these positions [B]; that of the last call if its plan holds."""
+        """Plan the context of the step with these positions [B]; that of the last call if its plan holds."""
         planned = zip(positions, self._planned, strict=True) if self._context is not None else ()
         if self._context is None or not all(begin <= position < end for position, (begin, end) in planned):
             step.seq_lens[:] = step.positions + 1

@@ -53,7 +53,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a pass returns besides the last hidden state."""
+    """A selection of results of a pass besides the last hidden state."""
 
     logits: bool = True
     hidden_states: bool = False
@@ -106,7 +106,7 @@ class ForwardPass:
         return ForwardOutput(list(token_ids), last, logits, states, attentions)
 
     def _blocks(self) -> list[tuple[Any, Attention]]:
-        """Return each decoder block with its attention, in layer order."""
+        """Find each decoder block with its attention, in layer order."""
         if self._config.numerics.load_format == "mock":
             raise NotSupportedError("forward: load_format = mock has no model to look into", param="load_format")
         modules = dict(named_modules(self._model))
@@ -134,7 +134,7 @@ class ForwardPass:
             )
 
     def _runner(self, token_ids: Sequence[int]) -> ModelRunner:
-        """Return a runner that knows the tokens, with caches for them alone: a token's slot is its position."""
+        """Make a runner that knows the tokens, with caches for them alone: a token's slot is its position."""
         num_blocks = -(-len(token_ids) // BLOCK_SIZE)
         groups = [CacheGroup(layers, window, num_blocks, BLOCK_SIZE) for layers, window in self._numbers.cache_groups()]
         runner = ModelRunner(self._model, self._ops, groups, self._config, self._numbers, self._kv_scales)
@@ -153,7 +153,7 @@ class ForwardPass:
             seen.logits.append(_copy(logits[:, : self._numbers.vocab_size]))
 
     def _attentions(self, blocks: list[tuple[Any, Attention]], runner: ModelRunner, seen: _Seen) -> tuple[Array, ...]:
-        """Return each layer's weights [H, T, T], computed with the keys as its cache holds them."""
+        """Compute each layer's weights [H, T, T] with the keys as its cache holds them."""
         found = []
         windows = self._numbers.layer_windows
         for (_, attention), cache, queries, window in zip(blocks, runner.kv_caches, seen.queries, windows, strict=True):
@@ -202,7 +202,7 @@ class _WatchedOps:
 
 
 def attention_weights(q: Array, keys: Array, params: AttentionParams, window: int | None) -> Array:
-    """Return softmax(q k^T), [H, T, T] float32, with scale, bias and softcap as AttentionParams orders them.
+    """Compute softmax(q k^T), [H, T, T] float32, with scale, bias and softcap as AttentionParams orders them.
 
     A hidden key has weight 0. q: [T, H, D], keys: [T, Hkv, D], both float32.
     """

@@ -81,7 +81,7 @@ class BlockTable:
         self._num_entries[row] = self._num_released[row] = 0
 
     def slots(self, rows: Int64, positions: Int64, ends: Int64) -> Int64:
-        """Return the slots [T] int64 of the tokens at `positions` [T] of `rows` [T].
+        """Compute the slots [T] int64 of the tokens at `positions` [T] of `rows` [T].
 
         In a ring, a token is not stored (NO_SLOT) if a later token of the same step takes its place. ends: [T], the
         length of each token's sequence after the step.
@@ -97,7 +97,7 @@ class BlockTable:
         return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots
 
     def begins_block(self, positions: Int64) -> bool:
-        """Return whether any of `positions` is the first position of a block."""
+        """Tell whether any of `positions` is the first position of a block."""
         return bool(np.count_nonzero(positions % self.group.block_size) < len(positions))
 
     def gather(self, rows: Int64, longest: int) -> Int32:
@@ -200,7 +200,7 @@ class Layout:
         )
 
     def positions(self, computed: Int64) -> Int64:
-        """Return the position of each token, [T], if `computed` [B] tokens of each sequence are cached."""
+        """Compute the position of each token, [T], if `computed` [B] tokens of each sequence are cached."""
         return computed[self.token_sequences] + self.token_offsets
 
 
@@ -249,7 +249,7 @@ class DecodeStep:
         self._room = min(ids.shape[1] * table.group.block_size for table, ids, _ in self._tables)
 
     def precedes(self, layout: Layout, computed: Int64, num_tokens: Int64) -> bool:
-        """Return whether this step can be packed again as the next one.
+        """Tell whether this step can be packed again as the next one.
 
         Each row must have as many new tokens as in this step, and they must be its last ones; without drafts, each row
         must have one token more than in this step.
@@ -396,7 +396,7 @@ class Positions:
     offsets: Int64
 
     def at(self, chosen: Int64) -> "Positions":
-        """Return the positions with the indices `chosen` [m]."""
+        """Select the positions with the indices `chosen` [m]."""
         return Positions(self.rows[chosen], self.offsets[chosen])
 
     def __iter__(self) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -520,19 +520,19 @@ class InputBatch:
         return request_id in self._row_of
 
     def row(self, request_id: str) -> int:
-        """Return the row of a request. Raises EngineError if it is unknown."""
+        """Look up the row of a request. Raise EngineError if it is unknown."""
         row = self._row_of.get(request_id)
         if row is None:
             raise EngineError(f"request {request_id} was scheduled but never introduced")
         return row
 
     def history(self, row: int, offset: int = 0) -> Int32:
-        """Return the prompt, the outputs so far and the first `offset` drafts of this step: a view [tokens] int32."""
+        """View the prompt, the outputs so far and the first `offset` drafts of this step: [tokens] int32."""
         view: Int32 = self.token_ids[row, : self.num_tokens[row] + offset]
         return view
 
     def num_outputs(self, row: int) -> int:
-        """Return the number of tokens generated so far, including those from before a preemption."""
+        """Count the tokens generated so far, including those from before a preemption."""
         return int(self.num_tokens[row] - self.num_prompt_tokens[row])
 
     def pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedStep:
@@ -584,7 +584,7 @@ class InputBatch:
         return step
 
     def _lay_out(self, scheduled: Sequence[ScheduledRequest]) -> Layout:
-        """Return the layout of a step, which is the last step's object if it is equal."""
+        """Lay out a step; the layout is the last step's object if it is equal."""
         row_of = self._row_of
         key = [
             (row_of.get(item.request_id), item.num_new_tokens, item.num_samples, len(item.draft_token_ids))
@@ -618,7 +618,7 @@ class InputBatch:
     def _prompt_positions(
         self, rows: Int64, computed: Int64, seq_lens: Int64, starts: Int64
     ) -> tuple[list[Int64], list[PromptPiece]]:
-        """Return the packed indices of positions whose next token is a prompt token to score, and their pieces."""
+        """Collect the packed indices of positions whose next token is a prompt token to score, and their pieces."""
         indices: list[Int64] = []
         pieces: list[PromptPiece] = []
         num_top = self.sampling.num_prompt_logprobs[rows]
@@ -634,6 +634,6 @@ class InputBatch:
 
 
 def _drafts_at(scheduled: Sequence[ScheduledRequest]) -> Int64:
-    """Return the draft at the place of each sampled token, [M] int64."""
+    """Collect the draft at the place of each sampled token, [M] int64."""
     parts = [[*item.draft_token_ids, NO_DRAFT] for item in scheduled if item.num_samples]
     return np.concatenate(parts).astype(np.int64)

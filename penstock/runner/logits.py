@@ -1,4 +1,4 @@
-"""How one request's parameters and history change its logits before a token is drawn. No torch here.
+"""Change one request's logits before a token is drawn, by its parameters and history. No torch here.
 
 OPTIONS at the end lists every field of SamplingParams that does so, in the order in which they apply, which
 docs/sampling.md repeats: masks, biases, penalties, DRY, forced tokens, end tokens, temperature, truncations.
@@ -39,7 +39,7 @@ FIRST_LOOK = 256  # how many tokens are sorted at first, instead of the whole vo
 
 
 def is_on(params: SamplingParams, field: str) -> bool:
-    """Return whether a field of the parameters is set to something other than its default."""
+    """Tell whether a field of the parameters is set to something other than its default."""
     value = getattr(params, field)
     return bool(value != OFF[field] and value not in (None, (), {}))
 
@@ -72,7 +72,7 @@ def _bad_words_ids(params: SamplingParams, end_ids: Int64) -> Mask:
 
 
 def _completions(words: Iterable[tuple[int, ...]]) -> Mask:
-    """Return the mask of the last ids of words, where the other ids of a word are the end of the history."""
+    """Mask the last ids of words, where the other ids of a word are the end of the history."""
     listed = list(words)
     single = ids_of(word[0] for word in listed if len(word) == 1)
     longer = [(list(word[:-1]), word[-1]) for word in listed if len(word) > 1]
@@ -91,7 +91,7 @@ def _no_repeat_ngram(params: SamplingParams, end_ids: Int64) -> Mask:
     size = params.no_repeat_ngram_size
 
     def mask(history: Int32, num_outputs: int) -> Int64:
-        """Return the ids that would complete a sequence of `size` ids that is in the history already."""
+        """Find the ids that would complete a sequence of `size` ids that is in the history already."""
         num_starts = len(history) - size + 1
         if num_starts < 1:
             return NO_IDS
@@ -109,7 +109,7 @@ def _suppress(params: SamplingParams, end_ids: Int64) -> Mask:
 
 
 def _begin_suppress(params: SamplingParams, end_ids: Int64) -> Mask:
-    """Return the mask of the first output, or of the second where forced_bos_token_id forces the first."""
+    """Mask the first output, or the second where forced_bos_token_id forces the first."""
     ids = ids_of(params.begin_suppress_tokens or ())
     is_forced = params.forced_bos_token_id is not None
 
@@ -143,7 +143,7 @@ class TokenCounts:
         self._counts[index] += 1
 
     def after(self, token_ids: Int32) -> "TokenCounts":
-        """Return a copy with token_ids [n] int32 added."""
+        """Copy the counts, with token_ids [n] int32 added."""
         found = copy(self)
         found._index, found._ids, found._counts = dict(self._index), self._ids.copy(), self._counts.copy()
         for token_id in token_ids.tolist():
@@ -177,7 +177,7 @@ class Repetitions:
             self._breakers.setdefault(first, []).append(tuple(others))
 
     def penalties(self, history: Int32) -> tuple[Int64, Float32]:
-        """Return ids [P] and the penalties [P] to subtract from their logits."""
+        """Compute ids [P] and the penalties [P] to subtract from their logits."""
         params = self._params
         last_n, allowed = params.dry_penalty_last_n, params.dry_allowed_length
         window = history if last_n < 0 else history[max(0, len(history) - last_n) :]
@@ -198,7 +198,7 @@ class Repetitions:
         return min(penalty, float(LARGEST))
 
     def _limit(self, window: Int32) -> int:
-        """Return how many tokens follow the last sequence breaker, which is the longest repetition that counts."""
+        """Count the tokens that follow the last sequence breaker, which is the longest repetition that counts."""
         if not self._breakers:
             return len(window)
         ids = window[::-1].tolist()  # the last one first
@@ -225,7 +225,7 @@ def _dry(params: SamplingParams, end_ids: Int64) -> Change:
 
 
 def _repeats(window: Int32, least: int) -> list[tuple[int, int]]:
-    """Return (end, length) for each earlier `end` at which the last `length` >= `least` tokens occur as well."""
+    """List (end, length) for each earlier `end` at which the last `length` >= `least` tokens occur as well."""
     num_tokens, work = len(window), 0
     ends = np.flatnonzero(window[:-1] == window[-1])
     found: list[tuple[int, int]] = []
@@ -243,7 +243,7 @@ def _repeats(window: Int32, least: int) -> list[tuple[int, int]]:
 
 
 def _repeats_of_all(ids: list[int], least: int) -> list[tuple[int, int]]:
-    """Return what `_repeats` does, in linear time for any history: the Z algorithm, from the end."""
+    """Compute what `_repeats` does, in linear time for any history: the Z algorithm, from the end."""
     num_tokens = len(ids)
     ids = ids[::-1]
     lengths = [0] * num_tokens
@@ -283,7 +283,7 @@ def _decay(params: SamplingParams, end_ids: Int64) -> Change:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one draw depends on besides logits and parameters.
+    """The inputs of one draw besides logits and parameters.
 
     Attributes:
         noise_key: seed, choice and output position.
@@ -305,7 +305,7 @@ Truncation = Callable[[Float32, SamplingParams, Draw], Bools]
 
 
 def log_probabilities(logits: Float32) -> Float64:
-    """Return the log-softmax of logits [n]; at least one of them is above -inf."""
+    """Compute the log-softmax of logits [n]; at least one of them is above -inf."""
     shifted = logits.astype(np.float64) - float(logits.max())
     found: Float64 = shifted - math.log(float(np.exp(shifted).sum()))
     return found
@@ -323,7 +323,7 @@ def _only(logits: Float32, indices: Int64) -> Bools:
 
 
 def _smallest(keys: Float64 | Float32, count: int) -> Int64:
-    """Return the indices of the `count` smallest keys [n], in order of key and index; more on a tie at the end."""
+    """Find the indices of the `count` smallest keys [n], in order of key and index; more on a tie at the end."""
     found = np.arange(len(keys))
     if count < len(keys):
         found = np.flatnonzero(keys <= np.partition(keys, count - 1)[count - 1])
@@ -332,8 +332,8 @@ def _smallest(keys: Float64 | Float32, count: int) -> Int64:
 
 
 def _in_order(keys: Float64 | Float32, probabilities: Float64, mass: float) -> tuple[Int64, Float64]:
-    """Return the indices of the smallest keys in order, at least as many as have a total probability of `mass`, and the
-    cumulative sums. Only the beginning is sorted, because sorting a whole vocabulary takes long."""
+    """Sort the smallest keys: their indices, at least as many as have a total probability of `mass`, and the cumulative
+    sums. Only the beginning is sorted, because sorting a whole vocabulary takes long."""
     count = FIRST_LOOK
     while True:
         indices = _smallest(keys, count)
@@ -413,7 +413,7 @@ def _mirostat(logits: Float32, params: SamplingParams, draw: Draw) -> Bools:
 
 
 def _mirostat_count(logs: Float64, draw: Draw) -> int:
-    """Return how many of the most likely tokens version 1 keeps, from an estimated exponent of Zipf's distribution."""
+    """Count the most likely tokens that version 1 keeps, from an estimated exponent of Zipf's distribution."""
     best = logs[_smallest(-logs, MIROSTAT_TOKENS)[:MIROSTAT_TOKENS]]
     best = best[best > -np.inf]
     if len(best) < 2:
@@ -427,19 +427,19 @@ def _mirostat_count(logs: Float64, draw: Draw) -> int:
 
 
 def first_state(params: SamplingParams) -> SamplerState | None:
-    """Return the state before the first output, which is mirostat's mu; None if draws do not depend on each other."""
+    """Make the state before the first output, which is mirostat's mu; None if draws do not depend on each other."""
     return (2.0 * params.mirostat_tau,) if params.has_sampler_state and not params.greedy else None
 
 
 def next_state(logits: Float32, token_id: int, params: SamplingParams, state: SamplerState) -> SamplerState:
-    """Return the state after token_id was drawn from truncated logits [V]."""
+    """Compute the state after token_id was drawn from truncated logits [V]."""
     (mu,) = state
     surprise = -float(log_probabilities(logits)[token_id]) / math.log(2.0)
     return (mu - params.mirostat_eta * (surprise - params.mirostat_tau),)
 
 
 def truncate(logits: Float32, params: SamplingParams, draw: Draw) -> Float32:
-    """Return logits [V] after the truncations that are on: dropped tokens become -inf. Does not change `logits`."""
+    """Copy logits [V] with the truncations that are on: dropped tokens become -inf. Does not change `logits`."""
     wanted = [option.truncation for option in OPTIONS if option.truncation and is_on(params, option.field)]
     if not wanted:
         return logits
@@ -561,7 +561,7 @@ class LogitAdjustments:
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        """Return whether the parameters ask for anything beyond the truncations of the kernels."""
+        """Tell whether the parameters ask for anything beyond the truncations of the kernels."""
         return any(option.applies(params) for option in OPTIONS if option.warps or option.truncation is None)
 
     def append(self, token_id: int) -> None:
@@ -572,7 +572,7 @@ class LogitAdjustments:
             self.generated.add(token_id)
 
     def after(self, drafts: Int32) -> "LogitAdjustments":
-        """Return the adjustments for the token after drafts [n] int32, counting these as outputs. Changes nothing."""
+        """Copy the adjustments for the token after drafts [n] int32, counting these as outputs. Changes nothing."""
         if not len(drafts):
             return self
         found = copy(self)
@@ -581,12 +581,12 @@ class LogitAdjustments:
         return found
 
     def masked_ids(self, history: Int32, num_outputs: int) -> list[Int64]:
-        """Return the ids that may not follow the history [num_tokens] int32, which has `num_outputs` outputs."""
+        """Find the ids that may not follow the history [num_tokens] int32, which has `num_outputs` outputs."""
         found = [mask(history, num_outputs) for mask in self._masks]
         return [ids for ids in found if ids.size]
 
     def bias(self, history: Int32) -> tuple[Int64, Float32] | None:
-        """Return distinct ids [P] and the biases [P] float32 to add to their logits; None if there are no biases."""
+        """Compute distinct ids [P] and the biases [P] float32 to add to their logits; None if there are no biases."""
         if not self._sequences:
             return self._bias
         total = {} if self._bias is None else dict(zip(*(part.tolist() for part in self._bias), strict=True))
@@ -596,11 +596,11 @@ class LogitAdjustments:
         return (ids_of(total), np.array([*total.values()], np.float32)) if total else None
 
     def warps(self, history: Int32) -> bool:
-        """Return whether the row that follows this history must be warped."""
+        """Tell whether the row that follows this history must be warped."""
         return self._is_warped or self._forced(history) is not None
 
     def warp(self, logits: Float32, history: Int32, num_outputs: int, draw: Draw) -> Float32:
-        """Return logits [V] ready for the draw. They have been adjusted by this history's pairs; may change them."""
+        """Make logits [V] ready for the draw. They have been adjusted by this history's pairs; may change them."""
         forced = self._forced(history)
         if forced is None:
             for change in self._changes:
@@ -618,7 +618,7 @@ class LogitAdjustments:
         return truncate(np.minimum(logits, LARGEST, out=logits), self.params, draw)  # inf - inf is NaN
 
     def _forced(self, history: Int32) -> Int64 | None:
-        """Return the ids from which the next token must be chosen; None if any id may follow."""
+        """Find the ids from which the next token must be chosen; None if any id may follow."""
         params = self.params
         if params.forced_bos_token_id is not None and len(history) == 1:
             return ids_of([params.forced_bos_token_id])
@@ -639,7 +639,7 @@ class AdjustedRow(NamedTuple):
 
 
 def adjusted_pairs(rows: Sequence[AdjustedRow], num_rows: int, vocab_size: int) -> dict[str, Any]:
-    """Return the masked, bias, repetition and counts of SamplingTensors that any row needs, as arrays, for logits
+    """Collect the masked, bias, repetition and counts of SamplingTensors that any row needs, as arrays, for logits
     [num_rows, vocab_size]."""
     assert all(row.place < num_rows for row in rows), "a row of other logits"
     repetition, frequency, presence = np.ones(num_rows, np.float32), *np.zeros((2, num_rows), np.float32)
@@ -670,7 +670,7 @@ _Part = tuple[int, Int64, Float32]  # a row of the logits, ids [P], their values
 
 
 def _pairs(parts: list[_Part], vocab_size: int) -> tuple[Array, Array] | None:
-    """Return all (row, id) pairs [P, 2] int64 and their values, [P] float32 or [0] without; None if there are no pairs.
+    """Join all (row, id) pairs [P, 2] int64 and their values, [P] float32 or [0] without; None if there are no pairs.
 
     Ids beyond the vocabulary are left out, because they have no logit.
     """

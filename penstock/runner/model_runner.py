@@ -100,8 +100,8 @@ class ModelRunner:
         self.store: TieredBlockStore | None = None  # for blocks beyond the cache
 
     def may_record(self, config: EngineConfig, model_config: ModelConfig) -> bool:
-        """Return whether passes are recorded as programs: the backend can, and all passes over the same number of
-        tokens make the same calls on the same memory."""
+        """Tell whether passes are recorded as programs: the backend can, and all passes over the same number of tokens
+        make the same calls on the same memory."""
         return isinstance(self.ops, RecordingOps)
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
@@ -138,7 +138,7 @@ class ModelRunner:
         return [sum(memory.nbytes for memory in self._block(index, 0)) for index in range(len(self.groups))]
 
     def _block(self, group: int, block_id: int) -> list[Array]:
-        """Return the memory of a block in each layer of its group."""
+        """Expose the memory of a block in each layer of its group."""
         return [self.ops.block_bytes(self.kv_caches[layer], block_id) for layer in self.groups[group].layers]
 
     def _transfer_blocks(self, plan: SchedulerOutput) -> None:
@@ -199,7 +199,7 @@ class ModelRunner:
             self._sample(self.model.compute_logits(hidden), step, results)
 
     def context(self, step: PackedStep) -> ForwardContext:
-        """Return what the model needs to know of a step, which may be the last step, changed in place."""
+        """Prepare what the model needs to know of a step, which may be the last step, changed in place."""
         if step is not self._packed:  # else the step was advanced in place, and the metadata still holds
             self._packed = step
             self._unplanned = {index: self._attention(step, index) for index in self._first_layers}
@@ -212,7 +212,7 @@ class ModelRunner:
         return ForwardContext(self.ops.tensor(step.positions), self.kv_caches, attention, self._layer_group)
 
     def _attention(self, step: PackedStep, index: int) -> AttentionMetadata:
-        """Return the metadata of a cache group, without a plan."""
+        """Make the metadata of a cache group, without a plan."""
         group = self.groups[index]
         return AttentionMetadata(
             query_start_loc=step.layout.query_start_loc,
@@ -371,8 +371,8 @@ def _accept(
 
 
 def logits_checksums(logits: Array, step_id: int) -> list[int]:
-    """Return, for each row of logits [M, V] float32, the sum modulo 2**64 of the words in this step's window. It shows
-    the flight recorder's replay a changed bit even in a step that chose the same tokens.
+    """Sum, for each row of logits [M, V] float32, the words in this step's window, modulo 2**64. The sum shows the
+    flight recorder's replay a changed bit even in a step that chose the same tokens.
 
     A checksum covers a window of the vocabulary, because all of it would cost as much as sampling does: 4 MiB a step
     with 32 requests and 32,000 tokens. A bit that changes before the LM head changes nearly every logit. The window
@@ -388,7 +388,7 @@ def logits_checksums(logits: Array, step_id: int) -> list[int]:
 
 
 def _failed(result: RequestStepOutput) -> RequestStepOutput:
-    """Return the result of a request that failed: its error and checksum only."""
+    """Strip the result of a failed request to its error and checksum."""
     return RequestStepOutput([], error=result.error, checksum=result.checksum)
 
 
@@ -403,7 +403,7 @@ def _prepare_torch(ops: Ops, threads: int) -> Callable[[], AbstractContextManage
 
 
 def layer_groups(groups: Sequence[CacheGroup], num_layers: int) -> tuple[int, ...]:
-    """Return the index of each decoder layer's cache group.
+    """Find the index of each decoder layer's cache group.
 
     Raises:
         EngineError: a layer is in no group or in two.
@@ -473,11 +473,11 @@ class RecordedModel:
         self._recordable = True
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return hidden states as CausalLM does. The next call overwrites them."""
+        """Compute hidden states as CausalLM does. The next call overwrites them."""
         return self._run(input_ids, ctx, head=False)
 
     def logits(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the logits of every token, [T, V] float32, as decode steps need. The next call overwrites them."""
+        """Compute the logits of every token, [T, V] float32, as decode steps need. The next call overwrites them."""
         return self._run(input_ids, ctx, head=True)
 
     def decode(self, tokens: Array, ctx: ForwardContext, vocab_size: int) -> bool:

@@ -52,7 +52,7 @@ class _Pooled:
             self.kept = [_copy(rows[-1:] if kind == "LAST" else rows[:1])]
 
     def result(self) -> bytes | None:
-        """Return the vectors as bytes; None if any number is not finite."""
+        """Finish the vectors, as bytes; None if any number is not finite."""
         found = np.concatenate(self.kept) if self.total is None else (self.total / self.num_tokens)[None]
         if not np.isfinite(found).all():
             return None
@@ -63,7 +63,7 @@ class _Pooled:
 
 
 def normalized(vector: npt.NDArray[np.floating]) -> Float64:
-    """Return a vector [n] divided by its length; a zero vector stays zero."""
+    """Divide a vector [n] by its length; a zero vector stays zero."""
     numbers = vector.astype(FLOAT64)
     length = math.sqrt(math.fsum((numbers * numbers).tolist()))
     return numbers / length if length else numbers

@@ -50,7 +50,7 @@ class Sampled:
 
 @dataclass(slots=True, eq=False)
 class _Cached:
-    """What stays the same from step to step as long as the rows and their requests do.
+    """State that stays the same from step to step as long as the rows and their requests do.
 
     Attributes:
         batch, rows, version, vocab_size: what it is valid for; `rows` is the same array in steps of the same layout.
@@ -66,7 +66,7 @@ class _Cached:
     params: SamplingTensors | None = None
 
     def holds_for(self, batch: InputBatch, rows: Int64, vocab_size: int) -> bool:
-        """Return whether these are the same rows, with the same requests."""
+        """Tell whether these are the same rows, with the same requests."""
         if self.batch is not batch or self.version != batch.sampling.version or self.vocab_size != vocab_size:
             return False
         return self.rows is rows or np.array_equal(self.rows, rows)
@@ -153,7 +153,8 @@ class Sampler:
         return Sampled(token_ids, logprobs, _next_states(batch, rows, warped, token_ids) if warped else {})
 
     def _cached_for(self, batch: InputBatch, rows: Int64, vocab_size: int) -> _Cached:
-        """Return what is known of these rows; collect it anew if they or their requests differ from the last step's."""
+        """Look up what is known of these rows; collect it anew if they or their requests differ from the last
+        step's."""
         cached = self._cached
         if cached is None or not cached.holds_for(batch, rows, vocab_size):
             asked = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
@@ -163,7 +164,7 @@ class Sampler:
     def _tensors(
         self, cached: _Cached, batch: InputBatch, positions: Positions, logits: Tensor
     ) -> tuple[SamplingTensors, dict[int, Float32]]:
-        """Return `sampling_tensors`, from the last step if they are still valid, and `warped_rows`."""
+        """Make `sampling_tensors`, or take those of the last step if they are still valid, and `warped_rows`."""
         if cached.params is None:
             adjusted = adjusted_rows(batch, positions)
             warped = warped_rows(logits, batch, positions, adjusted)
@@ -180,7 +181,7 @@ class Sampler:
 
 
 def adjusted_rows(batch: InputBatch, positions: Positions) -> list[AdjustedRow]:
-    """Return the rows of a step whose requests have LogitAdjustments."""
+    """Select the rows of a step whose requests have LogitAdjustments."""
     found = []
     for index, (row, offset) in positions:
         item = batch.sampling.adjustments[row]
@@ -194,7 +195,7 @@ def adjusted_rows(batch: InputBatch, positions: Positions) -> list[AdjustedRow]:
 def warped_rows(
     logits: Tensor, batch: InputBatch, positions: Positions, adjusted: Sequence[AdjustedRow]
 ) -> dict[int, Float32]:
-    """Return the logits [V] of the rows that the kernels cannot adjust, ready for the draw, by index in [M]. Changes
+    """Warp the logits [V] of the rows that the kernels cannot adjust, ready for the draw, by index in [M]. Changes
     nothing."""
     rows = [row for row in adjusted if row.item.warps(row.history)]
     if not rows:
@@ -214,7 +215,7 @@ def warped_rows(
 def _next_states(
     batch: InputBatch, rows: Int64, warped: dict[int, Float32], token_ids: Array
 ) -> dict[int, SamplerState]:
-    """Return the next state, by index, of the warped rows that have one and drew a token."""
+    """Compute the next state, by index, of the warped rows that have one and drew a token."""
     found: dict[int, SamplerState] = {}
     for index, logits in warped.items():
         row, token_id = int(rows[index]), int(token_ids[index])
@@ -258,7 +259,7 @@ def sampling_tensors(
 
 
 def _noise_key(batch: InputBatch, positions: Positions) -> Int64:
-    """Return [M, 3] int64: seed, choice, and the number of outputs so far, which is the position of the next output."""
+    """Pack [M, 3] int64: seed, choice, and the number of outputs so far, which is the position of the next output."""
     rows = positions.rows
     num_outputs = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + positions.offsets
     return np.concatenate([batch.sampling.noise_key[rows], num_outputs[:, None]], axis=1)
@@ -268,7 +269,7 @@ def _noise_key(batch: InputBatch, positions: Positions) -> Int64:
 
 
 def top_ids(logprobs: Array, count: int) -> Int64:
-    """Return the ids of the `count` greatest logprobs per row [M, V]: [M, count] int64, best first, then lowest id."""
+    """Select the ids of the `count` greatest logprobs per row [M, V]: [M, count] int64, best first, then lowest id."""
     ids = np.empty((len(logprobs), count), dtype=np.int64)
     for row, values in enumerate(logprobs):
         least = np.partition(values, -count)[-count]
@@ -278,7 +279,7 @@ def top_ids(logprobs: Array, count: int) -> Int64:
 
 
 def token_logprobs(logprobs: Array, token_ids: Int64, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Return one entry per row of logprobs [M, V]: for the row's token in token_ids [M] int64 and its num_top best."""
+    """Make one entry per row of logprobs [M, V]: for the row's token in token_ids [M] int64 and its num_top best."""
     columns = token_ids[:, None]
     own = np.take_along_axis(logprobs, columns, axis=-1)
     ranks = ((logprobs > own).sum(axis=-1) + 1).tolist()

@@ -148,7 +148,7 @@ class StructuredRows:
             item.error, item.matcher = str(error).removeprefix(f"{FIELD}: "), None
 
     def _masks(self, item: _FormRequest) -> list[_Mask | None]:
-        """Return the mask after the answer without its drafts (the last `count - 1` tokens), and after each draft.
+        """Compute the mask after the answer without its drafts (the last `count - 1` tokens), and after each draft.
 
         Raises:
             ValueError: the form cannot be followed.
@@ -189,7 +189,7 @@ class StructuredRows:
         return self._ops.tensor(masked), errors
 
     def forced(self, row: int) -> list[int]:
-        """Return the tokens that must follow a row's history, which ends with tokens sampled in this step.
+        """Find the tokens that must follow a row's history, which ends with tokens sampled in this step.
 
         There are none if the request asks for a draw of each token, or if other masks may forbid the token.
         """
@@ -226,7 +226,7 @@ def _at_length(item: _FormRequest, matcher: Matcher, allowed: Bools, num_outputs
 
 
 def _ends(item: _FormRequest, matcher: Matcher, token_id: int) -> bool:
-    """Return whether a token may end the answer."""
+    """Tell whether a token may end the answer."""
     return token_id in matcher.end_ids or token_id in (item.params.stop_token_ids or ())
 
 

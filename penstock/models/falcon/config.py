@@ -72,7 +72,7 @@ def read_shape(read: ConfigReader) -> Numbers:
 
 
 def read_parallel_norms(read: ConfigReader) -> int:
-    """Return the number of norms before parallel branches; 0: the branches follow each other."""
+    """Read the number of norms before parallel branches; 0: the branches follow each other."""
     parallel = read.boolean("parallel_attn", True)
     if read.boolean("new_decoder_architecture", False):
         return read.integer("num_ln_in_parallel_attn", 1, 2, 2)

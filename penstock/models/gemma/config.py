@@ -47,7 +47,7 @@ def scaled_decoder(read: ConfigReader) -> Numbers:
 
 
 def gate(read: ConfigReader, key: str, other: str) -> str:
-    """Return the gate's activation. A file may repeat it under the other key, but not contradict it.
+    """Read the gate's activation. A file may repeat it under the other key, but not contradict it.
 
     `hidden_act: gelu`, which the first files have, always meant the tanh form.
     """

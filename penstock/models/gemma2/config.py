@@ -45,19 +45,19 @@ def read_gemma3(read: ConfigReader) -> Numbers:
 
 
 def query_scale(read: ConfigReader) -> float:
-    """Return the factor of the scores."""
+    """Compute the factor of the scores, 1 / sqrt(query_pre_attn_scalar)."""
     return 1 / math.sqrt(read.number("query_pre_attn_scalar", 1e-6, MAX_SIZE, QUERY_SCALAR))
 
 
 def softcap(read: ConfigReader, key: str, default: float | None) -> float | None:
-    """Return a soft cap. Null means no cap; `default` applies if the key is absent."""
+    """Read a soft cap. Null means no cap; `default` applies if the key is absent."""
     if read.is_null(key) or (default is None and not read.has(key)):
         return None
     return read.number(key, 1e-6, MAX_SIZE, default or 0.0)
 
 
 def window_pattern(num_layers: int, period: int) -> list[str]:
-    """Return layer types: the last of every `period` layers has no window."""
+    """List layer types: the last of every `period` layers has no window."""
     return ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
 
 

@@ -53,6 +53,6 @@ class GPT2Block(Module):
 
 
 def score_scale(cfg: ModelConfig, index: int) -> float:
-    """Return the factor of a layer's scores: 1 / sqrt(D) or 1, divided by the layer's number if the config says so."""
+    """Compute the factor of a layer's scores: 1 / sqrt(D) or 1, divided by the layer's number if the config says so."""
     scale = cfg.attention_scale or cfg.head_dim**-0.5
     return scale / (index + 1) if cfg.extra["scale_by_layer"] else scale

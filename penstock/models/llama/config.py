@@ -63,7 +63,7 @@ def attention_biases(read: ConfigReader) -> Numbers:
 
 
 def upper_windows(read: ConfigReader, num_layers: int) -> Windows:
-    """Return Qwen's windows. With use_sliding_window, the layers that layer_types names have one, or those from
+    """Read Qwen's windows. With use_sliding_window, the layers that layer_types names have one, or those from
     max_window_layers on; without it, no layer has one."""
     window = sliding_window(read, DEFAULT_WINDOW)
     first_sliding = read.integer("max_window_layers", 0, MAX_SIZE, 28)

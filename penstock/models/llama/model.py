@@ -37,7 +37,7 @@ class LlamaBlock(Module):
         self.mlp = self.make_mlp(cfg, make.at("mlp"), index)
 
     def make_mlp(self, cfg: ModelConfig, make: LayerFactory, index: int) -> Module:
-        """Return the feed-forward branch of layer `index`; [T, hidden] dtype -> [T, hidden] float32."""
+        """Make the feed-forward branch of layer `index`; [T, hidden] dtype -> [T, hidden] float32."""
         return GatedMLP(make, cfg.hidden_act)
 
     def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:

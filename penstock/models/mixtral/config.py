@@ -65,7 +65,7 @@ def _sparse_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
 
 
 def _window(read: ConfigReader) -> int | None:
-    """Return the window of all layers. Transformers ignores max_window_layers here, so it is refused where a window is
+    """Read the window of all layers. Transformers ignores max_window_layers here, so it is refused where a window is
     used."""
     window = sliding_window(read, DEFAULT_WINDOW)
     if not read.boolean("use_sliding_window", False):
