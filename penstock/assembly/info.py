@@ -25,7 +25,6 @@ from penstock.weights.safetensors import fingerprint
 
 
 def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: Weights) -> ModelInfo:
-    """Make the description of a resolved config and its model for clients."""
     if config.numerics.load_format != "auto":
         digest = config.numerics.load_format
     else:

@@ -95,7 +95,7 @@ def philox4x32(counter: Words, key: tuple[Word, Word]) -> Words:
 
 
 def high(product: Word) -> Word:
-    """Shift the upper 32 of each 64 bits down."""
+    """Take the upper 32 bits of each 64."""
     return (product >> 32) & MASK
 
 

@@ -133,16 +133,14 @@ class Slot:
 
     @property
     def dtype(self) -> Dtype:
-        """The type of the results."""
         return self._few.dtype
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one row."""
         return int(self._few.nbytes) // FIXED_ROWS
 
     def __call__(self, rows: int) -> Tensor:
-        """Cut the first `rows` rows. Tensors returned earlier share the memory unless the slot has grown since."""
+        """View the first `rows` rows. Tensors returned earlier share the memory unless the slot has grown since."""
         if rows != self._rows:
             if rows > self._many.shape[0]:
                 self._many = self._allocate((rows, *self.columns), self._name)

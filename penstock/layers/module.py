@@ -1,5 +1,4 @@
-"""The interfaces of models: CausalLM; ForwardContext, what a pass needs besides token ids and weights; Module, a node
-in the tree of a model's layers.
+"""The interfaces of a model: CausalLM; ForwardContext, the arguments of a pass; Module, a node in the tree of layers.
 
 The context is passed down as an argument. There is no global context, so several engines can run in one process. Module
 offers what the loader and `check` need of torch.nn.Module, without torch. A model may mix both kinds: a torch.nn.Module

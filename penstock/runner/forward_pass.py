@@ -53,7 +53,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A selection of results of a pass besides the last hidden state."""
+    """Optional results of a pass, besides the last hidden state."""
 
     logits: bool = True
     hidden_states: bool = False
@@ -106,7 +106,6 @@ class ForwardPass:
         return ForwardOutput(list(token_ids), last, logits, states, attentions)
 
     def _blocks(self) -> list[tuple[Any, Attention]]:
-        """Find each decoder block with its attention, in layer order."""
         if self._config.numerics.load_format == "mock":
             raise NotSupportedError("forward: load_format = mock has no model to look into", param="load_format")
         modules = dict(named_modules(self._model))

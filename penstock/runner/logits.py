@@ -243,7 +243,7 @@ def _repeats(window: Int32, least: int) -> list[tuple[int, int]]:
 
 
 def _repeats_of_all(ids: list[int], least: int) -> list[tuple[int, int]]:
-    """Compute what `_repeats` does, in linear time for any history: the Z algorithm, from the end."""
+    """Find what `_repeats` finds, in linear time for any history: the Z algorithm, from the end."""
     num_tokens = len(ids)
     ids = ids[::-1]
     lengths = [0] * num_tokens
@@ -332,8 +332,8 @@ def _smallest(keys: Float64 | Float32, count: int) -> Int64:
 
 
 def _in_order(keys: Float64 | Float32, probabilities: Float64, mass: float) -> tuple[Int64, Float64]:
-    """Sort the smallest keys: their indices, at least as many as have a total probability of `mass`, and the cumulative
-    sums. Only the beginning is sorted, because sorting a whole vocabulary takes long."""
+    """Find the indices of the smallest keys in order, at least as many as have a total probability of `mass`, and their
+    cumulative sums. Only the beginning is sorted, because sorting a whole vocabulary takes long."""
     count = FIRST_LOOK
     while True:
         indices = _smallest(keys, count)

@@ -153,8 +153,7 @@ class Sampler:
         return Sampled(token_ids, logprobs, _next_states(batch, rows, warped, token_ids) if warped else {})
 
     def _cached_for(self, batch: InputBatch, rows: Int64, vocab_size: int) -> _Cached:
-        """Look up what is known of these rows; collect it anew if they or their requests differ from the last
-        step's."""
+        """Look up what is known of these rows; collect it anew if they or their requests have changed."""
         cached = self._cached
         if cached is None or not cached.holds_for(batch, rows, vocab_size):
             asked = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
@@ -181,7 +180,6 @@ class Sampler:
 
 
 def adjusted_rows(batch: InputBatch, positions: Positions) -> list[AdjustedRow]:
-    """Select the rows of a step whose requests have LogitAdjustments."""
     found = []
     for index, (row, offset) in positions:
         item = batch.sampling.adjustments[row]

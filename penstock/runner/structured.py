@@ -226,7 +226,6 @@ def _at_length(item: _FormRequest, matcher: Matcher, allowed: Bools, num_outputs
 
 
 def _ends(item: _FormRequest, matcher: Matcher, token_id: int) -> bool:
-    """Tell whether a token may end the answer."""
     return token_id in matcher.end_ids or token_id in (item.params.stop_token_ids or ())
 
 

@@ -58,12 +58,12 @@ SETTINGS = ("batch_users", "efficient_40b", "flash_decode", "fracture_vocab", "p
 
 
 def has_config(directory: Path) -> bool:
-    """Return whether a directory holds a config.json, or Mistral's params.json."""
+    """Tell whether a directory holds a config.json, or Mistral's params.json."""
     return any((directory / name).exists() for name in (CONFIG, PARAMS))
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json, or else Mistral's params.json with Transformers' keys.
+    """Read config.json, or else Mistral's params.json with Transformers' keys.
 
     Raises:
         ModelLoadError: there is neither file, or the file cannot be read.
@@ -81,7 +81,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def why_unsupported(architecture: str) -> str | None:
-    """Return the kind of model that an architecture's name or a model_type indicates, or None if neither is known."""
+    """Find the kind of model that an architecture's name or a model_type indicates; None if neither is known."""
     return next((reason for pattern, reason in UNSUPPORTED.items() if re.search(pattern, architecture)), None)
 
 
@@ -123,7 +123,7 @@ def config_of_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(read: ConfigReader) -> tuple[int | None, dict[str, Any]]:
-    """Return the window, and `layer_types` if only some layers have it.
+    """Read the window, and `layer_types` if only some layers have it.
 
     In that case the file has a list that repeats from the first layer to the last. Ministral's key is
     `_sliding_window`.
@@ -143,7 +143,7 @@ def _windows(read: ConfigReader) -> tuple[int | None, dict[str, Any]]:
 
 
 def modern_falcon(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config in today's keys, or unchanged if its model_type is not in REFINED_WEB.
+    """Rewrite the config with today's keys; it is unchanged if its model_type is not in REFINED_WEB.
 
     RefinedWeb is Falcon-40B, with parallel branches that have a norm each, and key/value groups. RefinedWebModel is
     Falcon-7B or RW; the file says which branches and heads the model has.

@@ -1,7 +1,7 @@
-"""Read JSON and YAML files that nobody has checked, and one object of them key by key. No torch.
+"""Read untrusted JSON and YAML files, and one object of them key by key. No torch.
 
 Files are read within limits on size and nesting, so that a hostile one cannot exhaust memory or time. ConfigReader then
-reads every key with its type and range, and finds the keys that nobody read. It knows no keys and no models. Every
+reads every key with its type and range, and lists the keys that were not read. It knows no keys and no models. Every
 error is a ModelLoadError that names the file, the key, its value and what is allowed.
 """
 
@@ -23,7 +23,7 @@ MAX_DEPTH = 64  # nested brackets in YAML
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Return whether a value in a file equals the expected one: 1 equals 1.0, but 0 is not false and true is not 1."""
+    """Compare a value in a file with the expected one: 1 equals 1.0, but 0 is not false and true is not 1."""
     return isinstance(value, bool) == isinstance(expected, bool) and bool(value == expected)
 
 
@@ -39,21 +39,21 @@ class ConfigReader:
         self._read: set[str] = set()
 
     def fail(self, key: str, allowed: str) -> ModelLoadError:
-        """Return the error for a key that is missing or whose value is not allowed."""
+        """Make the error for a key that is missing or whose value is not allowed."""
         if key not in self._values:
             return ModelLoadError(f"{self.where}: {key} is missing; it must be {allowed}")
         return ModelLoadError(f"{self.where}: {key} = {shown(self._values[key])} is not allowed; it must be {allowed}")
 
     def has(self, key: str) -> bool:
-        """Return whether the key is present and not null, and mark it as read."""
+        """Tell whether the key is present and not null, and mark it as read."""
         return self.raw(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Return whether the key is present and null, and mark it as read."""
+        """Tell whether the key is present and null, and mark it as read."""
         return key in self._values and self.raw(key) is None
 
     def raw(self, key: str) -> Any:
-        """Return the value unchecked, or None if it is absent, and mark the key as read."""
+        """Get the value unchecked, or None if it is absent, and mark the key as read."""
         self._read.add(key)
         return self._values.get(key)
 
@@ -64,7 +64,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, low: float, high: float, default: float | EllipsisType = ...) -> float:
-        """Return a number from low to high, both finite."""
+        """Read a number from low to high, both finite."""
         value = self._value_or(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value <= high:  # NaN compares false; an integer may be too large for a float
@@ -72,7 +72,7 @@ class ConfigReader:
         return float(value)
 
     def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
-        """Return a list of at least one number from low to high. The key must be present."""
+        """Read a list of at least one number from low to high. The key must be present."""
         items = self.raw(key)
         if not isinstance(items, list) or not items:
             raise self.fail(key, f"a list of numbers from {low:g} to {high:g}")
@@ -92,7 +92,7 @@ class ConfigReader:
         return value
 
     def section(self, key: str) -> "ConfigReader | None":
-        """Return a reader of a nested object, or None if the key is absent."""
+        """Make a reader of a nested object; None if the key is absent."""
         value = self.raw(key)
         if value is None:
             return None
@@ -107,7 +107,7 @@ class ConfigReader:
                 raise self.fail(key, f"{json.dumps(value)}, or absent")
 
     def unread(self, harmless: Collection[str]) -> list[str]:
-        """Return the sorted keys that were not read, are not harmless and do not begin with an underscore."""
+        """List the sorted keys that were not read, are not harmless and do not begin with an underscore."""
         return sorted(key for key in self._values if key not in self._read and key not in harmless and key[:1] != "_")
 
     def finish(self, harmless: Collection[str]) -> None:
@@ -127,7 +127,7 @@ class ConfigReader:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise ModelLoadError if there is none."""
+    """Read the JSON object in a file. Raise ModelLoadError if there is none."""
     if path.exists() and not path.is_file():
         raise ModelLoadError(f"{path}: is not a file")  # reading a pipe would never end
     try:

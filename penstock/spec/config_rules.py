@@ -97,7 +97,7 @@ def gated_decoder(
 
 
 def spelled(read: ConfigReader, name: str, spelling: Mapping[str, str] | None) -> str:
-    """Return the key that the file uses for the number `name`."""
+    """Find the key that the file uses for the number `name`."""
     own = (spelling or {}).get(name, name)
     return name if own != name and not read.has(own) and read.has(name) else own
 
@@ -109,19 +109,19 @@ def require_even_heads(read: ConfigReader, head_dim: int) -> None:
 
 
 def activation(read: ConfigReader, key: str = "hidden_act", default: str = "silu") -> str:
-    """Return the mathematical name of the file's activation."""
+    """Read the mathematical name of the file's activation."""
     return ACTIVATIONS[read.choice(key, ACTIVATIONS, default)]
 
 
 def fixed(read: ConfigReader, key: str, value: bool) -> bool:
-    """Return a switch whose value the architecture fixes. Raise ModelLoadError if the file contradicts it."""
+    """Read a switch whose value the architecture fixes. Raise ModelLoadError if the file contradicts it."""
     if read.boolean(key, value) != value:
         raise read.fail(key, f"{str(value).lower()} for this architecture, or absent")
     return value
 
 
 def no_windows(read: ConfigReader, num_layers: int) -> Windows:
-    """Return None for every layer. Raise ModelLoadError if the file asks for a window."""
+    """Give no layer a window. Raise ModelLoadError if the file asks for one."""
     _full_attention(read, num_layers)
     fixed(read, "use_sliding_window", False)
     if read.has("sliding_window"):
@@ -130,7 +130,7 @@ def no_windows(read: ConfigReader, num_layers: int) -> Windows:
 
 
 def same_windows(read: ConfigReader, num_layers: int, default: int | None) -> Windows:
-    """Return `sliding_window` for every layer. Null means no window; `default` applies if the key is absent."""
+    """Give every layer the `sliding_window`. Null means no window; `default` applies if the key is absent."""
     _full_attention(read, num_layers)
     window = sliding_window(read, default)
     if window is not None and not read.boolean("use_sliding_window", True):
@@ -145,14 +145,14 @@ def _full_attention(read: ConfigReader, num_layers: int) -> None:
 
 
 def sliding_window(read: ConfigReader, default: int | None) -> int | None:
-    """Return `sliding_window`. Null means no window; `default` applies if the key is absent."""
+    """Read `sliding_window`. Null means no window; `default` applies if the key is absent."""
     if default is None and not read.has("sliding_window"):
         return None
     return None if read.is_null("sliding_window") else read.integer("sliding_window", 1, MAX_SIZE, default or 0)
 
 
 def windows_by_type(read: ConfigReader, num_layers: int, window: int | None, default: list[str]) -> Windows:
-    """Return the windows of the layers, as `layer_types` says; `default` applies if that key is absent."""
+    """Read the windows of the layers, as `layer_types` says; `default` applies if that key is absent."""
     types = read.raw("layer_types") if read.has("layer_types") else default
     allowed: dict[str, int | None] = {"full_attention": None, "attention": None, "sliding_attention": window}
     if not isinstance(types, list) or len(types) != num_layers or not all(item in list(allowed) for item in types):
@@ -245,7 +245,7 @@ def _read_partial(read: ConfigReader, default: float | None) -> float:
 
 
 def _read_numbers(read: ConfigReader, kind: str, context: int, max_position_embeddings: int) -> dict[str, Any]:
-    """Return the RopeConfig fields specific to a rope_type. context: the default of the context before scaling."""
+    """Read the RopeConfig fields specific to a rope_type. context: the default of the context before scaling."""
     if kind == "default":
         return {}
     if kind == "dynamic":  # max_position_embeddings is the context before scaling; frequencies change beyond it

@@ -43,7 +43,7 @@ REFUSED: dict[str, dict[str, Any]] = KEYS["refused"]
 
 
 def read_sampling(read: ConfigReader) -> dict[str, Any]:
-    """Return defaults of SamplingParams. Without do_sample, keys that apply only to sampling need only be numbers."""
+    """Read defaults of SamplingParams. Without do_sample, keys that apply only to sampling need only be numbers."""
     sampling: dict[str, Any] = {}
     if read.has("repetition_penalty"):
         sampling["repetition_penalty"] = read.number("repetition_penalty", 0.01, 100.0)
@@ -79,7 +79,7 @@ def _read_drawing(read: ConfigReader, samples: bool) -> dict[str, Any]:
 
 
 def _checked(read: ConfigReader, key: str, name: str) -> Any:
-    """Return a key's value as the SamplingParams field `name` holds it, or the default if it is absent or null."""
+    """Read a key's value as the SamplingParams field `name` holds it, or the default if it is absent or null."""
     if not read.has(key):
         return DEFAULTS[name]
     try:
@@ -89,7 +89,7 @@ def _checked(read: ConfigReader, key: str, name: str) -> Any:
 
 
 def read_ignored(read: ConfigReader) -> tuple[str, ...]:
-    """Return every key that was not read and whose value is not neutral. Must be called last."""
+    """List every key that was not read and whose value is not neutral. Must be called last."""
     return tuple(not_neutral(read, HARMLESS))
 
 

@@ -38,7 +38,7 @@ class RopeConfig:
     attention_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return D, the number of rotated elements of a head. If D is odd, one more element is rotated."""
+        """Compute D, the number of rotated elements of a head. If D is odd, one more element is rotated."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:
@@ -133,12 +133,12 @@ class ModelConfig:
 
     @property
     def context(self) -> int:
-        """Return the largest number of tokens in a text: max_position_embeddings times any dynamic rotary factor."""
+        """Compute the largest number of tokens in a text: max_position_embeddings times any dynamic rotary factor."""
         stretch = self.rope.factor if self.rope is not None and self.rope.rope_type == "dynamic" else 1.0
         return int(self.max_position_embeddings * stretch)
 
     def cache_groups(self) -> list[tuple[tuple[int, ...], int | None]]:
-        """Return the groups of layers with the same window: (their indices, the window), ordered by first layer."""
+        """Group the layers with the same window: (their indices, the window), ordered by first layer."""
         groups: dict[int | None, list[int]] = {}
         for index, window in enumerate(self.layer_windows):
             groups.setdefault(window, []).append(index)

@@ -107,7 +107,7 @@ class Row:
 
 @lru_cache(maxsize=16)  # planner, loader and fingerprint read the same text, and YAML is slow to parse
 def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...], str]:
-    """Return the rows, `ignore` and `prefix` of a table; see ParamTable.from_text."""
+    """Parse the rows, `ignore` and `prefix` of a table; see ParamTable.from_text."""
     entries = read_yaml(text, where)
     if not isinstance(entries, dict):
         raise ModelLoadError(f"{where}: it must map parameter names to their fields")
@@ -182,7 +182,7 @@ class _RowReader:
         return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in when.items()}
 
     def _all_held(self, shape: tuple[Axis, ...]) -> tuple[Held, ...]:
-        """Return `from`, every entry of `or`, and the parameter's own name unless one of them consists of it alone."""
+        """List `from`, every entry of `or`, and the parameter's own name unless one of them consists of it alone."""
         others = self._fields.get("or", [])
         if not isinstance(others, list):
             raise self._wrong("or", "a list")
@@ -192,7 +192,7 @@ class _RowReader:
         return tuple(dict.fromkeys([*given, *own]))
 
     def _held(self, field: str, value: Any, shape: tuple[Axis, ...]) -> Held:
-        """Return one way of holding the parameter, with whole checkpoint names that still contain `*`."""
+        """Read one way of holding the parameter, with whole checkpoint names that still contain `*`."""
         given = value if isinstance(value, dict) else {"names": value}
         names, order = given.get("names"), given.get("order")
         flags = {name: given.get(name, False) for name in ("transposed", "stacked")}
@@ -271,7 +271,7 @@ class Parameter:
 
     @property
     def sources(self) -> dict[str, tuple[int, ...]]:
-        """Return the checkpoint tensors that Transformers writes, with their shapes."""
+        """List the checkpoint tensors that Transformers writes, with their shapes."""
         return self.layouts[0].sources
 
     @property
@@ -280,7 +280,7 @@ class Parameter:
 
     @property
     def leaf_ends(self) -> tuple[int, ...]:
-        """Return where the leaves of the last axis end; () if it is reduced in one piece."""
+        """List the ends of the leaves of the last axis; () if it is reduced in one piece."""
         if self.ends is not None:
             return self.ends
         if self.leaves == 1:
@@ -307,7 +307,7 @@ class ParamTable:
         return cls.from_text(read_text(path), path.name)
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
-        """Return every parameter of a model by name, in the order of the table.
+        """List every parameter of a model by name, in the order of the table.
 
         Raises:
             ModelLoadError: two parameters claim one checkpoint tensor, or one is tied to a name that is not a
@@ -328,13 +328,13 @@ class ParamTable:
         return result
 
     def ignores(self, name: str) -> bool:
-        """Return whether a checkpoint tensor, whose name may lack the prefix, holds no values of the model."""
+        """Tell whether a checkpoint tensor, whose name may lack the prefix, holds no values of the model."""
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         return pattern in self.ignore or self.prefix + pattern in self.ignore
 
 
 def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Return the [first, past-the-last) elements of each leaf, on an axis of k elements that is cut only between units.
+    """Cut an axis of k elements into leaves, only between units: the [first, past-the-last) elements of each leaf.
 
     Raises:
         ValueError: k is not a multiple of the unit.
@@ -346,12 +346,12 @@ def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:
 
 
 def num_elements(parameters: Iterable[Parameter]) -> int:
-    """Return the number of stored elements; tied parameters count once."""
+    """Count the stored elements; tied parameters count once."""
     return sum(item.num_elements for item in parameters if item.tied_to is None)
 
 
 def _expand(row: Row, config: ModelConfig) -> list[Parameter]:
-    """Return the parameters of one row: one for each layer and expert that has it."""
+    """Expand a row to its parameters: one for each layer and expert that has it."""
     layers = range(config.num_hidden_layers if "*" in row.pattern else 1)
     experts = range(config.num_experts if row.pattern.count("*") > 1 else 1)
     existing = [layer for layer in layers if _holds(row.when, config, layer)]
@@ -383,7 +383,7 @@ class _Expansion:
         )
 
     def _layout(self, held: Held, pieces: list[tuple[int, ...]]) -> Layout:
-        """Return the layout. pieces: the sizes of the pieces of each axis; at most one axis has several."""
+        """Make the layout. pieces: the sizes of the pieces of each axis; at most one axis has several."""
         shape = tuple(map(sum, pieces))
         axis = next((index for index, sizes in enumerate(pieces) if len(sizes) > 1), 0)
         sizes = pieces[axis] if len(held.names) > 1 else (shape[axis],)
@@ -414,7 +414,7 @@ class _Expansion:
 
 
 def _holds(when: Conditions, config: ModelConfig, layer: int) -> bool:
-    """Return whether every field of the conditions has one of its allowed values in this layer."""
+    """Tell whether every field of the conditions has one of its allowed values in this layer."""
     for name, allowed in when.items():
         value = config.extra.get(name.removeprefix(EXTRA)) if name.startswith(EXTRA) else getattr(config, name)
         if isinstance(value, tuple):

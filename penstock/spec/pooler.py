@@ -23,7 +23,7 @@ PART_OF_IT = ("Transformer", "Pooling", "Normalize")
 
 
 def read_pooler(directory: Path, hidden_size: int) -> PoolerConfig:
-    """Return the pooler that a model directory describes.
+    """Read the pooler that a model directory describes.
 
     Raises:
         ModelLoadError: a file cannot be read, or does not have the format that sentence-transformers writes.
@@ -47,7 +47,7 @@ def read_pooler(directory: Path, hidden_size: int) -> PoolerConfig:
 
 
 def _dimensions(file: Path) -> dict[str, Any]:
-    """Return what config.json, if it exists, says about shorter embeddings. Raise ModelLoadError if it is invalid."""
+    """Read what config.json, if it exists, says about shorter embeddings. Raise ModelLoadError if it is invalid."""
     config = read_json(file) if file.is_file() else {}
     ids = config.get("matryoshka_dimensions") or ()
     if not isinstance(ids, list | tuple) or any(type(item) is not int or not 0 < item < MAX_DIMENSIONS for item in ids):
@@ -68,7 +68,7 @@ def _read_modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _inside(directory: Path, path: Any) -> Path:
-    """Return the config.json of a module. Raise ModelLoadError if it would be outside the directory."""
+    """Find the config.json of a module. Raise ModelLoadError if it would be outside the directory."""
     parts = PurePosixPath(path if isinstance(path, str) else "")
     if not parts.parts or parts.is_absolute() or ".." in parts.parts:
         raise ModelLoadError(f"{directory / MODULES}: path = {shown(path)} is not allowed; it must be a folder in here")
@@ -76,7 +76,7 @@ def _inside(directory: Path, path: Any) -> Path:
 
 
 def _pooling_type(file: Path) -> tuple[str, str | None]:
-    """Return the pooling type, and the reason if the file's type is not supported."""
+    """Read the pooling type, and the reason if the file's type is not supported."""
     config = read_json(file)
     prefix = "pooling_mode_"
     asked = [name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True]

@@ -15,7 +15,7 @@ DRAFT_DIR: Path = MODEL_DIR.parent / "draft"  # a smaller draft model for it, wi
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
-    """Return the directory of "demo" or "demo-draft", a path, or a hub name such as "owner/model", which is downloaded.
+    """Find the directory of "demo" or "demo-draft", a path, or a hub name such as "owner/model", which is downloaded.
 
     weights: whether to download the weights too.
 
@@ -32,7 +32,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
 
 
 def find_local(name: str) -> Path | None:
-    """Return the directory of "demo", "demo-draft" or a path, without downloading; None for a hub name.
+    """Find the directory of "demo", "demo-draft" or a path, without downloading; None for a hub name.
 
     Raises:
         ModelLoadError: the name is none of these.

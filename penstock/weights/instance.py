@@ -43,12 +43,12 @@ class InstanceWeights(Checkpoint):
         self.entries = {name: _entry(place, name, tensor) for name, tensor in self._tensors.items()}
 
     def rows(self, name: str, index: int | None = None) -> FileRows:
-        """Return a tensor, or the slice `index` of a stacked one."""
+        """Read a tensor, or the slice `index` of a stacked one."""
         tensor, entry = self._tensors[name].detach(), self.entries[name]
         return HeldRows(name, entry, tensor) if index is None else HeldRows(name, entry.slice(index), tensor[index])
 
     def fingerprint(self) -> str:
-        """Return a short hash of names, shapes, types and some rows of each tensor."""
+        """Hash names, shapes, types and some rows of each tensor."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self._tensors.items()):
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
@@ -106,7 +106,7 @@ class ModelInstance:
 
 
 def _config(model: Any, name: str) -> dict[str, Any]:
-    """Return what save_pretrained would write to config.json, with the class name and the type of the weights."""
+    """Make what save_pretrained would write to config.json, with the class name and the type of the weights."""
     first = next(iter(model.parameters()), None)
     dtype = "float32" if first is None else str(first.dtype).removeprefix("torch.")
     fields = {key: value for key, value in model.config.to_dict().items() if key != "torch_dtype"}

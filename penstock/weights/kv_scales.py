@@ -34,7 +34,7 @@ def read_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...
 
 
 def read_kv_scales(file: Path, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[KVScales, ...]:
-    """Return one KVScales per layer.
+    """Read one KVScales per layer.
 
     Raises:
         InvalidRequestError: the file cannot be read; a tensor is missing or unknown, has the wrong shape, is not finite
@@ -64,7 +64,7 @@ def _read_layers(file: Path, num_layers: int, shape: tuple[int, int]) -> tuple[K
 
 
 def kv_scales_fingerprint(file: Path) -> str:
-    """Return a short hash of the file's contents. Raise ModelLoadError if it cannot be read."""
+    """Hash the file's contents. Raise ModelLoadError if it cannot be read."""
     try:
         return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     except OSError as error:
@@ -89,7 +89,7 @@ def _layer(file: Path, entries: dict[str, TensorEntry], prefix: str, shape: tupl
 
 
 def _read(name: str, entry: TensorEntry | None, shape: tuple[int, int]) -> Array | None:
-    """Return a tensor as [Hkv, D] float32, or None if the file does not have it."""
+    """Read a tensor as [Hkv, D] float32; None if the file does not have it."""
     if entry is None:
         return None
     if entry.dtype not in FLOATS or entry.shape not in ((), (1,), shape[:1], shape):

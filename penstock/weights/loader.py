@@ -34,7 +34,7 @@ ROTARY_BYTES = 4  # per element of a table; float64 is used for only a few posit
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a model is loaded, and which part of it: here the whole. Subclasses load a part, or make other layers.
+    """The place where a model is loaded: here, as a whole. Subclasses load a part, or make other layers.
 
     Attributes:
         free_memory: returns the bytes that the weights may take; None checks nothing.
@@ -49,15 +49,15 @@ class Place:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this part has all layers."""
+        """Tell whether this part has all layers."""
         return True
 
     def factory(self, whole: LayerFactory) -> LayerFactory:
-        """Return what makes this part's layers, from what makes those of the whole model here."""
+        """Adapt what makes the layers of the whole model, to make this part's layers."""
         return whole
 
     def source(self, source: ParameterSource) -> ParameterSource:
-        """Return the source of this part's parameters, from that of the whole model's."""
+        """Adapt the source of the whole model's parameters to this part's."""
         return source
 
     def trim(self, model: Any, make: LayerFactory) -> None:
@@ -68,7 +68,6 @@ ANYWHERE = Place()
 
 
 def make_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
-    """Return the backend that a resolved config specifies."""
     numerics = config.numerics
     threads = numerics.threads or 1
     cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
@@ -152,13 +151,13 @@ def _load_values(
 
 
 def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
-    """Return the model as a CausalLM, behind an adapter if its class follows another convention."""
+    """Put the model behind an adapter, if its class follows another convention."""
     convention = find_model(model_config.architecture, model_config.model_impl).find_convention()
     return cast(CausalLM, model if convention is None else convention.adapt(model, model_config, make))
 
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
-    """Return the dtype "float32" or "bfloat16" for a model's backend: torch's if the model or the kernels compute with
+    """Choose the dtype "float32" or "bfloat16" for a model's backend: torch's if the model or the kernels compute with
     torch, otherwise numpy's."""
     entry = find_model(model_config.architecture, model_config.model_impl)
     if kernels == "cpu" and not entry.needs_torch:
@@ -169,7 +168,7 @@ def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
 
 
 def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
-    """Return the model with its rotary tables, but without weights.
+    """Build the model with its rotary tables, but without weights.
 
     Raises:
         ModelLoadError: the model's parameters differ from its table in name or shape, or a parameter that must be
@@ -203,29 +202,29 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
 
 
 def weight_layers(model: object) -> Iterable[tuple[str, WeightLayer]]:
-    """Return the full name and the layer, for every layer with parameters of its own."""
+    """List every layer that has parameters of its own, with its full name."""
     return ((name, layer) for name, layer in named_modules(model) if isinstance(layer, WeightLayer))
 
 
 def weight_bytes(model: object, make: LayerFactory) -> int:
-    """Return the bytes that the layers of an empty model will keep, plus those of torch modules."""
+    """Count the bytes that the layers of an empty model will keep, plus those of torch modules."""
     return sum(layer.num_bytes for layer in kept_layers(model, make)) + plain_bytes(model, make)
 
 
 def plain_bytes(model: object, make: LayerFactory) -> int:
-    """Return the bytes of the parameters of torch modules."""
+    """Count the bytes of the parameters of torch modules."""
     plain = {id(value): int(value.numel()) for _, _, _, value in plain_parameters(model)}
     return int(make.ops.dtype.itemsize) * sum(plain.values())
 
 
 def kept_layers(model: object, make: LayerFactory) -> list[WeightLayer]:
-    """Return the layers that keep their loaded values: all except embeddings that read their rows from the LM head."""
+    """List the layers that keep their loaded values: all except embeddings that read their rows from the LM head."""
     tied = tied_embeddings(model, make)
     return [layer for name, layer in weight_layers(model) if name not in tied]
 
 
 def tied_embeddings(model: object, make: LayerFactory) -> dict[str, tuple[Embedding, LMHead]]:
-    """Return the embeddings, by name, that can read their rows from the LM head tied to them, with that head."""
+    """Find the embeddings, by name, that can read their rows from the LM head tied to them, with that head."""
     layers = dict(weight_layers(model))
     found: dict[str, tuple[Embedding, LMHead]] = {}
     for prefix, head in layers.items():
@@ -238,7 +237,7 @@ def tied_embeddings(model: object, make: LayerFactory) -> dict[str, tuple[Embedd
 
 
 def plain_parameters(model: object) -> list[tuple[str, Any, str, Any]]:
-    """Return (full name, module, name in the module, value) for each parameter of a torch module."""
+    """List (full name, module, name in the module, value) for each parameter of a torch module."""
     return [
         (f"{prefix}.{name}" if prefix else name, module, name, value)
         for prefix, module in named_modules(model)
@@ -277,7 +276,7 @@ def fill_layer(prefix: str, layer: WeightLayer, make: LayerFactory, source: Para
 
 
 def rotary_bytes(model_config: ModelConfig, max_model_len: int | None = None) -> int:
-    """Return the bytes of the cosine and sine tables of each kind of rotary embedding that the model has."""
+    """Count the bytes of the cosine and sine tables of each kind of rotary embedding that the model has."""
     positions = max_model_len or model_config.context
     ropes = [rope for rope in (model_config.rope, model_config.local_rope) if rope is not None]
     return sum(ROTARY_BYTES * positions * rope.rotary_dim(model_config.head_dim) for rope in ropes)

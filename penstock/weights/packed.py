@@ -64,7 +64,7 @@ class PackedInfo:
         return f"{self.dtype}, {self.scheme.name}{groups}{split}"
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata in the form that the header holds."""
+        """Format the metadata as the header holds it."""
         values: dict[str, Any] = {"split": self.split or None}
         if self.scheme is not None:
             values |= {"quantization": self.scheme.name, "group_size": self.scheme.group_size}
@@ -89,7 +89,6 @@ def check_split(directory: Path, wanted: str) -> None:
 
 
 def find_packed(directory: Path) -> Path | None:
-    """Return a directory's file of packed weights, or None if it has none."""
     file = directory / PACKED
     return file if file.is_file() else None
 
@@ -170,7 +169,7 @@ def check_fit(info: PackedInfo, kernels: str, dtype: str, scheme: Scheme | None)
 
 
 def _asked_scheme(numerics: NumericsConfig, info: PackedInfo) -> Scheme | None:
-    """Return the scheme that the options name, completed from the directory's scheme."""
+    """Complete the scheme that the options name from the directory's scheme."""
     held, group_size = info.scheme, numerics.quantization_group_size
     name = numerics.quantization or (held.name if held else None)
     if (name or "").startswith("int4"):
@@ -227,7 +226,7 @@ def restore_packed(
 
 
 def _mapped(memory: mmap.mmap, entry: TensorEntry) -> Array:
-    """Return an array in the mapped memory; the array keeps the map alive."""
+    """View an array in the mapped memory; the array keeps the map alive."""
     dtype, count = TYPES.get(entry.dtype), math.prod(entry.shape)
     if dtype is None or entry.offset % ALIGNMENT or not count:
         raise ValueError(f"a tensor of {entry.dtype} {list(entry.shape)} that begins at byte {entry.offset}")

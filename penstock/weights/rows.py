@@ -23,12 +23,11 @@ FindRows = Callable[[str, int | None], RowSource]  # (name, index): a checkpoint
 
 
 def read_rows(source: RowSource, start: int, stop: int) -> Array:
-    """Return rows of a source as an array."""
     return as_array(source.read(start, stop))
 
 
 def common_type(types: Iterable[ArrayType]) -> ArrayType:
-    """Return the float type that holds the values of all these types."""
+    """Find the float type that holds the values of all these types."""
     distinct = set(types)
     if len(distinct) == 1:
         return distinct.pop()
@@ -159,7 +158,7 @@ class RoundedRows:
 
 
 def parameter_rows(layout: Layout, find: FindRows) -> RowSource:
-    """Return the parameter that a checkpoint holds in this layout."""
+    """Join the parameter that a checkpoint holds in this layout."""
     parts = [_upright(find(name, layout.index), layout) for name in layout.sources]
     if layout.paired_head:
         parts = _halved(parts, layout, back=False)
@@ -168,7 +167,8 @@ def parameter_rows(layout: Layout, find: FindRows) -> RowSource:
 
 
 def tensor_rows(layout: Layout, whole: RowSource) -> dict[str, RowSource]:
-    """Return the checkpoint tensors, by name, that hold a parameter in this layout; for a stacked one, its slice."""
+    """Split a parameter into the checkpoint tensors, by name, that hold it in this layout; for a stacked one, its
+    slice."""
     parts = [_regrouped(whole, layout, back=True) if layout.groups > 1 else whole]
     if len(layout.sources) > 1:
         ends = itertools.accumulate(layout.pieces)

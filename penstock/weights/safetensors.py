@@ -46,7 +46,7 @@ CHUNK = 2**22  # bytes of a tensor summed at once
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor is stored."""
+    """The place where a tensor is stored."""
 
     file: Path
     shape: tuple[int, ...]
@@ -54,13 +54,13 @@ class TensorEntry:
     offset: int  # position of its first byte in the file
 
     def slice(self, index: int) -> "TensorEntry":
-        """Return the entry of one of the float tensors stacked along the first axis."""
+        """Locate one of the float tensors stacked along the first axis."""
         shape = self.shape[1:]
         return replace(self, shape=shape, offset=self.offset + index * num_bytes(shape, self.dtype))
 
 
 def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Return the bytes of a tensor of floats. dtype: in the format's spelling."""
+    """Count the bytes of a tensor of floats. dtype: in the format's spelling."""
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
@@ -86,7 +86,7 @@ class Checkpoint:
                 self.entries[name] = entry
 
     def rows(self, name: str, index: int | None = None) -> "FileRows":
-        """Return a tensor, or the slice `index` of a stacked one. Raise ModelLoadError if it does not hold floats."""
+        """Read a tensor, or the slice `index` of a stacked one. Raise ModelLoadError if it does not hold floats."""
         entry = self.entries[name]
         if entry.dtype not in FLOATS:
             raise ModelLoadError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(FLOATS)}")
@@ -136,7 +136,7 @@ class FileRows:
 
 
 def find_files(directory: Path) -> list[Path]:
-    """Return the weight files, sorted by name: packed files, or else those of Transformers, or else Mistral's.
+    """Find the weight files, sorted by name: packed files, or else those of Transformers, or else Mistral's.
 
     Raises:
         ModelLoadError: there are no weight files, or an index does not fit its shards.
@@ -160,7 +160,7 @@ def find_files(directory: Path) -> list[Path]:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a short hash of a directory's weights, the same on every machine, without reading them all.
+    """Hash a directory's weights, the same on every machine, without reading them all.
 
     It covers each file's name, size, header (names, shapes, offsets) and 16 evenly spread samples of 4 KiB. It
     distinguishes checkpoints, but does not reveal a byte deliberately changed between the samples.
@@ -181,7 +181,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def _shards(index: Path) -> list[Path]:
-    """Return the files that an index names: plain names in its directory, each with the tensors listed for it."""
+    """List the files that an index names: plain names in its directory, each with the tensors listed for it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index}: weight_map = {shown(weight_map)} must map tensors to files")
@@ -205,7 +205,8 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """Return every tensor of a file by name. Raise ModelLoadError if it is not a well-formed safetensors file."""
+    """Read every tensor's entry in a file, by name. Raise ModelLoadError if it is not a well-formed safetensors
+    file."""
     text = read_header(file)
     header = parse_header(file, text)
     try:
@@ -228,13 +229,13 @@ def _check_name(file: Path, name: str) -> None:
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """Return the metadata in a file's header. Raise ModelLoadError if the header cannot be read."""
+    """Read the metadata in a file's header. Raise ModelLoadError if the header cannot be read."""
     metadata = parse_header(file, read_header(file)).get("__metadata__", {})
     return metadata if isinstance(metadata, dict) else {}
 
 
 def read_header(file: Path) -> bytes:
-    """Return the JSON text at the beginning of a file. Raise ModelLoadError if it cannot be read or is cut short."""
+    """Read the JSON text at the beginning of a file. Raise ModelLoadError if it cannot be read or is cut short."""
     try:
         with file.open("rb") as stream:
             start = stream.read(LENGTH_BYTES)
@@ -247,14 +248,14 @@ def read_header(file: Path) -> bytes:
 
 
 def pack_header(header: Mapping[str, Any], alignment: int) -> bytes:
-    """Return the beginning of a file, padded with spaces to a multiple of `alignment` bytes."""
+    """Pack the beginning of a file, padded with spaces to a multiple of `alignment` bytes."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH_BYTES + len(text)) % alignment)
     return struct.pack("<Q", len(text)) + text
 
 
 def parse_header(file: Path, text: bytes) -> dict[str, Any]:
-    """Return a header's JSON object. Raise ModelLoadError if the text is not one, or repeats a key."""
+    """Parse a header's JSON object. Raise ModelLoadError if the text is not one, or repeats a key."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -273,7 +274,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def with_checksums(header: Mapping[str, Any], sums: Sequence[int]) -> dict[str, Any]:
-    """Return a file's header with the checksums of its tensors, given in file order, and the header's own checksum."""
+    """Add the checksums of its tensors, given in file order, and the header's own checksum to a file's header."""
     words = [f"{value:08x}" for value in (*sums, _header_sum(header))]
     return {**header, "__metadata__": {**header["__metadata__"], CHECKSUMS: " ".join(words)}}
 
@@ -324,7 +325,7 @@ def _verify_file(file: Path) -> int | None:
 
 
 def _sum_of(stream: Any, length: int) -> int:
-    """Return the checksum of the next `length` bytes, or -1 if the file ends before that."""
+    """Compute the checksum of the next `length` bytes; -1 if the file ends before that."""
     value, left = 0, length
     while left and (chunk := stream.read(min(CHUNK, left))):
         value, left = zlib.crc32(chunk, value), left - len(chunk)

@@ -1,11 +1,12 @@
 """Sources of the values of a model's parameters: a checkpoint, or random numbers. No torch.
 
 A checkpoint is matched with the parameter table first: which of its tensors hold each parameter, and in which of the
-layouts that the table allows (weights/rows.py reads them). Nothing here knows a file format.
+layouts that the table allows (weights/rows.py reads them). Checkpoint (weights/safetensors.py) reads the files, all of
+which are safetensors so far.
 
-To add one, such as GGUF, AWQ, GPTQ or FP8: write a subclass of Checkpoint (weights/safetensors.py), which has entries
-by name and gives rows of floats on request; choose it in open_source by the files of the directory, which find_files
-and fingerprint must know; and let models/config_json.py accept its quantization_config.
+To add a format, such as GGUF, AWQ, GPTQ or FP8: write a subclass of Checkpoint, which has entries by name and gives
+rows of floats on request; choose it in open_source by the files of the directory, which find_files and fingerprint must
+know; and let models/config_json.py accept its quantization_config.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ FORMS: dict[str, Callable[[Parameter], Layout]] = {
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a checkpoint holds the parameters of a table."""
+    """The form in which a checkpoint holds the parameters of a table."""
 
     layouts: dict[str, Layout]  # by parameter name; a tied parameter is listed only if it is also stored
     stored: dict[str, str]  # the table's name of a tensor -> the checkpoint's, which may lack the prefix
@@ -65,13 +66,13 @@ def match(entries: Mapping[str, TensorEntry], parameters: Mapping[str, Parameter
 
 
 def _full_name(name: str, entries: Mapping[str, TensorEntry], known: set[str], table: ParamTable) -> str:
-    """Return a checkpoint's name, with the table's prefix added if the name is known only with it."""
+    """Complete a checkpoint's name with the table's prefix, if the name is known only with it."""
     full = table.prefix + name
     return full if name not in known and full in known and full not in entries else name
 
 
 def _nearest(parameter: Parameter, stored: Mapping[str, str]) -> Layout:
-    """Return the first layout with all its tensors stored, otherwise the one with the largest share stored."""
+    """Choose the first layout with all its tensors stored, otherwise the one with the largest share stored."""
     return max(
         parameter.layouts, key=lambda layout: sum(name in stored for name in layout.sources) / len(layout.sources)
     )
@@ -106,21 +107,19 @@ class ParameterSource(Protocol):
     """Supplies the values of parameters."""
 
     def rows(self, parameter: Parameter) -> RowSource:
-        """Return the whole parameter, in its own shape and in any float type."""
+        """Read the whole parameter, in its own shape and in any float type."""
 
 
 def read_table(model_config: ModelConfig) -> ParamTable:
-    """Return the parameter table of a model's family."""
     return find_model(model_config.architecture, model_config.model_impl).read_table()
 
 
 def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:
-    """Return every parameter of a model by name."""
     return read_table(model_config).parameters(model_config)
 
 
 def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, load_format: str) -> ParameterSource:
-    """Return the source that load_format ("auto" or "dummy") names.
+    """Open the source that load_format ("auto" or "dummy") names.
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture.
@@ -147,15 +146,15 @@ class CheckpointSource:
         return self.stored(parameter if parameter.tied_to is None else self.parameters[parameter.tied_to])
 
     def stored(self, parameter: Parameter) -> RowSource:
-        """Return the parameter from its own tensors, in whichever layout the checkpoint has."""
+        """Read the parameter from its own tensors, in whichever layout the checkpoint has."""
         return parameter_rows(self.match.layouts[parameter.name], self.find)
 
     def find(self, name: str, index: int | None) -> RowSource:
-        """Return a tensor by the table's name, or the slice `index` of a stacked one."""
+        """Read a tensor by the table's name, or the slice `index` of a stacked one."""
         return self._checkpoint.rows(self.match.stored[name], index)
 
     def dtype(self, name: str) -> str:
-        """Return the type of a tensor, given by the table's name, as safetensors spells it."""
+        """Find the type of a tensor, given by the table's name, as safetensors spells it."""
         return self._checkpoint.rows(self.match.stored[name]).entry.dtype
 
     def _check_tied(self, parameter: Parameter) -> None:
@@ -212,6 +211,6 @@ class DummyRows:
 
 
 def _random_bytes(seed: int, block: int) -> np.ndarray:
-    """Return DUMMY_BLOCK random int8 numbers."""
+    """Draw DUMMY_BLOCK random int8 numbers."""
     words = np.random.PCG64DXSM([seed, block]).random_raw(DUMMY_BLOCK // 8)
     return words.astype("<u8", copy=False).view(np.int8)

@@ -565,8 +565,7 @@ def _tiles_within(blocks: RowBlocks, block: Int64, begin: Int64, end: Int64) -> 
 
 
 def partition(loads: Sequence[int], num_cores: int) -> list[int]:
-    """Divide items among cores: the first item of each core, then the number of items. loads: each item's load, not
-    negative.
+    """Find the first item of each core, then the number of items. loads: each item's load, not negative.
 
     No other contiguous ranges have a smaller greatest load. Among equally good ranges, these end as near to equal
     shares as the greatest load allows.

@@ -246,8 +246,7 @@ class _NewTokens:
 
     @classmethod
     def of(cls, query_start_loc: Int32, starts: bytes, limit: int) -> "_NewTokens | None":
-        """Describe the tokens of a step. None if it has no sequence, or one without or with more than `limit`
-        tokens."""
+        """Describe a step's tokens. None if it has no sequence, or one without or with more than `limit` tokens."""
         counts = query_start_loc[1:] - query_start_loc[:-1]
         if not len(counts) or counts.min() < 1 or counts.max() > max(limit, 1):
             return None

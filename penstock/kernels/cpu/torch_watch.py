@@ -31,7 +31,7 @@ class TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Refuse to skip dynamo: nothing here is compiled, and True would import the compiler, which takes a second."""
+        """Return False: nothing here is compiled, and True would import the compiler, which takes a second."""
         return False
 
     def __init__(self, recorder: Recorder) -> None:

@@ -273,7 +273,7 @@ def _no_packed_form() -> NotSupportedError:
 
 
 def _deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Convert the result to `dtype`, in `out` if the caller gave a buffer."""
+    """Convert the result to `dtype`, into `out` if the caller gave a buffer."""
     return result.to(dtype).contiguous() if out is None else out.copy_(result)
 
 
