@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.engine.beam_search import BeamSearch
 from penstock.engine.engine import Engine
+from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Scheduling
 from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis, ModelInfo
@@ -105,13 +106,13 @@ def make_engine(
     executor = ScriptedExecutor(groups, depth=depth)
     made = Engine(
         wrap(executor),
-        groups,
+        KVCacheManager(
+            groups, enable_prefix_caching=enable_prefix_caching, store=None if store is None else store(executor)
+        ),
         scheduling=Scheduling(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduling),
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         eos_token_ids=eos_token_ids,
-        enable_prefix_caching=enable_prefix_caching,
-        store=None if store is None else store(executor),
     )
     made.speculate(speculation)
     return made

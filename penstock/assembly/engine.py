@@ -13,6 +13,7 @@ from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.sizes import model_sizes
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
+from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Clock, Scheduling
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface import entry_points
@@ -58,9 +59,10 @@ class PlannedEngine:
     model_config: ModelConfig
     groups: list[CacheGroup]
 
-    def make(self, executor: Executor, clock: Clock) -> Engine:
-        """Build the engine that `build_engine` would build, but with this executor and this clock."""
-        return _make_engine(self.config, self.model_config, executor, self.groups, clock)
+    def make(self, executor: Executor, clock: Clock = time.monotonic, kv_cache: KVCacheManager | None = None) -> Engine:
+        """Build the engine that `build_engine` would build, but with these parts and without drafts."""
+        kv_cache = kv_cache or _make_cache(self.config, self.groups)
+        return _make_engine(self.config, self.model_config, executor, kv_cache, clock)
 
 
 def plan_engine(config: EngineConfig) -> PlannedEngine:
@@ -170,7 +172,7 @@ def _build(
     if config.cache.offload_option is not None and isinstance(executor, LocalExecutor):  # others are refused earlier
         store = executor.use_store(partial(make_store, config, info.system_fingerprint, plan.groups))
         info = replace(info, block_directory=store.directory)
-    engine = _make_engine(config, model_config, executor, plan.groups, store=store)
+    engine = _make_engine(config, model_config, executor, _make_cache(config, plan.groups, store))
     engine.speculate(make_speculation(config, draft))
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
     return BuiltEngine(engine, config, info, cache_bytes, model, model_config, ops, forward_pass, forms)
@@ -203,7 +205,7 @@ def _build_mock(
     depth = config.parallel.pipeline_parallel_size
     make_executor = entry_points.load("executors", "mock", "load_format")
     executor: Executor = make_executor(plan.groups, model_config.vocab_size, depth=depth)
-    engine = _make_engine(config, model_config, executor, plan.groups)
+    engine = _make_engine(config, model_config, executor, _make_cache(config, plan.groups))
     if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
         raise fail(
             "speculative_config",
@@ -216,20 +218,23 @@ def _build_mock(
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops, forward_pass)
 
 
+def _make_cache(config: EngineConfig, groups: list[CacheGroup], store: BlockStore | None = None) -> KVCacheManager:
+    return KVCacheManager(groups, enable_prefix_caching=config.cache.enable_prefix_caching, store=store)
+
+
 def _make_engine(
     config: EngineConfig,
     model_config: ModelConfig,
     executor: Executor,
-    groups: list[CacheGroup],
+    kv_cache: KVCacheManager,
     clock: Clock = time.monotonic,
-    store: BlockStore | None = None,
 ) -> Engine:
     scheduler = config.scheduler
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
         raise EngineError("the engine needs a resolved config")
     return Engine(
         executor,
-        groups,
+        kv_cache,
         scheduling=Scheduling(
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -241,8 +246,6 @@ def _make_engine(
         max_model_len=scheduler.max_model_len,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        store=store,
     )
 
 

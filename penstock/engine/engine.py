@@ -21,8 +21,6 @@ from penstock.interface.outputs import FinishReason
 from penstock.interface.plugins import check_registered
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
-    BlockStore,
-    CacheGroup,
     Executor,
     RequestStepOutput,
     ScheduledRequest,
@@ -34,19 +32,17 @@ MAX_FAILED_STEPS = 3  # in a row that blame a request, or cannot be planned: the
 
 
 class Engine:
-    """The requests of one model. `groups` are the cache groups that the executor was built with."""
+    """The requests of one model. `kv_cache` has the cache groups that the executor was built with."""
 
     def __init__(
         self,
         executor: Executor,
-        groups: list[CacheGroup],
+        kv_cache: KVCacheManager,
         *,
         scheduling: Scheduling,
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
-        enable_prefix_caching: bool = True,
-        store: BlockStore | None = None,
     ) -> None:
         self._executor = executor
         self._observers: tuple[EngineObserver, ...] = ()
@@ -54,12 +50,12 @@ class Engine:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.kv_cache = KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching, store=store)
+        self.kv_cache = kv_cache
         self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len, executor.depth, self._note_preemption)
         self._clock = scheduling.clock
         self._requests: dict[str, Request] = {}
         self._searches: dict[str, Search] = {}  # the open ones, by the id of the request; its beams are in _requests
-        self._log = StepLog()
+        self._log = StepLog()  # no observer: its intervals are part of the outputs, and it reads the requests' state
         self._early_outputs: list[EngineOutput] = []  # of requests that ended without a step
         self._num_arrived = 0
         self._num_steps = self._num_failed_steps = self._failed_in_a_row = 0

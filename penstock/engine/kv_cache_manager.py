@@ -23,7 +23,7 @@ Beyond the pools there may be a store (Offload), which is asked for blocks that 
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -139,9 +139,13 @@ class KVCacheManager:
     def _new_pools(self) -> list[BlockPool]:
         evicted = None if self.offload is None else self.offload.evicted
         return [
-            BlockPool(group.num_blocks, None if evicted is None else partial(evicted, index))
+            self.make_pool(group.num_blocks, None if evicted is None else partial(evicted, index))
             for index, group in enumerate(self.groups)
         ]
+
+    def make_pool(self, num_blocks: int, evicted: Callable[[int, bytes], None] | None) -> BlockPool:
+        """Return the empty pool of a group; a subclass may have pools of its own."""
+        return BlockPool(num_blocks, evicted)
 
     # --- looking up ------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from penstock import SamplingParams
 from penstock.engine.engine import Engine
+from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Scheduling
 from penstock.interface.messages import EngineRequest
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
@@ -118,7 +119,7 @@ def compute_batch(executor: Executor, num_rows: int, num_tokens: int) -> None:
     """Let an engine compute a batch of num_rows short prompts, with num_tokens output tokens each."""
     engine = Engine(
         executor,
-        GROUPS,
+        KVCacheManager(GROUPS),
         scheduling=Scheduling(max_num_seqs=num_rows, max_num_batched_tokens=256),
         max_model_len=64,
         vocab_size=VOCAB_SIZE,

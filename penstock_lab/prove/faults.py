@@ -5,111 +5,210 @@ and starts again at the first. Then every answer must be what it is alone, excep
 as its error; every block must be accounted for, and nothing may hang. N is counted within a crowd, because the engine
 is idle between crowds, and reaching the 500th call overall would take a hundred crowds in which nothing happens.
 
-A plan, and the beginning of a step, fail in an observer of the engine. In parts that no observer sees, a wrapper
-around the method makes the call fail, so these parts have no code for it.
+The parts that may fail are subclasses of the engine's own, and are given to the engine when it is made; plans and the
+beginnings of steps fail in an observer. So the engine has no code for faults, and nothing is replaced in its classes.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from penstock import EngineConfig
-from penstock.assembly import build_engine
+from penstock import EngineConfig, NotSupportedError
+from penstock.assembly import PlannedEngine, build_engine
 from penstock.assembly.memory import plan_kv_cache
-from penstock.client import engine_handle
-from penstock.client.engine_handle import EngineChild
+from penstock.client import frames
+from penstock.client.engine_handle import EngineChild, Launcher
 from penstock.engine.block_pool import BlockPool
+from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.observer import EngineObserver
-from penstock.interface.step import SchedulerOutput
-from penstock.runner.block_store import BlockFiles
-from penstock.runner.model_runner import ModelRunner
+from penstock.interface.step import BlockStore, CacheGroup, SchedulerOutput, StepOutput
+from penstock.runner.block_store import BlockFiles, TieredBlockStore
+from penstock.runner.model_runner import LocalExecutor
 from penstock_lab.prove import axes
-from penstock_lab.prove.askers import OFFLINE, OPEN, STREAMING, Asker, Offline
+from penstock_lab.prove.askers import OFFLINE, STREAMING, Asker, Offline, Streaming
 from penstock_lab.prove.completions import Completion, Key, Member, Query, ask_alone
+from penstock_lab.prove.every_draft import EveryDraft
 from penstock_lab.prove.proof import Trials
 
 NUM_CALLS = 500  # of each kind; each call fails in one trial
 UNLIMITED_BYTES = 2**50
 MAX_CROWDS = 200  # consecutive crowds without a call of a kind after which nothing would be proved
 CAUSE = "InjectedFault: injected by the proof"
+# Each kind of call that may fail, and the way to the engine on which it lies. If the engine or its client writes files
+# of another kind, add an entry here.
+FAULTS: dict[str, str] = {
+    "block allocations": OFFLINE,
+    "block look-ups": OFFLINE,
+    "block registrations": OFFLINE,
+    "block releases": OFFLINE,
+    "plans": OFFLINE,
+    "steps begun": OFFLINE,
+    "steps computed": OFFLINE,
+    "block files written": OFFLINE,
+    "block files read": OFFLINE,
+    "frames sent": STREAMING,
+    "frames received": STREAMING,
+}
 
 
 class InjectedFault(RuntimeError):
     """The fault, if it is an exception."""
 
 
-class Seam(EngineObserver):
-    """Sees an engine make plans and begin steps, and fails it there."""
-
-    def planning(self) -> None:
-        """Let a plan be made; Fault replaces this method."""
-
-    def submitting(self, plan: SchedulerOutput) -> None:
-        """Let a step begin; Fault replaces this method."""
-
-
-def _raise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    raise InjectedFault("injected by the proof")
-
-
-def _hang_up(original: Callable[..., Any], child: EngineChild, frame: Any) -> Any:
-    child.hang_up()
-
-
-def _kill(original: Callable[..., Any], child: EngineChild) -> Any:
-    child.kill()
-    return original(child)
-
-
-@dataclass(frozen=True, slots=True)
 class Fault:
-    """A kind of call that may fail.
+    """The next fault: which call of which kind fails. The parts below share one, and ask it in each of their calls."""
 
-    Attributes:
-        owner, method: the class and the method that is called.
-        effect: called instead of the method, with the method and its arguments.
-        via: the way to the engine on which the call lies.
-    """
-
-    owner: type
-    method: str
-    effect: Callable[..., Any] = _raise
-    via: str = OFFLINE
+    def __init__(self) -> None:
+        self._kind, self._number, self._calls = "", 0, 0
 
     @contextmanager
-    def at(self, number: int) -> Iterator[Callable[[], bool]]:
-        """Let the call with this number, from 1, fail. Yield a function that returns whether it has failed."""
-        original, calls = getattr(self.owner, self.method), 0
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return self.effect(original, *args, **kwargs) if calls == number else original(*args, **kwargs)
-
-        setattr(self.owner, self.method, call)
+    def at(self, kind: str, number: int) -> Iterator[Callable[[], bool]]:
+        """Let the call of this kind with this number, from 1, fail. Yield a function that returns whether it has
+        failed."""
+        self._kind, self._number, self._calls = kind, number, 0
         try:
-            yield lambda: calls >= number
+            yield lambda: self._calls >= number
         finally:
-            setattr(self.owner, self.method, original)
+            self._kind = ""
+
+    def hits(self, kind: str) -> bool:
+        """Count a call. Return whether it fails."""
+        if kind != self._kind:
+            return False
+        self._calls += 1
+        return self._calls == self._number
+
+    def strike(self, kind: str) -> None:
+        """Count a call. Raise InjectedFault if it fails."""
+        if self.hits(kind):
+            raise InjectedFault("injected by the proof")
 
 
-# If the engine or its client writes another kind of file, add its entry here.
-FAULTS: dict[str, Fault] = {
-    "block allocations": Fault(BlockPool, "allocate"),
-    "block look-ups": Fault(BlockPool, "lookup"),
-    "block registrations": Fault(BlockPool, "register"),
-    "block releases": Fault(BlockPool, "release"),
-    "plans": Fault(Seam, "planning"),
-    "steps begun": Fault(Seam, "submitting"),
-    "steps computed": Fault(ModelRunner, "execute"),
-    "block files written": Fault(BlockFiles, "write"),
-    "block files read": Fault(BlockFiles, "read"),
-    "frames sent": Fault(EngineChild, "send", _hang_up, STREAMING),
-    "frames received": Fault(EngineChild, "receive", _kill, STREAMING),
-}
+class FailingPool(BlockPool):
+    def __init__(self, fault: Fault, num_blocks: int, evicted: Callable[[int, bytes], None] | None) -> None:
+        super().__init__(num_blocks, evicted)
+        self._fault = fault
+
+    def allocate(self, count: int) -> list[int]:
+        self._fault.strike("block allocations")
+        return super().allocate(count)
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        self._fault.strike("block look-ups")
+        return super().lookup(block_hash)
+
+    def register(self, block_id: int, block_hash: bytes) -> bool:
+        self._fault.strike("block registrations")
+        return super().register(block_id, block_hash)
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        self._fault.strike("block releases")
+        super().release(block_ids)
+
+
+class FailingCache(KVCacheManager):
+    """A cache of failing pools, also after a fault has made it begin again."""
+
+    def __init__(self, fault: Fault, groups: list[CacheGroup], store: BlockStore) -> None:
+        self._fault = fault
+        super().__init__(groups, store=store)
+
+    def make_pool(self, num_blocks: int, evicted: Callable[[int, bytes], None] | None) -> BlockPool:
+        return FailingPool(self._fault, num_blocks, evicted)
+
+
+class FailingObserver(EngineObserver):
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+
+    def planning(self) -> None:
+        self._fault.strike("plans")
+
+    def submitting(self, plan: SchedulerOutput) -> None:
+        self._fault.strike("steps begun")
+
+
+class FailingExecutor:
+    """An Executor that runs a step when it is collected, as LocalExecutor does, unless the step fails first."""
+
+    depth = LocalExecutor.depth
+
+    def __init__(self, fault: Fault, inner: LocalExecutor) -> None:
+        self._fault, self._inner = fault, inner
+
+    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        return scheduler_output
+
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
+        self._fault.strike("steps computed")
+        return self._inner.collect(self._inner.submit(handle))
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class FailingFiles(BlockFiles):
+    def __init__(self, fault: Fault, root: Path) -> None:
+        super().__init__(root, "penstock-faults", UNLIMITED_BYTES)
+        self._fault = fault
+
+    def write(self, name: str, content: bytes) -> bool:
+        self._fault.strike("block files written")
+        return super().write(name, content)
+
+    def read(self, name: str, num_bytes: int) -> bytes | None:
+        self._fault.strike("block files read")
+        return super().read(name, num_bytes)
+
+
+class FailingChild(EngineChild):
+    """An engine process whose connection fails. Its deaths do not count, because here they are intended."""
+
+    is_remote = True
+
+    def __init__(self, fault: Fault, start: frames.Start) -> None:
+        super().__init__(start)
+        self._fault = fault
+
+    def send(self, frame: frames.ToEngine) -> None:
+        if self._fault.hits("frames sent"):
+            self.hang_up()
+        else:
+            super().send(frame)
+
+    async def receive(self) -> frames.FromEngine | None:
+        if self._fault.hits("frames received"):
+            self.kill()
+        return await super().receive()
+
+
+def open_failing(
+    way: str, stack: ExitStack, options: dict[str, Any], queries: list[Query], expected: dict[Key, Completion],
+    fault: Fault,
+) -> Asker:  # fmt: skip
+    """Return a way to ask an engine in whose parts the fault may be."""
+    if way == STREAMING:
+        streaming = Streaming(options | {"launcher": Launcher(partial(FailingChild, fault))}, queries)
+        stack.callback(streaming.close)
+        return streaming
+    built = build_engine(EngineConfig.from_options(**options))
+    inner, groups = built.engine.executor, built.engine.kv_cache.groups
+    stack.callback(inner.shutdown)
+    if not isinstance(inner, LocalExecutor) or built.config.numerics.kernels != "cpu":
+        raise NotSupportedError("only the native kernels (--kernels cpu) in one process keep blocks in files")
+    files = FailingFiles(fault, Path(stack.enter_context(TemporaryDirectory())))  # for the blocks that are evicted
+    store = inner.use_store(lambda block_bytes: TieredBlockStore(block_bytes, 0, files))
+    planned = PlannedEngine(built.config, built.model_config, groups)
+    engine = planned.make(FailingExecutor(fault, inner), kv_cache=FailingCache(fault, groups, store))
+    engine.observe(FailingObserver(fault))
+    engine.speculate(built.engine.speculation)
+    if engine.speculation is not None:
+        engine.speculation.policy = EveryDraft()
+    return Offline(engine, queries, expected)
 
 
 class Faults:
@@ -140,40 +239,25 @@ class Faults:
         deepest = dict.fromkeys(FAULTS, 0)
         with ExitStack() as stack:
             askers: dict[str, Asker] = {}
-            files = {"kv_offload_dir": stack.enter_context(TemporaryDirectory())}  # for the blocks that are evicted
-            ways = {OFFLINE: busy | files, STREAMING: busy}
+            fault = Fault()
             for _ in range(NUM_CALLS):
-                for name, fault in FAULTS.items():
+                for name, way in FAULTS.items():
                     if not trials.go_on():
                         break
-                    if fault.via not in askers:
-                        askers[fault.via] = asker = OPEN[fault.via](stack, ways[fault.via], queries, expected)
-                        if isinstance(asker, Offline):
-                            asker.engine.observe(Seam())
-                    with _many_restarts():
-                        number, wrong = try_fault(
-                            fault, last[name] + 1, askers[fault.via], queries, expected, trials.random
-                        )
+                    if way not in askers:
+                        askers[way] = open_failing(way, stack, busy, queries, expected, fault)
+                    number, wrong = try_fault(
+                        partial(fault.at, name), last[name] + 1, askers[way], queries, expected, trials.random
+                    )
                     last[name] = number
                     deepest[name] = max(deepest[name], number)
                     calls[name] += 1
                     trials.tried()
                     if wrong is not None:
                         trials.wrong(f"{name}, number {number} of a crowd: {wrong}")
-                        del askers[fault.via]  # the next trial begins with a new asker
+                        del askers[way]  # the next trial begins with a new asker
         trials.detail("calls that failed", {name: f"{calls[name]}, up to number {deepest[name]}" for name in calls})
         trials.figure("calls_of_each_kind", min(calls.values()))
-
-
-@contextmanager
-def _many_restarts() -> Iterator[None]:
-    """Lift the limit on deaths of the engine process, because here they are intended."""
-    limit = engine_handle.MAX_DEATHS
-    engine_handle.MAX_DEATHS = 10**9
-    try:
-        yield
-    finally:
-        engine_handle.MAX_DEATHS = limit
 
 
 def make_queries(random: Random) -> list[Query]:
@@ -194,16 +278,20 @@ def _member(query: int, random: Random) -> Member:
 
 
 def try_fault(
-    fault: Fault, number: int, asker: Asker, queries: list[Query], expected: dict[Key, Completion], random: Random
-) -> tuple[int, str | None]:
+    fault_at: Callable[[int], AbstractContextManager[Callable[[], bool]]], number: int, asker: Asker,
+    queries: list[Query], expected: dict[Key, Completion], random: Random,
+) -> tuple[int, str | None]:  # fmt: skip
     """Let the call with this number fail in a crowd; if the crowd has fewer calls, the first call of the next one.
+
+    Args:
+        fault_at: Fault.at for the kind of call.
 
     Returns:
         The number of the call that failed, and what went wrong; None if nothing did.
     """
     for _ in range(MAX_CROWDS):
         crowd = [_member(index, random) for index in range(len(queries))]
-        with fault.at(number) as has_failed:
+        with fault_at(number) as has_failed:
             try:
                 found = asker.ask(crowd, random, disturbed=False)
             except Exception as error:

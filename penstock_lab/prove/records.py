@@ -14,7 +14,7 @@ from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.recorder import Recorder, describe
 from penstock.client.records import Bundle, Computed, EngineDescription, Ring, make_bundle, pack
 from penstock.engine.engine import Engine
-from penstock.engine.kv_cache_manager import peak_blocks
+from penstock.engine.kv_cache_manager import KVCacheManager, peak_blocks
 from penstock.engine.observer import EngineObserver
 from penstock.engine.policies import Scheduling
 from penstock.engine.speculation import NgramProposer, Speculation
@@ -208,14 +208,13 @@ def _engine_on(
     """Make a new engine on an executor without requests. drafts: the engine drafts by prompt lookup."""
     made = Engine(
         executor,
-        description.groups,
+        KVCacheManager(description.groups, enable_prefix_caching=built.config.cache.enable_prefix_caching),
         scheduling=Scheduling(
             max_num_seqs=description.max_num_seqs, max_num_batched_tokens=description.max_num_batched_tokens
         ),
         max_model_len=description.max_model_len,
         vocab_size=description.vocab_size,
         eos_token_ids=built.info.eos_token_ids,
-        enable_prefix_caching=built.config.cache.enable_prefix_caching,
     )
     for observer in observers:
         made.observe(observer)

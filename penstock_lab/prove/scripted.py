@@ -22,6 +22,7 @@ from penstock.client.records import SavedRecord
 from penstock.client.step_client import InProcessClient
 from penstock.client.text import choose_tokenizer
 from penstock.engine.engine import Engine
+from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Scheduling
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import PrefixUse
@@ -49,7 +50,7 @@ class ScriptedClient:
         self.executor = MockExecutor(groups, size)
         self.engine = Engine(
             self.executor,
-            groups,
+            KVCacheManager(groups),
             scheduling=Scheduling(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS),
             max_model_len=MAX_MODEL_LEN,
             vocab_size=size,

@@ -18,6 +18,7 @@ import pytest
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
+from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Scheduling
 from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface.pooling import PoolingParams
@@ -123,14 +124,13 @@ def pipelined(built: BuiltEngine, num_stages: int) -> Engine:
     assert scheduler.max_num_batched_tokens is not None
     return Engine(
         StagesHere(built, num_stages),
-        built.engine.kv_cache.groups,
+        KVCacheManager(built.engine.kv_cache.groups, enable_prefix_caching=built.config.cache.enable_prefix_caching),
         scheduling=Scheduling(
             max_num_seqs=scheduler.max_num_seqs, max_num_batched_tokens=scheduler.max_num_batched_tokens
         ),
         max_model_len=MAX_MODEL_LEN,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        enable_prefix_caching=built.config.cache.enable_prefix_caching,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from penstock import register_logits_processor
 from penstock.engine.engine import Engine
+from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Scheduling
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.sampling_params import SamplingParams
@@ -45,10 +46,9 @@ def engine_for(
     scheduling = Scheduling(**{name: limits.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens")})
     return Engine(
         LocalExecutor(runner),
-        groups,
+        KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching),
         scheduling=scheduling,
         vocab_size=VOCAB,
-        enable_prefix_caching=enable_prefix_caching,
         **limits,
     )
 
