@@ -451,7 +451,7 @@ class Fleet:
                 if ids and able:
                     for request_id in ids:
                         self._unassign(request_id)
-                    replica.recovery.abort(ids)
+                    replica.recovery.abort(ids)  # they were never sent to its engine, so this ends no trial
                     self._assign(request, ids, able)
 
     def _assign(self, request: OpenRequest, ids: Sequence[str], able: Sequence[Replica]) -> None:

@@ -201,6 +201,7 @@ class Recorder(EngineObserver):
         else:
             self._ring.start_segment()
             self._ring.append(begun)
+            assert self._ring.room >= reserve, "the record for which this segment begins fits into it"
 
     def _write_result(self, record: records.Record) -> None:
         """Append the results of a step to the segment of its plan. If they do not fit, leave a gap."""

@@ -252,6 +252,8 @@ class Ring:
         """Empty the oldest segment, to which `append` then writes."""
         self._number = 1 + (self._number or max(self._word(index, 0) for index in range(NUM_SEGMENTS)))
         index = self._number % NUM_SEGMENTS
+        # In this order, because another process may be reading: a reader of the old segment finds that the number has
+        # changed, and no reader finds the new number with the old length.
         self._set_word(index, 0, 0)
         self._set_word(index, 1, 0)
         self._set_word(index, 0, self._number)
@@ -383,6 +385,7 @@ def make_bundle(segments: list[Segment], reason: str) -> RawBundle:
         first = decode(segment.records[0]) if segment.records else None
         if not isinstance(first, Begun):
             continue
+        # The segment before may be missing, because the recorder emptied it while it was copied.
         joined = first.continued and previous == segment.number - 1 and bool(records)
         records += map(msgspec.Raw, segment.records[1:] if joined else segment.records)
         previous = segment.number

@@ -196,6 +196,8 @@ class Journal:
             waiting, self._waiting = self._waiting, []
             bodies, self._pending = self._pending, []
             rewrite = self._rewrite_next or self._size > max(MIN_REWRITE_BYTES, 2 * self._rewritten_size)
+            # A snapshot replaces the pending records. It has everything that is still needed of them only because
+            # nothing is awaited between the two.
             bodies = list(self._snapshot()) if rewrite else bodies
             try:
                 await asyncio.to_thread(self._rewrite if rewrite else self._append, bodies)

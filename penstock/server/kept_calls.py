@@ -539,6 +539,7 @@ class KeptCalls:
 
     def _tokens_record(self, place: tuple[str, int, int], known: list[int]) -> bytes:
         """Encode the tokens of a choice that the journal lacks. Runs in a thread."""
+        # First, because more tokens may arrive meanwhile. They get another record; it is harmless if both have them.
         start = self._unwritten.pop(place, len(known))
         record: bytes = encode_record(Tokens(*place, start, known[start:]))
         return record
