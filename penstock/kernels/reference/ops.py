@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import NotSupportedError
+from penstock.kernels.coding import CodedRows, decode
 from penstock.kernels.metadata import (
     AttentionMetadata,
     AttentionParams,
@@ -48,18 +49,33 @@ CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes a
 
 
 class ReferenceLinear:
-    """A weight [N, K] and its bias [N], rounded to the model's type, quantised, scaled back, and kept in float32."""
+    """A weight [N, K] and its bias [N], rounded to the model's type, quantised, scaled back, and kept in float32.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, packing: Packing) -> None:
+    A coded weight has the values of coding.decode, and its activations are quantised as its packing says.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, packing: Packing, order: Tensor | None = None) -> None:
+        """order: the column of each stored column of a coded weight that has an order."""
         self.shape = (weight.shape[0], weight.shape[1])
-        self._scheme = scheme = packing.scheme
+        scheme, coding = packing.scheme, packing.coding
+        self._slices = None if scheme is None else scheme.slices
+        if coding is not None and coding.is_integer:
+            self._slices = packing.slices
         self._leaf_ends = packing.leaf_ends or (weight.shape[1],)
+        self._order = order
         self._weight = weight if scheme is None else _through_weight(weight, scheme, self._leaf_ends)
         self._bias = bias
         self.num_bytes = 4 * (weight.numel() + (0 if bias is None else bias.numel()))
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.float() if self._scheme is None else _through_activations(x, self._scheme, self._leaf_ends)
+        if self._slices is None:
+            x = x.float()
+        elif self._order is None:
+            x = _through_activations(x, self._slices, self._leaf_ends)
+        else:
+            stored = _through_activations(x[:, self._order], self._slices, self._leaf_ends)
+            x = torch.empty_like(stored)
+            x[:, self._order] = stored
         return functional.linear(x, self._weight, self._bias)
 
     def take(self, ids: Tensor) -> Tensor:
@@ -89,8 +105,14 @@ class ReferenceOps:
     def pack_linear(
         self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
     ) -> PackedLinear:
+        rounded_bias = None if bias is None else self._round(bias)
+        if packing.coding is not None:
+            assert isinstance(weight, CodedRows), weight
+            parts = weight.read_parts(0, weight.shape[0])
+            values, order = self.tensor(decode(packing.coding, parts)), parts.get("order")
+            return ReferenceLinear(values, rounded_bias, packing, None if order is None else self.tensor(order))
         whole = weight.read(0, weight.shape[0]) if hasattr(weight, "read") else weight
-        return ReferenceLinear(self._round(whole), None if bias is None else self._round(bias), packing)
+        return ReferenceLinear(self._round(whole), rounded_bias, packing)
 
     def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
         return 4 * (math.prod(shape) + (shape[0] if bias else 0))
@@ -303,9 +325,9 @@ def _through_weight(weight: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) ->
     return dequantize_int4(values, scales, scheme.group_size, leaf_ends)
 
 
-def _through_activations(x: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) -> Tensor:
+def _through_activations(x: Tensor, slices: int, leaf_ends: Sequence[int]) -> Tensor:
     """Quantise activations [M, K] leaf by leaf and scale them back: [M, K] float32."""
-    if not scheme.slices:
+    if not slices:
         return x.bfloat16().float()
     leaves = [x[:, start:end].float() for start, end in itertools.pairwise((0, *leaf_ends))]
-    return torch.cat([kv.slices(leaf, scheme.slices) for leaf in leaves], dim=-1)
+    return torch.cat([kv.slices(leaf, slices) for leaf in leaves], dim=-1)
