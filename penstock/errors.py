@@ -203,8 +203,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def list_of(name: str, value: Any, *, max_items: int) -> list[Any]:
-    """Check for a list or tuple of at most max_items, and make it a list; None is an empty one. The items are not
-    checked."""
+    """Check for at most max_items in a list or tuple, and make it a list; None is empty. Items are not checked."""
     if value is not None and (not isinstance(value, list | tuple) or len(value) > max_items):
         raise fail(name, value, f"a list of at most {max_items} items")
     return list(value or ())

@@ -364,8 +364,7 @@ def block_hashes(
     *,
     most: int = MAX_LOOKED_AT,
 ) -> list[bytes]:
-    """Hash the first full blocks of a prompt by content. `known` may have the first hashes. Different salts have no
-    hash in common."""
+    """Hash the first full blocks of a prompt. `known`: hashes of the first of them. Different salts share no hash."""
     hashes = list(known)
     parent = hashes[-1] if hashes else salt_bytes(salt)
     num_tokens = min(len(token_ids) // block_size, most) * block_size
@@ -446,8 +445,7 @@ class _Work:
 
 
 class QueuedTokens:
-    """The work that an engine still has, by choice: the tokens of prompts that have no output yet, and the expected
-    output tokens.
+    """The work left for an engine, by choice: tokens of prompts without an output yet, and expected outputs.
 
     Attributes:
         total: number of tokens.

@@ -279,8 +279,8 @@ class EngineHandle:
     # --- one process after another ---------------------------------------------------------------------------------
 
     async def wait_for_death(self, may_start_standby: Callable[[], bool]) -> str | None:
-        """Wait until the current process has ended. Return why: its exit code or signal; None if there will be no
-        other process.
+        """Wait for the end of the current process. Return its exit code or signal; None if there will be no other
+        process.
 
         may_start_standby: whether a start would delay no other work, such as a recovery.
         """
@@ -366,8 +366,7 @@ class EngineHandle:
             process.connection.hang_up()
 
     def end(self) -> None:
-        """End the processes at once, after `give_up`, and wait until they have ended; for use without an event
-        loop."""
+        """End the processes at once after `give_up`, and wait for their end; for use without an event loop."""
         for process in self._processes():
             process.connection.end()
 
@@ -503,8 +502,7 @@ async def _kill_if_stuck(process: _Process) -> None:
 
 
 class Liveness:
-    """The signs of life of an engine: when it was last heard from, whether it makes progress, and its newest
-    statistics.
+    """The signs of life of an engine: its last frame, its progress, and its newest statistics.
 
     Attributes:
         last_heard: time.monotonic() of its last frame or, before the first frame, of its last effort or its start; None

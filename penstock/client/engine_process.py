@@ -1,5 +1,6 @@
-"""The engine process: build an engine, then serve it. client/engine_handle.py starts it through
-parallel/child_main.py, with one end of a socket pair.
+"""The engine process: builds an engine, then serves it to one client.
+
+client/engine_handle.py starts it through ranks/child_main.py, with one end of a socket pair.
 
     reader thread: frames -> inbox; when the connection ends, the process exits at once, whatever it is doing,
                    so that no engine outlives its client
@@ -224,8 +225,7 @@ class EngineServer:
         self.outbox.send(frames.Rejected(self.outbox.epoch, request_id, error.message, error.param, error.code))
 
     def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
-        """Count an invalid frame. If it was meant to add a request, reject that, so that its client does not wait for
-        it."""
+        """Count an invalid frame. If it was meant to add a request, reject that: its client waits for it."""
         self._num_invalid_frames += 1
         if self._num_invalid_frames.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a flood must not fill the log
             message = f"engine process: dropped {self._num_invalid_frames} invalid frames so far; the last: {error}"

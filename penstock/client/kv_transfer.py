@@ -1,7 +1,8 @@
-"""The client's part when prompts are computed on some engines and answers on others. It is imported only with a role:
-its HTTP client takes longer to load than a server to start.
+"""The client's part when prompts are computed on some engines and answers on others.
 
-    --kv-role prefill    computes prompts for other servers (server/kv_transfer.py), and gives them the blocks
+It is imported only with a role, because its HTTP client takes longer to load than a server to start.
+
+    --kv-role prefill    computes prompts for other servers (server/app.py), and gives them the blocks
     --kv-role decode     has prompts computed by such servers (RemotePrefill)
 
     decode server                              prefill server

@@ -87,8 +87,7 @@ class OpenRequests:
         return len(self._running[engine_request_id].token_ids)
 
     def resumed(self, engine_request_id: str) -> EngineRequest:
-        """Make the engine request that continues a running choice: the tokens received so far are its
-        output_token_ids."""
+        """Make the request that continues a running choice: tokens received so far are its output_token_ids."""
         choice = self._running[engine_request_id]
         return replace(choice.request, output_token_ids=list(choice.token_ids), sampler_state=choice.sampler_state)
 
@@ -257,8 +256,7 @@ class OpenRequest:
                     self.mailbox.put(output)
 
     def note(self, output: EngineOutput) -> bool:
-        """Note the facts about the whole request in an output of the engine. Return False if an earlier one is
-        missing."""
+        """Note the facts about the whole request in an output. Return False if an earlier output is missing."""
         if output.prompt_logprobs:
             repeated = len(self._prompt_logprobs) - output.prompt_logprobs_start
             if repeated < 0:

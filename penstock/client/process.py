@@ -263,8 +263,7 @@ class ProcessClient:
             raise EngineDeadError("the engine takes no requests: it is draining")
 
     async def _first(self, request: OpenRequest, wait: Wait) -> RequestOutput:
-        """Wait for a request's first output. Refuse the request if it waits too long, unless an engine died
-        meanwhile."""
+        """Wait for a request's first output. Refuse it if it waits too long, unless an engine died meanwhile."""
         restarts, began = self._fleet.restarts, time.monotonic()
         try:
             async with asyncio.timeout(wait.limit_s):

@@ -566,8 +566,7 @@ class RecordKeeper:
             LOGGER.warning("%s; its last minutes are in %s (penstock replay)", reason, file)
 
     def _make(self, ring: Ring, reason: str, *, shareable: bool = True) -> SavedRecord:
-        """Make a bundle, write it if there is a directory, and return it. shareable: whether the caller wants its
-        bytes."""
+        """Make a bundle, and write it if there is a directory. shareable: whether the caller wants its bytes."""
         bundle = make_bundle(ring.read(), reason)
         directory, with_text, file = self._options.record_dir, self._options.record_text, None
         hidden = pack(without_text(bundle.decoded())) if shareable or not with_text else b""

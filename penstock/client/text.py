@@ -1,5 +1,4 @@
-"""The tokenizer of a client: chosen by choose_tokenizer, and for servers isolated, so that no text can hold up or end
-them.
+"""The tokenizer of a client: chosen by choose_tokenizer, and isolated for servers, so that no text can stop them.
 
 Model files may contain a regular expression that backtracks for ever, a normalizer that turns a letter into gigabytes,
 or a template that loops. So IsolatedTokenizer handles the texts of requests in text processes, which also compile

@@ -46,8 +46,7 @@ def load(group: str, name: str, option: str) -> Any:
 
 
 def _missing(entry: "EntryPoint", error: ImportError, option: str) -> Exception:
-    """Make the error for a library that the entry point's extra would install; an error of its own code stays as it
-    is."""
+    """Make the error for a library that the extra would install; an error of the entry point's own code stays."""
     library = (error.name or "").split(".")[0]
     if not entry.extras or library in ("", "penstock", "penstock_lab"):
         return error

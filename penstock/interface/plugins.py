@@ -86,8 +86,7 @@ def _num_parameters(function: Callable[..., Any]) -> int:
 
 
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:
-    """Identify a function by its file and name, which stay the same if a file runs twice, as a program and as an
-    import."""
+    """Find file and name of a function: the same if a file runs twice, as a program and as an import."""
     code = getattr(function, "__code__", None)
     file = str(Path(code.co_filename).resolve()) if code is not None else ""
     return file, getattr(function, "__qualname__", repr(function))

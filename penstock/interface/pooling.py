@@ -147,8 +147,7 @@ class PoolerConfig:
 
 
 def cosine(first: Iterable[float], second: Iterable[float]) -> float:
-    """Compute the cosine of two unit vectors: an exact sum, rounded once, so that the order of terms does not
-    matter."""
+    """Compute the cosine of two unit vectors: an exact sum, rounded once, whatever the order of its terms."""
     return max(-1.0, min(1.0, fsum(map(mul, first, second))))
 
 

@@ -468,8 +468,7 @@ class SamplingParams:
                 check_int(name, token_id, 0, vocab_size - 1)
 
     def settled(self, **fields: Any) -> "SamplingParams":
-        """Copy the parameters with fields that the client has settled (seed, max_tokens, ...), without checking them
-        again."""
+        """Copy the parameters with fields that the client has settled (seed, ...), without another check."""
         made = copy.copy(self)
         for name, value in fields.items():
             made._set(name, value)
@@ -499,8 +498,7 @@ def fields_of(route: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """The parameters of a beam search. Lengths, end tokens and penalties have the meaning of Transformers'
-    generate(num_beams=...).
+    """The parameters of a beam search. Fields mean what they mean in Transformers' generate(num_beams=...).
 
     Attributes:
         beam_width: number of beams, and of sequences returned.

@@ -1,5 +1,6 @@
-"""Several processes that compute one model: the ranks of a group share every layer, the stages of a pipeline have some
-layers each, and a stage may be a group. The engine sees them as an Executor, and model files do not know of them.
+"""Several processes that compute one model. The engine sees them as an Executor; model files do not know of them.
+
+The ranks of a group share every layer, the stages of a pipeline have some layers each, and a stage may be a group.
 
 build              from a resolved config to the executor; process: what a started process runs
 group, pipeline    the two executors            launcher, links     processes and their connections

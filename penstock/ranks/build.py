@@ -1,6 +1,9 @@
-"""Split a resolved config over the ranks of an engine: the checks that a model can be split so; RankPlan, from which
-several processes build their parts of one model; make_runner, which builds a part; and start_ranks, which starts a
-group, whose first rank is this process, or the stages of a pipeline, which all run elsewhere."""
+"""Build the ranks of an engine from a resolved config.
+
+First come the checks that the model can be split so. RankPlan is the plan from which several processes build their
+parts of one model, and make_runner builds a part. start_ranks starts a group, whose first rank is this process, or the
+stages of a pipeline, which all run elsewhere.
+"""
 
 import pickle
 from collections.abc import Callable, Mapping
@@ -39,8 +42,8 @@ from penstock.weights.sources import ParameterSource, read_parameters, read_tabl
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The plan from which every rank builds its part: a resolved config, the whole model's config, its weights, the
-    cache groups.
+    """The plan from which each rank builds its part: a resolved config, the whole model's config, weights, cache
+    groups.
 
     Attributes:
         degrees: how the ranks split the layers; with several stages, how the ranks of each stage do.

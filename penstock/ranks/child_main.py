@@ -1,5 +1,4 @@
-"""The start of a child process: its life is tied to its client's, and no signal of a terminal ends it, before anything
-else is imported.
+"""The start of a child process: ties its life to its client's, and ignores a terminal's signals, before other imports.
 
     python -m penstock.ranks.child_main CLIENT_PID MODULE WORD ...      runs MODULE.main([WORD, ...])
 

@@ -122,8 +122,7 @@ class SummedLinear(Linear):
     bias: Array | None
 
     def __init__(self, like: Linear, part: Slot, split: Split, cut: Cut) -> None:
-        """Split a layer over ranks. like: the layer that one process would have. part: the buffer for this rank's part
-        of the sum."""
+        """Split a layer. like: the layer that one process would have. part: the buffer for this rank's sum."""
         super().__init__(like.ops, like.spec, part)
         assert like.spec.shape == cut.own.shape, "a rank's part has another shape than its parameter"
         self.sum = like.out

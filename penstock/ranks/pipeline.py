@@ -143,8 +143,7 @@ def send_failure(channel: Channel, failure: StepFailed) -> None:
 
 
 def receive_activations(channel: Channel) -> tuple[tuple[Array, Array | None] | None, int]:
-    """Wait for the message of the previous stage. Return its x and h, and the bytes received for the step, including
-    this message.
+    """Wait for the previous stage. Return its x and h, and the bytes received for the step, this message included.
 
     Raises:
         StageFailedError: an earlier stage could not compute the step.

@@ -1,5 +1,8 @@
-"""The process of a rank, started by group.py or pipeline.py: it builds its part of the model as its first message says,
-and computes it until its engine, or a rank beside it, is gone."""
+"""The process of a rank, started by group.py or pipeline.py.
+
+It builds its part of the model as its first message says, and computes it until its engine, or a rank beside it, is
+gone.
+"""
 
 import contextlib
 import pickle

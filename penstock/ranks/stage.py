@@ -1,5 +1,4 @@
-"""The parts of a model that ranks compute: Stage, a part of a model's layers on a rank of a pipeline; and the runners
-of ranks.
+"""Stage: a part of a model's layers, on a rank of a pipeline; and the runners of ranks.
 
 The model file is the same as for a single device. A stage is cut out of the model before its weights are loaded:
 

@@ -1,5 +1,4 @@
-"""Everything that all routes use: the app's state, the request's log and body, JSON answers, and what the app reports
-of itself.
+"""The tools of every route: the app's state, the request's log and body, JSON answers, and the app's reports of itself.
 
 Each app has its own ServerContext, which is reached through the request (`context_of`), never through a global. Each
 app also has its own metrics registry, so that two servers in one process do not share counts. The metrics at /metrics

@@ -204,8 +204,7 @@ def _raise_failure(output: RequestOutput) -> None:
 
 
 def _without_answer(output: RequestOutput) -> RequestOutput:
-    """Copy an output without the tokens of its choices, which end, if they have ended, because there were to be
-    none."""
+    """Drop the tokens of an output's choices; those that have ended, ended because there were to be none."""
     choices = [
         CompletionOutput(choice.index, "", [], finish_reason=FinishReason.LENGTH if choice.finished else None)
         for choice in output.outputs
@@ -255,8 +254,7 @@ def _next_of(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutpu
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result. If the client disconnects, cancel it, wait for its end and raise
-    ClientGoneError.
+    """Run `work`. If the client disconnects, cancel it, wait for its end and raise ClientGoneError.
 
     Starlette cancels nothing by itself, so a plain handler would run on. The request's body must have been read, so
     that the only message left to receive is the disconnect.

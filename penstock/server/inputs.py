@@ -231,8 +231,7 @@ def _implied(context: ServerContext, body: ChatRequest | TokenizeRequest) -> dic
 
 
 def _turn(message: Message) -> dict[str, Any]:
-    """Convert a message to the form that templates read. The role `developer` becomes `system`, the name that they
-    know."""
+    """Convert a message for the template. The role `developer` becomes `system`, the name that templates know."""
     if message.role == "function":
         text = "messages: the role function is not supported; its newer name is tool, with a tool_call_id"
         raise NotSupportedError(text, param="messages")

@@ -428,8 +428,7 @@ class KeptCalls:
         self.journal.append(lambda: encode_record(call.end_record()))
 
     def pop_restored(self) -> list[KeptCall]:
-        """Take the unfinished calls from the journal; a second call returns none. Set the removal timers of the ended
-        ones."""
+        """Take the unfinished calls from the journal, once, and set the removal timers of the ended ones."""
         restored, self._to_resume = self._to_resume, []
         for call in list(self._calls.values()):
             if call.ended and call.timer is None:

@@ -1,5 +1,7 @@
-"""Layers that every request passes, as plain ASGI, from the outside in: the boundary (id, log line, unexpected errors),
-the site check, the key check, the refusal of requests while the server is overloaded, and the body limits.
+"""Layers that every request passes, as plain ASGI.
+
+From the outside in: the boundary (id, log line, unexpected errors), the site check, the key check, the refusal of
+requests while the server is overloaded, and the body limits.
 
 No decision depends on a URL built from the Host header.
 """

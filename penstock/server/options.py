@@ -64,8 +64,7 @@ def _template_kwargs(name: str, value: Any) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Options that say where the server listens and what it refuses. A field with a help text is a flag of `penstock
-    serve`.
+    """Options of the server: its addresses and limits. A field with a help text is a flag of `penstock serve`.
 
     Attributes:
         api_key: if given, every route but /health, /ping, /live and /ready requires it.

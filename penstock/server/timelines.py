@@ -1,9 +1,9 @@
-"""The log of each request, and the timelines of the last calls, which show where their time went. They are shown in
-answers, at /status/requests, in metrics and in traces.
+"""The log of each request, and the timelines of the last calls, which show where their time went.
 
-A call has one timeline per choice. Each timeline divides the whole wall time of the call, from the first byte of the
-request to the last byte of the answer, into intervals. No text and no tokens are kept. A call that has ended can be
-sent to an OpenTelemetry collector as spans.
+They are shown in answers, at /status/requests, in metrics and in traces. A call has one timeline per choice. Each
+timeline divides the whole wall time of the call, from the first byte of the request to the last byte of the answer,
+into intervals. No text and no tokens are kept. A call that has ended can be sent to an OpenTelemetry collector as
+spans.
 """
 
 import logging

@@ -83,8 +83,7 @@ class HFTokenizer:
         self.grammars(vocab_size, eos_token_ids).check(form)
 
     def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-        """Make what compiles forms of answers for a model with these ids, once; `check_form` and the engine share
-        it."""
+        """Make the compiler of answer forms for a model with these ids, once: `check_form` uses it, too."""
         key = vocab_size, tuple(eos_token_ids)
         if key not in self._grammars:
             self._grammars[key] = Grammars(lambda: self, vocab_size, eos_token_ids)
@@ -238,8 +237,7 @@ def _token(name: str, value: Any, *, special: bool = False) -> AddedToken:
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
-    """Read the template or named templates. .jinja files take precedence over the config, and the config over
-    chat_template.json."""
+    """Read the template or named templates: .jinja files, else the config's, else those of chat_template.json."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     named = {name: read_text(path) for name, path in files.items() if path.is_file()}
@@ -249,8 +247,7 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 def adopt_tokenizer(given: Any) -> Tokenizer:
-    """Convert a Transformers tokenizer object to an HFTokenizer, without importing Transformers. A `Tokenizer` is
-    returned unchanged.
+    """Convert a Transformers tokenizer to an HFTokenizer, without Transformers. A `Tokenizer` is returned unchanged.
 
     The object's `tokenizers` backend is copied, because HFTokenizer changes it. An object without a backend is saved to
     a temporary directory and read from there.

@@ -1,5 +1,4 @@
-"""The way from text to token ids and back: conversations and texts become token ids, and generated ids become text
-again.
+"""Tokenizer: conversations and texts become token ids, and generated ids become text again.
 
 Tokenizer is the protocol; hf.py implements it over tokenizer.json, and tests implement it over bytes. The engine uses
 none of this.
@@ -162,8 +161,7 @@ class RenderedChat:
 
 
 def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a message to the form that templates expect: the content is one text, and arguments of tool calls are
-    objects.
+    """Convert a message for templates: its content is one text, and the arguments of its tool calls are objects.
 
     An assistant's content may be null beside tool calls. Arguments that are not JSON stay text: the model wrote them,
     and they must not end the conversation.
@@ -181,8 +179,7 @@ def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the arguments of a tool call to an object. The function may be in a field `function`, or be the call
-    itself."""
+    """Make the arguments of a tool call an object. The function is in a field `function`, or is the call itself."""
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call_of(call["function"])}
     arguments = call.get("arguments")
