@@ -17,8 +17,8 @@ from tests.families import gpt2
 from tests.families.case import Case
 from tests.hf_models import hf_logprobs, random_ids
 from tests.kernels.packed import levels
+from tests.models.configs import ODD
 from tests.paged import PagedModel
-from tests.test_model_config import ODD
 
 TOLERANCE = 1e-4
 KERNELS = ["reference", *(["cpu"] if levels() else [])]
