@@ -210,7 +210,6 @@ def list_of(name: str, value: Any, *, max_items: int) -> list[Any]:
 
 
 def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> tuple[str, ...]:
-    """Make a tuple of one string, a list of strings or None."""
     items = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or len(items) > max_items:
         raise fail(name, value, f"a string or a list of at most {max_items} strings")
@@ -220,7 +219,6 @@ def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> t
 
 
 def int_tuple(name: str, value: Any, *, low: int, high: int, max_items: int) -> tuple[int, ...]:
-    """Make a tuple of a list of integers or None."""
     items = list_of(name, value, max_items=max_items)
     for item in items:
         check_int(name, item, low, high)

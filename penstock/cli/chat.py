@@ -72,7 +72,6 @@ class Conversation:
         self.begin(system)
 
     def begin(self, system: str | None) -> None:
-        """Begin a new conversation with this system message."""
         self._system = [{"role": "system", "content": system}] if system else []
         self.reset()
 

@@ -129,7 +129,6 @@ def open_standard_streams() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line and return the exit code."""
     open_standard_streams()
     words = sys.argv[1:] if argv is None else argv
     try:

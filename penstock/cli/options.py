@@ -238,7 +238,6 @@ def given_names(kind: type) -> list[str]:
 
 
 def add_fields(group: argparse._ArgumentGroup, kind: type, names: Sequence[str]) -> None:
-    """Add the flags of some fields of a dataclass of options."""
     for item in fields(kind):
         if item.name in names:
             how: dict[str, Any] = {"metavar": item.metadata.get("metavar")}
@@ -258,7 +257,6 @@ def given_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:
 
 
 def given_flags(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Collect the given flags by the names of their fields."""
     flags = {name: FLAGS.get(name, name) for name in names}
     return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
 

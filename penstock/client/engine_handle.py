@@ -121,7 +121,6 @@ class EngineConnection(ABC):
             return None
 
     def reason_of(self, code: int) -> str:
-        """Explain the exit code of an engine."""
         if code == -signal.SIGBUS:
             return f"signal {-code}: a mapped file has become shorter, or its disk has failed"
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
@@ -247,7 +246,6 @@ class EngineHandle:
 
     @property
     def connection(self) -> EngineConnection:
-        """The connection to the current process."""
         return self._process.connection
 
     @property
@@ -408,7 +406,6 @@ class EngineHandle:
         return await connection.wait()
 
     def _handle(self, frame: frames.FromEngine) -> None:
-        """Handle a frame of the current process."""
         match frame:
             case frames.Ready():
                 self._process.ready = frame
@@ -579,7 +576,6 @@ class Liveness:
 
 
 def total_stats(found: Sequence[EngineStats]) -> EngineStats:
-    """Sum all gauges and counters of several engines."""
     total = {item.name: getattr(found[0], item.name) for item in fields(EngineStats)}
     for stats in found[1:]:
         total = {name: _sum(value, getattr(stats, name)) for name, value in total.items()}

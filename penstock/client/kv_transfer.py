@@ -85,7 +85,6 @@ class KVTransfer:
         return self._blocks
 
     async def close(self) -> None:
-        """End the connections to other servers."""
         if self._remote is not None:
             await self._remote.close()
 

@@ -184,7 +184,6 @@ class ProcessClient:
         return self._admit(opened)
 
     def new_request_id(self) -> str:
-        """Make an id that no open request has."""
         return self._requests.new_id()
 
     @property

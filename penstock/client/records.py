@@ -395,7 +395,6 @@ def make_bundle(segments: list[Segment], reason: str) -> RawBundle:
 
 
 def pack(bundle: Bundle | RawBundle) -> bytes:
-    """Encode a bundle as the bytes of its file."""
     data = zlib.compress(msgspec.msgpack.encode(bundle), level=1)
     return MAGIC + hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data
 

@@ -77,7 +77,6 @@ def embedding_output(output: RequestOutput) -> EmbeddingRequestOutput:
 
 
 def score_output(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
-    """Score two texts by their normalised embeddings."""
     return ScoringRequestOutput(
         request_id=second.request_id,
         outputs=ScoringOutput(cosine(first.outputs.embedding, second.outputs.embedding)),

@@ -484,8 +484,6 @@ class ChildClient(StepClient):
     # --- in the caller's thread ------------------------------------------------------------------------------------
 
     def _call(self, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call a function in the event loop and return its result."""
-
         async def call() -> T:
             return work(*args, **options)
 

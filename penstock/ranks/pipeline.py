@@ -138,7 +138,6 @@ def send_activations(channel: Channel, activations: Any, received: int) -> None:
 
 
 def send_failure(channel: Channel, failure: StepFailed) -> None:
-    """Tell the next stage that a step has failed."""
     channel.send(_ACTIVATIONS.pack(_FAILED, 0, 0, 0), encode(failure))
 
 
@@ -206,7 +205,6 @@ class PipelineExecutor:
 
     @property
     def cache_bytes(self) -> int:
-        """The bytes of all ranks' caches."""
         return sum(item.cache_bytes for item in self.ready)
 
     def _start(self, num_stages: int, size: int, buffer_bytes: int) -> None:

@@ -121,7 +121,6 @@ class ShardingMap:
         return axes
 
     def _names(self, layout: Layout) -> list[str]:
-        """List the tensors of a layout that the map names."""
         return [name for name in map(general, layout.sources) if name in self.axes]
 
     def _axis(self, parameter: Parameter, found: list[Layout]) -> int | None:

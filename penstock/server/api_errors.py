@@ -90,5 +90,5 @@ def _from_http(exc: HTTPException) -> ApiError:
 
 
 async def handle(request: Request, exc: Exception) -> Response:
-    """Answer an exception for Starlette."""
+    """Answer an exception that no route has handled; Starlette calls this."""
     return from_exception(exc).response()

@@ -86,7 +86,6 @@ async def _create(
 
 
 def source_of(context: ServerContext, call: KeptCall, generation: Generation) -> Source:
-    """Make the source that computes the stream of a kept call."""
     begun = call.begun
     body = msgspec.json.decode(begun.body, type=CompletionRequest if begun.kind == "completions" else ChatRequest)
     envelope = {"created": begun.created, "model": begun.model, "system_fingerprint": begun.fingerprint}

@@ -190,13 +190,11 @@ class KeptCall:
         self._wake()
 
     def end(self, failure: ApiError | None, result: bytes | None) -> None:
-        """Record that the stream is complete."""
         self.failure, self.result = failure, result
         self.ended, self.ended_at = True, time.time()
         self._wake()
 
     def restore(self, ended: Ended) -> None:
-        """Restore the end of the call from its journal record."""
         self.failure, self.result = ended.failure, ended.result
         self.ended, self.ended_at = True, ended.at
         self._packed, self._frames = ended.frames, []
@@ -388,7 +386,6 @@ class KeptCalls:
             raise ApiError(429, message, code="too_many_kept", headers={"Retry-After": "10"})
 
     def run(self, call: KeptCall, source: Source) -> None:
-        """Start computing a call in a separate task."""
         call.source = source
         if call.begun.grace_s is not None and not call.num_readers:
             loop = asyncio.get_running_loop()
@@ -454,7 +451,6 @@ class KeptCalls:
             await asyncio.gather(call.task, return_exceptions=True)
 
     async def delete(self, call: KeptCall) -> None:
-        """Stop and forget a call."""
         self.remove(call)
         await self._stop(call)
         await self._synced()

@@ -470,7 +470,6 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _naming_the_field() -> Iterator[None]:
-    """Turn msgspec's errors into InvalidRequestError."""
     try:
         yield
     except msgspec.ValidationError as exc:

@@ -124,7 +124,6 @@ def _kind_of(item: Any) -> str:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    """Convert a tool call to the form that chat messages use."""
     for name in ("call_id", "name"):
         check_str(f"input.{name}", item.get(name))
     if not isinstance(item.get("arguments"), str):
@@ -350,7 +349,6 @@ class OutputItem:
         yield "response.output_item.done", {"output_index": self._index, "item": self.shown(status)}
 
     def shown(self, status: str) -> dict[str, Any]:
-        """Describe the item for the response object."""
         text = "".join(self._texts)
         return self._shown(status, text, content=[] if self.kind is Kind.CALL else [self._part(text)])
 

@@ -230,7 +230,6 @@ class CallTimeline:
         return {**self._facts(at), "choices": choices, "choices_left_out": self.num_choices - len(choices)}
 
     def summary(self) -> dict[str, Any]:
-        """Make the call's entry in the list of calls."""
         at, lines = self._so_far()
         return {**self._facts(at), "largest": _largest(lines[0])}
 
@@ -277,7 +276,6 @@ def _part(interval: Interval, start: float) -> dict[str, Any]:
 
 
 def counts_of(interval: Interval) -> dict[str, Any]:
-    """Collect the counts of an interval that are not 0."""
     found: dict[str, Any] = {}
     if interval.steps:
         found |= {"steps": interval.steps, "step_s": interval.step_s}

@@ -85,7 +85,6 @@ class Reader:
         self._kind = kind
 
     def hold(self) -> None:
-        """Hold the text that is read from here on."""
         self._deliver()
         self._kind = None
 

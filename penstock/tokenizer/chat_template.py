@@ -48,7 +48,6 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The source text of all templates."""
         return "\n".join(self._sources.values())
 
     def render(
