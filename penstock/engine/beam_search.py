@@ -44,7 +44,7 @@ class Path:
 
 @dataclass(slots=True)
 class BeamSearch:
-    """Which continuations of the beams go on and which have ended, by the rules of Transformers' generate(num_beams=).
+    """Chooses the continuations that go on or have ended, by the rules of Transformers' generate(num_beams=).
 
         beams       [ best | ... | worst ]  at most `width`, all of the same length; a search begins with an empty one
         candidates  the most likely continuations of all beams, best first; the first `width` of them may end,

@@ -144,7 +144,7 @@ class KVCacheManager:
         ]
 
     def make_pool(self, num_blocks: int, evicted: Callable[[int, bytes], None] | None) -> BlockPool:
-        """Return the empty pool of a group; a subclass may have pools of its own."""
+        """Make the empty pool of a group; a subclass may have pools of its own."""
         return BlockPool(num_blocks, evicted)
 
     # --- looking up ------------------------------------------------------------------------------------------------

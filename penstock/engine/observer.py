@@ -12,7 +12,7 @@ from penstock.interface.step import SchedulerOutput, StepOutput
 
 
 class EngineObserver:
-    """Does nothing at any event; a subclass overrides the events that it needs.
+    """Base of observers, which does nothing at any event; a subclass overrides the events that it needs.
 
     Attributes:
         wants_checksums: whether the steps that are planned from now on carry checksums of their logits.

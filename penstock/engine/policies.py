@@ -41,7 +41,7 @@ Clock = Callable[[], float]
 
 
 class FirstCome:
-    """In order of arrival, but the flow with the fewest rows first. The other policies build on this one.
+    """Starts requests in order of arrival, the flow with the fewest rows first. The other policies build on this one.
 
     Attributes:
         rows: number of running requests of each flow that has any; "" is not a flow.
@@ -117,7 +117,7 @@ class FirstCome:
 
 
 class Urgency(FirstCome):
-    """The flow with the most urgent request first. A subclass says how urgent a request is, and its place in the flow.
+    """Starts the flow with the most urgent request first. A subclass says how urgent one is, and its place in the flow.
 
     The key of a flow without a row changes only when something is noted, so these keys are kept in a heap. Flows with
     rows are few.
@@ -247,7 +247,7 @@ class Urgency(FirstCome):
 
 
 class ByPriority(Urgency):
-    """The lowest `priority` first. It takes the row of a higher one, unless that came much earlier."""
+    """Starts the lowest `priority` first, in the row of a higher one if need be, unless that came much earlier."""
 
     def rank(self, request: Request) -> Place:
         return request.arrived_at + PRIORITY_AGING_S * request.priority, request.arrival
@@ -260,7 +260,7 @@ class ByPriority(Urgency):
 
 
 class LengthClasses(Urgency):
-    """Three classes of prompt lengths, the longest first, started together: long sequences then decode together."""
+    """Starts three classes of prompt lengths, the longest first, each together: long sequences then decode together."""
 
     prefill_ratio = PREFILL_RATIO
 
@@ -285,7 +285,7 @@ class LengthClasses(Urgency):
 
 
 class ByDeadline(Urgency):
-    """The request that is due first comes first."""
+    """Starts the request that is due first."""
 
     def rank(self, request: Request) -> Place:
         return self.urgency(request, request.arrived_at), request.arrival
@@ -295,7 +295,7 @@ class ByDeadline(Urgency):
 
 
 class Fair(Urgency):
-    """The flow that has had the least comes first: virtual token counters (VTC).
+    """Starts the flow first that has had the least: virtual token counters (VTC).
 
     A flow's counter adds up what it is given: prompt tokens when they are first computed (cached ones are free), and
     output tokens, which cost more. A flow that had nothing waiting begins at the lowest counter of the waiting flows or

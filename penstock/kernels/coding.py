@@ -48,7 +48,7 @@ class PartRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How the values of a weight are stored.
+    """The form in which the values of a weight are stored.
 
     Attributes:
         name: the format's own name, for messages and plans: "Q4_K", "AWQ".
@@ -92,11 +92,11 @@ class Coding:
 
     @property
     def is_integer(self) -> bool:
-        """Whether every level is an integer of 8 bits, so that products are exact in integers."""
+        """Tell whether every level is an integer of 8 bits, so that products are exact in integers."""
         return all(level == int(level) and -128 <= level <= 127 for level in self.levels)
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return shape and type of every array of a weight [N, K], by the names that CodedRows.parts has.
+        """List shape and type of every array of a weight [N, K], by the names that CodedRows.parts has.
 
         codes [N, K] uint8; scales, mins [N, K / block] scale_dtype; steps [N, K / group] int8; step_mins [N, K / group]
         uint8; column_scales [N] float32; order [K] int32. K need not be a multiple of block: the last one may be short.
@@ -133,18 +133,18 @@ class CodedRows:
         return tuple(self.parts["codes"].shape)
 
     def read_parts(self, start: int, stop: int) -> dict[str, Array]:
-        """Return rows start .. stop-1 of every array, and all of `order`."""
+        """Read rows start .. stop-1 of every array, and all of `order`."""
         return {
             name: as_array(part.read(0, part.shape[0]) if name == "order" else part.read(start, stop))
             for name, part in self.parts.items()
         }
 
     def read(self, start: int, stop: int) -> Array:
-        """Return the values of rows start .. stop-1, [stop - start, K] float32."""
+        """Decode the values of rows start .. stop-1, [stop - start, K] float32."""
         return decode(self.coding, self.read_parts(start, stop))
 
     def map_rows(self, change: Callable[[PartRows], PartRows]) -> "CodedRows":
-        """Return the weight with a change of its rows (a permutation, a range) made to every array that has rows."""
+        """Apply a change of the weight's rows (a permutation, a range) to every array that has rows."""
         return CodedRows(
             self.coding, {name: part if name == "order" else change(part) for name, part in self.parts.items()}
         )

@@ -98,7 +98,7 @@ def alibi_slopes(num_heads: int) -> Array:
 
 
 class MLP(Module):
-    """Up with the activation in the same call, then down."""
+    """Feed-forward branch: up with the activation in the same call, then down."""
 
     def __init__(self, make: LayerFactory, activation: str) -> None:
         self.up_proj = make.activated_linear("up_proj", activation)
@@ -110,7 +110,7 @@ class MLP(Module):
 
 
 class GatedMLP(Module):
-    """Gate and up as one product with the activation in the same call, then down."""
+    """Feed-forward branch: gate and up as one product with the activation in the same call, then down."""
 
     def __init__(self, make: LayerFactory, activation: str) -> None:
         self.gate_up_proj = make.gated_linear("gate_up_proj", activation)

@@ -72,7 +72,7 @@ def _bad_words_ids(params: SamplingParams, end_ids: Int64) -> Mask:
 
 
 def _completions(words: Iterable[tuple[int, ...]]) -> Mask:
-    """Mask the last ids of words, where the other ids of a word are the end of the history."""
+    """Make the mask of the last ids of words, where the other ids of a word are the end of the history."""
     listed = list(words)
     single = ids_of(word[0] for word in listed if len(word) == 1)
     longer = [(list(word[:-1]), word[-1]) for word in listed if len(word) > 1]
@@ -109,7 +109,7 @@ def _suppress(params: SamplingParams, end_ids: Int64) -> Mask:
 
 
 def _begin_suppress(params: SamplingParams, end_ids: Int64) -> Mask:
-    """Mask the first output, or the second where forced_bos_token_id forces the first."""
+    """Make the mask of the first output, or of the second where forced_bos_token_id forces the first."""
     ids = ids_of(params.begin_suppress_tokens or ())
     is_forced = params.forced_bos_token_id is not None
 
@@ -259,7 +259,7 @@ def _repeats_of_all(ids: list[int], least: int) -> list[tuple[int, int]]:
 
 
 def _decay(params: SamplingParams, end_ids: Int64) -> Change:
-    """Return what raises the logits of the end tokens, further with each output."""
+    """Make the change that raises the logits of the end tokens, further with each output."""
     start, factor = params.exponential_decay_length_penalty or (0, 1.0)
 
     def change(logits: Float32, history: Int32, num_outputs: int) -> None:
@@ -478,7 +478,7 @@ class Option:
 
     @property
     def warps(self) -> bool:
-        """Whether a row that asks for it is warped: the kernels have no changes, and only truncations in
+        """Tell whether a row that asks for it is warped: the kernels have no changes, and only the truncations of
         SamplingTensors."""
         return self.change is not None or (self.truncation is not None and self.field not in OF_KERNELS)
 

@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 
 
 class Matcher(Protocol):
-    """Follows one answer; see tokenizer/grammars.py."""
+    """Follows one answer in its form; see tokenizer/grammars.py."""
 
     end_ids: frozenset[int]
 
@@ -47,7 +47,7 @@ class Matcher(Protocol):
 
 
 class Forms(Protocol):
-    """Compiles forms."""
+    """Compiles the forms of requests, and starts a Matcher for each answer."""
 
     def start(self, form: StructuredOutputsParams) -> Matcher: ...
 

@@ -120,7 +120,7 @@ class CpuKVCache:
     def plan(
         self, meta: AttentionMetadata, heads: Heads, dtype: ArrayType, level: str, threads: int
     ) -> AttentionMetadata:
-        """Add a plan for these heads, queries and results of type `dtype`, and this cache, to the metadata.
+        """Copy the metadata with a plan for these heads, queries and results of type `dtype`, and this cache.
 
         A caller may pass the metadata of its previous call again, after writing the next step's lengths and slots into
         the same tensors, if the blocks are the same. If the plan also fits that step, the previous result is returned.
