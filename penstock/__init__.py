@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         CompletionOutput,
         FinishReason,
         Logprob,
+        PrefixUse,
         RequestOutput,
     )
     from penstock.interface.plugins import register_logits_processor
@@ -73,6 +74,7 @@ _HOMES = {
     "PoolingOutput": "interface.pooling",
     "PoolingParams": "interface.pooling",
     "PoolingRequestOutput": "interface.pooling",
+    "PrefixUse": "interface.outputs",
     "RequestFailedError": "errors",
     "RequestOutput": "interface.outputs",
     "RequestOutputKind": "interface.sampling_params",
@@ -96,6 +98,7 @@ __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it
     "RequestOutputKind",
     "FinishReason",
     "Logprob",
+    "PrefixUse",
     "read_prompts",
     "BeamSearchParams",
     "BeamSearchOutput",

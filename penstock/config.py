@@ -554,11 +554,6 @@ def option_names() -> list[str]:
     return ["model", "imports", *(item.name for part in PARTS.values() for item in fields(part))]
 
 
-def available_threads() -> int:
-    """Count the threads that this process should compute with: one per core, within its affinity and its quota."""
-    return Machine.read().default_threads()[0]
-
-
 def _apply(config: Part, choices: Choices) -> tuple[Part, dict[str, str]]:
     """Set the chosen values, and join each with its reason as "value: why"."""
     reasons = {name: f"{'off' if value is False else value}: {why}" for name, (value, why) in choices.items()}

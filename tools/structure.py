@@ -98,12 +98,15 @@ def find_floors(arrows: Iterable[tuple[str, str]]) -> dict[str, int]:
     return floors
 
 
-def rooms_used_by(folder: Path) -> set[str]:
-    """Return the rooms of penstock/ that the files below a folder import."""
-    rooms = {room_of(path) for path in PACKAGE.rglob("*.py")}
-    names = {name for path in folder.rglob("*.py") for name in imported_names(path)}
-    used = {name.split(".")[1] for name in names if name.startswith("penstock.")}
-    return {room if room in rooms else "__init__" for room in used}
+def modules_used_by(folder: Path) -> set[str]:
+    """Return the modules of penstock/ that the files below a folder import; "penstock" stands for its public names."""
+    files = (path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    modules = {".".join(file.parts).removesuffix(".__init__") for file in files}
+    used = set()
+    for name in (name for path in folder.rglob("*.py") for name in imported_names(path)):
+        if name.partition(".")[0] == PACKAGE.name:
+            used.add(name if name in modules else name.rpartition(".")[0])
+    return used
 
 
 def lines_of_code(path: Path) -> int:

@@ -16,5 +16,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 from penstock.assembly.engine import BuiltEngine, PlannedEngine, build_engine, plan_engine
+from penstock.assembly.sizes import model_sizes
 
-__all__ = ["BuiltEngine", "PlannedEngine", "build_engine", "plan_engine"]
+__all__ = ["BuiltEngine", "PlannedEngine", "build_engine", "model_sizes", "plan_engine"]

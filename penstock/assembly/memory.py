@@ -35,7 +35,6 @@ from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import rotary_bytes
 
-ENGINE_RUNTIME = 57 * 2**20  # memory of an engine's process before it loads, without torch; measured
 MAX_SHARE = 0.4  # largest share of the free memory, unless kv_cache_memory_bytes is given
 RUNTIME_GROWTH = 3 * 2**20  # recorded programs, threads' stacks, Python's own objects; measured
 TOKEN_OBJECT_BYTES = 64  # bytes of a token in the lists of the scheduler and of the runner's rows; measured

@@ -36,10 +36,6 @@ FLAGS = {  # field -> name of its flag, where they differ
     "allowed_origins": "allowed_origin",
     "imports": "import",
 }
-WEIGHT_OPTIONS = (
-    "dtype", "quantization", "quantization_group_size", "load_format", "threads", "tensor_parallel_size",
-    "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
-)  # fmt: skip
 
 
 def parse_size(text: str) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 
 from penstock.client.admission import AdmissionLimits
 from penstock.client.engine_client import EngineStatus
-from penstock.client.engine_handle import Launcher
-from penstock.client.fleet import MAX_REPLICAS
+from penstock.client.engine_handle import MAX_REPLICAS, Launcher
 from penstock.client.input_processor import Prompt, PromptRequest
 from penstock.client.process import ProcessClient
 from penstock.client.records import RecordOptions, SavedRecord

@@ -36,6 +36,7 @@ from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.ranks.children import Effort, spawn_connected
 
 LOGGER = logging.getLogger("penstock")
+MAX_REPLICAS = 64  # engines of one client
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
 MAX_FAILED_STARTS = 3  # in a row, however long each took; the model may not fit
 BACK_OFF_S = 0.2  # seconds before the next start, times the number of failed starts

@@ -35,7 +35,6 @@ from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
 from penstock.interface.timeline import IntervalKind
 
 LOGGER = logging.getLogger("penstock")
-MAX_REPLICAS = 64
 DEATHS_BEFORE_TRIAL = 2
 OutputsLeft = Callable[[int, bool], float]  # (limit, whether choices never end early) -> expected outputs
 

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.engine_handle import Launcher
-from penstock.client.fleet import MAX_REPLICAS
+from penstock.client.engine_handle import MAX_REPLICAS, Launcher
 from penstock.client.input_processor import Prompt, PromptRequest
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient

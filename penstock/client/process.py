@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus
-from penstock.client.engine_handle import Launcher
-from penstock.client.fleet import DEATHS_BEFORE_TRIAL, MAX_REPLICAS, Fleet
+from penstock.client.engine_handle import MAX_REPLICAS, Launcher
+from penstock.client.fleet import DEATHS_BEFORE_TRIAL, Fleet
 from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, request_of
 from penstock.client.records import RecordOptions, SavedRecord

@@ -43,7 +43,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import lru_cache
@@ -343,11 +343,6 @@ def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:
         raise ValueError(f"an axis of {k} elements is not made of units of {unit}")
     borders = [index * (k // unit) // leaves * unit for index in range(leaves + 1)]
     return list(itertools.pairwise(borders))
-
-
-def num_elements(parameters: Iterable[Parameter]) -> int:
-    """Count the stored elements; tied parameters count once."""
-    return sum(item.num_elements for item in parameters if item.tied_to is None)
 
 
 def _expand(row: Row, config: ModelConfig) -> list[Parameter]:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.config import available_threads
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
+from penstock_lab.bench import available_threads
 from penstock_lab.bench.machine import uniform
 from penstock_lab.bench.products import DOWN_1B, O_PROJ_1B, packed_copies
 from penstock_lab.bench.startup import python_process

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from penstock import InvalidRequestError
-from penstock.config import available_threads
 from penstock.errors import check_choice, check_int
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.cpu.library import chosen_level
@@ -27,7 +26,7 @@ from penstock.kernels.metadata import Heads
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.weights.hub import resolve_model
-from penstock_lab.bench import attention, machine
+from penstock_lab.bench import attention, available_threads, machine
 from penstock_lab.bench.attention import AttentionCase, decode_cases, prefill_cases
 from penstock_lab.bench.experts import ExpertsCase, expert_cases
 from penstock_lab.bench.machine import MachineLimits, Progress

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from penstock import EngineError
-from penstock.config import available_threads
+from penstock_lab.bench import available_threads
 from penstock_lab.bench.startup import python_process
 
 END_OF_STREAM, END_OF_CHUNKS = b"data: [DONE]", b"0\r\n\r\n"

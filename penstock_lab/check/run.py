@@ -21,7 +21,6 @@ from penstock.models.certificate import RANDOM_TINY, Certificate, certificate_fi
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import num_elements
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import check_memory
 from penstock.weights.sources import read_parameters
@@ -123,8 +122,8 @@ def _compare_models(
         InvalidRequestError: `against` has another architecture.
     """
     announce("every layer beside Transformers' module, in float32")
-    needed = 4 * num_elements(read_parameters(config).values())
-    check_memory({"float32 weights of Transformers' model": needed}, free_memory_bytes())
+    stored = [item.num_elements for item in read_parameters(config).values() if item.tied_to is None]
+    check_memory({"float32 weights of Transformers' model": 4 * sum(stored)}, free_memory_bytes())
     theirs = setting.directory if against is None else resolve_model(against)
     architecture = load_model_config(theirs).architecture
     if architecture != config.architecture:

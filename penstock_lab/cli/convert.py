@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.cli.options import UNSET, WEIGHT_OPTIONS, add_engine_options, engine_options, parse_size
+from penstock.cli.options import UNSET, add_engine_options, engine_options, parse_size
 from penstock.cli.terminal import handle_signals, note
 from penstock.client.prompts import progress
 from penstock.config import EngineConfig
@@ -17,6 +17,10 @@ from penstock.weights.sources import FORMS
 
 PACKED = "packed"
 DEFAULT_SHARD_SIZE = 5 * 10**9
+WEIGHT_OPTIONS = (
+    "dtype", "quantization", "quantization_group_size", "load_format", "threads", "tensor_parallel_size",
+    "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
+)  # fmt: skip
 DESCRIPTION = """Write a model in another form.
 
   packed        packed, and quantised if asked: it is mapped, not loaded

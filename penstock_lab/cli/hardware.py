@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # an error in the options must not wait for the import of num
     from penstock_lab.planner.fit import Budget
 
 Devices = tuple[int, int | None]  # (number of devices, bytes of memory of each)
+ENGINE_RUNTIME = 57 * 2**20  # memory of an engine's process before it loads, without torch; measured
 DEVICES = re.compile(r"(\d{1,9})(?:x(.+))?", re.ASCII)
 
 
@@ -51,7 +52,6 @@ def budget_of(config: EngineConfig, hardware: Hardware | None, devices: Devices 
 
     Without --devices and other hardware, the ranks of a model are processes that share this machine's memory.
     """
-    from penstock.assembly.memory import ENGINE_RUNTIME
     from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
     from penstock_lab.planner.fit import Budget
 

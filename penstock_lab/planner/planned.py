@@ -1,12 +1,12 @@
 """A model as the planner sees it: its config values and sizes, from config.json alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock import EngineConfig, NotSupportedError
+from penstock.assembly import model_sizes
 from penstock.assembly.memory import ModelSizes
-from penstock.assembly.sizes import model_sizes
 from penstock.errors import fail
 from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
@@ -19,7 +19,7 @@ from penstock.ranks.build import RankPlace
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import Parameter, num_elements
+from penstock.spec.param_table import Parameter
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import ANYWHERE, Place, dtype_for
@@ -145,3 +145,8 @@ def _refuse_unplanned(config: EngineConfig) -> None:
     for name, given in asked.items():
         if given:
             raise NotSupportedError(f"{name}: a plan does not count it; leave it out", param=name)
+
+
+def num_elements(parameters: Iterable[Parameter]) -> int:
+    """Count the stored elements; tied parameters count once."""
+    return sum(item.num_elements for item in parameters if item.tied_to is None)

@@ -17,8 +17,9 @@ from penstock.models.registry import ARCHITECTURES, find_model
 from penstock.spec.config_file import has_config, modern_falcon, read_config
 from penstock.spec.config_reader import read_json
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import Parameter, Row, num_elements
+from penstock.spec.param_table import Parameter, Row
 from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
+from penstock_lab.planner.planned import num_elements
 
 LINE = 120  # columns
 ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|out_proj|c_proj|down_proj|dense|dense_4h_to_h|fc2|wo|w2)\.")

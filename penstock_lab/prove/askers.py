@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from penstock import AsyncLLM, EngineConfig, EngineError, InvalidRequestError, RequestOutput
+from penstock import AsyncLLM, EngineConfig, EngineError, InvalidRequestError, Logprob, RequestOutput
 from penstock.assembly import build_engine
 from penstock.engine.engine import Engine
 from penstock.engine.observer import EngineObserver
 from penstock.interface.messages import EngineRequest
-from penstock.interface.outputs import LogprobsAt
 from penstock_lab.prove.completions import Completion, Entry, Key, Member, Query, add_output
 from penstock_lab.prove.every_draft import EveryDraft
 from penstock_lab.prove.proof import Subject
@@ -181,7 +180,7 @@ def _answers(output: RequestOutput) -> Iterator[tuple[int, Completion]]:
         yield choice.index, answer
 
 
-def _plain(at: LogprobsAt) -> Entry:
+def _plain(at: dict[int, Logprob]) -> Entry:
     return {token: entry.logprob for token, entry in at.items()}
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from penstock.config import available_threads
+from penstock_lab.bench import available_threads
 
 MAX_SERVERS = 8  # maximum number of servers that trials start at the same time
 T = TypeVar("T")

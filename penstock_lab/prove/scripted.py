@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from starlette.types import Message
 
-from penstock import InvalidRequestError, ModelLoadError, RequestFailedError, RequestOutput, StructuredOutputsParams
+from penstock import (
+    InvalidRequestError,
+    ModelLoadError,
+    PrefixUse,
+    RequestFailedError,
+    RequestOutput,
+    StructuredOutputsParams,
+)
 from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import Mailbox
@@ -25,7 +32,6 @@ from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Scheduling
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import PrefixUse
 from penstock.interface.step import CacheGroup
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from penstock import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+from penstock import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import LogprobsAt
 
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 40, 240
 SHARE_OF_FEATURE = 0.3  # share of the streams that have a certain feature
@@ -67,7 +66,7 @@ class ReceivedChoice:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[LogprobsAt] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -91,7 +90,7 @@ class ReceivedStream:
     """All that the reader of one stream has received."""
 
     choices: dict[int, ReceivedChoice] = field(default_factory=dict)
-    prompt_logprobs: list[LogprobsAt | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def num_tokens(self) -> int:

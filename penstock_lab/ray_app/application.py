@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock import AsyncLLM, InvalidRequestError
 from penstock.client.engine_client import EngineState
-from penstock.client.fleet import MAX_REPLICAS
+from penstock.client.engine_handle import MAX_REPLICAS
 from penstock.errors import check_float, check_int, pop_options
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions

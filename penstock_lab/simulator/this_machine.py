@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from penstock import EngineConfig, EngineError
-from penstock.config import KV_CACHE_SLICES, available_threads
+from penstock.config import KV_CACHE_SLICES
 from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuKVCache, CpuOps
@@ -25,6 +25,7 @@ from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheS
 from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, UINT8, Tensor, address_of, empty
+from penstock_lab.bench import available_threads
 from penstock_lab.bench.native import limit_read
 from penstock_lab.bench.samples import spread
 from penstock_lab.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware

@@ -14,8 +14,9 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_model
-from penstock.spec.param_table import Parameter, num_elements
+from penstock.spec.param_table import Parameter
 from penstock.weights.loader import weight_layers
+from penstock_lab.planner.planned import num_elements
 from tests.families.case import Case, all_cases, for_cases
 from tests.hf_models import random_ids
 

@@ -23,8 +23,8 @@ import sys
 sys.modules["torch"] = None
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
-from penstock.spec.param_table import num_elements
 from penstock.weights.safetensors import Checkpoint, fingerprint
+from penstock_lab.planner.planned import num_elements
 config = load_model_config({str(directory)!r})
 table = find_model(config.architecture).read_table()
 print(num_elements(table.parameters(config).values()))

@@ -10,10 +10,10 @@ import yaml
 from penstock import InvalidRequestError
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import find_model
-from penstock.spec.param_table import num_elements
 from penstock.weights.hub import MODEL_DIR
 from penstock_lab.compat import run_interactive
 from penstock_lab.compat.run_interactive import ID_PROMPTS, SIZES_FILE, main, read_size
+from penstock_lab.planner.planned import num_elements
 from penstock_lab.planner.table_template import table_text
 
 FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(SIZES_FILE.read_text())
