@@ -14,6 +14,7 @@ import re
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,17 @@ def room_of(path: Path, package: Path = PACKAGE) -> str:
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return the nodes of a file that matter here: itself, its imports, classes and functions."""
+    kinds = (ast.Module, ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)]
+
+
 def imported_names(path: Path) -> set[str]:
     """Return the dotted names that a file imports, at its top and inside functions."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -111,9 +119,8 @@ def modules_used_by(folder: Path) -> set[str]:
 
 def lines_of_code(path: Path) -> int:
     """Return the number of lines that are not blank and not part of a comment or docstring."""
-    source = path.read_text(encoding="utf-8")
     docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if (
@@ -123,7 +130,7 @@ def lines_of_code(path: Path) -> int:
             ):
                 docstrings |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
         if token.type not in NO_CODE:
             code |= set(range(token.start[0], token.end[0] + 1))
     return len(code - docstrings)
@@ -132,7 +139,7 @@ def lines_of_code(path: Path) -> int:
 def python_functions(package: Path) -> Iterator[tuple[str, int, int]]:
     """Yield (place, lines, parameters) of each Python function."""
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 parameters = [item.arg for item in given if item.arg not in ("self", "cls")]
