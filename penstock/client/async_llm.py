@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.client.admission import AdmissionLimits
 from penstock.client.engine_client import EngineStatus
-from penstock.client.engine_handle import MAX_REPLICAS, Launcher
+from penstock.client.engine_handle import MAX_REPLICAS, EnginePlan
 from penstock.client.input_processor import Prompt, PromptRequest
 from penstock.client.process import ProcessClient
 from penstock.client.records import RecordOptions, SavedRecord
@@ -46,7 +46,7 @@ class AsyncLLM:
         data_parallel_size: number of engines, each with the whole model in a process of its own, among which requests
             are divided (client/fleet.py). threads, memory and kv_cache_memory_bytes are per engine; if left out, the
             engines share the machine.
-        launcher: starts engines elsewhere (ray_app/engines.py); data_parallel_size is then not used.
+        engine_plan: starts engines elsewhere (ray_app/engines.py); data_parallel_size is then not used.
         options: for EngineConfig.from_options; for AdmissionLimits (client/admission.py), which limits the queue and
             refuses further requests with EngineOverloadedError; for RecordOptions (client/records.py); and for
             KVTransferOptions (client/kv_transfer.py), which puts prefill and decoding on different engines.
@@ -64,7 +64,7 @@ class AsyncLLM:
         tokenizer: Tokenizer | str | Any = None,
         standby: bool = False,
         data_parallel_size: int = 1,
-        launcher: Launcher | None = None,
+        engine_plan: EnginePlan | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(model, str):
@@ -87,7 +87,7 @@ class AsyncLLM:
             record=record,
             standby=standby,
             follows_forms=tokenizer is None,
-            launcher=launcher or Launcher(num_engines=data_parallel_size),
+            engine_plan=engine_plan or EnginePlan(num_engines=data_parallel_size),
             transfer=transfer,
         )
         if isinstance(found, IsolatedTokenizer):

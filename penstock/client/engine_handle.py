@@ -8,7 +8,7 @@
 
 Under it, EngineConnection is the client's end of the connection to one process; it knows neither restarts nor
 liveness. EngineChild starts that process, as a child of this one; engines on other machines have a connection of their
-own kind (penstock_lab/ray_app/remote.py). Launcher says which of the two a client uses.
+own kind (penstock_lab/ray_app/remote.py). EnginePlan says which of the two a client uses.
 
 Its owner awaits one death after the other and calls `replace` after each; in between it gets the frames of the current
 process, and of no other (client/fleet.py).
@@ -186,7 +186,7 @@ class EngineChild(EngineConnection):
 
 
 @dataclass(frozen=True, slots=True)
-class Launcher:
+class EnginePlan:
     """The number of engines that a client has, and the function that starts them.
 
     Attributes:

@@ -26,7 +26,7 @@ from msgspec import structs
 from penstock.client import frames
 from penstock.client.admission import QueuedTokens, Router, block_hashes
 from penstock.client.engine_client import EngineState, EngineStatus
-from penstock.client.engine_handle import EngineHandle, Launcher, taking_over, total_stats
+from penstock.client.engine_handle import EngineHandle, EnginePlan, taking_over, total_stats
 from penstock.client.open_requests import OpenRequest, OpenRequests
 from penstock.client.prefixes import Pin
 from penstock.client.records import RecordKeeper, RecordOptions
@@ -123,13 +123,13 @@ class Fleet:
         start: the first frame of an engine.
         outputs_left: estimates the outputs of a choice.
         standby: whether each engine has a second process that is kept ready.
-        launcher: starts the engines, and says how many there are.
+        engine_plan: starts the engines, and says how many there are.
 
     Attributes:
         router: chooses among replicas, by their index.
         model_info: description of the model; None until an engine was ready.
         failure: why there will be no engine any more; None as long as there may be one.
-        settled: set once all engines that the launcher requires have been ready, or there is a failure.
+        settled: set once all engines that the plan requires have been ready, or there is a failure.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Fleet:
         record: RecordOptions,
         *,
         standby: bool = False,
-        launcher: Launcher,
+        engine_plan: EnginePlan,
     ) -> None:
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
@@ -150,7 +150,7 @@ class Fleet:
         self._listener = weakref.ref(listener)  # weak, so that dropping the client ends its engines
         self._requests = requests
         self._outputs_left = outputs_left
-        self._launcher = launcher
+        self._engine_plan = engine_plan
         self._start = start
         self._record = record
         self._standby = standby
@@ -162,7 +162,7 @@ class Fleet:
 
     def __len__(self) -> int:
         """Count the engines that there are going to be."""
-        return self._launcher.num_engines
+        return self._engine_plan.num_engines
 
     def _add_replica(self, start: frames.Start) -> Replica:
         index, records = len(self._replicas), RecordKeeper(self._record)
@@ -172,7 +172,7 @@ class Fleet:
             partial(self._received, index),
             standby=self._standby,
             name=name,
-            launch=self._launcher.start,
+            launch=self._engine_plan.start,
         )
         recovery = Recovery(self._requests, handle.send, self._deaths)
         self._replicas.append(Replica(index, name, handle, recovery, records))
@@ -359,7 +359,7 @@ class Fleet:
             for _ in range(1, len(self)):
                 self._watch(self._add_replica(taking_over(self._start, ready)))
         num_ready_once = sum(other.handle.model_info is not None for other in self._replicas)
-        if num_ready_once >= (self._launcher.num_initial or len(self)):
+        if num_ready_once >= (self._engine_plan.num_initial or len(self)):
             self.settled.set()
         self._move_waiting()
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
-from penstock.client.engine_handle import MAX_REPLICAS, Launcher
+from penstock.client.engine_handle import MAX_REPLICAS, EnginePlan
 from penstock.client.input_processor import Prompt, PromptRequest
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
@@ -127,7 +127,7 @@ class LLM:
         elif isinstance(model, str):
             sent, own = {"model": model, **options}, tokenizer is None
             make = partial(ProcessClient, sent, found, standby=standby, follows_forms=own)
-            self.client = ChildClient(partial(make, launcher=Launcher(num_engines=data_parallel_size)), found)
+            self.client = ChildClient(partial(make, engine_plan=EnginePlan(num_engines=data_parallel_size)), found)
         else:
             raise NotSupportedError(
                 "engine_in_process: a model object needs an engine in its own process", param="model"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus
-from penstock.client.engine_handle import MAX_REPLICAS, Launcher
+from penstock.client.engine_handle import MAX_REPLICAS, EnginePlan
 from penstock.client.fleet import DEATHS_BEFORE_TRIAL, Fleet
 from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, request_of
@@ -59,7 +59,7 @@ class ProcessClient:
         standby: keep a second process of each engine ready to take over.
         record: what the flight recorder keeps.
         follows_forms: whether the tokenizer is that of the model's directory, which the engine uses for answer forms.
-        launcher: starts the engines that share the requests, each with the whole model; by default one child process.
+        engine_plan: starts the engines, each of which has the whole model; by default one child process.
         transfer: whether prompts are computed here for other servers, or elsewhere for this one.
 
     Raises:
@@ -75,11 +75,11 @@ class ProcessClient:
         standby: bool = False,
         record: RecordOptions | None = None,
         follows_forms: bool = True,
-        launcher: Launcher | None = None,
+        engine_plan: EnginePlan | None = None,
         transfer: KVTransferOptions | None = None,
     ) -> None:
-        launcher = launcher or Launcher()
-        check_int("data_parallel_size", launcher.num_engines, 1, MAX_REPLICAS)
+        engine_plan = engine_plan or EnginePlan()
+        check_int("data_parallel_size", engine_plan.num_engines, 1, MAX_REPLICAS)
         self._follows_forms = follows_forms
         self._tokenizer = tokenizer
         self._seed: int = options.get("seed", 0)
@@ -87,9 +87,9 @@ class ProcessClient:
         self._arrivals = itertools.count()
         self._requests = OpenRequests()
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
-        start = frames.Start(-1, options, num_engines=launcher.num_engines)
+        start = frames.Start(-1, options, num_engines=engine_plan.num_engines)
         outputs_left, record = self._admission.outputs_left, record or RecordOptions()
-        self._fleet = Fleet(start, self._requests, self, outputs_left, record, standby=standby, launcher=launcher)
+        self._fleet = Fleet(start, self._requests, self, outputs_left, record, standby=standby, engine_plan=engine_plan)
         when_dropped(self, _dropped, self._fleet)
         if isinstance(tokenizer, IsolatedTokenizer):
             when_dropped(self, tokenizer.close)

@@ -14,8 +14,10 @@ to the engine's owner. If the engine has a supervisor, a new group takes over ev
 import pickle
 import subprocess
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -54,6 +56,34 @@ class CannotStart(msgspec.Struct, tag=True, frozen=True):
 
     message: str
     param: str | None = None
+
+
+def receive_ready(receive: Sequence[Callable[[], Any]]) -> list[Ready]:
+    """Wait until every rank is ready, and return its message. A rank that has ended without one may have lost another,
+    so the others are asked for the cause first.
+
+    receive: returns the first message of a rank, for each. It raises EngineError if the rank has ended.
+
+    Raises:
+        InvalidRequestError, ModelLoadError: a rank cannot load its part.
+        EngineError: a rank has ended, and no other says why.
+    """
+    ready: list[Ready] = []
+    lost: EngineError | None = None
+    for rank, first_answer in enumerate(receive, start=1):
+        try:
+            answer = first_answer()
+        except EngineError as error:
+            lost = lost or error
+            continue
+        if isinstance(answer, CannotStart):
+            if answer.param is not None:
+                raise InvalidRequestError(answer.message, param=answer.param)
+            raise ModelLoadError(f"rank {rank}: {answer.message}")
+        ready.append(answer)
+    if lost is not None:
+        raise lost
+    return ready
 
 
 class Group:
@@ -110,16 +140,15 @@ class Group:
             InvalidRequestError, ModelLoadError: a rank cannot be built.
             EngineError: a rank has ended.
         """
-        for rank, connection in enumerate(self._connections, start=1):
-            try:
-                answer = connection.recv()
-            except (EOFError, OSError) as error:
-                raise EngineError(f"{self._fate(rank)} while it loaded its part of the model") from error
-            if isinstance(answer, CannotStart):
-                if answer.param is not None:
-                    raise InvalidRequestError(answer.message, param=answer.param)
-                raise ModelLoadError(f"rank {rank}: {answer.message}")
-            self.cache_bytes += answer.cache_bytes
+        answers = receive_ready([partial(self._first_answer, rank) for rank in range(1, len(self._connections) + 1)])
+        self.cache_bytes = sum(answer.cache_bytes for answer in answers)
+
+    def _first_answer(self, rank: int) -> Any:
+        try:
+            return self._connections[rank - 1].recv()
+        except (EOFError, OSError) as error:
+            self.links.close()  # or ranks that wait for this process would never answer
+            raise EngineError(f"{self._fate(rank)} while it loaded its part of the model") from error
 
     def send(self, message: Any) -> None:
         """Send a message to every other rank. Raise ExecutorLostError if one has ended."""

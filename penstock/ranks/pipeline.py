@@ -28,16 +28,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
+from penstock.errors import EngineError, ExecutorLostError
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.tensors import Array, as_array
-from penstock.ranks.group import CannotStart, Ready, StepOrder
+from penstock.ranks.group import CannotStart, Ready, StepOrder, receive_ready
 from penstock.ranks.launcher import HERE, PROCESS, Launcher, Process
 from penstock.ranks.links import Mesh
 
@@ -158,6 +159,12 @@ def receive_activations(channel: Channel) -> tuple[tuple[Array, Array | None] | 
     return (values[0], values[1] if kind == _BOTH else None), received + values.nbytes
 
 
+def _message_of(channel: Channel) -> FromRank:
+    """Receive a rank's next message. Raise ExecutorLostError if the rank has ended."""
+    message: FromRank = decode_from_rank(channel.receive())
+    return message
+
+
 class PipelineExecutor:
     """A `step.Executor` over the processes of one pipeline.
 
@@ -191,7 +198,7 @@ class PipelineExecutor:
             self._start(len(begins), len(begins[0]), buffer_bytes)
             for channel, begin in zip(self._channels, (begin for stage in begins for begin in stage), strict=True):
                 channel.send(begin)
-            self.ready = self._wait_ready()
+            self.ready = receive_ready([partial(_message_of, channel) for channel in self._channels])
         except OSError as error:  # no more processes, memory or sockets; or a rank has ended already
             self.shutdown()
             reason = f"the processes of {len(begins)} pipeline stages cannot be started: {error}"
@@ -235,30 +242,11 @@ class PipelineExecutor:
         finally:
             theirs.close()
 
-    def _wait_ready(self) -> list[Ready]:
-        """Wait for all ranks. If one cannot load its part, the others of its stage end without a message."""
-        ready: list[Ready] = []
-        lost: ExecutorLostError | None = None
-        for channel in self._channels:
-            try:
-                message = decode_from_rank(channel.receive())
-            except ExecutorLostError as error:
-                lost = error
-                continue
-            if isinstance(message, CannotStart) and message.param is not None:
-                raise InvalidRequestError(message.message, param=message.param)
-            if not isinstance(message, Ready):
-                raise ModelLoadError(message.message if isinstance(message, CannotStart) else "a rank is not ready")
-            ready.append(message)
-        if lost is not None:
-            raise lost
-        return ready
-
     def _read(self, channel: Channel) -> None:
         """Read a rank's messages until it ends, then wake the thread that waits for a step."""
         with suppress(ExecutorLostError):
             while True:
-                message = decode_from_rank(channel.receive())
+                message = _message_of(channel)
                 if isinstance(message, Span):
                     self.spans.append(message)
                 else:

@@ -55,6 +55,8 @@ def _run_in_group(ends: Sequence[str]) -> int:
         try:
             import_files(plan.config.imports)
             runner = make_runner(plan, make_ops(plan.config, plan.model_config), links.rank, links)
+        except ExecutorLostError:
+            return EXIT_FAILED  # the leader says what happened
         except PenstockError as error:
             leader.send(CannotStart(str(error), getattr(error, "param", None)))
             return EXIT_CANNOT_BUILD

@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 
 from penstock import SamplingParams
 from penstock.client.engine_client import EngineState
-from penstock.client.engine_handle import Launcher
+from penstock.client.engine_handle import EnginePlan
 from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
@@ -93,7 +93,9 @@ class TimedClient(ProcessClient):
 
 async def time_deaths(*, standby: bool = False, data_parallel_size: int = 1) -> dict[str, list[float]]:
     """Time from a kill to each of PARTS, in seconds, for NUM_KILLS kills of the engine that computes a stream."""
-    client = TimedClient({"model": "demo"}, None, standby=standby, launcher=Launcher(num_engines=data_parallel_size))
+    client = TimedClient(
+        {"model": "demo"}, None, standby=standby, engine_plan=EnginePlan(num_engines=data_parallel_size)
+    )
     client.times = {}
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     params = SamplingParams(max_tokens=2 * NUM_TOKENS_BEFORE_KILL, ignore_eos=True, seed=1)

@@ -122,7 +122,7 @@ def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> Asyn
     if client_options.get("standby"):
         raise InvalidRequestError("standby: not allowed on Ray; start one more replica instead", param="standby")
     pool = EnginePool(handle, options.most, options.num_replicas)
-    llm = AsyncLLM(launcher=pool.launcher, flight_recorder=0, **client_options)
+    llm = AsyncLLM(engine_plan=pool.engine_plan, flight_recorder=0, **client_options)
     pool.client = llm.client
     return llm
 

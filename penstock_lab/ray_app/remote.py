@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from penstock.client import frames
 from penstock.client.engine_client import EngineClient
-from penstock.client.engine_handle import EngineConnection, Launcher
+from penstock.client.engine_handle import EngineConnection, EnginePlan
 from penstock.interface.messages import EngineStats
 from penstock_lab.ray_app.door import tune
 from penstock_lab.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT
@@ -47,7 +47,7 @@ class EnginePool:
         self.handle = handle
         self.client: EngineClient | None = None
         self.fingerprint: str | None = None
-        self.launcher = Launcher(self._start, num_engines, num_initial)
+        self.engine_plan = EnginePlan(self._start, num_engines, num_initial)
         self._engines: set[RemoteEngine] = set()
         self._loop: asyncio.AbstractEventLoop | None = None  # while there are engines
         self._reporting: asyncio.Task[None] | None = None

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.client import engine_handle, frames
 from penstock.client.engine_client import EngineState
-from penstock.client.engine_handle import EngineConnection, Launcher
+from penstock.client.engine_handle import EngineConnection, EnginePlan
 from penstock.client.fleet import Fleet
 from penstock.client.open_requests import OpenRequests
 from penstock.client.records import RecordOptions
@@ -204,9 +204,9 @@ class Owner:
     def __init__(self, script):
         self.errors, self.number = [], itertools.count()
         self.requests = OpenRequests()
-        launcher = Launcher(lambda first: ScriptedChild(script(next(self.number)), first))
+        engine_plan = EnginePlan(lambda first: ScriptedChild(script(next(self.number)), first))
         record = RecordOptions(flight_recorder=0)
-        self.fleet = Fleet(frames.Start(-1, {}), self.requests, self, lambda *_: 1.0, record, launcher=launcher)
+        self.fleet = Fleet(frames.Start(-1, {}), self.requests, self, lambda *_: 1.0, record, engine_plan=engine_plan)
 
     async def run(self):
         self.fleet.attach()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.client import fleet as fleets
 from penstock.client import frames
 from penstock.client.engine_client import EngineState
-from penstock.client.engine_handle import Launcher, Liveness
+from penstock.client.engine_handle import EnginePlan, Liveness
 from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import OpenRequests
 from penstock.client.records import RecordOptions
@@ -86,8 +86,10 @@ class Client:
         self.blamed, self.errors, self.rows = [], [], 0
         start, none = frames.Start(-1, {}, num_engines=num_engines), RecordOptions(flight_recorder=0)
         outputs_left = lambda at_most, ignore_eos: float(at_most)  # noqa: E731
-        launcher = Launcher(num_engines=num_engines, num_initial=num_initial)
-        self.fleet = fleets.Fleet(start, self.requests, self, outputs_left, none, standby=standby, launcher=launcher)
+        engine_plan = EnginePlan(num_engines=num_engines, num_initial=num_initial)
+        self.fleet = fleets.Fleet(
+            start, self.requests, self, outputs_left, none, standby=standby, engine_plan=engine_plan
+        )
         if starts:
             self.first.ready()
             for handle in self.handles[1:]:
