@@ -21,7 +21,7 @@ from penstock import EngineConfig, NotSupportedError
 from penstock.assembly import PlannedEngine, build_engine
 from penstock.assembly.memory import plan_kv_cache
 from penstock.client import frames
-from penstock.client.engine_handle import EngineChild, Launcher
+from penstock.client.engine_handle import EngineChild, EnginePlan
 from penstock.engine.block_pool import BlockPool
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.observer import EngineObserver
@@ -192,7 +192,7 @@ def open_failing(
 ) -> Asker:  # fmt: skip
     """Return a way to ask an engine in whose parts the fault may be."""
     if way == STREAMING:
-        streaming = Streaming(options | {"launcher": Launcher(partial(FailingChild, fault))}, queries)
+        streaming = Streaming(options | {"engine_plan": EnginePlan(partial(FailingChild, fault))}, queries)
         stack.callback(streaming.close)
         return streaming
     built = build_engine(EngineConfig.from_options(**options))
