@@ -105,7 +105,7 @@ def test_an_engine_elsewhere_is_like_a_child():
     async def story():
         replica = Replica(said=[ready()], failures=2)
         pool = EnginePool(replica, 2, 1)
-        engine = pool.launcher.start(frames.Start(0, {"model": "demo"}, ring=5, num_engines=2))
+        engine = pool.engine_plan.start(frames.Start(0, {"model": "demo"}, ring=5, num_engines=2))
         await engine.connect()
         assert isinstance(await engine.receive(), frames.Heartbeat)  # so that nobody takes the wait for a hang
         assert isinstance(await next_frame(engine), frames.Ready)
@@ -131,7 +131,7 @@ def test_a_machine_that_is_lost_or_leaves_is_noticed():
 
     async def story():
         replica = Replica(said=[ready(), *[frames.Heartbeat(0, EngineStats())] * 3])
-        engine = EnginePool(replica, 2, 1).launcher.start(frames.Start(0, {}))
+        engine = EnginePool(replica, 2, 1).engine_plan.start(frames.Start(0, {}))
         await engine.connect()
         assert isinstance(await next_frame(engine), frames.Ready)
         remote.listeners[0]({"r1", "r2"})
@@ -155,11 +155,11 @@ def test_a_machine_with_other_bits_is_refused(caplog):
     async def story():
         first, second = Replica(said=[ready()]), Replica("r2", "node2", said=[ready("other")])
         pool = EnginePool(first, 2, 1)
-        engine = pool.launcher.start(frames.Start(0, {}))
+        engine = pool.engine_plan.start(frames.Start(0, {}))
         await engine.connect()
         assert isinstance(await next_frame(engine), frames.Ready)
         pool.handle = second
-        other = pool.launcher.start(frames.Start(0, {}))
+        other = pool.engine_plan.start(frames.Start(0, {}))
         await other.connect()
         assert await next_frame(other) is None
         assert remote.refused_nodes == {"node2"}
