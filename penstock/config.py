@@ -31,6 +31,7 @@ from penstock.errors import (
     string_tuple,
 )
 from penstock.interface.pooling import PoolerConfig
+from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.host import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
@@ -43,6 +44,8 @@ SPECULATIVE_CONFIG = "speculative_config"
 DEFAULT_LOOKUP_MAX = 4
 MAX_DRAFTS, MAX_NGRAM = 32, 64  # drafts of a request in a step; tokens that are looked up
 DTYPES = ("auto", "bfloat16", "float32")
+ACTIVATION_DTYPES = ("auto", "int8", "int8-x2", "int8-x3")
+CODED_ACTIVATIONS = "int8-x2"  # closer to exact activations than bfloat16
 DEGREES = (1, 2, 4, 8)  # numbers of parts into which ranks split a model: the divisors of the leaves of a sum
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority", "length_classes", "fair", "deadline")
@@ -349,12 +352,16 @@ class NumericsConfig:
     """Everything that can change a bit of the answer.
 
     dtype "auto" takes the checkpoint's type, or bfloat16 for float16. quantization is described in kernels/scheme.py;
-    quantization_group_size alone is allowed only for packed weights, which know their quantization.
+    quantization_group_size alone is allowed only for packed weights, which know their quantization. activation_dtype is
+    for checkpoints whose weights are quantised already (kernels/coding.py), which are not quantised a second time.
     """
 
     dtype: str = option("auto", DTYPES, "type of weights and matrix products")
     quantization: str | None = option(None, (None, *SLICES), "how weights are stored and multiplied")
     quantization_group_size: int | None = option(None, (None, *GROUP_SIZES), "weights per scale of int4 (default: 128)")
+    activation_dtype: str = option(
+        "auto", ACTIVATION_DTYPES, "what the weights of a quantised checkpoint are multiplied with (default: int8-x2)"
+    )
     model_impl: str = option("auto", str, "which registered implementation of the architecture computes")
     load_format: str = option(
         "auto", ("auto", "dummy", "mock"), "dummy: random weights, so only config.json is needed; mock: no model at all"
@@ -370,6 +377,9 @@ class NumericsConfig:
         check_str("model_impl", self.model_impl, max_length=64)
         if self.quantization is not None and not self.quantization.startswith("int4"):
             self._check_no_group_size()
+        if self.quantization is not None and self.activation_dtype != "auto":
+            allowed = f"auto: quantization = {self.quantization} says what the weights are multiplied with"
+            raise fail("activation_dtype", self.activation_dtype, allowed)
         if self.verify_files and self.load_format != "auto":
             raise fail("verify_files", True, f"false: load_format = {self.load_format} reads no weights")
         if self.kernels == "triton":
@@ -391,6 +401,36 @@ class NumericsConfig:
     def scheme(self) -> Scheme | None:
         """The quantization and its group size; None for weights that are not quantised."""
         return Scheme.parse(self.quantization, self.quantization_group_size)
+
+    @property
+    def activation_slices(self) -> int:
+        """The number of int8 rows that represent a row of activations for a coded weight."""
+        return SLICES[CODED_ACTIVATIONS if self.activation_dtype == "auto" else self.activation_dtype]
+
+    def with_codings(self, codings: tuple[Coding, ...]) -> tuple["NumericsConfig", dict[str, str]]:
+        """Choose what fits the codings of a checkpoint's weights, and give the reason of each choice.
+
+        Raises:
+            InvalidRequestError: coded weights would be quantised again, or an option is for coded weights only.
+        """
+        names = ", ".join(dict.fromkeys(coding.name for coding in codings))
+        if names and self.quantization is not None:
+            raise fail(
+                "quantization", self.quantization, f"null: the checkpoint's weights are quantised already ({names})"
+            )
+        if any(coding.is_integer for coding in codings):
+            activations = CODED_ACTIVATIONS if self.activation_dtype == "auto" else self.activation_dtype
+            return _apply(
+                self, {"activation_dtype": (activations, f"the checkpoint's weights are quantised ({names})")}
+            )
+        if self.activation_dtype != "auto":
+            why = (
+                f"products with {names} weights take unquantised activations"
+                if names
+                else "the weights are not quantised"
+            )
+            raise fail("activation_dtype", self.activation_dtype, f"auto: {why}")
+        return self, {}
 
     def resolve(
         self, model: "ModelConfig", num_ranks: int = 1, num_engines: int = 1, *, elsewhere: bool = False

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from penstock.assembly.memory import Ledger, cached_token_bytes
@@ -19,7 +20,7 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import Weights
-from penstock.weights.loader import Place, make_model, make_ops
+from penstock.weights.loader import Place, make_model, make_ops, open_stored
 
 MAX_DRAFTED = 16  # requests that a draft model follows; steps with more rows are busy enough without drafts
 INDEX_BYTES = 64  # bytes per token of the index for prompt lookup; measured on texts with few equal tokens
@@ -68,7 +69,9 @@ def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weight
     num_bytes = rows * length * model.num_hidden_layers * cached_token_bytes(own, model)
     ops = make_ops(own, model)
     if not is_torch(ops.dtype):
-        ledger = Ledger(model, lambda scheme: model_sizes(model, ops, scheme, HeadLayout(1, 1)), 0, 0)
+        stored = open_stored(weights, model, own.numerics.load_format)
+        sizes = partial(model_sizes, model, ops, HeadLayout(1, 1), stored, slices=own.numerics.activation_slices)
+        ledger = Ledger(model, lambda scheme: sizes(scheme=scheme), 0, 0)
         num_bytes += ledger.bytes_beside_cache(own)
     return Draft(num_bytes, own, model, weights, groups)
 

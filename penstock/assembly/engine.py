@@ -31,6 +31,7 @@ from penstock.ranks.build import (
     RankPlan,
     RanksExecutor,
     StartRanks,
+    check_codes,
     check_split,
     degrees_of,
     explain_sharding,
@@ -45,7 +46,7 @@ from penstock.weights import packed
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance, Weights
 from penstock.weights.kv_scales import read_scales
-from penstock.weights.loader import Place, make_model, make_ops
+from penstock.weights.loader import Place, Stored, make_model, make_ops, open_stored
 from penstock.weights.safetensors import verify_checksums
 
 UNLIMITED = 2**62  # bytes
@@ -74,8 +75,8 @@ def plan_engine(config: EngineConfig) -> PlannedEngine:
     """
     import_files(config.imports)
     model_config, weights = _find(config, None, needs_weights=False)
-    config = _resolve(config, model_config, weights)
-    config, plan, _ = _plan(config, model_config, make_ops(config, model_config), free_memory_bytes())
+    config, stored = _resolve(config, model_config, weights, is_complete=False)
+    config, plan, _ = _plan(config, model_config, stored, make_ops(config, model_config), free_memory_bytes())
     return PlannedEngine(config, model_config, plan.groups)
 
 
@@ -124,7 +125,7 @@ def build_engine(
     """
     import_files(config.imports)
     model_config, weights = _find(config, instance)
-    config = _resolve(config, model_config, weights, num_engines)
+    config, stored = _resolve(config, model_config, weights, num_engines)
     check_offload(config)
     if config.numerics.load_format == "mock":
         return _build_mock(config, model_config, weights, groups)
@@ -132,7 +133,13 @@ def build_engine(
     try:
         free = UNLIMITED if takes_over else launcher.free_memory_bytes(free_memory_bytes) // num_engines
         return _build(
-            config, model_config, weights, free, groups, lambda plan, ops, forms: start(plan, ops, forms, launcher)
+            config,
+            model_config,
+            weights,
+            stored,
+            free,
+            groups,
+            lambda plan, ops, forms: start(plan, ops, forms, launcher),
         )
     except BaseException:
         launcher.close()
@@ -143,6 +150,7 @@ def _build(
     config: EngineConfig,
     model_config: ModelConfig,
     weights: Weights,
+    stored: Stored,
     free: int,
     groups: list[CacheGroup] | None,
     start: Callable[[RankPlan, Ops, Grammars], RanksExecutor],
@@ -152,7 +160,7 @@ def _build(
     ops = make_ops(config, model_config)
     draft = find_draft(config, model_config, weights)
     free -= draft.num_bytes + (config.cache.kv_offload_memory_bytes or 0)
-    config, plan, memory = _plan(config, model_config, ops, free, draft.num_bytes, groups)
+    config, plan, memory = _plan(config, model_config, stored, ops, free, draft.num_bytes, groups)
     forms = open_grammars(weights, model_config.vocab_size, model_config.eos_token_ids)
     model: CausalLM
     executor: LocalExecutor | RanksExecutor
@@ -163,7 +171,7 @@ def _build(
         option = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
         model = _NoModel(option, "no process has the whole model; use 1 to look into it")
     else:
-        model = make_model(config, model_config, weights, ops, Place(free_memory_bytes))
+        model = make_model(config, model_config, stored, ops, Place(free_memory_bytes))
         executor = LocalExecutor(ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms))
     cache_bytes = executor.cache_bytes
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
@@ -252,6 +260,7 @@ def _make_engine(
 def _plan(
     config: EngineConfig,
     model_config: ModelConfig,
+    stored: Stored,
     ops: Ops,
     free_bytes: int,
     draft_bytes: int = 0,
@@ -271,8 +280,9 @@ def _plan(
             raise fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
         return config, plan_kv_cache(config, model_config, free_bytes), None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
-    sizes = cache(lambda scheme: model_sizes(model_config, ops, scheme, layout))
-    config, memory = Ledger(model_config, sizes, resident_bytes(), free_bytes, draft_bytes).fit(config)
+    slices, is_coded = config.numerics.activation_slices, bool(stored.codings(model_config))
+    sizes = cache(lambda scheme: model_sizes(model_config, ops, layout, stored, scheme=scheme, slices=slices))
+    config, memory = Ledger(model_config, sizes, resident_bytes(), free_bytes, draft_bytes, is_coded).fit(config)
     return config, memory.cache, memory
 
 
@@ -292,8 +302,13 @@ def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool 
     return replace(model_config, model_impl=config.numerics.model_impl), weights
 
 
-def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_engines: int = 1) -> EngineConfig:
-    """Choose every option that was left open, by a packed directory, the model and the machine."""
+def _resolve(
+    config: EngineConfig, model: ModelConfig, weights: Weights, num_engines: int = 1, *, is_complete: bool = True
+) -> tuple[EngineConfig, Stored]:
+    """Choose every option that was left open, by the files of the weights, the model and the machine.
+
+    is_complete: as in open_stored.
+    """
     numerics, reasons = config.numerics, dict[str, str]()
     if numerics.verify_files and not isinstance(weights, Path):
         raise fail("verify_files", True, "false: a model object has no files")
@@ -303,4 +318,9 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_eng
             reasons["verify_files"] = f"on: {verify_checksums(weights)}"
     config = replace(config, numerics=numerics).resolve(model, num_engines)
     check_split(config, model, weights)
-    return replace(config, reasons=config.reasons | reasons | explain_sharding(config, model))
+    reasons |= explain_sharding(config, model)
+    stored = open_stored(weights, model, numerics.load_format, is_complete=is_complete)
+    codings = stored.codings(model)
+    numerics, why = config.numerics.with_codings(codings)
+    check_codes(config, model, stored)
+    return replace(config, numerics=numerics, reasons=config.reasons | reasons | why), stored

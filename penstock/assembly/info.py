@@ -83,12 +83,13 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
         config.cache.kv_cache_dtype,
         "" if kv_scales is None else kv_scales_fingerprint(Path(kv_scales)),
         repr(numerics.scheme),
+        *([] if numerics.activation_dtype == "auto" else [numerics.activation_dtype]),
         kernels,
         *(_torch_version() if numerics.kernels != "cpu" or entry.needs_torch else ()),
         *([files_fingerprint(config.imports)] if config.imports else []),
     ]
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
-    quantization = [] if numerics.quantization is None else [numerics.quantization]
+    quantization = [item for item in (numerics.quantization, numerics.activation_dtype) if item not in (None, "auto")]
     return "-".join(["penstock", str(NUMERICS_VERSION), kernels, numerics.dtype, *quantization, digest])
 
 

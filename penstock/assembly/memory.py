@@ -230,6 +230,7 @@ class Ledger:
         runtime_bytes: memory of the process before it loads the model.
         free_bytes: memory that the process can still allocate.
         draft_bytes: memory that speculation takes.
+        is_coded: whether the checkpoint's weights are quantised already, so that no quantization can be chosen.
     """
 
     model: ModelConfig
@@ -237,6 +238,7 @@ class Ledger:
     runtime_bytes: int
     free_bytes: int
     draft_bytes: int = 0
+    is_coded: bool = False
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
         """Make the ledger of a resolved config.
@@ -315,6 +317,8 @@ class Ledger:
         element = ELEMENT_BYTES["float32"]
         if scheme is not None and scheme.slices:
             element = scheme.slices * (2 if scheme.weight_bits == 8 else 1)
+        if self.is_coded:
+            element = max(element, 2 * config.numerics.activation_slices)
         pairs = tokens * model.num_experts_per_tok
         return max(min(tokens * deepest * element, PASS_BYTES), pairs * max(model.hidden_size, _inner(model)) * element)
 
@@ -382,7 +386,7 @@ class Ledger:
             yield "kv_cache_dtype = int8", replace(config, cache=cache)
         if (shorter := self._shorter(config)) is not None:
             yield f"max_model_len = {shorter.scheduler.max_model_len}", shorter
-        if config.numerics.quantization is None:
+        if config.numerics.quantization is None and not self.is_coded:
             for name in ("int8", "int4"):
                 group_size = None if (scheme := Scheme.parse(name, None)) is None else scheme.group_size
                 numerics = replace(config.numerics, quantization=name, quantization_group_size=group_size)

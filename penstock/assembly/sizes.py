@@ -6,29 +6,28 @@ part of it.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from penstock.assembly.memory import ModelSizes, Products
-from penstock.kernels.ops import Ops
-from penstock.kernels.scheme import Scheme
+from penstock.kernels.ops import Ops, Packing
 from penstock.layers.decoder import MoE
-from penstock.layers.factory import LayerFactory
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.loader import ANYWHERE, Place, empty_model, kept_layers, plain_bytes
-from penstock.weights.sources import read_parameters
+from penstock.weights.loader import ANYWHERE, Place, Stored, empty_model, kept_layers, make_factory, plain_bytes
 
 
 def model_sizes(
-    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, place: Place = ANYWHERE
+    model_config: ModelConfig, ops: Ops, head: HeadLayout, stored: Stored, place: Place = ANYWHERE, **options: Any
 ) -> ModelSizes:
     """Count a model's bytes and operations. It must have no torch modules, because making them would allocate their
     memory.
 
+    stored: how its checkpoint codes weights.
     place: the part that is counted.
+    options: `scheme` and `slices`, as in load_model.
     """
-    parameters = read_parameters(model_config)
-    make = place.factory(LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=1, head=head))
+    make = make_factory(stored, model_config, ops, place, max_positions=1, head=head, **options)
     model = empty_model(model_config, make)
     modules = [module for _, module in named_modules(model)]
     heads = [module for module in modules if isinstance(module, LMHead)]
@@ -54,9 +53,11 @@ def _products(modules: Iterable[object], plain: str) -> dict[str, Products]:
     for layer in modules:
         if isinstance(layer, Linear):
             use = "head" if isinstance(layer, LMHead) else "experts" if id(layer) in experts else "layers"
-            (n, k), scheme, kind = layer.spec.shape, layer.spec.packing.scheme, _kind(layer, plain)
-            products[use].num_bytes[kind] += int(layer.num_bytes)
-            products[use].operations[kind] += 2 * n * k * max(1, scheme.slices if scheme else 1)
+            for begin, end, packing in layer.pieces:
+                kind, passes = _kind(packing, plain), max(1, packing.activation_slices)
+                num_bytes = layer.ops.packed_bytes((end - begin, layer.spec.shape[1]), packing, bias=layer.has_bias)
+                products[use].num_bytes[kind] += num_bytes
+                products[use].operations[kind] += 2 * (end - begin) * layer.spec.shape[1] * passes
     return products
 
 
@@ -67,7 +68,9 @@ def _kinds(layers: Iterable[WeightLayer], plain: str, total: int) -> dict[str, i
         if isinstance(layer, Linear):
             kinds.update(_bytes_of(layer, plain))
         else:
-            kinds[plain if isinstance(layer, Embedding) else "float32"] += int(layer.num_bytes)
+            coding = layer.packing.coding if isinstance(layer, Embedding) and layer.packing is not None else None
+            name = coding.name if coding is not None else plain if isinstance(layer, Embedding) else "float32"
+            kinds[name] += int(layer.num_bytes)
     kinds[plain] += total - kinds.total()  # parameters of torch modules
     return {kind: size for kind, size in kinds.items() if size}
 
@@ -79,19 +82,28 @@ def _expert_products(modules: Iterable[object]) -> Iterator[Linear]:
                 yield from (expert.gate_up_proj, expert.down_proj)
 
 
-def _kind(layer: Linear, plain: str) -> str:
-    scheme = layer.spec.packing.scheme
-    return plain if scheme is None else scheme.name.partition("-x")[0]
+def _kind(packing: Packing, plain: str) -> str:
+    """Return the type in which products with a weight are computed."""
+    if packing.coding is not None:
+        return "int8" if packing.coding.is_integer else plain
+    return plain if packing.scheme is None else packing.scheme.name.partition("-x")[0]
 
 
 def _bytes_of(layer: Linear, plain: str) -> Counter[str]:
-    """Split the bytes of a packed weight into values, scales, bias and padding."""
-    (n, k), scheme = layer.spec.shape, layer.spec.packing.scheme
-    bits = scheme.weight_bits if scheme else 32 if plain == "float32" else 16
-    parts = Counter({_kind(layer, plain): n * k * bits // 8})
-    if scheme is not None:
-        parts["scales"] = 4 * n if scheme.group_size is None else 2 * n * -(-k // scheme.group_size)
-    if layer.spec.bias:
-        parts["bias"] = 4 * n
-    parts["padding"] = int(layer.num_bytes) - parts.total()
+    """Split the bytes of a packed weight into values, scales, bias and padding. Codes count with all that they have."""
+    parts: Counter[str] = Counter()
+    for begin, end, packing in layer.pieces:
+        (n, k), scheme = (end - begin, layer.spec.shape[1]), packing.scheme
+        num_bytes = int(layer.ops.packed_bytes((n, k), packing, bias=layer.has_bias))
+        if packing.coding is not None:
+            parts[packing.coding.name] += num_bytes
+            continue
+        bits = scheme.weight_bits if scheme else 32 if plain == "float32" else 16
+        own = Counter({_kind(packing, plain): n * k * bits // 8})
+        if scheme is not None:
+            own["scales"] = 4 * n if scheme.group_size is None else 2 * n * -(-k // scheme.group_size)
+        if layer.spec.bias:
+            own["bias"] = 4 * n
+        own["padding"] = num_bytes - own.total()
+        parts.update(own)
     return parts

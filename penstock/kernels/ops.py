@@ -84,6 +84,13 @@ class Packing:
     coding: Coding | None = None
     slices: int = 2
 
+    @property
+    def activation_slices(self) -> int:
+        """The int8 rows that represent a row of activations; 0: it keeps the model's type."""
+        if self.coding is not None:
+            return self.slices if self.coding.is_integer else 0
+        return self.scheme.slices if self.scheme is not None else 0
+
 
 PLAIN = Packing()
 

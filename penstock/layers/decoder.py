@@ -153,7 +153,7 @@ class MoE(Module):
         """Collect the packed weights of all experts, gated and down: in the first pass, when all are packed. Layers are
         never loaded again after that."""
         if self._packed is None:
-            self._packed = tuple(item.packed for item in self._gate_up), tuple(item.packed for item in self._down)
+            self._packed = tuple(item.packed[0] for item in self._gate_up), tuple(item.packed[0] for item in self._down)
         return self._packed
 
 

@@ -8,10 +8,11 @@ that two models cannot share a factory by accident.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from penstock.errors import ModelLoadError
+from penstock.kernels.coding import Coding
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, Packing
 from penstock.kernels.scheme import Scheme, scheme_of
@@ -32,6 +33,9 @@ from penstock.layers.weights import (
 from penstock.spec.model_config import ModelConfig, RopeConfig
 from penstock.spec.param_table import Parameter
 
+# (rows, their coding; None: floats) of each piece of a weight
+Runs = tuple[tuple[int, Coding | None], ...]
+
 # as Ops.experts
 Mixture = Callable[..., Tensor]
 
@@ -46,6 +50,8 @@ class LayerFactory:
         scheme: how quantisable weights are quantised; None keeps the model's type.
         head: how the columns of the LM head are arranged.
         max_positions: length of rotary tables; None: the model's context.
+        slices: int8 rows that represent a row of activations for coded weights with integer levels.
+        runs: how the checkpoint codes weights, by the parameter's full name; without those that it does not code.
     """
 
     ops: Ops
@@ -55,6 +61,8 @@ class LayerFactory:
     head: HeadLayout = PLAIN_HEAD
     prefix: str = ""
     max_positions: int | None = None
+    slices: int = 2
+    runs: Mapping[str, Runs] = field(default_factory=dict)
 
     @classmethod
     def single_device(
@@ -65,9 +73,10 @@ class LayerFactory:
         scheme: Scheme | None = None,
         max_positions: int | None = None,
         head: HeadLayout = PLAIN_HEAD,
+        slices: int = 2,
     ) -> Self:
         """Make a factory for the backend's one device, with a new arena."""
-        return cls(ops, parameters, Arena(ops.empty), scheme, head, max_positions=max_positions)
+        return cls(ops, parameters, Arena(ops.empty), scheme, head, max_positions=max_positions, slices=slices)
 
     def at(self, name: str) -> Self:
         return replace(self, prefix=f"{self.prefix}{name}.")
@@ -86,13 +95,13 @@ class LayerFactory:
 
     def gated_linear(self, name: str, activation: str) -> Linear:
         """Make a gated product; its weight holds gate's rows, then up's."""
-        spec = self._linear_spec(name, gated=True)
+        spec = self._linear_spec(name, gated=True, whole=True)
         out = self.slot(name, (spec.shape[0] // 2,))
         return GatedLinear(self.ops, spec, out, activation)
 
     def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
         """Make the LM head. Its buffer has columns for the padding, too."""
-        spec = self._linear_spec(name)
+        spec = self._linear_spec(name, whole=True)
         out = self.slot(name, (self.head.width(spec.shape[0]),), "float32")
         return LMHead(self.ops, spec, out, softcap=softcap, layout=self.head)
 
@@ -113,8 +122,9 @@ class LayerFactory:
 
     def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
         """Make an embedding whose rows are multiplied by `scale`."""
-        shape = self._find(name).shape
-        return Embedding(self.ops, shape, self.slot(name, shape[1:], "float32"), scale)
+        shape, runs = self._find(name).shape, self.runs.get(f"{self.prefix}{name}.weight", ())
+        packing = Packing(coding=runs[0][1], slices=self.slices) if len(runs) == 1 else None
+        return Embedding(self.ops, shape, self.slot(name, shape[1:], "float32"), scale, packing)
 
     def heads(self, cfg: ModelConfig) -> Heads:
         """Describe the attention heads that are computed here."""
@@ -142,13 +152,31 @@ class LayerFactory:
         shared = re.sub(r"\.\d+\.", ".*.", self.prefix + name)
         return self.arena.slot(shared, columns, dtype or str(array_type(self.ops.dtype)))
 
-    def _linear_spec(self, name: str, *, gated: bool = False) -> LinearSpec:
-        weight = self._find(name)
-        packing = Packing(weight.leaf_ends, scheme_of(weight.quant, self.scheme), gated)
-        return LinearSpec(weight.shape, f"{self.prefix}{name}.bias" in self.parameters, packing)
+    def _linear_spec(self, name: str, *, gated: bool = False, whole: bool = False) -> LinearSpec:
+        """Return what a product is made of. Weights that must not be quantised keep no codes.
+
+        whole: the weight is packed in one piece, without its codes if its rows are coded differently.
+        """
+        weight, bias = self._find(name), f"{self.prefix}{name}.bias" in self.parameters
+        runs = self.runs.get(f"{self.prefix}{name}.weight", ()) if weight.quant else ()
+        if not runs or (whole and len(runs) > 1):
+            return LinearSpec(
+                weight.shape, bias, Packing(weight.leaf_ends, scheme_of(weight.quant, self.scheme), gated)
+            )
+        packings = [Packing(_ends(weight, item), gated=gated, coding=item, slices=self.slices) for _, item in runs]
+        if len(runs) == 1:
+            return LinearSpec(weight.shape, bias, packings[0])
+        pieces = tuple((rows, packing) for (rows, _), packing in zip(runs, packings, strict=True))
+        return LinearSpec(weight.shape, bias, Packing(weight.leaf_ends), pieces)
 
     def _find(self, name: str) -> Parameter:
         full = f"{self.prefix}{name}.weight"
         if full not in self.parameters:
             raise ModelLoadError(f"the model uses {full}, which is not in its parameter table")
         return self.parameters[full]
+
+
+def _ends(weight: Parameter, coding: Coding | None) -> tuple[int, ...]:
+    """Return where the leaves of a weight end: at the nearest ends of blocks, so that some may be empty."""
+    block, k = (coding.block if coding is not None else None) or 1, weight.shape[-1]
+    return tuple(k if end == k else min(k, (end + block // 2) // block * block) for end in weight.leaf_ends)

@@ -2,16 +2,21 @@
 
 A layer declares the names and shapes of its parameters as in the parameter table. It need not keep the values: a
 product passes them to the backend, which packs them. Every layer writes its result to the buffer `out` (Arena in
-kernels/tensors.py). The head is the product over the vocabulary, whole or in pieces, with or without padding.
+kernels/tensors.py). A product may be computed in pieces, each with some of its columns: because parts of its weight are
+coded differently, or because the user wants the LM head in pieces.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import NotSupportedError
+from penstock.kernels.coding import CodedRows, PartRows
 from penstock.kernels.ops import PLAIN, Ops, PackedLinear, Packing, RowSource, TensorRows
 from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array, rounded
 from penstock.layers.module import Module
@@ -74,42 +79,98 @@ class LinearSpec:
     Attributes:
         shape: [N, K].
         bias: whether the product has a bias [N].
+        packing: how the weight is packed, if it is in one piece.
+        pieces: the number of rows and the packing of each piece, if there are several; their source has them as its
+            attribute `pieces`.
     """
 
     shape: tuple[int, ...]
     bias: bool = False
     packing: Packing = PLAIN
+    pieces: tuple[tuple[int, Packing], ...] = ()
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether a part of the weight keeps the codes of its checkpoint."""
+        return any(packing.coding is not None for packing in (self.packing, *(item for _, item in self.pieces)))
 
 
 class Linear(WeightLayer):
-    """x [M, K] dtype -> x @ weight.T + bias [M, N] float32. The weight is packed by the backend when it is loaded."""
+    """x [M, K] dtype -> x @ weight.T + bias [M, N] float32. The weight is packed by the backend when it is loaded.
 
-    packed: PackedLinear
+    Attributes:
+        pieces: the first and past-the-last column of each piece, and its packing.
+        packed: the packed weights of the pieces.
+    """
+
+    packed: tuple[PackedLinear, ...]
 
     def __init__(self, ops: Ops, spec: LinearSpec, out: Slot) -> None:
         super().__init__(ops, out)
         self.spec = spec
         self.shapes = {"weight": spec.shape} | ({"bias": spec.shape[:1]} if spec.bias else {})
+        ends = list(itertools.accumulate(rows for rows, _ in spec.pieces))
+        self.pieces = [(end - rows, end, item) for end, (rows, item) in zip(ends, spec.pieces, strict=True)]
+        self.pieces = self.pieces or [(0, spec.shape[0], spec.packing)]
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        bias = whole(values["bias"]) if self.spec.bias else None
-        self.packed = self.ops.pack_linear(values["weight"], bias, self.spec.packing)
+        bias = self._bias(whole(values["bias"]) if self.spec.bias else None)
+        self.packed = tuple(
+            self.ops.pack_linear(rows, None if bias is None else bias[begin:end], packing)
+            for rows, (begin, end, packing) in zip(self._sources(values["weight"]), self.pieces, strict=True)
+        )
+
+    def _bias(self, bias: Array | None) -> Array | None:
+        """Return the bias of all columns."""
+        return bias
+
+    def _sources(self, weight: Any) -> Sequence[Any]:
+        """Return the rows of each piece."""
+        return weight.pieces if self.spec.pieces else (weight,)
 
     @property
     def num_bytes(self) -> int:
-        return self.ops.packed_bytes(self.spec.shape, self.spec.packing, bias=self.spec.bias)
+        return sum(
+            self.ops.packed_bytes((end - begin, self.spec.shape[1]), packing, bias=self.has_bias)
+            for begin, end, packing in self.pieces
+        )
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is packed with the weight."""
+        return self.spec.bias
 
     def state(self) -> dict[str, Tensor]:
-        return self.packed.state()
+        if len(self.packed) == 1:
+            return self.packed[0].state()
+        states = enumerate(item.state() for item in self.packed)
+        return {f"{index}_{name}": tensor for index, state in states for name, tensor in state.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.packed = self.ops.restore_linear(self.spec.shape, state, self.spec.packing)
+        depth, states = self.spec.shape[1], [state]
+        if len(self.pieces) > 1:
+            names = [f"{index}_" for index in range(len(self.pieces))]
+            states = [{key.removeprefix(name): state[key] for key in state if key.startswith(name)} for name in names]
+            if sum(map(len, states)) != len(state):
+                raise ValueError(f"it has {len(self.pieces)} pieces")
+        self.packed = tuple(
+            self.ops.restore_linear((end - begin, depth), own, packing)
+            for own, (begin, end, packing) in zip(states, self.pieces, strict=True)
+        )
 
     def forget(self) -> None:
         del self.packed
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.packed, out=self.out(x.shape[0]))
+        out = self.out(x.shape[0])
+        if len(self.packed) == 1:
+            return self._compute(x, self.packed[0], out)
+        for weight, (begin, end, _) in zip(self.packed, self.pieces, strict=True):
+            self._compute(x, weight, out[:, begin:end])
+        return out
+
+    def _compute(self, x: Tensor, weight: PackedLinear, out: Tensor) -> Tensor:
+        return self.ops.linear(x, weight, out=out)
 
 
 class ActivatedLinear(Linear):
@@ -119,15 +180,15 @@ class ActivatedLinear(Linear):
         super().__init__(ops, spec, out)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.activated_linear(x, self.packed, self.activation, out=self.out(x.shape[0]))
+    def _compute(self, x: Tensor, weight: PackedLinear, out: Tensor) -> Tensor:
+        return self.ops.activated_linear(x, weight, self.activation, out=out)
 
 
 class GatedLinear(ActivatedLinear):
     """x [M, K] dtype -> activation(x @ gate.T) * (x @ up.T) [M, N] dtype; the weight holds gate's rows, then up's."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.gated_linear(x, self.packed, self.activation, out=self.out(x.shape[0]))
+    def _compute(self, x: Tensor, weight: PackedLinear, out: Tensor) -> Tensor:
+        return self.ops.gated_linear(x, weight, self.activation, out=out)
 
 
 class Norm(WeightLayer):
@@ -197,47 +258,66 @@ class LayerNorm(Norm):
 class Embedding(WeightLayer):
     """ids [T] int64 -> scale * weight[ids], [T, hidden] float32. It serves for learned positions, too.
 
-    It reads rows from its own table, or from the packed weight of a tied LM head.
+    It reads rows from its own table, which is packed if it keeps the codes of a checkpoint, or from the packed weight
+    of a tied LM head.
     """
 
     weight: Tensor
-    _shared: PackedLinear | None = None
+    _packed: PackedLinear | None = None
+    _is_shared = False
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float = 1.0) -> None:
+    def __init__(
+        self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float = 1.0, packing: Packing | None = None
+    ) -> None:
+        """packing: how a coded table is packed; None: it is a tensor of the model's type."""
         super().__init__(ops, out)
         self.scale = scale
         self.shapes = {"weight": shape}
+        self.packing = packing
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        self.weight = self.ops.tensor(rounded(whole(values["weight"]), self.ops.dtype))
+        if self.packing is not None:
+            self._packed = self.ops.pack_linear(values["weight"], None, self.packing)
+        else:
+            self.weight = self.ops.tensor(rounded(whole(values["weight"]), self.ops.dtype))
 
     def share(self, head: PackedLinear) -> None:
         """Read rows from the packed weight of the LM head, which has the same values, instead of loading a table."""
-        self._shared = head
+        self._packed, self._is_shared = head, True
 
     @property
     def num_bytes(self) -> int:
         """The bytes of its own table."""
+        if self.packing is not None:
+            return self.ops.packed_bytes(self.shapes["weight"], self.packing)
         return int(self.ops.dtype.itemsize) * math.prod(self.shapes["weight"])
 
     def table(self) -> Tensor:
-        """Read all rows: [N, hidden] dtype, or float32 if they are read from a shared head."""
-        if self._shared is None:
+        """Return all rows: [N, hidden] dtype, or float32 if they are read from a packed weight."""
+        if self._packed is None:
             return self.weight
         ids = self.ops.tensor(np.arange(self.shapes["weight"][0]))
-        return self.ops.packed_embedding(ids, self._shared)
+        return self.ops.packed_embedding(ids, self._packed)
 
     def state(self) -> dict[str, Tensor]:
-        return {} if self._shared is not None else super().state()
+        if self._is_shared:
+            return {}
+        return super().state() if self._packed is None else self._packed.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        if self.packing is None:
+            super().restore(state)
+        else:
+            self._packed = self.ops.restore_linear(self.shapes["weight"], state, self.packing)
 
     def forget(self) -> None:
-        if self._shared is None:
+        if self._packed is None:
             super().forget()
-        self._shared = None
+        self._packed, self._is_shared = None, False
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self._shared is not None:
-            return self.ops.packed_embedding(ids, self._shared, scale=self.scale, out=self.out(ids.shape[0]))
+        if self._packed is not None:
+            return self.ops.packed_embedding(ids, self._packed, scale=self.scale, out=self.out(ids.shape[0]))
         return self.ops.embedding(ids, self.weight, scale=self.scale, out=self.out(ids.shape[0]))
 
 
@@ -277,41 +357,21 @@ PLAIN_HEAD = HeadLayout()
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """The rows begin .. end-1 of a source, as a RowSource. Rows beyond the source's end are zeros."""
+    """The rows begin .. end-1 of a source. Rows beyond the source's end are zeros."""
 
-    source: RowSource
+    source: PartRows
     begin: int
     end: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.end - self.begin, self.source.shape[1])
+        return (self.end - self.begin, *self.source.shape[1:])
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int) -> Array:
         first, last = (min(self.begin + row, self.source.shape[0]) for row in (start, stop))
         rows = as_array(self.source.read(first, last))
         missing = (stop - start) - (last - first)
-        return np.concatenate([rows, np.zeros((missing, rows.shape[1]), rows.dtype)]) if missing else rows
-
-
-class HeadPieces:
-    """The packed weights of a head's pieces, as one PackedLinear [V, K]."""
-
-    def __init__(self, shape: tuple[int, int], pieces: Iterable[PackedLinear], *, plain: bool) -> None:
-        self.shape = shape
-        self.pieces = tuple(pieces)
-        self.num_bytes = sum(piece.num_bytes for piece in self.pieces)
-        self._plain = plain
-
-    def state(self) -> dict[str, Tensor]:
-        """Collect the packed memory of a head that is in one piece and not padded.
-
-        Raises:
-            NotSupportedError: the head is in pieces or padded.
-        """
-        if not self._plain:
-            raise NotSupportedError(WHOLE_IN_FILES, param="lm_head_pieces")
-        return self.pieces[0].state()
+        return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
 
 
 class LMHead(Linear):
@@ -319,8 +379,6 @@ class LMHead(Linear):
 
     If `holds_rows`, the embedding that the head is tied to reads its rows from the head (weights/loader.py).
     """
-
-    packed: HeadPieces
 
     def __init__(
         self, ops: Ops, spec: LinearSpec, out: Slot, *, softcap: float | None = None, layout: HeadLayout = PLAIN_HEAD
@@ -331,27 +389,21 @@ class LMHead(Linear):
         self.layout = layout
         self.vocab_size = spec.shape[0]
         self.width = layout.width(self.vocab_size)
-        self.cuts = layout.cuts(self.vocab_size)
+        self.pieces = [(begin, end, spec.packing) for begin, end in layout.cuts(self.vocab_size)]
 
-    def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        weight = values["weight"]
-        source = weight if hasattr(weight, "read") else TensorRows(weight)
-        bias = self._padded_bias(whole(values["bias"]) if self.spec.bias else None)
-        self._hold(
-            self.ops.pack_linear(
-                PaddedRows(source, begin, end), None if bias is None else bias[begin:end], self.spec.packing
-            )
-            for begin, end in self.cuts
-        )
+    def _sources(self, weight: Any) -> Sequence[Any]:
+        if self.layout.is_plain:
+            return (weight,)
+        source: Any = weight if hasattr(weight, "read") else TensorRows(weight)
+        if isinstance(source, CodedRows):  # all parts of a row are zeros: so are its values
+            return [source.map_rows(partial(PaddedRows, begin=begin, end=end)) for begin, end, _ in self.pieces]
+        return [PaddedRows(source, begin, end) for begin, end, _ in self.pieces]
 
     @property
-    def num_bytes(self) -> int:
-        depth, bias = self.spec.shape[1], self.spec.bias or self.width > self.vocab_size
-        return sum(
-            self.ops.packed_bytes((end - begin, depth), self.spec.packing, bias=bias) for begin, end in self.cuts
-        )
+    def has_bias(self) -> bool:
+        return self.spec.bias or self.width > self.vocab_size
 
-    def _padded_bias(self, bias: Array | None) -> Array | None:
+    def _bias(self, bias: Array | None) -> Array | None:
         """Pad bias [V] to [V'] with -inf. Together with zero weights, that gives logits of -inf."""
         padding = self.width - self.vocab_size
         if not padding:
@@ -362,22 +414,23 @@ class LMHead(Linear):
 
     @property
     def holds_rows(self) -> bool:
-        """Tell whether the packed weight holds the rows of the parameter unchanged."""
+        """Return whether the packed weight holds the rows of the parameter unchanged."""
         return self.layout.is_plain and self.spec.packing.scheme is None
 
-    def _hold(self, pieces: Iterable[PackedLinear]) -> None:
-        n, k = self.spec.shape
-        self.packed = HeadPieces((n, k), pieces, plain=self.layout.is_plain)
+    def state(self) -> dict[str, Tensor]:
+        self._require_plain()
+        return super().state()
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
+        self._require_plain()
+        super().restore(state)
+
+    def _require_plain(self) -> None:
         if not self.layout.is_plain:
             raise NotSupportedError(WHOLE_IN_FILES, param="lm_head_pieces")
-        self._hold([self.ops.restore_linear(self.spec.shape, state, self.spec.packing)])
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.out(x.shape[0])
-        for piece, (begin, end) in zip(self.packed.pieces, self.cuts, strict=True):
-            self.ops.linear(x, piece, out=logits[:, begin:end])
+        logits = super().forward(x)
         if self.softcap is not None:
             self._cap(logits, self.softcap)
         return logits

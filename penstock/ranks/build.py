@@ -6,15 +6,16 @@ stages of a pipeline, which all run elsewhere.
 """
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from penstock.config import EngineConfig
-from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.config import DEGREES, EngineConfig
+from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface.step import CacheGroup
+from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops, RowSource
@@ -25,17 +26,18 @@ from penstock.ranks.launcher import Launcher
 from penstock.ranks.layers import RankFactory, Split
 from penstock.ranks.links import Links
 from penstock.ranks.pipeline import PipelineExecutor
-from penstock.ranks.sharding import IN_A_LAYER, Cut, Degrees, Share, cut_all, find_degrees, heads_are_together
+from penstock.ranks.sharding import IN_A_LAYER, LEAVES, Cut, Degrees, Share, cut_all, find_degrees, heads_are_together
 from penstock.ranks.sharding_map import ShardingMap, split_by_map
 from penstock.ranks.stage import FollowingRunner, RankRunner, Stage, split_layers
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import Parameter
+from penstock.spec.param_table import Parameter, leaf_bounds
 from penstock.weights import packed
 from penstock.weights.instance import Weights
 from penstock.weights.kv_scales import read_scales
-from penstock.weights.loader import Place, make_model, make_ops
-from penstock.weights.rows import CutRows, JoinedRows
+from penstock.weights.loader import ANYWHERE, Place, Stored, make_model, make_ops
+from penstock.weights.rows import cut as cut_rows
+from penstock.weights.rows import is_cut_between_blocks, joined
 from penstock.weights.safetensors import fingerprint
 from penstock.weights.sources import ParameterSource, read_parameters, read_table
 
@@ -158,6 +160,35 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
         raise InvalidRequestError(f"{name}: load_format = mock has no model to share; use 1", param=name)
 
 
+def check_codes(config: EngineConfig, model: ModelConfig, stored: Stored) -> None:
+    """Check that ranks cut every coded weight between its blocks, so that the parts keep its codes.
+
+    Raises:
+        InvalidRequestError: a cut falls inside a block; the message says which degrees are possible.
+    """
+    if config.parallel.num_ranks == 1:
+        return
+    cuts = cut_all(read_parameters(model), Share(0, degrees_of(config, model)), model).values()
+    runs = stored.runs(ANYWHERE, {cut.whole.name: cut.whole for cut in cuts if cut.ranges and cut.axis == 1})
+    for cut in cuts:
+        for coding in [item for _, item in runs.get(cut.whole.name, ()) if item is not None and cut.axis == 1]:
+            ends, degree = (
+                [end for _, end in leaf_bounds(cut.whole.shape[1], LEAVES, cut.whole.unit_size)],
+                cut.part.degree,
+            )
+            possible = [item for item in DEGREES if _fits_blocks(ends, coding, item)]
+            if degree not in possible:
+                allowed = ", ".join(map(str, possible))
+                why = "stores its columns in another order" if coding.order else f"has blocks of {coding.block} columns"
+                raise fail("tensor_parallel_size", degree, f"{allowed}: {cut.whole.name} ({coding.name}) {why}")
+
+
+def _fits_blocks(ends: Sequence[int], coding: Coding, degree: int) -> bool:
+    """Return whether the parts of a degree, which end where leaves end, consist of whole blocks."""
+    own = ends[LEAVES // degree - 1 :: LEAVES // degree]
+    return degree == 1 or all(is_cut_between_blocks(coding, 0, end, ends[-1]) for end in own)
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlace(Place):
     """The place of a rank's part of a model, of a stage, or of a rank's part of a stage.
@@ -183,7 +214,10 @@ class RankPlace(Place):
             return whole
         own = {name: cut.own for name, cut in self.split.cuts.items()}  # the head of ranks is plain (config.py)
         positions = whole.max_positions
-        return RankFactory(whole.ops, own, whole.arena, whole.scheme, max_positions=positions, split=self.split)
+        slices = whole.slices
+        return RankFactory(
+            whole.ops, own, whole.arena, whole.scheme, max_positions=positions, slices=slices, split=self.split
+        )
 
     def source(self, source: ParameterSource) -> ParameterSource:
         return source if self.split is None else CutSource(source, self.split.cuts)
@@ -209,8 +243,7 @@ class CutSource:
         rows = self.source.rows(cut.whole)
         if not cut.ranges:
             return rows
-        parts = [CutRows(rows, begin, end, cut.axis) for begin, end in cut.ranges]
-        return parts[0] if len(parts) == 1 else JoinedRows(parts, cut.axis)
+        return joined([cut_rows(rows, begin, end, cut.axis) for begin, end in cut.ranges], cut.axis)
 
 
 def make_runner(

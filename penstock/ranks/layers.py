@@ -115,7 +115,7 @@ class SummedLinear(Linear):
     """x [M, K / degree] dtype -> x @ weight.T + bias [M, N] float32, where each rank has some leaves of K.
 
     Attributes:
-        scales: [N] float32, the column scales of an int8 weight, which multiply the sum; None for other weights.
+        scales: [N] float32, the column scales of the weight, which multiply the sum; None if it has none.
     """
 
     scales: Array | None
@@ -137,7 +137,15 @@ class SummedLinear(Linear):
         if scheme is not None and scheme.weight_bits == 8:
             magnitudes = np.maximum.reduce(self.links.gather(row_magnitudes(source), self.degree))
         ops = cast(SplittingOps, self.ops)
-        self.packed, self.scales = ops.pack_part(source, magnitudes, self.spec.packing)
+        found = [
+            ops.pack_part(rows, magnitudes, packing)
+            for rows, (_, _, packing) in zip(self._sources(source), self.pieces, strict=True)
+        ]
+        self.packed, scales = tuple(packed for packed, _ in found), [own for _, own in found]
+        self.scales = None
+        if any(own is not None for own in scales):  # multiplying by 1 changes no bit
+            ones = [np.ones(end - begin, FLOAT32) for begin, end, _ in self.pieces]
+            self.scales = np.concatenate([one if own is None else own for own, one in zip(scales, ones, strict=True)])
         self.bias = None
         if self.spec.bias:
             self.bias = whole(values["bias"]).astype(self.ops.dtype).astype(FLOAT32)
@@ -148,7 +156,8 @@ class SummedLinear(Linear):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         scheme = self.spec.packing.scheme
-        expected = {"scales": scheme is not None and scheme.weight_bits == 8, "sum_bias": self.spec.bias}
+        has_scales = "scales" in state if self.spec.is_coded else scheme is not None and scheme.weight_bits == 8
+        expected = {"scales": has_scales, "sum_bias": self.spec.bias}
         for name, is_expected in expected.items():
             shape = tuple(state[name].shape) if name in state else None
             if shape != (self.spec.shape[:1] if is_expected else None):
@@ -186,8 +195,8 @@ def row_magnitudes(source: RowSource) -> Array:
 class SplitEmbedding(Embedding):
     """ids [T] int64 -> scale * weight[ids], where each rank has some rows of the table."""
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float, split: Split, cut: Cut) -> None:
-        super().__init__(ops, shape, out, scale)
+    def __init__(self, like: Embedding, split: Split, cut: Cut) -> None:
+        super().__init__(like.ops, cut.own.shape, like.out, like.scale, like.packing)
         self.links = split.links
         self.rows = np.asarray(cut.borders())
         self.index = cut.part.index
@@ -211,8 +220,8 @@ class SplitEmbedding(Embedding):
 class ColumnsEmbedding(Embedding):
     """ids [T] int64 -> scale * weight[ids], where each rank has some columns of the table."""
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float, split: Split, cut: Cut) -> None:
-        super().__init__(ops, shape, out, scale)
+    def __init__(self, like: Embedding, split: Split, cut: Cut) -> None:
+        super().__init__(like.ops, cut.own.shape, like.out, like.scale, like.packing)
         self.wires = Wires(Wiring(gathers_result=tuple(cut.borders())), split.links)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -347,7 +356,7 @@ class RankFactory(LayerFactory):
         if not cut.ranges:
             return made
         kind = SplitEmbedding if cut.axis == 0 else ColumnsEmbedding
-        return kind(self.ops, cut.own.shape, made.out, scale, self.split, cut)
+        return kind(made, self.split, cut)
 
     def heads(self, cfg: ModelConfig) -> Heads:
         return LayerFactory.heads(self, self.split.share.config(cfg))

@@ -3,10 +3,13 @@
 Each layer receives its parameters as RowSources, reads as many rows as it packs at once, and keeps only the packed
 form. So memory holds the packed model and only a few rows in the checkpoint's type. Packed weights are mapped instead
 (weights/packed.py). A model that does not fit into memory is refused before anything is allocated.
+
+Before any layer is made, the headers say how the checkpoint codes each weight (Stored), so a layer knows what it will
+keep. Coded weights are passed on as they are; all others are rounded to the model's type.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,20 +17,22 @@ from typing import Any, cast
 from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError, NotSupportedError, check_choice, listed
 from penstock.kernels.backends import load_ops
+from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.host import pinned_cores
 from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
-from penstock.layers.factory import LayerFactory
+from penstock.layers.factory import LayerFactory, Runs
 from penstock.layers.module import CausalLM, is_torch_module, named_modules
-from penstock.layers.weights import PLAIN_HEAD, WHOLE_IN_FILES, Embedding, HeadLayout, LMHead, WeightLayer
+from penstock.layers.weights import PLAIN_HEAD, WHOLE_IN_FILES, Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
 from penstock.weights.instance import Weights
-from penstock.weights.packed import find_packed, restore_packed
-from penstock.weights.rows import RoundedRows
+from penstock.weights.packed import find_packed, read_info, restore_packed
+from penstock.weights.rows import RoundedRows, runs_of
 from penstock.weights.safetensors import Checkpoint
-from penstock.weights.sources import ParameterSource, open_source, read_parameters
+from penstock.weights.sources import DummySource, ParameterSource, has_weights, open_source, read_parameters
 
 ROTARY_BYTES = 4  # per element of a table; float64 is used for only a few positions at a time
 
@@ -67,6 +72,58 @@ class Place:
 ANYWHERE = Place()
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How the weights of a model are stored, as far as the headers of its files say.
+
+    Attributes:
+        packed: the file of packed weights, if the model has one.
+        source: the source of all other values.
+    """
+
+    packed: Path | None = None
+    source: ParameterSource = field(default_factory=DummySource)
+
+    def runs(self, place: Place, parameters: Mapping[str, Parameter]) -> dict[str, Runs]:
+        """Return how the parameters of a part are coded, by name, without those that are not coded.
+
+        parameters: the part's own.
+        """
+        if self.packed is not None:
+            held = read_info(self.packed).runs.items()
+            found = {name.removeprefix(place.prefix): runs for name, runs in held if name.startswith(place.prefix)}
+            for name, item in parameters.items():
+                if sum(rows for rows, _ in found.get(name, ())) not in (0, item.shape[0]):
+                    raise ModelLoadError(f"{self.packed}: {name} does not match config.json")
+            return found
+        own = place.source(self.source)
+        found = {name: runs_of(own.rows(item)) for name, item in parameters.items() if len(item.shape) > 1}
+        return {name: runs for name, runs in found.items() if runs}
+
+    def codings(self, model_config: ModelConfig) -> tuple[Coding, ...]:
+        """Return the different codings of all weights, in the order of their names; () if none is coded."""
+        runs = self.runs(ANYWHERE, read_parameters(model_config)).values()
+        found = {coding for some in runs for _, coding in some if coding is not None}
+        return tuple(sorted(found, key=lambda coding: coding.name))
+
+
+def open_stored(
+    directory: str | Path | Checkpoint, model_config: ModelConfig, load_format: str, *, is_complete: bool = True
+) -> Stored:
+    """Read the headers of a model's weights.
+
+    load_format: as in load_model; "mock" has no weights.
+    is_complete: False if the directory may lack its weights; they then count as uncoded.
+
+    Raises:
+        ModelLoadError: the checkpoint does not fit the architecture.
+    """
+    if load_format != "auto" or not (is_complete or has_weights(directory)):
+        return Stored()
+    packed = None if isinstance(directory, Checkpoint) else find_packed(Path(directory))
+    return Stored(source=open_source(directory, model_config, load_format)) if packed is None else Stored(packed)
+
+
 def make_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
     numerics = config.numerics
     threads = numerics.threads or 1
@@ -75,7 +132,9 @@ def make_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
     return load_ops(numerics.kernels, dtype, threads=threads, cores=cores)
 
 
-def make_model(config: EngineConfig, model_config: ModelConfig, weights: Weights, ops: Ops, place: Place) -> CausalLM:
+def make_model(
+    config: EngineConfig, model_config: ModelConfig, weights: Weights | Stored, ops: Ops, place: Place
+) -> CausalLM:
     """Load a model, or the part of it that a place holds, as a resolved config specifies.
 
     Raises:
@@ -87,6 +146,7 @@ def make_model(config: EngineConfig, model_config: ModelConfig, weights: Weights
         ops,
         config.numerics.load_format,
         scheme=config.numerics.scheme,
+        slices=config.numerics.activation_slices,
         max_model_len=config.scheduler.max_model_len,
         head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         place=place,
@@ -94,21 +154,23 @@ def make_model(config: EngineConfig, model_config: ModelConfig, weights: Weights
 
 
 def load_model(
-    directory: str | Path | Checkpoint,
+    directory: str | Path | Checkpoint | Stored,
     model_config: ModelConfig,
     ops: Ops,
     load_format: str = "auto",
     *,
     scheme: Scheme | None = None,
+    slices: int = 2,
     max_model_len: int | None = None,
     head: HeadLayout = PLAIN_HEAD,
     place: Place = ANYWHERE,
 ) -> CausalLM:
-    """Load the model of a directory, or of an open checkpoint, ready to compute.
+    """Load the model of a directory, or of weights whose headers are read already, ready to compute.
 
     load_format: "auto" maps packed weights if the directory has them, otherwise reads safetensors; "dummy" makes random
         weights, so config.json is enough.
     scheme: how to quantise; None keeps the backend's type. Packed weights must fit it (packed.fit).
+    slices: int8 rows per row of activations, for coded weights with integer levels (kernels/coding.py).
     max_model_len: positions of the rotary tables; None takes the model's context.
     head: how the columns of the LM head are arranged; packed weights always hold the head in one piece.
     place: which part is loaded, and into how much memory.
@@ -118,36 +180,43 @@ def load_model(
         InvalidRequestError: packed weights do not fit the backend, the scheme or the layout of the head.
     """
     check_choice("load_format", load_format, ("auto", "dummy"))
-    mappable = load_format == "auto" and not isinstance(directory, Checkpoint)
-    packed = find_packed(Path(cast(str | Path, directory))) if mappable else None
-    if packed is not None and not head.is_plain:
+    stored = directory if isinstance(directory, Stored) else open_stored(directory, model_config, load_format)
+    if stored.packed is not None and not head.is_plain:
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
-    parameters = read_parameters(model_config)
     free_memory = place.free_memory if str(ops.device) == "cpu" else None  # not known here for other devices
     if free_memory is not None:
         check_memory({"rotary tables of all positions": rotary_bytes(model_config, max_model_len)}, free_memory())
-    whole = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
-    make = place.factory(whole)
-    source = None if packed is not None else open_source(directory, model_config, load_format)
+    make = make_factory(
+        stored, model_config, ops, place, scheme=scheme, slices=slices, max_positions=max_model_len, head=head
+    )
     model = empty_model(model_config, make)
     place.trim(model, make)
-    if free_memory is not None and packed is None:  # a map needs no memory
+    if free_memory is not None and stored.packed is None:  # a map needs no memory
         check_memory({"weights": weight_bytes(model, make)}, free_memory())
-    _load_values(model, make, packed, source, place)
+    _load_values(model, make, stored, place)
     return _adapted(model, model_config, make)
 
 
-def _load_values(
-    model: Any, make: LayerFactory, packed: Path | None, source: ParameterSource | None, place: Place
-) -> None:
-    """Give every layer its values, from packed weights or from a source."""
-    if packed is not None:
+def make_factory(
+    stored: Stored, model_config: ModelConfig, ops: Ops, place: Place = ANYWHERE, **options: Any
+) -> LayerFactory:
+    """Return what makes the layers of a model's part, as its weights are stored.
+
+    options: as in LayerFactory.single_device.
+    """
+    make = place.factory(LayerFactory.single_device(ops, read_parameters(model_config), **options))
+    return replace(make, runs=stored.runs(place, make.parameters))
+
+
+def _load_values(model: Any, make: LayerFactory, stored: Stored, place: Place) -> None:
+    """Give every layer its values."""
+    if stored.packed is not None:
         layers = dict(weight_layers(model))
-        restore_packed(packed, make.ops, make.scheme, layers, part=place.prefix, is_whole=place.is_whole)
-    elif source is not None:
-        _fill(model, make, place.source(source))
+        restore_packed(stored.packed, make.ops, make.scheme, layers, part=place.prefix, is_whole=place.is_whole)
+    else:
+        _fill(model, make, place.source(stored.source))
     for embedding, tied in tied_embeddings(model, make).values():
-        embedding.share(tied.packed.pieces[0])
+        embedding.share(tied.packed[0])
 
 
 def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
@@ -190,7 +259,7 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
                 f"{name} has the shape {list(value.shape)} in the model; its parameter table requires "
                 f"{list(declared.shape)}"
             )
-        if scheme_of(declared.quant, make.scheme) is not None:
+        if scheme_of(declared.quant, make.scheme) is not None or (declared.quant and name in make.runs):
             raise ModelLoadError(
                 f"{name} cannot be quantised, because torch's own layer holds it; make it with make.linear, or call "
                 f"penstock.layers.swap.swap_linears(self, make) at the end of the model's __init__"
@@ -266,13 +335,19 @@ def fill_layer(prefix: str, layer: WeightLayer, make: LayerFactory, source: Para
     values: dict[str, RowSource] = {}
     for name, shape in layer.shapes.items():
         rows = source.rows(make.parameters[f"{prefix}.{name}"])
-        # Vectors, such as a norm's weight, are rounded by their layer.
-        values[name] = RoundedRows(rows, make.ops.dtype) if len(shape) > 1 else rows
+        # Codes are kept, and vectors, such as a norm's weight, are rounded by their layer.
+        values[name] = rows if len(shape) == 1 or _keeps_codes(layer) else RoundedRows(rows, make.ops.dtype)
     try:
         layer.load(values)
     except ValueError as error:
         names = ", ".join(name for value in values for name in make.parameters[f"{prefix}.{value}"].sources)
         raise ModelLoadError(f"{names}: {error}") from None
+
+
+def _keeps_codes(layer: WeightLayer) -> bool:
+    if isinstance(layer, Linear):
+        return layer.spec.is_coded
+    return isinstance(layer, Embedding) and layer.packing is not None
 
 
 def rotary_bytes(model_config: ModelConfig, max_model_len: int | None = None) -> int:

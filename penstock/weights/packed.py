@@ -10,12 +10,13 @@ byte.
 A model packed for several ranks has their parts one after the other, with names such as `rank.1.layer.values`.
 """
 
+import json
 import math
 import mmap
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,10 +24,25 @@ import numpy as np
 
 from penstock.config import NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import ALIGNMENT, BFLOAT16, FLOAT32, INT16, UINT8, Array, Tensor, array_type, as_array
+from penstock.kernels.tensors import (
+    ALIGNMENT,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    INT16,
+    INT32,
+    UINT8,
+    Array,
+    Tensor,
+    array_type,
+    as_array,
+)
+from penstock.layers.factory import Runs
 from penstock.layers.weights import WeightLayer
 from penstock.weights.safetensors import (
     LENGTH_BYTES,
@@ -42,10 +58,13 @@ FORMAT = "penstock-packed"
 FORMAT_VERSION = "1"  # increases with every change of the layout in native/abi.h
 DTYPES = ("bfloat16", "float32")
 FILLER = "_filler."
-CODES = {UINT8: "U8", INT16: "I16", FLOAT32: "F32", BFLOAT16: "BF16"}  # the names in the safetensors format
+CODES = {  # the names in the safetensors format
+    UINT8: "U8", INT8: "I8", INT16: "I16", INT32: "I32", FLOAT32: "F32", BFLOAT16: "BF16", FLOAT16: "F16"
+}  # fmt: skip
 TYPES = {code: dtype for dtype, code in CODES.items()}
 NAME_BYTES = 256  # header bytes reserved per tensor, for its name, type, shape and offsets
-TENSORS_PER_LAYER = 5  # at most, fillers included
+TENSORS_PER_PIECE = 5  # at most, fillers included
+TENSORS_PER_CODED_PIECE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +74,31 @@ class PackedInfo:
     dtype: str  # type of the activations and of weights that are not quantised
     scheme: Scheme | None  # scheme of the quantised weights; None: all weights have the dtype
     split: str = ""  # the name of how ranks split the model; empty for one process
+    runs: Mapping[str, Runs] = field(default_factory=dict)  # how coded weights are coded, by `rank.R.` and their name
 
     def __str__(self) -> str:
         split = f", for ranks ({self.split})" if self.split else ""
+        if self.runs:
+            return f"{self.dtype}, {', '.join(coding.name for coding in self.codings)}{split}"
         if self.scheme is None:
             return f"{self.dtype}, not quantised{split}"
         groups = f" in groups of {self.scheme.group_size}" if self.scheme.group_size else ""
         return f"{self.dtype}, {self.scheme.name}{groups}{split}"
 
+    @property
+    def codings(self) -> tuple[Coding, ...]:
+        """The different codings of the weights."""
+        found = (coding for runs in self.runs.values() for _, coding in runs if coding is not None)
+        return tuple(dict.fromkeys(found))
+
     def metadata(self) -> dict[str, str]:
         """Format the metadata as the header holds it."""
         values: dict[str, Any] = {"split": self.split or None}
+        if self.runs:
+            codings = (None, *self.codings)
+            places = {name: [(rows, codings.index(item)) for rows, item in runs] for name, runs in self.runs.items()}
+            values["codings"] = json.dumps([asdict(coding) for coding in self.codings])
+            values["runs"] = json.dumps(places)
         if self.scheme is not None:
             values |= {"quantization": self.scheme.name, "group_size": self.scheme.group_size}
         known = {name: str(value) for name, value in values.items() if value is not None}
@@ -107,10 +140,18 @@ def read_info(file: Path) -> PackedInfo:
     try:
         scheme = Scheme.parse(metadata.get("quantization"), None if size is None else int(size))
         if metadata["dtype"] in DTYPES:
-            return PackedInfo(metadata["dtype"], scheme, metadata.get("split", ""))
-    except (KeyError, ValueError, TypeError, OverflowError):
+            return PackedInfo(metadata["dtype"], scheme, metadata.get("split", ""), _read_runs(metadata))
+    except (LookupError, ValueError, TypeError, OverflowError, AttributeError, AssertionError, RecursionError):
         pass
     raise ModelLoadError(f"{file}: its metadata is damaged")
+
+
+def _read_runs(metadata: Mapping[str, str]) -> dict[str, Runs]:
+    """Return what PackedInfo.metadata wrote. Raise any of several exceptions if it is damaged."""
+    found = json.loads(metadata.get("codings", "[]"))
+    codings = (None, *(Coding(**{**item, "levels": tuple(item["levels"])}) for item in found))
+    runs = json.loads(metadata.get("runs", "{}"))
+    return {name: tuple((int(rows), codings[at]) for rows, at in items) for name, items in runs.items()}
 
 
 def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict[str, str]]:
@@ -240,7 +281,8 @@ class PackedWriter:
         """Reserve space for the header. num_layers: the largest number of calls to `write`."""
         self._stream = stream
         self._header: dict[str, Any] = {"__metadata__": info.metadata()}
-        room = LENGTH_BYTES + NAME_BYTES * (2 + TENSORS_PER_LAYER * num_layers)
+        num_tensors = TENSORS_PER_PIECE * num_layers + TENSORS_PER_CODED_PIECE * sum(map(len, info.runs.values()))
+        room = LENGTH_BYTES + NAME_BYTES * (2 + num_tensors) + 2 * len(json.dumps(self._header))
         self._start = -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
         self._end = 0  # end of the tensors written so far, in bytes from _start
         self._sums: list[int] = []  # their checksums

@@ -3,6 +3,10 @@
 `parameter_rows` makes a parameter from the tensors that hold it in a layout (spec/param_table.py); `tensor_rows` makes
 those tensors from the parameter. Both only combine RowSources, so reading or writing a model keeps only the requested
 rows in memory.
+
+Coded weights (kernels/coding.py) stay coded where that is possible: `joined`, `cut` and `halved` make of CodedRows
+CodedRows again. Neighbouring rows with different codings become a JoinedRows, whose `pieces` have one coding each. What
+changes the columns otherwise (a transposition, a cut inside a block) reads values, so its result is decoded.
 """
 
 import bisect
@@ -13,8 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.kernels.coding import CodedRows, Coding, PartRows
 from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import FLOAT32, FLOAT64, Array, ArrayType, Dtype, array_type, as_array, empty
+from penstock.layers.factory import Runs
 from penstock.spec.param_table import Layout
 
 PIECE_BYTES = 2**24  # bytes read at once from a tensor that has to be converted
@@ -35,10 +41,15 @@ def common_type(types: Iterable[ArrayType]) -> ArrayType:
 
 
 class JoinedRows:
-    """Several sources joined along `axis`: query, key and value rows, for instance."""
+    """Several sources joined along `axis`: query, key and value rows, for instance.
+
+    Attributes:
+        pieces: the sources, if they are joined along the rows; otherwise the whole.
+    """
 
     def __init__(self, parts: Sequence[RowSource], axis: int = 0) -> None:
         self._parts, self._axis = parts, axis
+        self.pieces = (self,) if axis else tuple(parts)
         self._ends = list(itertools.accumulate(part.shape[axis] for part in parts))
         shape = parts[0].shape
         self.shape = (*shape[:axis], self._ends[-1], *shape[axis + 1 :])
@@ -157,12 +168,97 @@ class RoundedRows:
         return result
 
 
+def joined(parts: Sequence[RowSource], axis: int = 0) -> RowSource:
+    """Join sources along an axis. Neighbouring rows of one coding become one CodedRows."""
+    flat = [piece for part in parts for piece in pieces_of(part)]
+    if axis or not any(isinstance(part, CodedRows) for part in flat):
+        return parts[0] if len(parts) == 1 else JoinedRows(parts, axis)
+    pieces = [_one_piece(list(group)) for group in _alike(flat)]
+    return pieces[0] if len(pieces) == 1 else JoinedRows(pieces)
+
+
+def cut(source: RowSource, begin: int, end: int, axis: int = 0) -> RowSource:
+    """Return a range of a source along an axis. Columns of a coded weight stay coded if the range has whole blocks."""
+    if axis == 0 and begin < end and len(pieces := pieces_of(source)) > 1:
+        starts = [0, *itertools.accumulate(piece.shape[0] for piece in pieces)]
+        ranges = [(max(begin - first, 0), min(end, last) - first) for first, last in itertools.pairwise(starts)]
+        return joined([cut(piece, *some) for piece, some in zip(pieces, ranges, strict=True) if some[0] < some[1]])
+    if not isinstance(source, CodedRows):
+        return CutRows(source, begin, end, axis)
+    if axis == 0:
+        return source.map_rows(lambda part: CutRows(part, begin, end))
+    if not is_cut_between_blocks(source.coding, begin, end, source.shape[axis]):
+        return CutRows(source, begin, end, axis)
+    coding, parts = source.coding, dict[str, PartRows]()
+    for name, part in source.parts.items():
+        size = {"codes": 1, "steps": coding.group, "step_mins": coding.group}.get(name, coding.block or source.shape[1])
+        columns = begin // size, -(-end // size)
+        parts[name] = part if name == "column_scales" else CutRows(part, *columns, axis)
+    return CodedRows(coding, parts)
+
+
+def is_cut_between_blocks(coding: Coding, begin: int, end: int, k: int) -> bool:
+    """Return whether columns begin .. end-1 of k are whole blocks, so that their codes can stand alone."""
+    block = coding.block or 1
+    return not coding.order and begin % block == 0 and (end % block == 0 or end == k)
+
+
+def halved(source: RowSource, head: int, *, back: bool = False) -> RowSource:
+    """Convert the rows of rotated heads as HalvedRows does."""
+    if isinstance(source, CodedRows):
+        return source.map_rows(lambda part: HalvedRows(part, head, back))
+    return HalvedRows(source, head, back)
+
+
+def pieces_of(source: RowSource) -> tuple[RowSource, ...]:
+    """Return the sources of neighbouring rows of which a source consists."""
+    return source.pieces if isinstance(source, JoinedRows) else (source,)
+
+
+def runs_of(source: RowSource) -> Runs:
+    """Return how the rows of a source are coded; () if none of them is."""
+    found = tuple((piece.shape[0], getattr(piece, "coding", None)) for piece in pieces_of(source))
+    return found if any(coding is not None for _, coding in found) else ()
+
+
+def _alike(sources: Sequence[RowSource]) -> list[list[RowSource]]:
+    """Group neighbouring sources that can be one piece: floats, or codes of one coding and order."""
+    groups: list[list[RowSource]] = []
+    for source in sources:
+        if groups and _is_alike(groups[-1][0], source):
+            groups[-1].append(source)
+        else:
+            groups.append([source])
+    return groups
+
+
+def _is_alike(one: RowSource, other: RowSource) -> bool:
+    if not isinstance(one, CodedRows) or not isinstance(other, CodedRows):
+        return not isinstance(one, CodedRows) and not isinstance(other, CodedRows)
+    if one.coding != other.coding or not one.coding.order:
+        return one.coding == other.coding
+    k, first, second = one.shape[1], one.parts["order"], other.parts["order"]
+    return first is second or np.array_equal(first.read(0, k), second.read(0, k))
+
+
+def _one_piece(sources: Sequence[RowSource]) -> RowSource:
+    """Join sources that are alike."""
+    coded = [item for item in sources if isinstance(item, CodedRows)]
+    if len(sources) == 1 or not coded:
+        return sources[0] if len(sources) == 1 else JoinedRows(sources)
+    parts = {
+        name: part if name == "order" else JoinedRows([item.parts[name] for item in coded])
+        for name, part in coded[0].parts.items()
+    }
+    return CodedRows(coded[0].coding, parts)
+
+
 def parameter_rows(layout: Layout, find: FindRows) -> RowSource:
     """Join the parameter that a checkpoint holds in this layout."""
     parts = [_upright(find(name, layout.index), layout) for name in layout.sources]
     if layout.paired_head:
         parts = _halved(parts, layout, back=False)
-    whole = parts[0] if len(parts) == 1 else JoinedRows(parts, layout.join_axis)
+    whole = joined(parts, layout.join_axis)
     return _regrouped(whole, layout, back=False) if layout.groups > 1 else whole
 
 
@@ -173,7 +269,7 @@ def tensor_rows(layout: Layout, whole: RowSource) -> dict[str, RowSource]:
     if len(layout.sources) > 1:
         ends = itertools.accumulate(layout.pieces)
         parts = [
-            CutRows(parts[0], end - size, end, layout.join_axis) for size, end in zip(layout.pieces, ends, strict=True)
+            cut(parts[0], end - size, end, layout.join_axis) for size, end in zip(layout.pieces, ends, strict=True)
         ]
     if layout.paired_head:
         parts = _halved(parts, layout, back=True)
@@ -190,7 +286,7 @@ def _regrouped(rows: RowSource, layout: Layout, *, back: bool) -> RowSource:
     by_group = sorted(by_piece, key=lambda place: place[1])
     source, target = (by_piece, by_group) if back else (by_group, by_piece)
     ends = dict(zip(source, itertools.accumulate(shares[piece] for piece, _ in source), strict=True))
-    return JoinedRows([CutRows(rows, ends[place] - shares[place[0]], ends[place]) for place in target])
+    return joined([cut(rows, ends[place] - shares[place[0]], ends[place]) for place in target])
 
 
 def _upright(rows: RowSource, layout: Layout) -> RowSource:
@@ -200,4 +296,4 @@ def _upright(rows: RowSource, layout: Layout) -> RowSource:
 def _halved(parts: list[RowSource], layout: Layout, *, back: bool) -> list[RowSource]:
     """Convert queries and keys between halves and pairs; the last piece, the values, is not rotated."""
     *rotated, values = parts
-    return [*(HalvedRows(part, layout.paired_head, back) for part in rotated), values]
+    return [*(halved(part, layout.paired_head, back=back) for part in rotated), values]

@@ -1,16 +1,15 @@
 """Sources of the values of a model's parameters: a checkpoint, or random numbers. No torch.
 
 A checkpoint is matched with the parameter table first: which of its tensors hold each parameter, and in which of the
-layouts that the table allows (weights/rows.py reads them). Checkpoint (weights/safetensors.py) reads the files, all of
-which are safetensors so far.
-
-To add a format, such as GGUF, AWQ, GPTQ or FP8: write a subclass of Checkpoint, which has entries by name and gives
-rows of floats on request; choose it in open_source by the files of the directory, which find_files and fingerprint must
-know; and let models/config_json.py accept its quantization_config.
+layouts that the table allows (weights/rows.py reads them). Nothing here knows a file format: open_checkpoint chooses
+the class that does, by the files of the directory. Its entries have the names and shapes of plain tensors, and its rows
+are floats or CodedRows (kernels/coding.py).
 """
 
 import hashlib
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,12 @@ import numpy as np
 from penstock.errors import ModelLoadError, hint, listed
 from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import FLOAT32, Array, empty
+from penstock.layers.factory import Runs
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
-from penstock.weights.rows import parameter_rows, read_rows
-from penstock.weights.safetensors import Checkpoint, TensorEntry
+from penstock.weights.rows import RoundedRows, parameter_rows, read_rows, runs_of
+from penstock.weights.safetensors import Checkpoint, TensorEntry, find_files
 
 # Form of a whole checkpoint -> a function that returns the layout of each parameter.
 FORMS: dict[str, Callable[[Parameter], Layout]] = {
@@ -99,6 +99,7 @@ def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entr
                 )
 
 
+EXPERT = re.compile(r"\.experts\.\d+\.")
 COMPARED_ROWS = 1024  # rows read at once from each of two tensors that must be equal
 DUMMY_BLOCK = 2**16  # elements taken from one random stream
 
@@ -126,9 +127,22 @@ def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, l
     """
     if load_format == "dummy":
         return DummySource()
-    checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(Path(directory))
+    checkpoint = directory if isinstance(directory, Checkpoint) else open_checkpoint(Path(directory))
     table = read_table(model_config)
     return CheckpointSource(checkpoint, table, table.parameters(model_config))
+
+
+def has_weights(directory: str | Path | Checkpoint) -> bool:
+    """Return whether a directory has weight files."""
+    try:
+        return isinstance(directory, Checkpoint) or bool(find_files(Path(directory)))
+    except ModelLoadError:
+        return False
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Return the tensors of a model directory, in whichever format its files have. Raises as Checkpoint does."""
+    return Checkpoint(directory)
 
 
 class CheckpointSource:
@@ -139,11 +153,15 @@ class CheckpointSource:
         self.parameters = parameters
         self.match = match(checkpoint.entries, parameters, table)
         self._checkpoint = checkpoint
+        self._decoded = self._unlike_experts()
         for parameter in parameters.values():
             self._check_tied(parameter)
 
     def rows(self, parameter: Parameter) -> RowSource:
-        return self.stored(parameter if parameter.tied_to is None else self.parameters[parameter.tied_to])
+        """Return the whole parameter. An expert's weight is decoded if those of other experts in the layer are coded
+        differently, because one call multiplies with all of them."""
+        rows = self.stored(parameter if parameter.tied_to is None else self.parameters[parameter.tied_to])
+        return RoundedRows(rows, FLOAT32) if parameter.name in self._decoded else rows
 
     def stored(self, parameter: Parameter) -> RowSource:
         """Read the parameter from its own tensors, in whichever layout the checkpoint has."""
@@ -156,6 +174,16 @@ class CheckpointSource:
     def dtype(self, name: str) -> str:
         """Find the type of a tensor, given by the table's name, as safetensors spells it."""
         return self._checkpoint.rows(self.match.stored[name]).entry.dtype
+
+    def _unlike_experts(self) -> set[str]:
+        """Return the weights of experts that are coded differently from those of other experts in the same layer."""
+        layers: dict[str, dict[str, Runs]] = defaultdict(dict)
+        for name, parameter in self.parameters.items():
+            if EXPERT.search(name):
+                runs = runs_of(self.stored(parameter))
+                layers[EXPERT.sub(".experts.*.", name)][name] = runs
+        unlike = [found for found in layers.values() if len({*found.values()}) > 1 or max(map(len, found.values())) > 1]
+        return {name for found in unlike for name in found}
 
     def _check_tied(self, parameter: Parameter) -> None:
         """Raise ModelLoadError if a tied tensor is stored a second time with other values."""

@@ -16,10 +16,10 @@ from penstock.interface.step import SchedulerOutput
 from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
 from penstock.kernels.cpu.packed import CpuLinear
-from penstock.kernels.ops import PackedLinear
+from penstock.kernels.ops import PackedLinear, Packing
 from penstock.layers.decoder import MoE
 from penstock.layers.module import named_modules
-from penstock.layers.weights import Linear, LMHead
+from penstock.layers.weights import Linear
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.bench.samples import Work
 
@@ -47,17 +47,17 @@ class ModelCosts:
     def __init__(self, model: object, model_config: ModelConfig, config: EngineConfig) -> None:
         dtype = config.numerics.dtype
         self._products = {
-            piece.address: Cost(name.rpartition(".")[2], _product(layer, piece, dtype), "penstock_linear")
+            piece.address: Cost(name.rpartition(".")[2], _product(packing, piece, dtype), "penstock_linear")
             for name, layer in named_modules(model)
             if isinstance(layer, Linear)
-            for piece in _pieces(layer)
+            for piece, (_, _, packing) in zip(layer.packed, layer.pieces, strict=True)
             if isinstance(piece, CpuLinear)
         }
         self._expert = Work()
         for mixture in [layer for _, layer in named_modules(model) if isinstance(layer, MoE)][:1]:  # all are alike
             for _, layer in named_modules(mixture.experts[0]):
                 if isinstance(layer, Linear):
-                    self._expert.add(_product(layer, layer.packed, dtype))
+                    self._expert.add(_product(layer.spec.packing, layer.packed[0], dtype))
         self._windows = {window for _, window in model_config.cache_groups()}
         self._token_bytes = cached_token_bytes(config, model_config)
         self._kind = KIND_OF_DTYPE[config.cache.kv_cache_dtype]
@@ -106,16 +106,9 @@ class ModelCosts:
         return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))
 
 
-def _pieces(layer: Linear) -> tuple[PackedLinear, ...]:
-    return layer.packed.pieces if isinstance(layer, LMHead) else (layer.packed,)
-
-
-def _product(layer: Linear, packed: PackedLinear, dtype: str) -> Work:
-    """Count the work of one row with a packed weight of a layer."""
+def _product(packing: Packing, packed: PackedLinear, dtype: str) -> Work:
+    """Count the work of one row with a packed weight."""
     n, k = packed.shape
-    scheme = layer.spec.packing.scheme
-    if scheme is not None and scheme.slices:
-        kind, passes = "int8", scheme.slices
-    else:
-        kind, passes = KIND_OF_DTYPE[dtype], 1
+    slices = packing.activation_slices
+    kind, passes = ("int8", slices) if slices else (KIND_OF_DTYPE[dtype], 1)
     return Work(packed.num_bytes, Counter({kind: 2 * n * k * passes}))

@@ -135,7 +135,7 @@ class PlacedHead(LMHead):
 
     def works(self, tokens: int) -> list[Work]:
         operand, works = WEIGHT_BYTES * tokens * self.spec.shape[1], []
-        for chip, (begin, end) in zip(self.site.chips, self.cuts, strict=True):
+        for chip, (begin, end, _) in zip(self.site.chips, self.pieces, strict=True):
             part = Part(chip, ((begin, end),), (0, self.spec.shape[1]))
             result = FLOAT32.itemsize * tokens * (end - begin)
             works.append(

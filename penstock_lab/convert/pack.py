@@ -16,10 +16,9 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array
-from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import WHOLE_IN_FILES, WeightLayer
 from penstock.models.config_json import load_model_config
-from penstock.ranks.build import RankPlace, split_of
+from penstock.ranks.build import RankPlace, check_codes, split_of
 from penstock.ranks.layers import row_magnitudes
 from penstock.ranks.sharding import Share, find_degrees, heads_are_together
 from penstock.spec.model_config import ModelConfig
@@ -28,17 +27,20 @@ from penstock.weights.hub import resolve_model
 from penstock.weights.loader import (
     ANYWHERE,
     Place,
+    Stored,
     check_memory,
     dtype_for,
     empty_model,
     fill_layer,
+    make_factory,
+    open_stored,
     plain_parameters,
     weight_layers,
 )
 from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import PACKED
-from penstock.weights.sources import ParameterSource, open_source, read_parameters
+from penstock.weights.sources import ParameterSource, read_parameters
 from penstock_lab.convert.rewrite import Destination
 
 Progress = Callable[[int, int], None]  # called with the number of finished layers and the total
@@ -75,15 +77,18 @@ def convert_model(
         raise InvalidRequestError(
             f"src: {str(source)!r} holds packed weights already; give the checkpoint they were made from", param="src"
         )
-    values = open_source(source, model_config, numerics.load_format)
+    stored = open_stored(source, model_config, numerics.load_format)
+    numerics, _ = numerics.with_codings(stored.codings(model_config))
+    check_codes(config, model_config, stored)
     together = heads_are_together(read_parameters(model_config), model_config)
     degrees = find_degrees(config.parallel, model_config, together=together)
-    parts = [_Part(model_config, numerics, values, Share(rank, degrees)) for rank in range(degrees.size)]
+    parts = [_Part(model_config, numerics, stored, Share(rank, degrees)) for rank in range(degrees.size)]
     layers = [(part, prefix, layer) for part in parts for prefix, layer in part.layers.items()]
     sizes = [layer.num_bytes for _, _, layer in layers]
     if free_memory is not None:
         check_memory({"weights of the largest layer": max(sizes)}, free_memory())
-    info = PackedInfo(numerics.dtype, numerics.scheme, degrees.name)
+    runs = {part.place.prefix + name: found for part in parts for name, found in part.make.runs.items()}
+    info = PackedInfo(numerics.dtype, numerics.scheme, degrees.name, runs)
     with Destination(destination) as directory:
         directory.require(sum(sizes))
         with directory.file(PACKED) as stream:
@@ -103,24 +108,25 @@ class _Part:
 
     Attributes:
         place: the part.
+        make: what makes its layers.
         layers: its layers by name.
     """
 
-    def __init__(self, model: ModelConfig, numerics: NumericsConfig, source: ParameterSource, share: Share) -> None:
+    def __init__(self, model: ModelConfig, numerics: NumericsConfig, stored: Stored, share: Share) -> None:
         ops = load_ops("cpu", dtype_for(model, "cpu", numerics.dtype), threads=numerics.threads or 1)
-        self._whole_rows = _WholeRows(source, ops)
+        self._whole_rows = _WholeRows(stored.source, ops)
         is_whole = share.degrees.size == 1
         self.place: Place = ANYWHERE if is_whole else RankPlace(split=split_of(model, share, self._whole_rows))
-        self._source = self.place.source(source)
-        whole = LayerFactory.single_device(ops, read_parameters(model), scheme=numerics.scheme, max_positions=1)
-        self._make = self.place.factory(whole)
-        self.layers = _packable_layers(empty_model(model, self._make))
+        self._source = self.place.source(stored.source)
+        slices = numerics.activation_slices
+        self.make = make_factory(stored, model, ops, self.place, scheme=numerics.scheme, slices=slices, max_positions=1)
+        self.layers = _packable_layers(empty_model(model, self.make))
 
     def fill(self, prefix: str, layer: WeightLayer) -> None:
         """Load the values of the layer named `prefix`."""
         if isinstance(self.place, RankPlace) and self.place.split is not None:
             self._whole_rows.parameter = self.place.split.cuts[f"{prefix}.weight"].whole
-        fill_layer(prefix, layer, self._make, self._source)
+        fill_layer(prefix, layer, self.make, self._source)
 
 
 class _WholeRows:

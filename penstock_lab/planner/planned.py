@@ -1,7 +1,7 @@
-"""A model as the planner sees it: its config values and sizes, from config.json alone."""
+"""A model as the planner sees it: its config values and sizes, from config.json and the headers of the weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock import EngineConfig, NotSupportedError
@@ -22,7 +22,7 @@ from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
-from penstock.weights.loader import ANYWHERE, Place, dtype_for
+from penstock.weights.loader import ANYWHERE, Place, Stored, dtype_for, open_stored
 from penstock.weights.sources import read_parameters
 from penstock_lab.planner.placement import operation_of
 
@@ -32,14 +32,15 @@ Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The config values of a model, and an engine config that is not yet resolved."""
+    """The config values of a model, an engine config that is not yet resolved, and how the weights are coded."""
 
     config: EngineConfig
     model: ModelConfig
+    stored: Stored = field(default_factory=Stored)
 
     @classmethod
     def read(cls, config: EngineConfig) -> "PlannedModel":
-        """Read the config.json of a config's model.
+        """Read the config.json of a config's model and, if it has weights, their headers.
 
         Raises:
             ModelLoadError: there is no such model, or it cannot be served.
@@ -50,7 +51,9 @@ class PlannedModel:
         directory = resolve_model(config.model, weights=False)
         model = replace(load_model_config(directory), model_impl=config.numerics.model_impl)
         numerics, _ = packed.fit(config.numerics, directory)
-        planned = cls(replace(config, numerics=numerics), model)
+        stored = open_stored(directory, model, numerics.load_format, is_complete=False)
+        numerics, _ = numerics.with_codings(stored.codings(model))
+        planned = cls(replace(config, numerics=numerics), model, stored)
         kernels = planned.resolved().numerics.kernels
         if kernels != "cpu" or is_torch(planned.ops.dtype):  # in this order, because the second check may import torch
             raise fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
@@ -103,7 +106,9 @@ class PlannedModel:
         """Count the bytes of the model, or of a rank's part of it. Parts with equal shapes are counted once."""
         place, shapes = (ANYWHERE, ()) if share is None or share.degrees.size == 1 else self._part(share)
         if (scheme, shapes) not in self._found:
-            self._found[scheme, shapes] = model_sizes(self.model, self.ops, scheme, self.head, place)
+            slices = self.config.numerics.activation_slices
+            found = model_sizes(self.model, self.ops, self.head, self.stored, place, scheme=scheme, slices=slices)
+            self._found[scheme, shapes] = found
         return self._found[scheme, shapes]
 
     def _part(self, share: Share) -> tuple[Place, Shapes]:

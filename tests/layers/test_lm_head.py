@@ -202,7 +202,7 @@ def test_the_engine_answers_alike(kernels: str, options: dict[str, Any], vocab_s
     plain, divided = engine_with(directory, **common), engine_with(directory, **common | options)
     layout = HeadLayout(options.get("lm_head_pieces", 1), options.get("pad_vocab_multiple", 1))
     assert divided.model.lm_head.layout == layout
-    assert len(divided.model.lm_head.packed.pieces) == layout.pieces
+    assert len(divided.model.lm_head.packed) == layout.pieces
     expected, found = forced(plain, vocab_size), forced(divided, vocab_size)
     if kernels == "cpu":
         assert found == expected

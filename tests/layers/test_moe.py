@@ -153,8 +153,8 @@ def test_work_grows_with_the_chosen_experts_only(top_k: int) -> None:
         layer(rows(tokens, seed=tokens))
         chosen = chosen_by(layer, tokens)
         for index, expert in enumerate(layer.experts):
-            assert ops.rows[id(expert.gate_up_proj.packed)] == chosen[index]
-            assert ops.rows[id(expert.down_proj.packed)] == chosen[index]
+            assert ops.rows[id(expert.gate_up_proj.packed[0])] == chosen[index]
+            assert ops.rows[id(expert.down_proj.packed[0])] == chosen[index]
         assert sum(chosen.values()) == tokens * top_k
     assert top_k == EXPERTS or chosen_by(layer, 1).total() < EXPERTS
 

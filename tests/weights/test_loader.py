@@ -114,7 +114,7 @@ def test_other_float_types_are_rounded_once(stored: torch.dtype, tmp_path: Path)
     config = load_model_config(directory)
     model: Any = load_model(directory, config, ReferenceOps(torch.bfloat16))
     expected = tensors["model.layers.1.mlp.down_proj.weight"].bfloat16().float()
-    assert torch.equal(model.model.layers[1].mlp.down_proj.packed._weight, expected)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.packed[0]._weight, expected)
     assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"].bfloat16())
 
 
@@ -165,11 +165,12 @@ def test_dummy_weights_need_only_a_config_and_are_always_the_same(tmp_path: Path
     )
     shallow = load(bare, load_format="dummy")
     for layer in range(3):
-        expected = first.model.layers[layer].mlp.gate_up_proj.packed._weight
-        assert torch.equal(second.model.layers[layer].mlp.gate_up_proj.packed._weight, expected)
-        assert torch.equal(shallow.model.layers[layer].mlp.gate_up_proj.packed._weight, expected)
+        expected = first.model.layers[layer].mlp.gate_up_proj.packed[0]._weight
+        assert torch.equal(second.model.layers[layer].mlp.gate_up_proj.packed[0]._weight, expected)
+        assert torch.equal(shallow.model.layers[layer].mlp.gate_up_proj.packed[0]._weight, expected)
     assert not torch.equal(
-        first.model.layers[0].mlp.gate_up_proj.packed._weight, first.model.layers[1].mlp.gate_up_proj.packed._weight
+        first.model.layers[0].mlp.gate_up_proj.packed[0]._weight,
+        first.model.layers[1].mlp.gate_up_proj.packed[0]._weight,
     )
     (bare / "config.json").write_text(config_text)
     logprobs = PagedModel(bare, load_format="dummy").step({0: random_ids(40)})[0]
@@ -224,9 +225,9 @@ def test_a_head_counts_as_the_int8_that_it_is(tmp_path: Path) -> None:
         scheme = Scheme.parse(name, 64 if name.startswith("int4") else None)
         model = load_model(directory, config, ops, scheme=scheme)
         scales = 4 * 256
-        assert model.lm_head.num_bytes == model.lm_head.packed.num_bytes == 256 * 512 + scales
+        assert model.lm_head.num_bytes == model.lm_head.packed[0].num_bytes == 256 * 512 + scales
         layer = model.model.layers[0].mlp.gate_up_proj
-        assert 8 * layer.num_bytes == 8 * layer.packed.num_bytes == bits * 2048 * 512 + 32 * 2048 * (bits == 8)
+        assert 8 * layer.num_bytes == 8 * layer.packed[0].num_bytes == bits * 2048 * 512 + 32 * 2048 * (bits == 8)
 
 
 def test_rotary_tables_end_where_they_are_needed(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ directory, ops = Path(sys.argv[1]), load_ops("cpu", torch.bfloat16, threads=2)
 config, before = load_model_config(directory), peak()
 model = load_model(directory, config, ops, sys.argv[2], scheme=Scheme.parse("int8"))
 layers = [layer for _, layer in weight_layers(model)]
-print(sum(layer.packed.num_bytes if hasattr(layer, "packed") else layer.weight.nbytes for layer in layers))
+print(sum(layer.packed[0].num_bytes if hasattr(layer, "packed") else layer.weight.nbytes for layer in layers))
 print(peak() - before)
 """
 

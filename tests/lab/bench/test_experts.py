@@ -77,7 +77,7 @@ def test_work_of_a_model_counts_chosen_experts(quantization: str | None, tmp_pat
     built = build_engine(EngineConfig.from_options(model=str(directory), kernels="cpu", quantization=quantization))
     costs = ModelCosts(built.model, built.model_config, built.config)
     block = built.model.model.layers[0].mlp
-    packed = block.experts[0].gate_up_proj.packed.num_bytes + block.experts[0].down_proj.packed.num_bytes
+    packed = block.experts[0].gate_up_proj.packed[0].num_bytes + block.experts[0].down_proj.packed[0].num_bytes
     kind, passes = ("f32", 1) if quantization is None else ("int8", 2)
     assert costs.experts(3, 10) == Work(3 * packed, {kind: 10 * passes * 2 * 3 * 48 * 80})
     attention, router = 48 * (48 + 2 * 16) + 48 * 48, 8 * 48  # which is never quantised

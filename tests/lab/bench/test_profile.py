@@ -183,9 +183,9 @@ def test_work_is_that_of_the_calls(tmp_path: Path) -> None:
     built = build_engine(EngineConfig.from_options(model="demo", kernels="cpu"))
     costs = ModelCosts(built.model, built.model_config, built.config)
     layer = built.model.model.layers[0].self_attn.qkv_proj
-    cost = costs.call("penstock_linear", (layer.packed.address, 0, 0, 7, 0, 0, 0, 0))
+    cost = costs.call("penstock_linear", (layer.packed[0].address, 0, 0, 7, 0, 0, 0, 0))
     n, k = layer.spec.shape
-    assert (cost.operation, cost.work) == ("qkv_proj", Work(layer.packed.num_bytes, Counter(bf16=2 * 7 * n * k)))
+    assert (cost.operation, cost.work) == ("qkv_proj", Work(layer.packed[0].num_bytes, Counter(bf16=2 * 7 * n * k)))
     costs.begin_step(SchedulerOutput(0, [], [ScheduledRequest("a", 10, 2, [], [], 0)]))
     pairs, heads = 11 + 12, built.model_config.num_attention_heads * built.model_config.head_dim
     assert costs._attention[0].work.operations == {"bf16": 4 * pairs * heads}
