@@ -20,7 +20,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.host import pinned_cores
 from penstock.kernels.ops import Ops, RowSource
-from penstock.kernels.scheme import Scheme, scheme_of
+from penstock.kernels.scheme import scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
 from penstock.layers.factory import LayerFactory, Runs
 from penstock.layers.module import CausalLM, is_torch_module, named_modules
@@ -159,21 +159,19 @@ def load_model(
     ops: Ops,
     load_format: str = "auto",
     *,
-    scheme: Scheme | None = None,
-    slices: int = 2,
     max_model_len: int | None = None,
     head: HeadLayout = PLAIN_HEAD,
     place: Place = ANYWHERE,
+    **numerics: Any,
 ) -> CausalLM:
     """Load the model of a directory, or of weights whose headers are read already, ready to compute.
 
     load_format: "auto" maps packed weights if the directory has them, otherwise reads safetensors; "dummy" makes random
         weights, so config.json is enough.
-    scheme: how to quantise; None keeps the backend's type. Packed weights must fit it (packed.fit).
-    slices: int8 rows per row of activations, for coded weights with integer levels (kernels/coding.py).
     max_model_len: positions of the rotary tables; None takes the model's context.
     head: how the columns of the LM head are arranged; packed weights always hold the head in one piece.
     place: which part is loaded, and into how much memory.
+    numerics: `scheme` and `slices`, as in LayerFactory. Packed weights must fit the scheme (packed.fit).
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture, or the model does not fit the memory.
@@ -186,9 +184,7 @@ def load_model(
     free_memory = place.free_memory if str(ops.device) == "cpu" else None  # not known here for other devices
     if free_memory is not None:
         check_memory({"rotary tables of all positions": rotary_bytes(model_config, max_model_len)}, free_memory())
-    make = make_factory(
-        stored, model_config, ops, place, scheme=scheme, slices=slices, max_positions=max_model_len, head=head
-    )
+    make = make_factory(stored, model_config, ops, place, max_positions=max_model_len, head=head, **numerics)
     model = empty_model(model_config, make)
     place.trim(model, make)
     if free_memory is not None and stored.packed is None:  # a map needs no memory
