@@ -45,10 +45,11 @@ class PagedModel:
         block_size: int = 16,
         load_format: str = "auto",
         model_impl: str = "auto",
+        slices: int = 2,
     ) -> None:
         self.config = replace(load_model_config(directory), model_impl=model_impl)
         self.ops = load_ops(kernels, DTYPES[dtype], threads=1 if kernels == "reference" else 2)
-        self.model = load_model(directory, self.config, self.ops, load_format, scheme=scheme)
+        self.model = load_model(directory, self.config, self.ops, load_format, scheme=scheme, slices=slices)
         if recorded:
             self.model = RecordedModel(self.model, self.ops)
         self.block_size = block_size
