@@ -41,6 +41,7 @@ CANNOT_CHANGE: dict[str, Any] = {
     "scheduling_policy": "length_classes", "max_stall_ms": 5, "prefill_ratio": 2.0, "pipeline_parallel_size": 2,
 }  # fmt: skip
 PROVED_ELSEWHERE = (  # tests/parallel
+    "activation_dtype",  # tests/weights/test_coded.py
     "tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
     "distributed_executor_backend",  # tests/lab/ray_app
 )  # fmt: skip

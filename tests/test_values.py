@@ -107,6 +107,7 @@ BAD_OPTIONS = {
     "dtype": ["float16", "bf16", None, 3, [], {}],
     "quantization": ["int3", 8, "int8-x4", "INT8", ["int4"], ""],
     "quantization_group_size": [16, 48, "32", True],
+    "activation_dtype": ["int4", "bfloat16", "int8-x4", None, 2],
     "kv_cache_dtype": ["int4", "fp8", None],
     "kv_cache_scales": ["", 5, "scales.safetensors"],  # the last: without an int8 cache
     "model_impl": ["", None, 5, "x" * 100],
