@@ -45,7 +45,7 @@ from penstock.errors import (
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.ranks.children import spawn_connected
 from penstock.tokenizer.chat_template import ChatTemplate
-from penstock.tokenizer.hf import HFTokenizer, adopt_tokenizer, load_tokenizer
+from penstock.tokenizer.hf import HFTokenizer, adopt_tokenizer, find_tokenizer_file, has_tokenizer, load_tokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.weights.hub import resolve_model
 
@@ -71,8 +71,6 @@ MAX_REPLY = 2**26  # bytes; no prompt that fits a context needs as many
 LOAD_MEMORY = 2**30  # bytes, plus LOAD_MEMORY_PER_BYTE for each byte of the file
 LOAD_MEMORY_PER_BYTE = 32
 MAX_TOKEN_CHARS = 2**16  # the serving process turns tokens into text itself
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json",
-                   "special_tokens_map.json")  # fmt: skip
 
 
 def choose_tokenizer(given: Any, model: str | None, *, isolated: bool = False) -> Tokenizer | None:
@@ -93,7 +91,7 @@ def choose_tokenizer(given: Any, model: str | None, *, isolated: bool = False) -
     if source is None:
         return None
     directory = resolve_model(source)
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(directory):
         return None
     return IsolatedTokenizer(directory) if isolated else load_tokenizer(directory)
 
@@ -430,7 +428,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def files_state(folder: Path) -> list[list[Any]]:
     """List name, size and modification time of the tokenizer files, because changed files would give other tokens."""
-    files = sorted(file for pattern in ("*.json", "*.jinja", "*/*.jinja") for file in folder.glob(pattern))
+    files = sorted(
+        file for pattern in ("*.json", "tokenizer.model*", "*.jinja", "*/*.jinja") for file in folder.glob(pattern)
+    )
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
@@ -449,8 +449,8 @@ def limited(cpu_s: float, memory: int) -> Iterator[None]:
 
 
 def _load(folder: Path) -> HFTokenizer:
-    file = folder / "tokenizer.json"
-    size = file.stat().st_size if file.is_file() else 0
+    file = find_tokenizer_file(folder)
+    size = 0 if file is None else file.stat().st_size
     with limited(LOAD_CPU_S, LOAD_MEMORY + LOAD_MEMORY_PER_BYTE * size):
         tokenizer = load_tokenizer(folder)
         tokenizer.check_token_lengths(MAX_TOKEN_CHARS)

@@ -3,7 +3,10 @@
 A directory holds tokenizer.json and small files beside it (tokenizer_config.json, special_tokens_map.json,
 chat_template.jinja or .json). Ids and texts equal those of Transformers' PreTrainedTokenizerFast on the same directory.
 As in Transformers, tokenizer.json alone determines which tokens `add_special_tokens` adds; add_bos_token and
-add_eos_token of tokenizer_config.json have no effect. Other formats (tokenizer.model, tiktoken) are not converted.
+add_eos_token of tokenizer_config.json have no effect.
+
+Without tokenizer.json, Mistral's tekken.json or a SentencePiece model (tokenizer.model) is read by vocabulary.py. These
+do not say which tokens are added: add_bos_token and add_eos_token do, and without them BOS is added and EOS is not.
 """
 
 import base64
@@ -13,6 +16,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +30,7 @@ from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.grammars import Grammars
 from penstock.tokenizer.tokenizer import TokenBytes, Tokenizer, render_chat, turn_of
+from penstock.tokenizer.vocabulary import add_around, read_sentencepiece, sentencepiece_backend, tekken_backend
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -169,12 +174,20 @@ def load_tokenizer(directory: str | Path) -> HFTokenizer:
         ModelLoadError: a file is missing or damaged; the message names it.
     """
     folder = Path(directory)
-    backend = read_backend(folder)
     config = _read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(folder / "special_tokens_map.json")
+    file = find_tokenizer_file(folder)
+    if file is None:
+        raise ModelLoadError(_missing_message(folder))
+    is_json = file.name == JSON
+    backend, own_names = (read_backend(file), {}) if is_json else read_original(file, config)
+    config = own_names | config
     named = _named_tokens(config)
     _add_declared_tokens(backend, config, named)
+    if not is_json:
+        ends = (("bos_token", config.get("add_bos_token", True)), ("eos_token", config.get("add_eos_token", False)))
+        add_around(backend, *(named[name].content if is_added and name in named else None for name, is_added in ends))
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     return HFTokenizer(
         backend,
@@ -288,33 +301,89 @@ SLOW_CHARS = 2**25  # a longer file takes so long to load that it is logged
 MAX_GROWTH = 1000  # factor by which a text may become longer; files in use make it at most three times as long
 MAX_CHARSMAP = 2**24  # characters of base64; the largest maps in use have 400,000
 PROBE = "a A1. \t\n\u00e9\ufb01\u2460\u4f60\U0001f642"  # letters, spaces, and characters that normalizers change
-OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
+JSON, TEKKEN = "tokenizer.json", "tekken.json"
+SENTENCEPIECE = "tokenizer.model"  # also with a version: tokenizer.model.v3
+OTHER_FORMATS = ("vocab.json", "vocab.txt")  # not read
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-def read_backend(folder: Path) -> Backend:
-    """Read the tokenizer.json of a model directory.
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a directory holds any file of a tokenizer, even one that does not suffice."""
+    return find_tokenizer_file(folder) is not None or any(
+        (folder / name).exists() for name in (JSON, *OTHER_FORMATS, *SETTINGS)
+    )
+
+
+def find_tokenizer_file(folder: Path) -> Path | None:
+    """Find the file of a model directory that holds the vocabulary: tokenizer.json if there is one."""
+    names = [
+        JSON,
+        TEKKEN,
+        SENTENCEPIECE,
+        *sorted((file.name for file in folder.glob(f"{SENTENCEPIECE}.v*")), reverse=True),
+    ]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def read_original(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
+    """Read tekken.json or a SentencePiece model, and which tokens are bos_token, eos_token, ...
+
+    config: of tokenizer_config.json; add_prefix_space and legacy say where a text gets a space in front.
 
     Raises:
-        ModelLoadError: the file is missing or damaged.
+        ModelLoadError: the file is damaged.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelLoadError(_missing_message(folder))
+    if path.name == TEKKEN:
+        with _load_errors(path):
+            backend = tekken_backend(path, read_text(path))
+        named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+        return backend, {name: token for name, token in named.items() if backend.token_to_id(token) is not None}
+    words = read_sentencepiece(path, _read_bytes(path))
+    with _load_errors(path):
+        if words.charsmap and not _is_charsmap(base64.b64encode(words.charsmap).decode()):
+            raise ValueError("precompiled_charsmap is damaged")
+        prefix = config.get("add_prefix_space")
+        words = words if prefix is None else replace(words, add_prefix=bool(prefix))
+        backend = sentencepiece_backend(words, every_part=bool(config.get("legacy", False)))
+        _probe(backend)
+    return backend, dict(words.named)
+
+
+def read_backend(path: Path) -> Backend:
+    """Read a tokenizer.json.
+
+    Raises:
+        ModelLoadError: the file is damaged.
+    """
     text = read_text(path)
     if len(text) > SLOW_CHARS:
         LOGGER.warning("loading %s: %d MB, which may take a while", path, len(text) // 10**6)
-    try:
+    with _load_errors(path):
         _check_charsmaps(text)
         backend = Backend.from_str(text)
         _check_growth("normalizer", backend.normalizer)
         _check_growth("decoder", backend.decoder)
-        with contextlib.suppress(Exception):  # an error of the text, not of the file: an unknown word, for instance
-            backend.encode(PROBE)  # panics if the table has entries that point outside it
+        _probe(backend)
+    return backend
+
+
+def _probe(backend: Backend) -> None:
+    """Encode a text: the library panics if a normaliser's table has entries that point outside it."""
+    with contextlib.suppress(Exception):  # an error of the text, not of the file: an unknown word, for instance
+        backend.encode(PROBE)
+
+
+@contextlib.contextmanager
+def _load_errors(path: Path) -> Iterator[None]:
+    """Turn the library's errors and panics into a ModelLoadError that names the file."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
     except BaseException as error:
         if isinstance(error, Exception) or is_panic(error):
             raise ModelLoadError(f"{path}: is not a valid tokenizer: {one_line(error)}") from error
         raise
-    return backend
 
 
 def is_panic(error: BaseException) -> bool:
@@ -405,8 +474,15 @@ def _missing_message(folder: Path) -> str:
 def read_text(path: Path) -> str:
     """Read a file; raise ModelLoadError if it is too large or cannot be read as UTF-8."""
     try:
+        return _read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
         if path.stat().st_size > MAX_BYTES:
             raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes; at most {MAX_BYTES} are allowed")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return path.read_bytes()
+    except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error}") from error

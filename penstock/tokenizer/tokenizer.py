@@ -294,7 +294,7 @@ def _mark(value: Any, spellings: Sequence[str], mark: str) -> Any:
 # --- the bytes of single tokens --------------------------------------------------------------------------------------
 
 
-def _byte_of_char() -> dict[str, int]:
+def byte_of_char() -> dict[str, int]:
     """Build GPT-2's alphabet: printable bytes represent themselves, and U+0100 and following the other bytes."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
@@ -314,7 +314,7 @@ class TokenBytes:
         steps = _decoder_steps(backend)
         kinds = [step["type"] for step in steps]
         self._backend = backend
-        self._alphabet = _byte_of_char() if "ByteLevel" in kinds else {}
+        self._alphabet = byte_of_char() if "ByteLevel" in kinds else {}
         self._replacements = [pair for step in steps for pair in _replacements(step)]
         self._word_prefix = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), "")
         values = range(256) if "ByteFallback" in kinds else ()

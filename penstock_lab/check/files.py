@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock import PenstockError
-from penstock.client.text import TOKENIZER_FILES, TextWorker
+from penstock.client.text import TextWorker
 from penstock.models.config_json import load_model_config
 from penstock.spec.config_file import CONFIG
+from penstock.tokenizer.hf import has_tokenizer
 from penstock.weights.hub import resolve_model
 from penstock.weights.packed import find_packed, read_info
 from penstock.weights.safetensors import find_files, read_entries, verify_checksums
@@ -87,7 +88,7 @@ def _structure(folder: Path) -> str:
 
 
 def _tokenizer(folder: Path) -> str:
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         return "none: prompts must be token ids"
     worker = TextWorker(folder)
     try:

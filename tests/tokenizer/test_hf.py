@@ -175,8 +175,8 @@ class TestErrors:
             load_tokenizer(tmp_path / "nowhere")
         with pytest.raises(ModelLoadError, match=r"tokenizer\.json is missing"):
             load_tokenizer(tmp_path)
-        (tmp_path / "tokenizer.model").write_bytes(b"x")
-        with pytest.raises(ModelLoadError, match=r"only tokenizer\.model.*save_pretrained"):
+        (tmp_path / "vocab.json").write_bytes(b"x")
+        with pytest.raises(ModelLoadError, match=r"only vocab\.json.*save_pretrained"):
             load_tokenizer(tmp_path)
 
     @pytest.mark.parametrize("text", ["{", "[]", '{"model": 5}', "\x00", "[" * 100_000])
