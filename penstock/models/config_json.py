@@ -10,12 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ModelLoadError, NotSupportedError, nearest, shown
+from penstock.errors import ModelLoadError, nearest, shown
 from penstock.models.registry import ARCHITECTURES, HEADLESS, find_architecture, unsupported
 from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported
 from penstock.spec.config_reader import ConfigReader, read_json
 from penstock.spec.generation_config import read_ignored, read_sampling
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.quantization import KEY, find_quantization, parse_quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -58,10 +59,11 @@ def load_model_config(directory: str | Path) -> ModelConfig:
     """
     directory = Path(directory)
     config = read_config(directory)
+    quantization = find_quantization(directory, config)
     generation_file = directory / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else None
     try:
-        return parse_model_config(config, generation)
+        return parse_model_config(config | ({} if quantization is None else {KEY: quantization}), generation)
     except ModelLoadError as error:
         raise ModelLoadError(f"{directory}: {error}") from None
 
@@ -71,13 +73,14 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
 
     Raises:
         ModelLoadError: a key is missing, wrong, contradictory or unknown, or the architecture is not supported.
-        NotSupportedError: quantised weights, or a kind of rotary scaling that is not supported.
+        NotSupportedError: a method of quantisation, or a kind of rotary scaling, is not supported.
     """
     read = ConfigReader(config, "config.json")
     generation = ConfigReader(generation_config or {}, "generation_config.json")
     name = _read_name(read)
     _refuse_unsupported(read, name)
     architecture = find_architecture(name)
+    quantization = parse_quantization(read.raw(KEY)) if read.section(KEY) else None
     if architecture.model_type is not None:
         read.choice("model_type", [architecture.model_type])
     read.neutral(NEUTRAL)
@@ -93,6 +96,7 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         dtype=read.choice("dtype", DTYPES, read.choice("torch_dtype", DTYPES, "float32")),
         eos_token_ids=_read_ids("eos_token_id", vocab_size, generation, read),
         bos_token_id=bos[0] if bos else None,
+        quantization=quantization,
         default_sampling=read_sampling(generation),
         ignored_generation=read_ignored(generation),
     )
@@ -145,13 +149,6 @@ def _refuse_unsupported(read: ConfigReader, name: str) -> None:
         raise ModelLoadError(
             "config.json: auto_map asks for Python code from the checkpoint; such code is never run. "
             "Remove the key if the architecture is one of " + ", ".join(sorted(ARCHITECTURES))
-        )
-    if read.has("quantization_config"):
-        found = shown(read.raw("quantization_config"))
-        raise NotSupportedError(
-            f"config.json: quantization_config: {found}: quantised checkpoints are not supported yet; take the "
-            "one without quantisation, and set quantization = int8 or int4",
-            param="model",
         )
 
 

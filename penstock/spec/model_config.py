@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import ModelLoadError
+from penstock.spec.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ class ModelConfig:
         num_experts: number of experts in a sparse feed-forward branch; 0: no such branch.
         norm_topk_prob: the weights of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether its feed-forward branch is a mixture of experts.
+        quantization: how the checkpoint's weights are coded; None: they are floats.
         extra: values that only a family in a user's own file knows.
         eos_token_ids: tokens that end a text; generation_config.json takes precedence over config.json.
         default_sampling: temperature, top_p, top_k, min_p, repetition_penalty, max_tokens as far as
@@ -124,6 +126,7 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
     sparse_layers: tuple[bool, ...] = ()
+    quantization: Quantization | None = None
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

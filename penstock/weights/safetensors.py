@@ -24,6 +24,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelLoadError, one_line, shown
+from penstock.kernels.coding import CodedRows
 from penstock.kernels.tensors import NAMES, UINT8, Array, empty
 from penstock.spec.config_file import OTHER_KINDS
 from penstock.spec.config_reader import read_json
@@ -34,7 +35,9 @@ MISTRAL = "consolidated.safetensors"  # Mistral's own format; if sharded, with .
 ADAPTER = "adapter_model.safetensors"  # a LoRA adapter, without its base model
 PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed.py
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, numpy's
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+CODES = {"I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}  # of coded weights (weights/quantized.py)
+CODES |= {"F8_E4M3": "uint8", "F8_E5M2": "uint8", "F8_E8M0": "uint8"}  # their bytes
+TYPES = {name: NAMES[known] for name, known in (FLOATS | CODES).items()}
 LENGTH_BYTES = 8  # the header's length, stored before it
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 MAX_NAME = 512  # characters in a tensor's name
@@ -54,14 +57,14 @@ class TensorEntry:
     offset: int  # position of its first byte in the file
 
     def slice(self, index: int) -> "TensorEntry":
-        """Locate one of the float tensors stacked along the first axis."""
+        """Locate one of the tensors stacked along the first axis."""
         shape = self.shape[1:]
         return replace(self, shape=shape, offset=self.offset + index * num_bytes(shape, self.dtype))
 
 
 def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Count the bytes of a tensor of floats. dtype: in the format's spelling."""
-    return math.prod(shape) * ITEM_BYTES[dtype]
+    """Count the bytes of a tensor. dtype: in the format's spelling."""
+    return math.prod(shape) * TYPES[dtype].itemsize
 
 
 class Checkpoint:
@@ -85,7 +88,7 @@ class Checkpoint:
                     raise ModelLoadError(f"{directory}: {name} is in two files, {first} and {file.name}")
                 self.entries[name] = entry
 
-    def rows(self, name: str, index: int | None = None) -> "FileRows":
+    def rows(self, name: str, index: int | None = None) -> "FileRows | CodedRows":
         """Read a tensor, or the slice `index` of a stacked one. Raise ModelLoadError if it does not hold floats."""
         entry = self.entries[name]
         if entry.dtype not in FLOATS:
@@ -106,7 +109,7 @@ class FileRows:
 
     def read(self, start: int, stop: int) -> Array:
         """Read rows start .. stop-1. Raise ModelLoadError if the file cannot be read or has become shorter."""
-        rows: Array = empty((stop - start, *self.shape[1:]), NAMES[FLOATS[self.entry.dtype]])
+        rows: Array = empty((stop - start, *self.shape[1:]), TYPES[self.entry.dtype])
         buffer = rows.reshape(-1).view(UINT8).data
         try:
             with self.entry.file.open("rb", buffering=0) as stream:
@@ -122,7 +125,7 @@ class FileRows:
 
     def read_columns(self, start: int, stop: int, begin: int, end: int) -> Array:
         """Read only columns begin .. end-1 of rows start .. stop-1 of a matrix. Raises the same errors as `read`."""
-        columns: Array = empty((stop - start, end - begin), NAMES[FLOATS[self.entry.dtype]])
+        columns: Array = empty((stop - start, end - begin), TYPES[self.entry.dtype])
         element = columns.itemsize
         try:
             with self.entry.file.open("rb", buffering=0) as stream:

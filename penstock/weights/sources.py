@@ -24,6 +24,8 @@ from penstock.layers.factory import Runs
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
+from penstock.spec.quantization import read_quantization
+from penstock.weights.quantized import QuantizedCheckpoint
 from penstock.weights.rows import RoundedRows, parameter_rows, read_rows, runs_of
 from penstock.weights.safetensors import Checkpoint, TensorEntry, find_files
 
@@ -142,7 +144,8 @@ def has_weights(directory: str | Path | Checkpoint) -> bool:
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Return the tensors of a model directory, in whichever format its files have. Raises as Checkpoint does."""
-    return Checkpoint(directory)
+    quantization = read_quantization(directory)
+    return Checkpoint(directory) if quantization is None else QuantizedCheckpoint(directory, quantization)
 
 
 class CheckpointSource:
@@ -173,7 +176,7 @@ class CheckpointSource:
 
     def dtype(self, name: str) -> str:
         """Find the type of a tensor, given by the table's name, as safetensors spells it."""
-        return self._checkpoint.rows(self.match.stored[name]).entry.dtype
+        return self._checkpoint.entries[self.match.stored[name]].dtype
 
     def _unlike_experts(self) -> set[str]:
         """Return the weights of experts that are coded differently from those of other experts in the same layer."""

@@ -29,7 +29,7 @@ from penstock.spec.param_table import Layout, Parameter
 from penstock.weights.hub import resolve_model
 from penstock.weights.packed import find_packed, read_info
 from penstock.weights.rows import PIECE_BYTES, read_rows, tensor_rows
-from penstock.weights.safetensors import INDEX, ITEM_BYTES, SINGLE, Checkpoint, num_bytes, pack_header
+from penstock.weights.safetensors import INDEX, SINGLE, TYPES, Checkpoint, num_bytes, pack_header
 from penstock.weights.sources import (
     FORMS,
     CheckpointSource,
@@ -306,7 +306,7 @@ def _shards(tensors: Iterable[Outgoing], max_shard_size: int) -> list[list[Outgo
         shards[-1].append(tensor)
         room -= tensor.num_bytes
     # Wider types first, so that each tensor begins at a multiple of its item size.
-    return [sorted(shard, key=lambda tensor: -ITEM_BYTES[tensor.dtype]) for shard in shards]
+    return [sorted(shard, key=lambda tensor: -TYPES[tensor.dtype].itemsize) for shard in shards]
 
 
 def _write_header(stream: BinaryIO, tensors: Iterable[Outgoing]) -> None:

@@ -146,7 +146,7 @@ def test_keys_an_architecture_does_not_have_may_only_agree() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config: quant_method = 'aqlm'"),
         ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
         ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
     ],
