@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"errors"},
     "engine": {"errors", "interface"},
     "spec": {"errors", "interface"},
-    "tokenizer": {"errors", "interface"},
+    "tokenizer": {"errors", "interface", "spec"},
     "config": {"errors", "interface", "kernels", "spec"},
     "layers": {"errors", "kernels", "spec"},
     "models": {"errors", "interface", "layers", "spec"},
@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {"config", "errors", "interface", "kernels", "layers", "runner", "spec", "tokenizer", "weights"},
     "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "ranks", "runner",
                  "spec", "tokenizer", "weights"},
-    "client": {"assembly", "config", "engine", "errors", "interface", "ranks", "runner", "tokenizer", "weights"},
+    "client": {"assembly", "config", "engine", "errors", "interface", "ranks", "runner", "spec", "tokenizer",
+               "weights"},
     "__init__": {"client", "config", "errors", "interface", "models"},
     "server": {"__init__", "client", "errors", "interface", "tokenizer"},
     "cli": {"__init__", "client", "config", "errors", "interface", "kernels", "server", "tokenizer", "weights"},
@@ -89,7 +90,7 @@ LAB_USES: set[str] = {
     "penstock.weights.hub", "penstock.weights.kv_scales", "penstock.weights.loader", "penstock.weights.packed",
     "penstock.weights.rows", "penstock.weights.safetensors", "penstock.weights.sources",
 }  # fmt: skip
-MOST = {"rooms": 18, "arrows": 100, "Python files": 240, "lines of code": 30_000}
+MOST = {"rooms": 18, "arrows": 100, "Python files": 240, "lines of code": 31_000}
 OF_A_DOCUMENT = "penstock_lab/conventions/"  # argument lists that other projects' documents prescribe
 STANDARD_LIBRARY_ONLY = ("errors", "interface", "config", "engine", "kernels/scheme.py")
 TORCH_FREE = ("assembly/memory.py", "client", "cli", "config", "engine", "interface", "server", "spec", "tokenizer")

@@ -44,6 +44,7 @@ from penstock.errors import (
 )
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.ranks.children import spawn_connected
+from penstock.spec.gguf import is_gguf, read_file
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.hf import HFTokenizer, adopt_tokenizer, find_tokenizer_file, has_tokenizer, load_tokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -428,9 +429,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def files_state(folder: Path) -> list[list[Any]]:
     """List name, size and modification time of the tokenizer files, because changed files would give other tokens."""
-    files = sorted(
-        file for pattern in ("*.json", "tokenizer.model*", "*.jinja", "*/*.jinja") for file in folder.glob(pattern)
-    )
+    patterns = ("*.json", "tokenizer.model*", "*.jinja", "*/*.jinja")
+    files = [folder] if is_gguf(folder) else sorted(file for pattern in patterns for file in folder.glob(pattern))
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
@@ -450,7 +450,7 @@ def limited(cpu_s: float, memory: int) -> Iterator[None]:
 
 def _load(folder: Path) -> HFTokenizer:
     file = find_tokenizer_file(folder)
-    size = 0 if file is None else file.stat().st_size
+    size = 0 if file is None else read_file(file).num_bytes if is_gguf(file) else file.stat().st_size
     with limited(LOAD_CPU_S, LOAD_MEMORY + LOAD_MEMORY_PER_BYTE * size):
         tokenizer = load_tokenizer(folder)
         tokenizer.check_token_lengths(MAX_TOKEN_CHARS)

@@ -15,6 +15,8 @@ from penstock.models.registry import ARCHITECTURES, HEADLESS, find_architecture,
 from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported
 from penstock.spec.config_reader import ConfigReader, read_json
 from penstock.spec.generation_config import read_ignored, read_sampling
+from penstock.spec.gguf import is_gguf
+from penstock.spec.gguf_config import config_of_gguf
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.quantization import KEY, find_quantization, parse_quantization
 
@@ -58,12 +60,17 @@ def load_model_config(directory: str | Path) -> ModelConfig:
         ModelLoadError: as in parse_model_config; the message begins with the directory.
     """
     directory = Path(directory)
-    config = read_config(directory)
-    quantization = find_quantization(directory, config)
-    generation_file = directory / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else None
+    generation: dict[str, Any] | None
+    if is_gguf(directory):
+        config, generation = config_of_gguf(directory)
+    else:
+        config = read_config(directory)
+        quantization = find_quantization(directory, config)
+        config |= {} if quantization is None else {KEY: quantization}
+        generation_file = directory / "generation_config.json"
+        generation = read_json(generation_file) if generation_file.exists() else None
     try:
-        return parse_model_config(config | ({} if quantization is None else {KEY: quantization}), generation)
+        return parse_model_config(config, generation)
     except ModelLoadError as error:
         raise ModelLoadError(f"{directory}: {error}") from None
 

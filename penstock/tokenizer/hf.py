@@ -27,7 +27,9 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.errors import ModelLoadError, check_unicode, invalid, one_line, shown
 from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock.spec.gguf import is_gguf
 from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.gguf import gguf_backend
 from penstock.tokenizer.grammars import Grammars
 from penstock.tokenizer.tokenizer import TokenBytes, Tokenizer, render_chat, turn_of
 from penstock.tokenizer.vocabulary import add_around, read_sentencepiece, sentencepiece_backend, tekken_backend
@@ -315,7 +317,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def find_tokenizer_file(folder: Path) -> Path | None:
-    """Find the file of a model directory that holds the vocabulary: tokenizer.json if there is one."""
+    """Find the file of a model directory that holds the vocabulary: tokenizer.json if there is one, or a GGUF file."""
+    if is_gguf(folder):
+        return folder
     names = [
         JSON,
         TEKKEN,
@@ -326,7 +330,7 @@ def find_tokenizer_file(folder: Path) -> Path | None:
 
 
 def read_original(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """Read tekken.json or a SentencePiece model, and which tokens are bos_token, eos_token, ...
+    """Read tekken.json, a SentencePiece model or a GGUF file, and which tokens are bos_token, eos_token, ...
 
     config: of tokenizer_config.json; add_prefix_space and legacy say where a text gets a space in front.
 
@@ -338,6 +342,9 @@ def read_original(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[
             backend = tekken_backend(path, read_text(path))
         named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         return backend, {name: token for name, token in named.items() if backend.token_to_id(token) is not None}
+    if is_gguf(path):
+        with _load_errors(path):
+            return gguf_backend(path)
     words = read_sentencepiece(path, _read_bytes(path))
     with _load_errors(path):
         if words.charsmap and not _is_charsmap(base64.b64encode(words.charsmap).decode()):

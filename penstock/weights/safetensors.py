@@ -28,6 +28,7 @@ from penstock.kernels.coding import CodedRows
 from penstock.kernels.tensors import NAMES, UINT8, Array, empty
 from penstock.spec.config_file import OTHER_KINDS
 from penstock.spec.config_reader import read_json
+from penstock.spec.gguf import find_parts, header_bytes, is_gguf, read_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -144,6 +145,8 @@ def find_files(directory: Path) -> list[Path]:
     Raises:
         ModelLoadError: there are no weight files, or an index does not fit its shards.
     """
+    if is_gguf(directory):
+        return find_parts(directory)
     if (directory / PACKED).is_file():
         return [directory / PACKED]
     for single, index in ((SINGLE, INDEX), (MISTRAL, f"{MISTRAL}.index.json")):
@@ -170,7 +173,7 @@ def fingerprint(directory: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in find_files(directory):
-        header = read_header(file)
+        header = header_bytes(file) if is_gguf(file) else read_header(file)
         try:
             size = file.stat().st_size
             digest.update(f"{file.name} {size}\n".encode() + header)
@@ -298,6 +301,9 @@ def verify_checksums(directory: Path) -> str:
 
 def _verify_file(file: Path) -> int | None:
     """Compare one file. Return the number of its tensors, or None if it has no checksums."""
+    if is_gguf(file):
+        read_file(file)  # raises if the structure is malformed
+        return None
     read_entries(file)  # raises if the structure is malformed
     text = read_header(file)
     header = parse_header(file, text)

@@ -22,9 +22,11 @@ from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import FLOAT32, Array, empty
 from penstock.layers.factory import Runs
 from penstock.models.registry import find_model
+from penstock.spec.gguf import is_gguf
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
 from penstock.spec.quantization import read_quantization
+from penstock.weights.gguf import GGUFCheckpoint
 from penstock.weights.quantized import QuantizedCheckpoint
 from penstock.weights.rows import RoundedRows, parameter_rows, read_rows, runs_of
 from penstock.weights.safetensors import Checkpoint, TensorEntry, find_files
@@ -144,6 +146,8 @@ def has_weights(directory: str | Path | Checkpoint) -> bool:
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Return the tensors of a model directory, in whichever format its files have. Raises as Checkpoint does."""
+    if is_gguf(directory):
+        return GGUFCheckpoint(directory)
     quantization = read_quantization(directory)
     return Checkpoint(directory) if quantization is None else QuantizedCheckpoint(directory, quantization)
 

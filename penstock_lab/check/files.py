@@ -17,7 +17,7 @@ from penstock.tokenizer.hf import has_tokenizer
 from penstock.weights.hub import resolve_model
 from penstock.weights.packed import find_packed, read_info
 from penstock.weights.safetensors import find_files, read_entries, verify_checksums
-from penstock.weights.sources import open_source
+from penstock.weights.sources import open_checkpoint, open_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,12 @@ def _config(folder: Path) -> str:
 
 def _structure(folder: Path) -> str:
     """Check sizes, offsets and keys in each file's header and, for a checkpoint, that its tensors fit the config."""
-    files = find_files(folder)
-    num_tensors = sum(len(read_entries(file)) for file in files)
-    packed = find_packed(folder)
+    files, packed = find_files(folder), find_packed(folder)
     if packed is None:
-        open_source(folder, load_model_config(folder), "auto")
-    kind = "" if packed is None else f", packed: {read_info(packed)}"
-    return f"{num_tensors} tensors in {len(files)} files{kind}"
+        checkpoint = open_checkpoint(folder)
+        open_source(checkpoint, load_model_config(folder), "auto")
+        return f"{len(checkpoint.entries)} tensors in {len(files)} files"
+    return f"{len(read_entries(packed))} tensors in {len(files)} files, packed: {read_info(packed)}"
 
 
 def _tokenizer(folder: Path) -> str:

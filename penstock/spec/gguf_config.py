@@ -1,0 +1,223 @@
+"""Translate the metadata of a GGUF file into what config.json and generation_config.json would say. No torch.
+
+The result is read by the same rules as a file (models/config_json.py). A key of the architecture that is not translated
+is refused, because it may change what the model computes.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ModelLoadError, shown
+from penstock.spec.config_reader import MAX_SIZE, ConfigReader
+from penstock.spec.gguf import GGUFTensor, read_floats, read_model
+
+# general.architecture -> architectures, model_type.
+ARCHITECTURES = {
+    "falcon": ("FalconForCausalLM", "falcon"),
+    "gemma": ("GemmaForCausalLM", "gemma"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gpt2": ("GPT2LMHeadModel", "gpt2"),
+    "llama": ("LlamaForCausalLM", "llama"),  # and Mistral; with experts: MIXTRAL
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
+MIXTRAL = ("MixtralForCausalLM", "mixtral")
+# Keys after "llama." -> Transformers'.
+KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "rope.freq_base": "rope_theta",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+NEUTRAL = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0,
+    "attention.max_alibi_bias": 0,
+    "expert_shared_count": 0,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_norm": True,
+    "leading_dense_block_count": 0,
+    "rope.scaling.yarn_ext_factor": 1,
+}
+HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned"})
+LAST_POOLING = (0, 3)  # none, or the last token's, as for every model without modules.json
+# Numbers of layers of the 27B models, which scale their scores by hidden_size / num_attention_heads, not by head_dim.
+LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
+SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"} | {
+    "penalty_repeat": "repetition_penalty"
+}
+END_TOKENS = ("eos", "eot", "eom")
+MAX_FREQUENCIES = 2**15
+FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+Tensors = Mapping[str, GGUFTensor]
+
+
+def config_of_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the contents of config.json and of generation_config.json for a model in GGUF files.
+
+    Raises:
+        ModelLoadError: a file is damaged, the architecture is not supported, or a key is not.
+    """
+    metadata, tensors = read_model(path)
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise ModelLoadError(f"{path}: general.type = {shown(kind)}: it does not hold a whole model")
+    name = metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{path}: general.architecture = {shown(name)} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    if "token_embd.weight" not in tensors:
+        raise ModelLoadError(f"{path}: holds no token_embd.weight, so it is not a whole model")
+    own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
+    read = ConfigReader(own, f"{path.name}: {name}")
+    config = _config(read, name, tensors)
+    config |= {f"{key}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos")}
+    read.finish(HARMLESS)
+    return config, _generation(metadata)
+
+
+def _config(read: ConfigReader, name: str, tensors: Tensors) -> dict[str, Any]:
+    """Return config.json without token ids."""
+    config = {target: read.raw(key) for key, target in KEYS.items() if read.has(key)}
+    if not config.get("num_experts"):
+        config = {key: value for key, value in config.items() if key not in ("num_experts", "num_experts_per_tok")}
+    embedding = tensors["token_embd.weight"]
+    architecture, model_type = MIXTRAL if name == "llama" and "num_experts" in config else ARCHITECTURES[name]
+    read.neutral(NEUTRAL | {"vocab_size": embedding.shape[0]})
+    if read.has("pooling_type") and read.raw("pooling_type") not in LAST_POOLING:
+        raise read.fail("pooling_type", "3 (last), or absent")
+    config |= {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "dtype": _dtype(tensors),
+    }
+    config |= _biases(name, tensors)
+    _add_head_dim(read, name, config)
+    config |= _rope_scaling(read, name, tensors, config)
+    return config | _family(read, name, tensors, config)
+
+
+def _dtype(tensors: Tensors) -> str:
+    """Return the type in which the model was trained, as far as its matrices tell."""
+    types = {tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1}
+    return {"F32": "float32", "F16": "float16"}.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
+
+
+def _biases(name: str, tensors: Tensors) -> dict[str, Any]:
+    """Return the switches for biases that the tensors imply."""
+    if name == "falcon":
+        return {"bias": "blk.0.attn_qkv.bias" in tensors}
+    stored = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    return {key: True for key, tensor in stored.items() if tensor in tensors and name != "gpt2"}
+
+
+def _add_head_dim(read: ConfigReader, name: str, config: dict[str, Any]) -> None:
+    """Add head_dim, and the fraction of a head that is rotated."""
+    hidden, heads = (read.integer(key, 1, MAX_SIZE) for key in ("embedding_length", "attention.head_count"))
+    rotated = read.integer("rope.dimension_count", 1, MAX_SIZE) if read.has("rope.dimension_count") else None
+    if name == "gpt2":  # its keys are implied
+        read.neutral({"attention.head_count_kv": heads})
+        config.pop("num_key_value_heads", None)
+        return
+    head_dim = config.get("head_dim") or (rotated if name == "llama" else None) or hidden // heads
+    read.neutral({"attention.value_length": head_dim})
+    config["head_dim"] = head_dim
+    if rotated not in (None, head_dim):
+        config["partial_rotary_factor"] = rotated / head_dim if isinstance(head_dim, int) else rotated
+
+
+def _rope_scaling(read: ConfigReader, name: str, tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope_scaling, from the metadata or from tensors with a factor for each frequency."""
+    context = read.integer("context_length", 1, MAX_SIZE)
+    kind = read.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), "none")
+    original = read.integer("rope.scaling.original_context_length", 1, MAX_SIZE, context)
+    attention = read.number("rope.scaling.attn_factor", 0.0, MAX_SIZE, 1.0)
+    if LONG in tensors and SHORT in tensors:
+        factors = {"short_factor": _factors(tensors[SHORT]), "long_factor": _factors(tensors[LONG])}
+        scaling = {"rope_type": "longrope", **factors, "factor": context / original, "attention_factor": attention}
+        return {"original_max_position_embeddings": original, "rope_scaling": scaling}
+    if FREQUENCIES in tensors:  # as Llama 3 computes them
+        read.neutral({"rope.scaling.type": "none"})
+        same = _factors(tensors[FREQUENCIES])
+        scaling = {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
+        return {"rope_scaling": scaling | {"factor": 1.0, "original_max_position_embeddings": context}}
+    found: dict[str, Any] = {"original_max_position_embeddings": original} if name == "phi3" else {}
+    linear = "rope.scale_linear" if read.has("rope.scale_linear") else "rope.scaling.factor"
+    factor = read.number(linear, 1e-6, MAX_SIZE, 1.0)
+    if kind == "yarn":
+        scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+        scaling |= {
+            key: read.number(f"rope.scaling.yarn_{key}", 0.0, MAX_SIZE)
+            for key in ("beta_fast", "beta_slow")
+            if read.has(f"rope.scaling.yarn_{key}")
+        }
+        attention *= read.number("rope.scaling.yarn_attn_factor", 0.0, MAX_SIZE, 1.0)
+        scaling["attention_factor"] = attention * (0.1 * math.log(max(factor, 1.0)) + 1)
+        return found | {"rope_scaling": scaling}
+    if kind == "longrope":
+        raise read.fail("rope.scaling.type", f"none, linear or yarn where {LONG} is absent")
+    if factor != 1.0 and kind in ("linear", "none"):
+        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return found
+
+
+def _factors(tensor: GGUFTensor) -> list[float]:
+    return read_floats(tensor, MAX_FREQUENCIES)
+
+
+def _family(read: ConfigReader, name: str, tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that only some families have."""
+    if name == "qwen3moe":
+        return {"norm_topk_prob": True}
+    if name == "falcon":
+        heads = config.get("num_key_value_heads", 1)
+        parallel = {"num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in tensors else 1} if heads != 1 else {}
+        return {"new_decoder_architecture": heads != 1, "multi_query": heads == 1, "parallel_attn": True, **parallel}
+    window = read.raw("attention.sliding_window") or None if name in ("gemma2", "gemma3", "phi3") else None
+    if name == "phi3":
+        return {"sliding_window": window}
+    if name not in LARGE_GEMMA:
+        return {}
+    is_large = config.get("num_hidden_layers") == LARGE_GEMMA[name]
+    hidden, heads = (read.integer(key, 1, MAX_SIZE) for key in ("embedding_length", "attention.head_count"))
+    found = {"query_pre_attn_scalar": hidden // heads if is_large else config["head_dim"], "sliding_window": window}
+    pattern = read.raw("attention.sliding_window_pattern")
+    if isinstance(pattern, list):  # a truth value for each layer
+        found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    elif name == "gemma3":
+        found["sliding_window_pattern"] = 1 if window is None else 6 if pattern is None else pattern
+    return found
+
+
+def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return generation_config.json: the tokens that end an answer, and how its author samples."""
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in END_TOKENS]
+    prefix = "general.sampling."
+    sampling = {
+        SAMPLING.get(key.removeprefix(prefix), key.removeprefix(prefix)): value
+        for key, value in metadata.items()
+        if key.startswith(prefix)
+    }
+    ends: dict[str, Any] = {"eos_token_id": [item for item in dict.fromkeys(ids) if item is not None]}
+    return ends | ({"do_sample": True, **sampling} if sampling else {})

@@ -1,0 +1,391 @@
+"""A checkpoint in GGUF files: tensors under the names of Transformers, quantised ones in the codes of the file.
+
+FORMATS says how the blocks of each type hold the parts of a CodedRows, NAMES what each tensor is called. What
+llama.cpp's converter changes is turned back as rows are read: Llama's queries and keys are stored in pairs, Gemma's
+norms with 1 added, experts in one tensor. Other changes (GPT-2's transposed weights, Falcon's regrouped queries, keys
+and values) give the parameter as the model has it, so it is found under the name of the table.
+
+Rows are read, not mapped: the pages of a map would count as this process's memory in addition to the packed model, and
+a file that becomes shorter would end the process.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ModelLoadError, shown
+from penstock.kernels.coding import CodedRows, Coding
+from penstock.kernels.ops import RowSource
+from penstock.kernels.tensors import BFLOAT16, FLOAT32, UINT8, Array, empty
+from penstock.spec.gguf import BLOCKS, GGUFTensor, read_model
+from penstock.weights.rows import HalvedRows, read_rows
+from penstock.weights.safetensors import FLOATS, Checkpoint, FileRows, TensorEntry
+
+Unpack = Callable[[Array], Array]  # blocks [rows, blocks, bytes] uint8 -> [rows, blocks, values of a block]
+
+IQ4_LEVELS = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+E2M1_DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
+
+
+def _field(blocks: Array, first: int, length: int) -> Array:
+    """Return the bytes from `first` on of every block, one after the other, [rows, blocks * length] uint8."""
+    field: Any = {"names": ["field"], "formats": [f"V{length}"], "offsets": [first], "itemsize": blocks.shape[2]}
+    return np.ascontiguousarray(blocks.view(np.dtype(field))["field"][..., 0]).view(UINT8)
+
+
+def _bits(*fields: tuple[int, int, int, int]) -> Unpack:
+    """Return what assembles values from fields of bits, the lowest bits first. It works on words of several bytes.
+
+    fields: (first byte, runs of bytes, bytes of a run, bits). A run holds the lowest bits of its first values, then the
+        next bits of the next values.
+    """
+
+    def unpack_field(blocks: Array, field: tuple[int, int, int, int], shift: int) -> Array:
+        first, runs, width, bits = field
+        data = _field(blocks, first, runs * width)
+        if bits == width == 1:
+            return np.unpackbits(data, axis=1, bitorder="little") << shift
+        word = np.dtype(f"u{math.gcd(runs * width, 8)}")
+        words, mask = data.view(word), word.type((1 << bits) - 1) * word.type(int.from_bytes(b"\1" * word.itemsize))
+        values = np.empty((blocks.shape[0], blocks.shape[1] * runs, 8 // bits), f"V{width}")
+        for index in range(8 // bits):
+            part = ((words >> word.type(index * bits)) & mask) << word.type(shift)
+            values[..., index] = part.view(values.dtype)
+        return values.view(UINT8).reshape(len(blocks), -1)
+
+    def unpack(blocks: Array) -> Array:
+        result, shift = unpack_field(blocks, fields[0], 0), fields[0][3]
+        for field in fields[1:]:
+            result |= unpack_field(blocks, field, shift)
+            shift += field[3]
+        return result.reshape(*blocks.shape[:2], -1)
+
+    return unpack
+
+
+def _half(first: int, sign: int = 1) -> Unpack:
+    """Return what reads a float16 number, negated if sign is -1."""
+
+    def unpack(blocks: Array) -> Array:
+        values = _field(blocks, first, 2).view(np.float16)[..., None]
+        return values if sign > 0 else -values
+
+    return unpack
+
+
+def _less(unpack: Unpack, offset: int) -> Unpack:
+    """Return what gives int8 values `offset` smaller."""
+    return lambda blocks: (unpack(blocks) - UINT8.type(offset)).view(np.int8)
+
+
+def _k_steps(blocks: Array, first: int) -> Array:
+    """Read 8 steps (first: 0) or steps of the minima (1) of Q4_K and Q5_K: 6 bits each, the last four in two places."""
+    words = _field(blocks, 4, 12).view(np.uint32).reshape(*blocks.shape[:2], 3)
+    own, rest = words[..., first], words[..., 2]
+    low = own & np.uint32(0x3F3F3F3F)
+    high = (rest >> np.uint32(4 * first)) & np.uint32(0x0F0F0F0F) | (own >> np.uint32(2)) & np.uint32(0x30303030)
+    return np.stack([low, high], axis=-1).view(UINT8)
+
+
+def _power(blocks: Array) -> Array:
+    """Read half the power of two whose exponent is the first byte (E8M0), because the levels are doubled."""
+    exponents = blocks[..., :1].astype(np.int32) - 128
+    return np.ldexp(FLOAT32.type(1.0), exponents).astype(BFLOAT16)
+
+
+_K: dict[str, Unpack] = {
+    "scales": _half(0),
+    "mins": _half(2, -1),
+    "steps": lambda blocks: _k_steps(blocks, 0).view(np.int8),
+    "step_mins": lambda blocks: _k_steps(blocks, 1),
+}
+# Name -> the coding, and what unpacks each part of a block.
+FORMATS: dict[str, tuple[Coding, dict[str, Unpack]]] = {
+    "Q4_0": (Coding("Q4_0", 4, zero=8), {"codes": _bits((2, 1, 16, 4)), "scales": _half(0)}),
+    "Q4_1": (Coding("Q4_1", 4, mins=True), {"codes": _bits((4, 1, 16, 4)), "scales": _half(0), "mins": _half(2)}),
+    "Q5_0": (Coding("Q5_0", 6, zero=16), {"codes": _bits((6, 1, 16, 4), (2, 4, 1, 1)), "scales": _half(0)}),
+    "Q5_1": (
+        Coding("Q5_1", 6, mins=True),
+        {"codes": _bits((8, 1, 16, 4), (4, 4, 1, 1)), "scales": _half(0), "mins": _half(2)},
+    ),
+    "Q8_0": (
+        Coding("Q8_0", 8, zero=128),
+        {"codes": lambda blocks: _field(blocks, 2, 32) ^ UINT8.type(128), "scales": _half(0)},
+    ),
+    "Q2_K": (
+        Coding("Q2_K", 4, 16, 256, steps=True, mins=True, step_mins=True),
+        {
+            "codes": _bits((16, 2, 32, 2)),
+            "scales": _half(80),
+            "mins": _half(82, -1),
+            "steps": lambda blocks: (_field(blocks, 0, 16) & UINT8.type(15)).view(np.int8),
+            "step_mins": lambda blocks: _field(blocks, 0, 16) >> UINT8.type(4),
+        },
+    ),
+    "Q3_K": (
+        Coding("Q3_K", 4, 16, 256, zero=4, steps=True),
+        {
+            "codes": _bits((32, 2, 32, 2), (0, 1, 32, 1)),
+            "scales": _half(108),
+            "steps": _less(_bits((96, 1, 8, 4), (104, 1, 4, 2)), 32),
+        },
+    ),
+    "Q4_K": (
+        Coding("Q4_K", 4, 32, 256, steps=True, mins=True, step_mins=True),
+        {"codes": _bits((16, 4, 32, 4)), **_K},
+    ),
+    "Q5_K": (
+        Coding("Q5_K", 6, 32, 256, steps=True, mins=True, step_mins=True),
+        {"codes": _bits((48, 4, 32, 4), (16, 1, 32, 1)), **_K},
+    ),
+    "Q6_K": (
+        Coding("Q6_K", 6, 16, 256, zero=32, steps=True),
+        {
+            "codes": _bits((0, 2, 64, 4), (128, 2, 32, 2)),
+            "scales": _half(208),
+            "steps": lambda blocks: _field(blocks, 192, 16).view(np.int8),
+        },
+    ),
+    "IQ4_NL": (Coding("IQ4_NL", 4, levels=IQ4_LEVELS), {"codes": _bits((2, 1, 16, 4)), "scales": _half(0)}),
+    "IQ4_XS": (
+        Coding("IQ4_XS", 4, 32, 256, levels=IQ4_LEVELS, steps=True),
+        {
+            "codes": _bits((8, 8, 16, 4)),
+            "scales": _half(0),
+            "steps": _less(_bits((4, 4, 1, 4), (2, 2, 1, 2)), 32),
+        },
+    ),
+    "MXFP4": (
+        Coding("MXFP4", 4, levels=E2M1_DOUBLED, scale_dtype="bfloat16"),
+        {"codes": _bits((1, 1, 16, 4)), "scales": _power},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """The blocks of a quantised matrix as they are stored: rows of [blocks, bytes of a block] uint8."""
+
+    name: str
+    entry: TensorEntry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        elements, size = BLOCKS[self.entry.dtype]
+        return self.entry.shape[0], self.entry.shape[1] // elements, size
+
+    def read(self, start: int, stop: int) -> Array:
+        """Read rows start .. stop-1. Raise ModelLoadError if the file cannot be read or has become shorter."""
+        rows: Array = empty((stop - start, *self.shape[1:]), UINT8)
+        at = self.entry.offset + start * math.prod(self.shape[1:])
+        buffer = rows.reshape(-1).data
+        try:
+            with self.entry.file.open("rb", buffering=0) as stream:
+                while buffer:
+                    count = os.preadv(stream.fileno(), [buffer], at)
+                    if not count:
+                        raise ModelLoadError(f"{self.entry.file}: {self.name} is cut short")
+                    buffer, at = buffer[count:], at + count
+        except OSError as error:
+            raise ModelLoadError(f"{self.entry.file}: {self.name} cannot be read: {error}") from None
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackedRows:
+    """One part of a quantised matrix (kernels.coding.PartRows), unpacked from `blocks` as it is read."""
+
+    blocks: BlockRows
+    unpack: Unpack
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> Array:
+        return self.unpack(self.blocks.read(start, stop)).reshape(stop - start, self.shape[1])
+
+
+def coded_rows(name: str, entry: TensorEntry) -> CodedRows:
+    """Return a quantised matrix."""
+    coding, unpackers = FORMATS[entry.dtype]
+    blocks = BlockRows(name, entry)
+    shapes = coding.parts(entry.shape)
+    return CodedRows(
+        coding, {part: UnpackedRows(blocks, unpackers[part], shape) for part, (shape, _) in shapes.items()}
+    )
+
+
+# Architecture -> the names in the file, without .weight, .bias and blk.N, and Transformers', where * is the layer and #
+# the expert, or those of the family's table.
+_LAYERS, _H = "model.layers.*.", "transformer.h.*."
+_DECODER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": _LAYERS + "input_layernorm",
+    "attn_q": _LAYERS + "self_attn.q_proj",
+    "attn_k": _LAYERS + "self_attn.k_proj",
+    "attn_v": _LAYERS + "self_attn.v_proj",
+    "attn_q_norm": _LAYERS + "self_attn.q_norm",
+    "attn_k_norm": _LAYERS + "self_attn.k_norm",
+    "attn_output": _LAYERS + "self_attn.o_proj",
+    "ffn_norm": _LAYERS + "post_attention_layernorm",
+    "ffn_gate": _LAYERS + "mlp.gate_proj",
+    "ffn_up": _LAYERS + "mlp.up_proj",
+    "ffn_down": _LAYERS + "mlp.down_proj",
+}
+_AFTER = {
+    "post_attention_norm": _LAYERS + "post_attention_layernorm",
+    "post_ffw_norm": _LAYERS + "post_feedforward_layernorm",
+}
+_GEMMA2 = {**_DECODER, **_AFTER, "ffn_norm": _LAYERS + "pre_feedforward_layernorm"}
+NAMES: dict[str, dict[str, str]] = {
+    "llama": {  # with experts: Mixtral
+        **_DECODER,
+        "ffn_gate_inp": _LAYERS + "block_sparse_moe.gate",
+        "ffn_gate_exps": _LAYERS + "block_sparse_moe.experts.#.w1",
+        "ffn_up_exps": _LAYERS + "block_sparse_moe.experts.#.w3",
+        "ffn_down_exps": _LAYERS + "block_sparse_moe.experts.#.w2",
+    },
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+    "qwen3moe": {
+        **_DECODER,
+        "ffn_gate_inp": _LAYERS + "mlp.gate",
+        "ffn_gate_exps": _LAYERS + "mlp.experts.#.gate_proj",
+        "ffn_up_exps": _LAYERS + "mlp.experts.#.up_proj",
+        "ffn_down_exps": _LAYERS + "mlp.experts.#.down_proj",
+    },
+    "gemma": _DECODER,
+    "gemma2": _GEMMA2,
+    "gemma3": _GEMMA2,
+    "olmo2": {**_DECODER, **_AFTER},
+    "phi3": {**_DECODER, "attn_qkv": _LAYERS + "self_attn.qkv_proj", "ffn_up": _LAYERS + "mlp.gate_up_proj"},
+    "gpt2": {
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+        "attn_norm": _H + "ln_1",
+        "attn_qkv": _H + "attn.qkv_proj",
+        "attn_output": _H + "attn.o_proj",
+        "ffn_norm": _H + "ln_2",
+        "ffn_up": _H + "mlp.up_proj",
+        "ffn_down": _H + "mlp.down_proj",
+    },
+    "falcon": {
+        "token_embd": "transformer.word_embeddings",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+        "attn_norm": _H + "input_layernorm",
+        "attn_norm_2": _H + "ln_attn",
+        "attn_qkv": _H + "self_attention.qkv_proj",
+        "attn_output": _H + "self_attention.o_proj",
+        "ffn_up": _H + "mlp.up_proj",
+        "ffn_down": _H + "mlp.down_proj",
+    },
+}
+HEADS = {  # whose rows Llama's files hold in pairs -> the keys for the number of heads
+    "q_proj": ("llama.attention.head_count",),
+    "k_proj": ("llama.attention.head_count_kv", "llama.attention.head_count"),
+}
+ADDS_ONE = ("gemma", "gemma2", "gemma3")
+FROM_CONFIG = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")  # spec/gguf_config.py
+PLACE = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z0-9_]+?)(?:\.(\d{1,5}))?\.(weight|bias)")
+
+
+class GGUFCheckpoint(Checkpoint):
+    """All tensors of a model in GGUF files, under the names of the family's parameter table."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            ModelLoadError: a file is missing or damaged, its architecture is not supported, or it holds a tensor that
+                does not belong to it.
+        """
+        self._metadata, tensors = read_model(path)
+        self.files = sorted({tensor.file for tensor in tensors.values()})
+        architecture = self._metadata.get("general.architecture")
+        if architecture not in NAMES:
+            raise ModelLoadError(f"{path}: general.architecture = {shown(architecture)} is not supported")
+        names = dict(NAMES[architecture])
+        if "blk.0.attn_norm_2.weight" in tensors:  # Falcon 40B: a norm for each branch
+            names["attn_norm"] = _H + "ln_mlp"
+        self._architecture = architecture
+        self.entries = {}
+        for stored, tensor in tensors.items():
+            if not FROM_CONFIG.match(stored):
+                self.entries |= dict(_entries(stored, tensor, names))
+
+    def rows(self, name: str, index: int | None = None) -> Any:
+        """Return a tensor: FileRows if it holds floats, CodedRows if it is quantised, as the family's model has it."""
+        entry = self.entries[name]
+        if entry.dtype not in FLOATS:
+            rows: Any = coded_rows(name, entry)
+        else:
+            rows = FileRows(name, entry)
+        part = name.split(".")[-2]
+        if self._architecture == "llama" and part in HEADS:
+            head = self._head_rows(entry, HEADS[part])
+            return (
+                rows.map_rows(lambda part: HalvedRows(part, head)) if entry.dtype in FORMATS else HalvedRows(rows, head)
+            )
+        return LessOneRows(rows) if self._architecture in ADDS_ONE and part.endswith("norm") else rows
+
+    def _head_rows(self, entry: TensorEntry, keys: tuple[str, ...]) -> int:
+        """Return how many rows of queries or keys a head has. keys: those that tell the number of heads."""
+        heads = next((self._metadata[key] for key in keys if key in self._metadata), None)
+        if not isinstance(heads, int) or heads < 1 or entry.shape[0] % (2 * heads):
+            raise ModelLoadError(f"{entry.file}: {keys[0]} = {shown(heads)} does not fit {entry.shape[0]} rows")
+        return entry.shape[0] // heads
+
+
+def _entries(stored: str, tensor: GGUFTensor, names: dict[str, str]) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield Transformers' name and the place of a tensor, or of each expert in it.
+
+    Raises:
+        ModelLoadError: the architecture has no such tensor.
+    """
+    place = PLACE.fullmatch(stored)
+    layer, stem, expert, kind = place.groups() if place else (None, "", None, "")
+    stem += "_exps" if expert is not None else ""  # older files: a tensor per expert
+    target = names.get(stem)
+    if target is None or ("*" in target) != (layer is not None):
+        raise ModelLoadError(f"{tensor.file}: the tensor {stored} is unknown in this architecture")
+    name = f"{target.replace('*', str(layer))}.{kind}"
+    whole = TensorEntry(tensor.file, tensor.shape, tensor.dtype, tensor.offset)
+    if "#" not in name or expert is not None:
+        if len(whole.shape) > 2:
+            raise ModelLoadError(
+                f"{tensor.file}: {stored} has the shape {list(whole.shape)}; allowed are two dimensions"
+            )
+        yield name.replace("#", str(expert)), whole
+        return
+    if len(whole.shape) != 3:
+        raise ModelLoadError(
+            f"{tensor.file}: {stored} has the shape {list(whole.shape)}; experts have three dimensions"
+        )
+    elements, size = BLOCKS[whole.dtype]
+    length = math.prod(whole.shape[1:]) // elements * size
+    for index in range(whole.shape[0]):
+        offset = whole.offset + index * length
+        yield name.replace("#", str(index)), TensorEntry(whole.file, whole.shape[1:], whole.dtype, offset)
+
+
+@dataclass(frozen=True, slots=True)
+class LessOneRows:
+    """A norm of Gemma: the file holds the factor, the model its difference from 1, which its layer adds again."""
+
+    source: RowSource
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def read(self, start: int, stop: int) -> Array:
+        return read_rows(self.source, start, stop).astype(FLOAT32) - FLOAT32.type(1.0)
