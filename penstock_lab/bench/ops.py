@@ -30,7 +30,7 @@ from penstock_lab.bench import attention, available_threads, machine
 from penstock_lab.bench.attention import AttentionCase, decode_cases, prefill_cases
 from penstock_lab.bench.experts import ExpertsCase, expert_cases
 from penstock_lab.bench.machine import MachineLimits, Progress
-from penstock_lab.bench.products import DTYPES, ROWS, SHAPES, ProductCase, product_cases
+from penstock_lab.bench.products import CODINGS, DTYPES, ROWS, SHAPES, ProductCase, product_cases
 
 OPS = ("linear", "experts", "attend_decode", "attend_prefill")
 
@@ -58,7 +58,7 @@ class Selection:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for option, names, known in (("op", self.ops, OPS), ("dtype", self.dtypes, DTYPES)):
+        for option, names, known in (("op", self.ops, OPS), ("dtype", self.dtypes, (*DTYPES, *CODINGS))):
             for name in names:
                 check_choice(option, name, known)
         check_int("threads", self.threads, 1, 1024, optional=True)

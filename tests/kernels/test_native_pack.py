@@ -203,4 +203,4 @@ def test_float_kinds_keep_what_is_not_finite() -> None:
 
 def test_the_structure_has_the_size_that_c_gives_it() -> None:
     """Guards against fields that Python and C place differently."""
-    assert ctypes.sizeof(packed.PenstockWeight) == 4 * 8 + 6 * 4 + 16 * 8 + 4 * 8
+    assert ctypes.sizeof(packed.PenstockWeight) == 4 * 8 + 6 * 4 + 16 * 8 + 9 * 8 + 6 * 4 + 17 * 4 + 4

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.kernels.cpu.library import ABI, PenstockWeight
-from penstock.kernels.cpu.packed import INT8, CpuLinear, Layout
+from penstock.kernels.cpu.packed import KIND_INT8, CpuLinear, Layout
 from penstock.kernels.ops import Packing
 from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT64, Array, ArrayType
@@ -90,7 +90,7 @@ def _weight(fuzz: Fuzz, layout: Layout, dtype: ArrayType, *, bias: bool, poison:
     if fuzz.chance(0.5):
         cuts = sorted({*cuts, fuzz.random.randint(0, layout.n)})
     magnitudes = None
-    if layout.kind == INT8 and not expected and fuzz.chance(0.3):  # as if this were a part of a wider weight
+    if layout.kind == KIND_INT8 and not expected and fuzz.chance(0.3):  # as if this were a part of a wider weight
         magnitudes = fuzz.array(np.abs(values.astype(np.float32)).max(axis=1))
     for first, end in reversed(list(itertools.pairwise(cuts))):
         bad = expected and not np.isfinite(values[first:end].astype(np.float32)).all()

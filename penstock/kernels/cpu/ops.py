@@ -57,6 +57,7 @@ from penstock.kernels.tensors import (
     INT8,
     INT32,
     INT64,
+    NAMES,
     Array,
     ArrayType,
     Dtype,
@@ -242,13 +243,14 @@ class CpuOps(NativeCalls):
     ) -> PackedLinear:
         source = weight if hasattr(weight, "read") else TensorRows(weight)
         layout = Layout.of(source.shape, self.element, packing)
-        return pack(layout, source, bias, self.dtype, self._pack_rows)
+        return pack(layout, source, bias, self.dtype, self._pack_rows if layout.coding is None else self._pack_codes)
 
     def pack_part(
         self, weight: RowSource, magnitudes: Array | None, packing: Packing
     ) -> tuple[PackedLinear, Array | None]:
         layout = Layout.of(weight.shape, self.element, packing)
-        packed = pack(layout, weight, None, self.dtype, partial(self._pack_rows, magnitudes=magnitudes))
+        pack_rows = partial(self._pack_rows, magnitudes=magnitudes) if layout.coding is None else self._pack_codes
+        packed = pack(layout, weight, None, self.dtype, pack_rows)
         return packed, packed.take_scales()
 
     def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
@@ -263,6 +265,20 @@ class CpuOps(NativeCalls):
         at = address(rows, (len(rows), weight.depth), self.element, "weight")
         known = None if magnitudes is None else address(magnitudes, (weight.shape[0],), FLOAT32, "magnitudes")
         self._call("penstock_pack_rows", (), weight.address, at, self._type, first, len(rows), known)
+
+    def _pack_codes(self, weight: CpuLinear, parts: Mapping[str, Array], first: int) -> None:
+        coding = weight.layout.coding
+        assert coding is not None
+        rows = len(parts["codes"])
+        expected = coding.parts((rows, weight.depth))
+        arrays = {name: np.ascontiguousarray(parts[name]) for name in expected}
+        at = {name: address(arrays[name], shape, NAMES[dtype], name) for name, (shape, dtype) in expected.items()}
+        names = "codes", "scales", "mins", "steps", "step_mins", "column_scales"
+        second = [expected[name][0][-1] if name in expected else 0 for name in ("scales", "steps")]
+        try:
+            self._call("penstock_pack_codes", (), weight.address, *map(at.get, names), *second, first, rows)
+        except ValueError:
+            raise ValueError(f"{coding.name}: a scale or a level is not a number, or a code is too large") from None
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
         return self._product(x, own_linear(weight, gated=False), 0, FLOAT32, out)
@@ -362,7 +378,7 @@ class CpuOps(NativeCalls):
         self, ids: Tensor, weight: PackedLinear, *, scale: float = 1.0, out: Tensor | None = None
     ) -> Tensor:
         packed, rows = own_linear(weight, gated=False), len(ids)
-        if packed.layout.kind not in FLOAT_KINDS.values():
+        if packed.layout.kind not in FLOAT_KINDS.values() and packed.layout.coding is None:
             raise ValueError("a quantised weight has no rows to look up")
         out = self._output(out, (rows, packed.depth), FLOAT32)
         at, to = address(ids, (rows,), INT64, "ids"), address(out, (rows, packed.depth), FLOAT32, "out")

@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import NotSupportedError
+from penstock.kernels.coding import SCALE_TYPES, CodedRows, Coding
 from penstock.kernels.cpu.calls import address
 from penstock.kernels.cpu.library import ABI, MAX_LEAVES, PenstockWeight
 from penstock.kernels.metadata import own
@@ -23,7 +25,9 @@ from penstock.kernels.tensors import (
     ALIGNMENT,
     BFLOAT16,
     FLOAT32,
+    INT8,
     INT16,
+    INT32,
     UINT8,
     Array,
     ArrayType,
@@ -39,13 +43,20 @@ from penstock.kernels.tensors import (
 
 PANEL = ABI.constants["PANEL"]  # columns that are packed together
 K_UNIT = ABI.constants["K_UNIT"]  # leaves are padded to a multiple of this
+MAX_LEVELS = ABI.constants["MAX_LEVELS"]
 MAX_INTEGER_LEAF = 2**16  # elements; a longer sum of products of two bytes may overflow an int32
 SLICE_BYTES = 2**24  # bytes of rows that are read at once while a weight is packed
-F32, BF16, INT8, INT4, INT4_A16 = list(ABI.enums["Kind"].values())[:5]
+F32, BF16, KIND_INT8, INT4, INT4_A16, CODED, CODED_FLOAT = list(ABI.enums["Kind"].values())[:7]
 FLOAT_KINDS = {FLOAT32: F32, BFLOAT16: BF16}
-PANEL_BYTES = {F32: 128, BF16: 64, INT8: 32, INT4: 16, INT4_A16: 16}  # per element of K
+STORED_BITS = {F32: 32, BF16: 16, KIND_INT8: 8, INT4: 4, INT4_A16: 4}  # of a weight that is not coded
+MAX_GROUP = 32  # elements whose products are summed before they are multiplied by a step
+GRANULE = 16  # every group is a multiple
+LARGEST_OPERAND = 127
+ZERO_POINT = 128  # of stored int8 weights
+MINIFLOAT_MANTISSAS = (3, 2)  # bits, of E4M3 and E5M2
 
-Pack = Callable[["CpuLinear", Array, int], None]  # weight, rows, index of the first row
+# weight, rows (or the arrays of a coded weight), index of the first row
+Pack = Callable[["CpuLinear", Any, int], None]
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,8 @@ class Layout:
         leaf_ends: ends of the leaves of K, the last at k.
         group_size, slices: those of the scheme, or 0.
         gated: the first half of the rows is the gate, the second half is up.
+        coding: how the weight is coded, or None.
+        block_size: elements of K that share a scale of the coding; 0 without blocks.
     """
 
     n: int
@@ -66,6 +79,8 @@ class Layout:
     group_size: int
     slices: int
     gated: bool
+    coding: Coding | None = None
+    block_size: int = 0
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: Dtype, packing: Packing = PLAIN) -> "Layout":
@@ -82,6 +97,8 @@ class Layout:
         lengths = [end - start for start, end in itertools.pairwise((0, *ends))]
         if len(ends) > MAX_LEAVES or ends[-1] != k or min(lengths) < 0:
             raise ValueError(f"{k} elements cannot be cut into leaves that end at {list(ends)}")
+        if packing.coding is not None:
+            return _coded_layout(n, k, ends, packing, packing.coding)
         if scheme is None:
             return cls(n, k, FLOAT_KINDS[array_type(dtype)], ends, 0, 0, gated)
         if scheme.slices and max(lengths) > MAX_INTEGER_LEAF:
@@ -91,12 +108,12 @@ class Layout:
             )
         if scheme.group_size not in (None, *GROUP_SIZES):
             raise ValueError(f"group size {scheme.group_size}; supported are {', '.join(map(str, GROUP_SIZES))}")
-        kind = INT8 if scheme.weight_bits == 8 else INT4 if scheme.slices else INT4_A16
+        kind = KIND_INT8 if scheme.weight_bits == 8 else INT4 if scheme.slices else INT4_A16
         return cls(n, k, kind, ends, scheme.group_size or 0, scheme.slices, gated)
 
     @cached_property
     def padded_leaf_ends(self) -> tuple[int, ...]:
-        unit, ends, total = max(K_UNIT, self.group_size), [], 0
+        unit, ends, total = math.lcm(K_UNIT, self.group_size or K_UNIT), [], 0
         for start, end in itertools.pairwise((0, *self.leaf_ends)):
             total += -(-(end - start) // unit) * unit
             ends.append(total)
@@ -110,14 +127,34 @@ class Layout:
     def panels(self) -> int:
         return -(-self.n // PANEL) if not self.gated else -(-(self.n // 2) // (PANEL // 2))
 
+    @property
+    def stored_bits(self) -> int:
+        return STORED_BITS[self.kind] if self.coding is None else self.coding.bits
+
     def arrays(self) -> dict[str, tuple[tuple[int, ...], ArrayType]]:
-        """List shape and type of every array except the bias."""
+        """Return shape and type of every array except the bias. int16: the bits of a type of 16 bits."""
         arrays: dict[str, tuple[tuple[int, ...], ArrayType]] = {}
-        arrays["values"] = ((self.panels, PANEL_BYTES[self.kind] * self.padded_k), UINT8)
-        if self.kind == INT8:
+        arrays["values"] = ((self.panels, PANEL * self.stored_bits // 8 * self.padded_k), UINT8)
+        coding = self.coding
+        if self.kind == KIND_INT8 or (coding is not None and coding.column_scales):
             arrays["column_scales"] = ((self.panels * PANEL,), FLOAT32)
-        if self.group_size:  # int16: bits of bfloat16
-            arrays["group_scales"] = ((self.panels, self.padded_k // self.group_size, PANEL), INT16)
+        if coding is None:
+            if self.group_size:
+                arrays["group_scales"] = ((self.panels, self.padded_k // self.group_size, PANEL), INT16)
+            return arrays
+        parts = coding.parts((self.n, self.k))
+        lengths = [end - start for start, end in itertools.pairwise((0, *self.padded_leaf_ends))]
+        for name in ("scales", "mins"):
+            if name in parts:
+                blocks = sum(-(-length // self.block_size) for length in lengths)
+                dtype = FLOAT32 if coding.scale_dtype == "float32" else INT16
+                arrays[name] = ((self.panels, blocks, PANEL), dtype)
+        if coding.steps:
+            arrays["steps"] = ((self.panels, self.padded_k // self.group_size, PANEL), INT8)
+        if coding.step_mins:
+            arrays["step_mins"] = ((self.panels, self.padded_k // self.group_size // 2, 2 * PANEL), UINT8)
+        if coding.order:
+            arrays["order"] = ((self.k,), INT32)
         return arrays
 
     def num_bytes(self, *, bias: bool) -> int:
@@ -137,6 +174,80 @@ class Layout:
     def parts(self) -> list[range]:
         """Split the rows into ranges that may be packed together: all rows, or gate rows and up rows."""
         return [range(self.n // 2), range(self.n // 2, self.n)] if self.gated else [range(self.n)]
+
+
+def _coded_layout(n: int, k: int, ends: tuple[int, ...], packing: Packing, coding: Coding) -> Layout:
+    """Return the layout of a coded weight, after checking that the kernels can multiply it exactly.
+
+    Raises:
+        ValueError: a leaf does not end where a block does.
+        NotSupportedError: the kernels do not support the coding.
+    """
+    integer, bits, zero = coding.is_integer, coding.bits, coding.zero
+    plain = integer and bits == 8 and coding.block is None and zero == ZERO_POINT and not coding.levels
+    block = coding.block or 0
+    if any(end % block for end in ends[:-1] if block):
+        raise ValueError(f"{coding.name}: leaves that end at {list(ends)} cut blocks of {block}")
+    block = min(block, -(-k // K_UNIT) * K_UNIT)
+    group = coding.group if coding.steps else MAX_GROUP if block % MAX_GROUP == 0 else GRANULE
+    levels = coding.levels or (-zero, _largest_code(coding) - zero)
+    distance = max(abs(level) for level in levels) if integer else 0
+    if bits == 6 and zero > GRANULE and not coding.steps:
+        group = GRANULE  # sums of more products would not fit in 16 bits
+    step = 128 if coding.steps else 1
+    longest = block or max(end - start for start, end in itertools.pairwise((0, *ends)))
+    reasons = {
+        f"blocks of {coding.block}": block % GRANULE,
+        f"steps for groups of {coding.group}": group not in (GRANULE, MAX_GROUP),
+        f"{len(levels)} levels of {bits} bits": coding.levels and (bits == 6 or (integer and bits == 8)),
+        f"codes of {bits} bits with the zero {zero}": bits == 6 and zero and group * zero > 512,
+        "steps and mins of levels that are not integers": not integer and (coding.steps or coding.mins),
+        "steps of mins only": coding.step_mins and not (coding.steps and block % (2 * group) == 0),
+        f"sums of {longest} products": integer and longest * step * distance * LARGEST_OPERAND >= 2**31,
+        f"sums of {longest} activations": coding.mins and longest * 255 * LARGEST_OPERAND >= 2**31,
+        f"{packing.slices} slices": integer and packing.slices not in (1, 2, 3),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise NotSupportedError(f"quantization: {coding.name}: {reason} are not supported", param="quantization")
+    if not integer and bits == 8:
+        _minifloat(coding)
+    kind = KIND_INT8 if plain else CODED if integer else CODED_FLOAT
+    slices = packing.slices if integer else 0
+    return Layout(n, k, kind, ends, 0 if plain else group, slices, packing.gated, coding, block)
+
+
+def _largest_code(coding: Coding) -> int:
+    """Return the largest code; those of 6 bits with a zero are as far above it as below, as in Q5_0 and Q6_K."""
+    return 2 * coding.zero - 1 if coding.bits == 6 and coding.zero else 2**coding.bits - 1
+
+
+def _coding_fields(layout: Layout, coding: Coding) -> dict[str, Any]:
+    """Return the fields of a PenstockWeight that describe a coding (native/abi.h)."""
+    levels, fields = coding.levels, {"code_bits": coding.bits, "block_size": layout.block_size, "zero": coding.zero}
+    fields["scale_type"] = SCALE_TYPES.index(coding.scale_dtype)
+    fields["largest_code"] = _largest_code(coding)
+    if len(levels) == MAX_LEVELS:
+        zero = int(-min(levels)) if layout.kind == CODED else 0
+        return fields | {"has_levels": 1, "zero": zero, "levels": (ctypes.c_float * MAX_LEVELS)(*levels)}
+    return fields | _minifloat(coding) if levels else fields
+
+
+def _minifloat(coding: Coding) -> dict[str, Any]:
+    """Return the fields that give the levels of a type of 8 bits: sign, exponent and mantissa.
+
+    Raises:
+        NotSupportedError: the levels are not those of such a type.
+    """
+    levels, codes = np.array(coding.levels), np.arange(128, dtype=np.uint32)
+    largest = int(np.flatnonzero(np.isfinite(levels[:128]))[-1])
+    positive, negative = levels[: largest + 1], levels[128 : 129 + largest]
+    for bits in MINIFLOAT_MANTISSAS:
+        values = (codes << (23 - bits)).view(np.float32).astype(np.float64)[: largest + 1]
+        factor = positive[largest] / values[largest]
+        if np.array_equal(values * factor, positive) and np.array_equal(-positive, negative):
+            return {"mantissa_bits": bits, "factor": factor, "largest_code": largest}
+    raise NotSupportedError(f"quantization: the levels of {coding.name} are not supported", param="quantization")
 
 
 class CpuLinear:
@@ -182,6 +293,7 @@ class CpuLinear:
             leaves=len(layout.leaf_ends),
             leaf_ends=(ctypes.c_int64 * MAX_LEAVES)(*layout.leaf_ends),
             padded_leaf_ends=(ctypes.c_int64 * MAX_LEAVES)(*layout.padded_leaf_ends),
+            **({} if layout.coding is None else _coding_fields(layout, layout.coding)),
             **{name: address_of(tensor) for name, tensor in self._tensors.items()},
         )
         self.address = ctypes.addressof(self.weight)
@@ -216,17 +328,25 @@ def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
 
 def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: Dtype, pack_rows: Pack) -> CpuLinear:
     """Pack a weight, reading a few rows at a time. Weight and bias are first rounded to dtype, which also gives the
-    kind of the packed tensors."""
+    kind of the packed tensors. Of a coded weight, pack_rows is given the arrays of its rows."""
     tensors = {name: empty(shape, dtype_of(str(element), dtype)) for name, (shape, element) in layout.arrays().items()}
     if bias is not None:
         tensors["bias"] = empty((layout.panels * PANEL,), dtype_of("float32", dtype))
         as_array(tensors["bias"])[:] = _in_columns(layout, rounded(rounded(as_array(bias), dtype), FLOAT32))
     packed = CpuLinear(layout, tensors)
-    at_once = max(PANEL, SLICE_BYTES // (layout.k * 4) // PANEL * PANEL)
+    row_bytes = layout.k * (4 if layout.coding is None else 1)
+    at_once = max(PANEL, SLICE_BYTES // row_bytes // PANEL * PANEL)
     for part in layout.parts():
         for start in range(part.start, part.stop, at_once):
-            rows = source.read(start, min(start + at_once, part.stop))
-            pack_rows(packed, rounded(as_array(rows), dtype), start)
+            stop = min(start + at_once, part.stop)
+            if layout.coding is None:
+                pack_rows(packed, rounded(as_array(source.read(start, stop)), dtype), start)
+                continue
+            assert isinstance(source, CodedRows), source
+            parts = source.read_parts(start, stop)
+            if layout.coding.order and start == 0:
+                as_array(tensors["order"])[:] = parts["order"]
+            pack_rows(packed, parts, start)
     return packed
 
 

@@ -22,10 +22,11 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 9;         // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 10;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
+constexpr int MAX_LEVELS = 16;         // levels of a coded weight that are a table
 constexpr int MAX_CALL_ARGUMENTS = 18;
 constexpr int READ_LOOPS = 4;          // ways to read memory (limits/reads.inc.h)
 
@@ -57,8 +58,12 @@ enum Kind : std::int32_t {
     KIND_INT8 = 2,      // int8, one scale per column; activations as 1, 2 or 3 int8 slices
     KIND_INT4 = 3,      // int4, one scale per group of K and column; activations as for int8
     KIND_INT4_A16 = 4,  // stored as KIND_INT4; activations bfloat16
-    NUM_KINDS = 5
+    KIND_CODED = 5,     // codes of a checkpoint's own format (kernels/coding.py), whose levels are integers
+    KIND_CODED_FLOAT = 6,  // the same with other levels; activations float32 or bfloat16
+    NUM_KINDS = 7
 };
+
+enum ScaleType : std::int32_t { SCALE_F16 = 0, SCALE_BF16 = 1, SCALE_F32 = 2 };
 
 enum CacheKind : std::int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2, NUM_CACHE_KINDS = 3 };
 
@@ -95,22 +100,44 @@ extern "C" {
 //   int8       [padded_k / 4][32][4] uint8, weight + 128             32 padded_k
 //   int4       [padded_k / 4][16][4] bytes: low nibble weight + 8    16 padded_k
 //              of columns 0..15, high nibble of columns 16..31
+//   coded      8 bits as int8, 4 bits as int4                        4 padded_k bits
+//              6 bits: [padded_k / 4][96] bytes: the low four bits
+//              as int4, then [8][4] bytes of the high two bits:
+//              bits 2i and 2i + 1 are those of columns 8i .. 8i + 7
+//
+// A coded weight has blocks of block_size elements, which begin anew in each leaf, and groups of group_size elements
+// (16 or 32) that divide a block. Its other arrays are scales and mins [panels][blocks][32], steps [panels][groups][32]
+// and step_mins [panels][groups / 2][32][2]; those that the format lacks are null. Padding is blocks and steps of zero.
 struct PenstockWeight {
     std::int64_t n, k;
     std::int64_t padded_k;
     std::int64_t panels;
     std::int32_t kind;
-    std::int32_t slices;      // int8, int4: int8 rows per activation row
-    std::int32_t group_size;  // int4: 32, 64 or 128, and a divisor of every padded leaf; else 0
+    std::int32_t slices;      // int8, int4, coded: int8 rows per activation row
+    std::int32_t group_size;  // int4: 32, 64 or 128, and a divisor of every padded leaf; coded: 16 or 32; else 0
     std::int32_t gated;
     std::int32_t leaves;
-    std::int32_t reserved;
+    std::int32_t block_size;  // coded: a multiple of group_size, or 0: the whole row, which has no scale; else 0
     std::int64_t leaf_ends[penstock::MAX_LEAVES];
     std::int64_t padded_leaf_ends[penstock::MAX_LEAVES];
     void* values;
-    float* column_scales;         // int8: [panels * 32]; else null
+    float* column_scales;         // int8, coded: [panels * 32]; else null
     std::uint16_t* group_scales;  // int4: bfloat16 [panels][padded_k / group_size][32]; else null
     const float* bias;            // [panels * 32] in column order, or null
+    void* scales;                 // of scale_type, as are mins
+    void* mins;
+    std::int8_t* steps;
+    std::uint8_t* step_mins;
+    const std::int32_t* order;    // [k] column of each stored column, or null
+    std::int32_t scale_type;      // ScaleType
+    std::int32_t code_bits;       // 4, 6 or 8
+    std::int32_t zero;            // coded: the code of 0; with levels, a number that makes each level a byte, 0 .. 255
+    std::int32_t has_levels;      // 4 bits: whether levels are the values of the codes, which else are code - zero
+    std::int32_t largest_code;    // without the sign of a float of 8 bits; larger ones are not packed
+    std::int32_t mantissa_bits;   // coded_float of 8 bits: sign, exponent and so many bits of a mantissa
+    float factor;                 // the value of such a code, less its sign: its bits, as a float32's exponent and
+                                  // mantissa, times factor
+    float levels[penstock::MAX_LEVELS];
 };
 
 // The keys and values of one layer. attention/attention.h describes the layout.
@@ -258,6 +285,14 @@ PENSTOCK_API std::int32_t penstock_pack_rows(
     penstock::Context* context, PenstockWeight* weight, const void* rows, std::int32_t type, std::int64_t first_row,
     std::int64_t num_rows, const float* magnitudes);
 
+// Pack rows of a coded weight, or of an int8 weight that has given codes: as penstock_pack_rows, from the arrays that
+// kernels/coding.py describes, each [num_rows, ..]; those that the format lacks are null. blocks and groups: the second
+// dimensions of scales and steps. Return STATUS_NOT_QUANTISABLE if a number is not finite.
+PENSTOCK_API std::int32_t penstock_pack_codes(
+    penstock::Context* context, PenstockWeight* weight, const std::uint8_t* codes, const void* scales,
+    const void* mins, const std::int8_t* steps, const std::uint8_t* step_mins, const float* column_scales,
+    std::int64_t blocks, std::int64_t groups, std::int64_t first_row, std::int64_t num_rows);
+
 // x [rows, k] -> out [rows, n], or [rows, n / 2] if the weight is gated. out_stride is the number of elements from one
 // row of out to the next. The activation of a gated weight applies to the gate.
 PENSTOCK_API std::int32_t penstock_linear(
@@ -318,7 +353,8 @@ PENSTOCK_API std::int32_t penstock_embedding(
     penstock::Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type,
     std::int64_t table_rows, std::int64_t rows, std::int64_t n, float scale, float* out);
 
-// The same from rows of a packed weight [table_rows, n], a tied LM head, which is float and not gated.
+// The same from rows of a packed weight [table_rows, n], a tied LM head, which is float or coded and not
+// gated.
 PENSTOCK_API std::int32_t penstock_packed_embedding(
     penstock::Context* context, const std::int64_t* ids, const PenstockWeight* weight, std::int64_t rows, float scale,
     float* out);

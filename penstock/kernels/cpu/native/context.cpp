@@ -71,6 +71,7 @@ void use_level(Context& context) {
     if constexpr (LEVEL < LEVEL_AMX) {
         context.products[KIND_F32] = product_kernel<LEVEL, KIND_F32>();
         context.products[KIND_INT4_A16] = product_kernel<LEVEL, KIND_INT4_A16>();
+        context.products[KIND_CODED_FLOAT] = product_kernel<LEVEL, KIND_CODED_FLOAT>();
         context.caches[CACHE_F32] = cache_kernel<LEVEL, CACHE_F32>();
         context.rows = row_kernels<LEVEL>();
         context.pack = pack_kernels<LEVEL>();
@@ -83,7 +84,10 @@ void use_level(Context& context) {
     set_limits<LEVEL>(context.limits);
     if (multiplies_integers<LEVEL>()) {
         context.products[KIND_INT8] = product_kernel<LEVEL, KIND_INT8>();
-        if constexpr (LEVEL < LEVEL_AMX) context.products[KIND_INT4] = product_kernel<LEVEL, KIND_INT4>();
+        if constexpr (LEVEL < LEVEL_AMX) {
+            context.products[KIND_INT4] = product_kernel<LEVEL, KIND_INT4>();
+            context.products[KIND_CODED] = product_kernel<LEVEL, KIND_CODED>();
+        }
         context.caches[CACHE_INT8] = cache_kernel<LEVEL, CACHE_INT8>();
     } else {
         context.limits.multiply[KIND_INT8] = integers;

@@ -1,7 +1,8 @@
 // The common parts of products with int4 weights on all levels: the loops over leaves, tiles and groups, the end of a
 // leaf, and activations in bfloat16. Included by the int4 file of each level within its anonymous namespace.
 
-constexpr int TILE_ROWS = 12;                 // operand rows per tile, on every level
+#include "products/end_leaf.inc.h"
+
 constexpr int MAX_BLOCK = TILE_ROWS * PANEL;  // operand rows * columns that are summed at once
 constexpr int MAX_GROUP = 128;
 constexpr int QUAD = 4;            // elements of K that packed values store together
@@ -32,14 +33,6 @@ struct Groups {
     std::int64_t next(int group) const { return group + ahead + (group + ahead < left ? 0 : skip); }
 };
 
-// Aligned floats as a vector.
-inline Floats& floats(float* at) { return *reinterpret_cast<Floats*>(at); }
-inline const Floats& floats(const float* at) { return *reinterpret_cast<const Floats*>(at); }
-
-inline int operand_rows(const MultiplyArgs& a) {
-    return a.weight->slices > 0 ? a.rows * a.weight->slices : a.rows;
-}
-
 // How many elements of the last group of a leaf have to be multiplied if `left` elements of the leaf are left. The
 // operands of all other elements are zeros.
 inline int last_size(int group_size, std::int64_t left) {
@@ -53,31 +46,6 @@ struct Operand {
     int sums;     // how many numbers packing left in OperandArgs::sums for each operand row and group
     int parts;    // number of parts of a tile; each part reads all weights
 };
-
-// The end of a leaf: move the totals of a tile, [rows][slices][columns], to the tree of partial sums or, after the last
-// leaf, to out.
-inline void end_leaf(
-    const MultiplyArgs& a, int leaf, int tile, int panel, int slices, int columns, const float* totals) {
-    const PenstockWeight& w = *a.weight;
-    const bool last = leaf + 1 == w.leaves;
-    const unsigned levels = levels_to_add(leaf, w.leaves);
-    const std::int64_t width = a.panels * PANEL, level_stride = a.rows * width;
-    for (int row = 0; row < a.rows; ++row, totals += slices * columns) {
-        const float scale = w.kind == KIND_INT4 ? a.scales[tile * a.scales_stride + leaf * a.rows + row] : 1.0f;
-        const std::int64_t at = row * width + panel * PANEL;
-        float* tree = a.tree + tile * TREE_LEVELS * level_stride + at;
-        float* to = last ? a.out + tile * a.rows * width + at : tree + level_to_keep(leaf) * level_stride;
-        for (int c = 0; c < columns; c += LANES) {
-            Floats sum = floats(totals + c);
-            if (slices > 1) sum = sum + floats(totals + columns + c) * SECOND_SLICE;
-            if (slices > 2) sum = sum + floats(totals + 2 * columns + c) * THIRD_SLICE;
-            sum = sum * scale;
-            for (int level = 0; levels >> level; ++level)
-                if (levels >> level & 1) sum = floats(tree + level * level_stride + c) + sum;
-            floats(to + c) = sum;
-        }
-    }
-}
 
 // Multiply all tiles with `panels` panels from a.first_panel + panel on. multiply_groups(Groups) computes the totals of
 // a tile.

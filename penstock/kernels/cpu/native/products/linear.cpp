@@ -28,11 +28,9 @@ constexpr std::int64_t TREE_FLOATS = OUT_FLOATS * TREE_LEVELS;
 
 constexpr std::int64_t FLOATS_PER_LINE = 16;  // per cache line
 
-constexpr int WEIGHT_BITS[NUM_KINDS] = {32, 16, 8, 4, 4};  // by Kind
+constexpr std::int64_t SUMS_PER_GROUP = 3;  // at most, per operand row (OperandArgs::sums)
 
-std::int64_t panel_bytes(const PenstockWeight& weight) {
-    return weight.padded_k * PANEL * WEIGHT_BITS[weight.kind] / 8;
-}
+std::int64_t panel_bytes(const PenstockWeight& weight) { return weight.padded_k * PANEL * weight_bits(weight) / 8; }
 
 int slices_of(const PenstockWeight& weight) { return std::max(weight.slices, 1); }
 
@@ -51,6 +49,7 @@ struct Plan {
     char* tiles;
     float* scales;
     std::int32_t* sums;
+    char* gathered;  // the rows of each tile with their columns in the weight's order, or null
 
     std::int64_t tile_count() const { return full_tiles + (rest_rows > 0); }
     std::int64_t item_count() const { return divide_up(product.weight->panels, item_panels) * tile_groups; }
@@ -85,16 +84,20 @@ Plan plan_product(const Context& context, const Product& product) {
     plan.tile_bytes = operand_bytes(weight, *plan.kernel);
     const std::int64_t groups = weight.group_size > 0 ? weight.padded_k / weight.group_size : 0;
     plan.scales_stride = std::int64_t{weight.leaves} * plan.tile_rows;
-    plan.sums_stride = std::max<std::int64_t>(2 * groups, weight.leaves) * plan.tile_rows * plan.slices;
+    plan.sums_stride = std::max<std::int64_t>(SUMS_PER_GROUP * groups, weight.leaves) * plan.tile_rows * plan.slices;
     plan.item_panels = panels_of_item(plan, context.pool.threads());
     plan.tile_groups = std::max<std::int64_t>(divide_up(plan.full_tiles, MAX_TILES), 1);
     return plan;
 }
 
+std::int64_t row_bytes(const Product& product) { return product.weight->k * type_bytes(product.x_type); }
+
 void allocate_operands(Plan& plan, BumpAllocator& memory) {
     plan.tiles = memory.allocate<char>(plan.tile_count() * plan.tile_bytes);
     plan.scales = memory.allocate<float>(plan.tile_count() * plan.scales_stride);
     plan.sums = memory.allocate<std::int32_t>(plan.tile_count() * plan.sums_stride);
+    if (plan.product.weight->order != nullptr)
+        plan.gathered = memory.allocate<char>(plan.tile_count() * plan.tile_rows * row_bytes(plan.product));
 }
 
 // The plans of all products, with memory for their tiles in context.operands.
@@ -119,13 +122,32 @@ Plan* plan_all(Context& context, const Product* products, std::int64_t count) {
     return plans;
 }
 
+// Copy the rows of a tile with their columns in the weight's order, and let the tile be packed from the copy.
+template <class Element>
+void gather_columns(const Plan& plan, std::int64_t tile, OperandArgs& args) {
+    const PenstockWeight& weight = *args.weight;
+    auto* const copy = reinterpret_cast<Element*>(
+        plan.gathered + tile * plan.tile_rows * row_bytes(plan.product));
+    for (int r = 0; r < args.rows; ++r) {
+        const std::int64_t row = args.row_index != nullptr ? args.row_index[r] : args.first_row + r;
+        const Element* x = static_cast<const Element*>(args.x) + row * args.x_stride;
+        for (std::int64_t k = 0; k < weight.k; ++k) copy[r * weight.k + k] = x[weight.order[k]];
+    }
+    args.x = copy;
+    args.row_index = nullptr;
+    args.first_row = 0;
+}
+
 void pack_tile(const Plan& plan, std::int64_t tile) {
     const Product& product = plan.product;
     const std::int64_t first = tile * plan.tile_rows;
-    plan.kernel->pack({product.weight, product.x, product.x_type, product.weight->k,
-                       product.row_index != nullptr ? product.row_index + first : nullptr, first,
-                       tile < plan.full_tiles ? plan.tile_rows : plan.rest_rows, plan.tiles + tile * plan.tile_bytes,
-                       plan.scales + tile * plan.scales_stride, plan.sums + tile * plan.sums_stride});
+    OperandArgs args{product.weight, product.x, product.x_type, product.weight->k,
+                     product.row_index != nullptr ? product.row_index + first : nullptr, first,
+                     tile < plan.full_tiles ? plan.tile_rows : plan.rest_rows, plan.tiles + tile * plan.tile_bytes,
+                     plan.scales + tile * plan.scales_stride, plan.sums + tile * plan.sums_stride};
+    if (plan.gathered != nullptr)
+        (product.x_type == TYPE_F32 ? gather_columns<float> : gather_columns<std::uint16_t>)(plan, tile, args);
+    plan.kernel->pack(args);
 }
 
 void run_epilogue(const RowKernels& kernels, const Plan& plan, const MultiplyArgs& multiplied, std::int64_t first_row) {

@@ -20,6 +20,12 @@ struct Product {
     std::int32_t activation;        // applies to the gate if the weight is gated
 };
 
+// Bits of a stored weight.
+inline int weight_bits(const PenstockWeight& weight) {
+    constexpr int BITS[NUM_KINDS] = {32, 16, 8, 4, 4, 0, 0};  // by Kind
+    return weight.code_bits > 0 ? weight.code_bits : BITS[weight.kind];
+}
+
 // n, or n / 2 if the weight is gated.
 std::int64_t result_columns(const PenstockWeight& weight);
 

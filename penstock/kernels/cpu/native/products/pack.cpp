@@ -1,18 +1,22 @@
-// Packing: rows of a weight are rounded or quantised and written in the layout of abi.h, panel by panel on all threads.
+// Packing: rows of a weight are rounded, quantised or taken as they are coded, and written in the layout of abi.h, panel
+// by panel on all threads.
 //
 // Rows may come in any pieces and any order, each exactly once, and the memory may be uninitialised: a row writes its
 // column over all of padded_k, and the last row of the weight also writes the padding columns after it.
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 
-#include "context.h"
+#include "products/codes.inc.h"
 #include "products/leaves.inc.h"
+#include "products/linear.h"
 
 namespace penstock {
 namespace {
 
+constexpr int QUAD = 4;               // elements of K that codes store together
 constexpr int HALF = PANEL / 2;       // this many columns are consecutive rows, even in a gated weight
 constexpr std::int64_t STAGGER = 16;  // units between staged rows, so that they fall into different cache sets
 
@@ -24,15 +28,28 @@ int zero_byte(std::int32_t kind) {
     return kind == KIND_INT8 ? 128 : kind == KIND_INT4 || kind == KIND_INT4_A16 ? 8 : 0;
 }
 
-// One call of penstock_pack_rows.
+// The arguments of penstock_pack_codes: arrays [rows, ..], or null.
+struct CodedArrays {
+    const std::uint8_t* codes;
+    const char* scales;
+    const char* mins;
+    const std::int8_t* steps;
+    const std::uint8_t* step_mins;
+    const float* column_scales;
+    std::int64_t blocks, groups;
+};
+
+// One call of penstock_pack_rows or penstock_pack_codes.
 struct PackJob {
     const PenstockWeight& weight;
     const PackKernels& kernels;
-    const char* rows;
-    std::int32_t type;
     std::int64_t first, end;  // rows of the weight
     std::int64_t units;       // per staged row
-    const float* magnitudes;  // magnitudes of the weight's rows, or null
+    CodedArrays coded{};      // no codes: rows of floats
+    const char* rows = nullptr;
+    std::int32_t type = 0;
+    const float* magnitudes = nullptr;  // magnitudes of the weight's rows, or null
+    std::int64_t blocks = 0;            // of a panel, if it is coded
     std::atomic<bool> quantisable{true};
 
     void pack_panel(std::int64_t panel, std::uint32_t* staged) {
@@ -62,16 +79,22 @@ struct PackJob {
         }
         if (from >= to) return;
         const std::uint32_t* rows_of_half = staged + from * (units + STAGGER);
-        const bool nibbles = weight.group_size != 0;
-        auto* values = static_cast<std::uint32_t*>(weight.values) + panel * units * (nibbles ? HALF : PANEL);
-        if (nibbles)
-            kernels.interleave_nibbles(rows_of_half, units + STAGGER, to - from, units, half, values + from);
-        else
-            kernels.interleave(rows_of_half, units + STAGGER, to - from, units, values + half * HALF + from);
+        const int bits = weight_bits(weight), columns = to - from;
+        auto* values = static_cast<std::uint32_t*>(weight.values) + panel * weight.padded_k * bits;
+        if (bits >= 8) {
+            kernels.interleave(rows_of_half, units + STAGGER, columns, units, values + half * HALF + from);
+            return;
+        }
+        const std::int64_t quad = std::int64_t{bits} * QUAD;  // words of a quad of a panel
+        kernels.interleave_nibbles(rows_of_half, units + STAGGER, columns, units, half, values + from, quad);
+        if (bits == 6)
+            kernels.interleave_high_bits(
+                rows_of_half, units + STAGGER, from, columns, units, half * HALF, values + HALF, quad);
     }
 
     void stage(std::int64_t row, std::int64_t column, std::uint8_t* out) {
         if (weight.padded_k != weight.k) stage_padding(column, out);
+        if (coded.codes != nullptr) return stage_codes(row - first, column, out);
         const char* x = rows + (row - first) * weight.k * type_bytes(type);
         if (weight.kind == KIND_INT8)
             stage_int8(x, row, column, out);
@@ -122,14 +145,92 @@ struct PackJob {
         if (!all_fit) quantisable = false;
     }
 
+    void stage_codes(std::int64_t row, std::int64_t column, std::uint8_t* out) {
+        const std::uint8_t* codes = coded.codes + row * weight.k;
+        std::uint8_t largest = 0;
+        const std::uint8_t magnitude = weight.kind == KIND_CODED_FLOAT && weight.code_bits == 8 ? 127 : 255;
+        for (std::int64_t k = 0; k < weight.k; ++k) {
+            const std::uint8_t code = codes[k] & magnitude;
+            largest = code > largest ? code : largest;
+        }
+        bool finite = largest <= weight.largest_code;
+        std::int64_t block = 0;
+        each_leaf(weight, [&](const LeafRange& leaf) {
+            std::memcpy(out + leaf.padded_first, codes + leaf.first, static_cast<std::size_t>(leaf.count));
+            if (weight.block_size == 0) return;
+            const std::int64_t from = leaf.first / weight.block_size;
+            const std::int64_t count = divide_up(leaf.count, weight.block_size);
+            if (weight.scales != nullptr)
+                finite &= copy_scales(coded.scales, weight.scales, row, from, count, column, block);
+            if (weight.mins != nullptr) finite &= copy_scales(coded.mins, weight.mins, row, from, count, column, block);
+            block += divide_up(leaf.padded, weight.block_size);
+            if (weight.steps == nullptr) return;
+            const std::int64_t group = leaf.first / weight.group_size, to = leaf.padded_first / weight.group_size;
+            for (std::int64_t at = 0; at < divide_up(leaf.count, weight.group_size); ++at) {
+                *step_of(weight.steps, column, to + at) = coded.steps[row * coded.groups + group + at];
+                if (weight.step_mins != nullptr)
+                    *step_min_of(column, to + at) = coded.step_mins[row * coded.groups + group + at];
+            }
+        });
+        if (weight.column_scales != nullptr) {
+            weight.column_scales[column] = coded.column_scales[row];
+            finite &= std::isfinite(coded.column_scales[row]);
+        }
+        if (!finite) quantisable = false;
+    }
+
+    // Copy scales of blocks from .. from + count - 1 to block `to` on. Return whether they are finite.
+    bool copy_scales(const char* rows_of_scales, void* array, std::int64_t row, std::int64_t from, std::int64_t count,
+                     std::int64_t column, std::int64_t to) const {
+        if (weight.scale_type == SCALE_F32)
+            return copy_scales<std::uint32_t>(rows_of_scales, array, row, from, count, column, to, 0x7f800000);
+        return copy_scales<std::uint16_t>(
+            rows_of_scales, array, row, from, count, column, to, weight.scale_type == SCALE_F16 ? 0x7c00 : 0x7f80);
+    }
+
+    template <class Bits>
+    bool copy_scales(const char* rows_of_scales, void* array, std::int64_t row, std::int64_t from, std::int64_t count,
+                     std::int64_t column, std::int64_t to, Bits exponent) const {
+        const Bits* scales = reinterpret_cast<const Bits*>(rows_of_scales) + row * coded.blocks + from;
+        Bits* out = static_cast<Bits*>(array) + ((column / PANEL) * blocks + to) * PANEL + column % PANEL;
+        bool finite = true;
+        for (std::int64_t at = 0; at < count; ++at) {
+            out[at * PANEL] = scales[at];
+            finite &= (scales[at] & exponent) != exponent;
+        }
+        return finite;
+    }
+
+    template <class Step>
+    Step* step_of(Step* steps, std::int64_t column, std::int64_t group) const {
+        return steps + (column / PANEL * (weight.padded_k / weight.group_size) + group) * PANEL + column % PANEL;
+    }
+
+    std::uint8_t* step_min_of(std::int64_t column, std::int64_t group) const {
+        const std::int64_t pairs = weight.padded_k / weight.group_size / 2;
+        return weight.step_mins + ((column / PANEL * pairs + group / 2) * PANEL + column % PANEL) * 2 + group % 2;
+    }
+
     // Write a column of zero weights with zero scales.
     void stage_padding(std::int64_t column, std::uint8_t* out) {
         std::memset(out, zero_byte(weight.kind), static_cast<std::size_t>(units) * UNIT_BYTES);
         if (weight.column_scales != nullptr) weight.column_scales[column] = 0;
+        const std::int64_t element = scale_bytes();
+        for (void* array : {weight.scales, weight.mins}) {
+            char* to = static_cast<char*>(array) + (column / PANEL * blocks * PANEL + column % PANEL) * element;
+            for (std::int64_t block = 0; array != nullptr && block < blocks; ++block)
+                std::memset(to + block * PANEL * element, 0, static_cast<std::size_t>(element));
+        }
+        for (std::int64_t group = 0; weight.steps != nullptr && group < weight.padded_k / weight.group_size; ++group) {
+            *step_of(weight.steps, column, group) = 0;
+            if (weight.step_mins != nullptr) *step_min_of(column, group) = 0;
+        }
         if (weight.group_scales == nullptr) return;
         std::uint16_t* scales = group_scale(column);
         for (std::int64_t at = 0; at < weight.padded_k / weight.group_size; ++at) scales[at * PANEL] = 0;
     }
+
+    std::int64_t scale_bytes() const { return weight.scale_type == SCALE_F32 ? 4 : 2; }
 
     // The scale of the first group of a column. That of the next group is PANEL elements further on.
     std::uint16_t* group_scale(std::int64_t column) const {
@@ -144,8 +245,7 @@ struct PackJob {
 void touch_first(Context& context, const PenstockWeight& weight) {
     constexpr std::int64_t PAGE = 4096, BLOCK = std::int64_t{2} << 20;
     char* const memory = static_cast<char*>(weight.values);
-    const bool nibbles = weight.group_size != 0;
-    const std::int64_t bytes = weight.panels * weight.padded_k * (nibbles ? HALF : PANEL * element_bytes(weight.kind));
+    const std::int64_t bytes = weight.panels * weight.padded_k * PANEL * weight_bits(weight) / 8;
     const auto touch = [=](std::int64_t first, std::int64_t size, int) {
         for (std::int64_t at = first; at < first + size; at += PAGE) {
             __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
@@ -167,6 +267,19 @@ PanelRange panels_of(const PenstockWeight& weight, std::int64_t first, std::int6
     return {(first - base) / HALF, divide_up(end - base, HALF)};
 }
 
+// Pack the rows of a job, whose `weight` and rows are set.
+Status pack_all(Context& context, PackJob& job) {
+    const PenstockWeight& weight = job.weight;
+    if (job.first >= job.end) return STATUS_OK;
+    if (job.first == 0) touch_first(context, weight);
+    context.reserve_per_thread(HALF * (job.units + STAGGER) * UNIT_BYTES);
+    const PanelRange range = panels_of(weight, job.first, job.end);
+    context.pool.parallel_for(range.end - range.first, [&](std::int64_t item, int thread) {
+        job.pack_panel(range.first + item, static_cast<std::uint32_t*>(context.per_thread[thread].data()));
+    });
+    return job.quantisable ? STATUS_OK : STATUS_NOT_QUANTISABLE;
+}
+
 }  // namespace
 }  // namespace penstock
 
@@ -176,16 +289,26 @@ extern "C" std::int32_t penstock_pack_rows(
     Context* context, PenstockWeight* weight, const void* rows, std::int32_t type, std::int64_t first_row,
     std::int64_t num_rows, const float* magnitudes) {
     return run_call(context, [&] {
-        if (num_rows <= 0) return STATUS_OK;
-        if (first_row == 0) touch_first(*context, *weight);
-        const std::int64_t units = weight->padded_k * element_bytes(weight->kind) / UNIT_BYTES;
-        context->reserve_per_thread(HALF * (units + STAGGER) * UNIT_BYTES);
-        PackJob job{*weight, context->pack, static_cast<const char*>(rows), type, first_row, first_row + num_rows,
-                    units, magnitudes};
-        const PanelRange range = panels_of(*weight, job.first, job.end);
-        context->pool.parallel_for(range.end - range.first, [&](std::int64_t item, int thread) {
-            job.pack_panel(range.first + item, static_cast<std::uint32_t*>(context->per_thread[thread].data()));
-        });
-        return job.quantisable ? STATUS_OK : STATUS_NOT_QUANTISABLE;
+        PackJob job{*weight, context->pack, first_row, first_row + num_rows,
+                    weight->padded_k * element_bytes(weight->kind) / UNIT_BYTES};
+        job.rows = static_cast<const char*>(rows);
+        job.type = type;
+        job.magnitudes = magnitudes;
+        return pack_all(*context, job);
+    });
+}
+
+extern "C" std::int32_t penstock_pack_codes(
+    Context* context, PenstockWeight* weight, const std::uint8_t* codes, const void* scales, const void* mins,
+    const std::int8_t* steps, const std::uint8_t* step_mins, const float* column_scales, std::int64_t blocks,
+    std::int64_t groups, std::int64_t first_row, std::int64_t num_rows) {
+    return run_call(context, [&] {
+        PackJob job{*weight, context->pack, first_row, first_row + num_rows, weight->padded_k / UNIT_BYTES};
+        job.coded = {codes, static_cast<const char*>(scales), static_cast<const char*>(mins), steps, step_mins,
+                     column_scales, blocks, groups};
+        if (weight->block_size > 0)
+            each_leaf(
+                *weight, [&](const LeafRange& leaf) { job.blocks += divide_up(leaf.padded, weight->block_size); });
+        return pack_all(*context, job);
     });
 }

@@ -29,10 +29,14 @@ struct PackKernels {
     // rows [columns] of `units` units each, `stride` units apart -> out[unit][column], 32 columns apart.
     void (*interleave)(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units,
                        std::uint32_t* out);
-    // The same for nibbles in bytes: writes the low or high halves of the bytes of out[unit][column], 16 columns apart,
-    // and leaves the other halves unchanged.
+    // The same for the low four bits of bytes: writes the low or high halves of the bytes of out[unit][column], whose
+    // units are out_stride words apart, and leaves the other halves unchanged.
     void (*interleave_nibbles)(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units,
-                               int high, std::uint32_t* out);
+                               int high, std::uint32_t* out, std::int64_t out_stride);
+    // The same for bits 4 and 5 of bytes, of columns from first_column (0 or 16) + first on: column c is bits
+    // 2 (c / 8) and 2 (c / 8) + 1 of the bytes of out[unit][c % 8].
+    void (*interleave_high_bits)(const std::uint32_t* rows, std::int64_t stride, int first, int columns,
+                                 std::int64_t units, int first_column, std::uint32_t* out, std::int64_t out_stride);
 };
 
 template <Level LEVEL> PackKernels pack_kernels();

@@ -152,18 +152,29 @@ void interleave(const std::uint32_t* rows, std::int64_t stride, int columns, std
 }
 
 void interleave_nibbles(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units, int high,
-                        std::uint32_t* out) {
+                        std::uint32_t* out, std::int64_t out_stride) {
     const int shift = high ? 4 : 0;
     const std::uint32_t keep = high ? 0x0f0f0f0f : 0xf0f0f0f0;
-    for (std::int64_t unit = 0; unit < units; ++unit, out += PANEL / 2)
+    for (std::int64_t unit = 0; unit < units; ++unit, out += out_stride)
         for (int column = 0; column < columns; ++column)
-            out[column] = (out[column] & keep) | rows[column * stride + unit] << shift;
+            out[column] = (out[column] & keep) | (rows[column * stride + unit] & 0x0f0f0f0f) << shift;
+}
+
+void interleave_high_bits(const std::uint32_t* rows, std::int64_t stride, int first, int columns, std::int64_t units,
+                          int first_column, std::uint32_t* out, std::int64_t out_stride) {
+    constexpr int PLANE = 8;  // columns that share a pair of bits
+    for (std::int64_t unit = 0; unit < units; ++unit, out += out_stride)
+        for (int column = 0; column < columns; ++column) {
+            const int of_panel = first_column + first + column, shift = of_panel / PLANE * 2;
+            std::uint32_t& to = out[of_panel % PLANE];
+            to = (to & ~(0x03030303u << shift)) | (rows[column * stride + unit] >> 4 & 0x03030303u) << shift;
+        }
 }
 
 }  // namespace
 
 template <> PackKernels pack_kernels<THIS_LEVEL>() {
-    return {abs_max, to_f32, to_bf16, to_int8, to_int4, interleave, interleave_nibbles};
+    return {abs_max, to_f32, to_bf16, to_int8, to_int4, interleave, interleave_nibbles, interleave_high_bits};
 }
 
 }  // namespace penstock

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "context.h"
+#include "products/codes.inc.h"
 
 namespace penstock {
 namespace {
@@ -46,6 +47,43 @@ void unpack_row(const PenstockWeight& weight, std::int64_t id, float scale, floa
         for (std::int64_t k = begin; k < weight.leaf_ends[leaf]; k += GROUP, from += GROUP * PANEL)
             for (std::int64_t i = 0; i < std::min<std::int64_t>(GROUP, weight.leaf_ends[leaf] - k); ++i)
                 out[k + i] = widen(from[i]) * scale;
+        begin = weight.leaf_ends[leaf];
+        padded = weight.padded_leaf_ends[leaf];
+    }
+}
+
+// The same for a coded weight, with each operation rounded separately, as in kernels/coding.py.
+void decode_row(const PenstockWeight& weight, std::int64_t id, float scale, float* out) {
+    const std::int64_t panel = id / PANEL, groups = weight.steps != nullptr ? weight.padded_k / weight.group_size : 0;
+    const int column = static_cast<int>(id % PANEL);
+    const auto* values = static_cast<const std::uint8_t*>(weight.values) +
+                         panel * weight.padded_k * PANEL * weight.code_bits / 8;
+    std::int64_t blocks = 0, block = 0, begin = 0, padded = 0;
+    const auto blocks_of = [&](std::int64_t elements) {
+        return weight.block_size > 0 ? divide_up(elements, weight.block_size) : 0;
+    };
+    for (std::int32_t leaf = 0; leaf < weight.leaves; ++leaf)
+        blocks += blocks_of(weight.padded_leaf_ends[leaf] - (leaf > 0 ? weight.padded_leaf_ends[leaf - 1] : 0));
+    const bool integer = weight.kind != KIND_CODED_FLOAT;
+    for (std::int32_t leaf = 0; leaf < weight.leaves; ++leaf) {
+        for (std::int64_t k = begin; k < weight.leaf_ends[leaf]; ++k) {
+            const std::int64_t at = padded + k - begin, group = groups > 0 ? at / weight.group_size : 0;
+            const int code = code_at(weight, values, at, column);
+            float value = integer ? static_cast<float>(integer_level(weight, code)) : float_level(weight, code);
+            const std::int64_t of_block = weight.block_size > 0
+                ? (panel * blocks + block + (k - begin) / weight.block_size) * PANEL + column : 0;
+            if (weight.steps != nullptr) value *= weight.steps[(panel * groups + group) * PANEL + column];
+            if (weight.scales != nullptr) value *= scale_at(weight.scales, weight.scale_type, of_block);
+            if (weight.mins != nullptr) {
+                float offset = scale_at(weight.mins, weight.scale_type, of_block);
+                if (weight.step_mins != nullptr)
+                    offset *= weight.step_mins[((panel * groups + group) / 2 * PANEL + column) * 2 + group % 2];
+                value += offset;
+            }
+            if (weight.column_scales != nullptr) value *= weight.column_scales[id];
+            out[weight.order != nullptr ? weight.order[k] : k] = value * scale;
+        }
+        block += blocks_of(weight.padded_leaf_ends[leaf] - padded);
         begin = weight.leaf_ends[leaf];
         padded = weight.padded_leaf_ends[leaf];
     }
@@ -155,7 +193,9 @@ extern "C" std::int32_t penstock_packed_embedding(
     float* out) {
     return run_call(context, [&] {
         if (!all_within(ids, rows, weight->n)) return STATUS_OUT_OF_RANGE;
-        const auto unpack = weight->kind == KIND_F32 ? unpack_row<float, 1> : unpack_row<std::uint16_t, 2>;
+        const auto unpack = weight->code_bits > 0     ? decode_row
+                            : weight->kind == KIND_F32 ? unpack_row<float, 1>
+                                                       : unpack_row<std::uint16_t, 2>;
         const std::int64_t n = weight->k;
         return over_blocks(*context, rows, n * UNPACK_COST, [&](std::int64_t first, std::int64_t count, int) {
             for (std::int64_t row = first; row < first + count; ++row)

@@ -1,0 +1,519 @@
+// Products with coded weights for levels with vectors of bytes: AVX2, and AVX-512 with VNNI. Compiled once for each.
+//
+// A piece of a block is multiplied with some rows and the columns of two registers at a time. Few rows read the codes
+// from memory; for many rows they are unpacked once, and stay in the L1 for all tiles.
+#include "avx2.inc.h"
+#if defined(__AVX512F__)
+#include "avx512.inc.h"
+#else
+#include <immintrin.h>
+#endif
+
+#include "products/leaves.inc.h"
+#include "slices.inc.h"
+
+namespace penstock {
+namespace {
+
+#include "products/quantize_rows.inc.h"
+#include "products/coded.inc.h"
+
+constexpr int WIDTH = LANES * 4;                // bytes of a register
+constexpr int HALVES = PANEL / LANES / 2;       // pairs of registers that hold the columns of a panel
+constexpr int PAIR = 2;
+constexpr int NIBBLE_BYTES = 64;                // of a quad
+constexpr int FEW_ROWS = 3;                     // most operand rows that read codes from memory
+constexpr int LINE = 64;
+constexpr int AHEAD_BYTES = 1024;               // prefetch distance in each of several panels
+
+constexpr int max_panels(int operand_rows) { return operand_rows <= FEW_ROWS ? MAX_PANELS : 1; }
+
+// The register of a panel's columns that is register c of pair `half`: those of the low, then of the high nibbles.
+constexpr int register_of(int half, int c) { return half + c * HALVES; }
+
+inline Ints load_register(const void* from) {
+    Ints result;
+    __builtin_memcpy(&result, from, sizeof result);
+    return result;
+}
+
+PENSTOCK_INLINE Ints all(std::int32_t word) { return Ints{} + word; }
+
+// ---- Dot products of bytes
+
+#if defined(__AVX512F__)
+
+// Four products are added to an int32.
+struct Dot {
+    static constexpr int MAX_FLUSH = 8;  // quads whose sum a group may leave in the accumulator: any number
+
+    static PENSTOCK_INLINE void add(Ints& sum, const Ints& codes, const Ints& x) {
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+    }
+    static PENSTOCK_INLINE Ints load_steps(const std::int8_t* from) {
+        return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    }
+    template <int PART>
+    static PENSTOCK_INLINE Ints flush(const Ints& sums, const Ints& of_group, const Ints& steps, bool has_steps) {
+        return sums + (has_steps ? of_group * steps : of_group);
+    }
+    static PENSTOCK_INLINE Ints lookup(const Ints& table, const Ints& codes) {
+        return (Ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+    }
+    static PENSTOCK_INLINE Ints table_of(__m128i sixteen) { return (Ints)_mm512_broadcast_i32x4(sixteen); }
+    // Products of pairs of bytes, unsigned, and words.
+    static PENSTOCK_INLINE Ints pair_products(const std::uint8_t* bytes, std::int32_t words) {
+        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+        return (Ints)_mm512_madd_epi16(_mm512_cvtepu8_epi16(pairs), _mm512_set1_epi32(words));
+    }
+};
+
+#else
+
+// Two products each are added to two words, which are multiplied by the step and added to an int32. The words of a code
+// that is stored + zero begin with -zero times the sums of their operands, and may wrap around before the end: with
+// d = the greatest |code - zero|, `flush` quads give a word of at most 2 * flush * d * 127, so flush * d may be 129.
+struct Dot {
+    static constexpr int MAX_FLUSH = 8;
+
+    static PENSTOCK_INLINE void add(Ints& words, const Ints& codes, const Ints& x) {
+        words = add_byte_products(words, codes, x);
+    }
+    static PENSTOCK_INLINE Ints load_steps(const std::int8_t* from) {
+        const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+        const __m256i twice = _mm256_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13, 0, 1, 0, 1, 4, 5, 4,
+                                               5, 8, 9, 8, 9, 12, 13, 12, 13);
+        return (Ints)_mm256_shuffle_epi8(wide, twice);
+    }
+    template <int PART>
+    static PENSTOCK_INLINE Ints flush(const Ints& sums, const Ints& words, const Ints& steps, bool) {
+        return add_word_products(sums, words, PART == 0 ? steps : (Ints)_mm256_slli_epi16((__m256i)steps, 4));
+    }
+    static PENSTOCK_INLINE Ints lookup(const Ints& table, const Ints& codes) {
+        return (Ints)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+    }
+    static PENSTOCK_INLINE Ints table_of(__m128i sixteen) { return (Ints)_mm256_broadcastsi128_si256(sixteen); }
+    static PENSTOCK_INLINE Ints pair_products(const std::uint8_t* bytes, std::int32_t words) {
+        const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+        return (Ints)_mm256_madd_epi16(_mm256_cvtepu8_epi16(pairs), _mm256_set1_epi32(words));
+    }
+};
+
+#endif
+
+constexpr std::int32_t ONE_WORDS = 0x00010001;
+
+// Quads that are multiplied before the accumulators are flushed.
+inline int flush_of(const PenstockWeight& w, int parts) {
+#if defined(__AVX512F__)
+    (void)parts;
+    return w.group_size / QUAD;
+#else
+    const int largest = largest_code(w), above = largest - w.zero;
+    const int distance = parts == 2 ? 15 : above > w.zero ? above : w.zero;
+    int quads = Dot::MAX_FLUSH;
+    while (quads > 1 && quads * distance > 129) quads /= 2;
+    return quads * QUAD < w.group_size ? quads : w.group_size / QUAD;
+#endif
+}
+
+// ---- The raw codes of a quad: each is a byte, in the two registers of pair HALF
+
+constexpr int quad_bytes(int bits) { return PANEL * QUAD * bits / 8; }
+
+// How far the two high bits of a code of 6 bits are from bits 4 and 5 of its byte.
+template <int HALF>
+PENSTOCK_INLINE Ints column_shift() {
+    Ints shift;
+    for (int lane = 0; lane < LANES; ++lane) shift[lane] = (HALF * LANES + lane) / 8 * 2;
+    return shift;
+}
+
+template <int BITS, int HALF>
+PENSTOCK_INLINE void load_codes(const std::uint8_t* quad, Ints (&codes)[PAIR]) {
+    if constexpr (BITS == 8) {
+        for (int c = 0; c < PAIR; ++c) codes[c] = load_register(quad + register_of(HALF, c) * WIDTH);
+        return;
+    }
+    const Ints bytes = load_register(quad + HALF * WIDTH);
+    codes[0] = bytes & 0x0f0f0f0f;
+    codes[1] = bytes >> 4 & 0x0f0f0f0f;
+    if constexpr (BITS == 6) {
+#if defined(__AVX512F__)
+        const __m256i plane = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(quad + NIBBLE_BYTES));
+        const Ints high = (Ints)_mm512_broadcast_i64x4(plane);
+#else
+        const Ints high = load_register(quad + NIBBLE_BYTES);
+#endif
+        codes[0] |= high << (4 - column_shift<HALF>()) & 0x30303030;
+        codes[1] |= high >> column_shift<HALF>() & 0x30303030;
+    }
+}
+
+// ---- What is multiplied
+
+// A piece of one panel and one tile.
+struct Work {
+    const PenstockWeight& weight;
+    Piece piece;
+    PanelArrays panel;
+    const char* operands;    // of the tile
+    OperandSums sums;        // of the tile
+    int rows;                // operand rows of the tile
+    float* totals;           // [rows][stride]
+    float* partial;          // [rows][stride]: the sums of a block between its pieces
+    int stride;
+
+    const std::uint8_t* quads(int bits) const { return panel.values + piece.k / QUAD * quad_bytes(bits); }
+};
+
+// Add the sums of a block, [ROWS][PAIR], to its totals, and its mins.
+template <class Sums, int ROWS>
+PENSTOCK_INLINE void end_block(const Work& work, int half, int row, const Sums (&sums)[ROWS][PAIR]) {
+    const PenstockWeight& w = work.weight;
+    const Piece& piece = work.piece;
+    for (int c = 0; c < PAIR; ++c) {
+        const int column = register_of(half, c) * LANES;
+        Floats scales = Floats{} + 1.0f;
+        if (work.panel.scales != nullptr)
+            scales = load_scales(work.panel.scales, w.scale_type, piece.block, column);
+        for (int r = 0; r < ROWS; ++r) {
+            Floats& total = floats(work.totals + (row + r) * work.stride + column);
+            total = total + __builtin_convertvector(sums[r][c], Floats) * scales;
+        }
+        if (work.panel.mins == nullptr) continue;
+        const Floats mins = load_scales(work.panel.mins, w.scale_type, piece.block, column);
+        const std::int32_t* of_rows = work.sums.mins + row;
+        Floats factors[ROWS];
+        if (work.panel.step_mins == nullptr) {
+            for (int r = 0; r < ROWS; ++r)
+                factors[r] = Floats{} + same_bits<float>(of_rows[piece.block * work.rows + r]);
+        } else {
+            const int pair_size = 2 * w.group_size;
+            Ints products[ROWS] = {};
+            for (std::int64_t k = piece.begin; k < piece.k + piece.size; k += pair_size) {
+                const std::uint8_t* pairs = work.panel.step_mins + (k / pair_size * PANEL + column) * 2;
+                for (int r = 0; r < ROWS; ++r)
+                    products[r] += Dot::pair_products(pairs, of_rows[k / pair_size * work.rows + r]);
+            }
+            for (int r = 0; r < ROWS; ++r) factors[r] = __builtin_convertvector(products[r], Floats);
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            Floats& total = floats(work.totals + (row + r) * work.stride + column);
+            total = total + factors[r] * mins;
+        }
+    }
+}
+
+// Call body(sums) with the sums of a block so far, [ROWS][PAIR], and keep them: between pieces, or as totals.
+template <class Sums, int ROWS, class Body>
+PENSTOCK_INLINE void with_sums(const Work& work, int half, int row, const Body& body) {
+    Sums sums[ROWS][PAIR];
+    float* partial = work.partial + row * work.stride;
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < PAIR; ++c)
+            sums[r][c] = work.piece.first ? Sums{}
+                                          : same_bits<Sums>(floats(
+                                                partial + r * work.stride + register_of(half, c) * LANES));
+    body(sums);
+    if (work.piece.last) return end_block<Sums, ROWS>(work, half, row, sums);
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < PAIR; ++c)
+            floats(partial + r * work.stride + register_of(half, c) * LANES) = same_bits<Floats>(sums[r][c]);
+}
+
+// Codes whose levels are integers, as bytes. PARTS: as parts_of() says.
+template <int CODE_BITS, bool TABLE, int PARTS>
+struct IntegerCodes {
+    static constexpr int BITS = CODE_BITS;
+    static constexpr int PIECE = 256, ELEMENT = 1;
+    static constexpr int BLOCK_ROWS = HALVES == 1 ? 6 : 3;  // most rows whose sums stay in registers
+    using Quad = Ints[PAIR][PARTS];
+
+    Ints tables[PARTS];
+    int flush;
+
+    explicit IntegerCodes(const PenstockWeight& w) : flush(flush_of(w, PARTS)) {
+        alignas(16) std::uint8_t bytes[PARTS][MAX_LEVELS];
+        for (int i = 0; i < MAX_LEVELS; ++i) {
+            const int byte = static_cast<int>(w.levels[i]) + w.zero;
+            for (int part = 0; part < PARTS; ++part)
+                bytes[part][i] = static_cast<std::uint8_t>(PARTS == 1 ? byte : part == 0 ? byte & 15 : byte >> 4);
+        }
+        for (int part = 0; part < PARTS; ++part)
+            tables[part] = Dot::table_of(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[part])));
+    }
+
+    template <int HALF>
+    PENSTOCK_INLINE void unpack(const std::uint8_t* quad, Quad& to) const {
+        Ints codes[PAIR];
+        load_codes<BITS, HALF>(quad, codes);
+        for (int c = 0; c < PAIR; ++c) {
+            if constexpr (TABLE) {
+                for (int part = 0; part < PARTS; ++part) to[c][part] = Dot::lookup(tables[part], codes[c]);
+            } else if constexpr (PARTS == 1) {
+                to[c][0] = codes[c];
+            } else {
+                to[c][0] = codes[c] & 0x0f0f0f0f;
+                to[c][1] = codes[c] >> 4 & 0x0f0f0f0f;
+            }
+        }
+    }
+
+    // Multiply ROWS rows from `row` on. load(quad, Quad&) gives the codes of a quad of the piece.
+    template <int ROWS, class Load>
+    PENSTOCK_INLINE void add_rows(const Work& work, int half, int row, const Load& load) const {
+        with_sums<Ints, ROWS>(work, half, row, [&](Ints (&sums)[ROWS][PAIR]) __attribute__((always_inline)) {
+            const std::int64_t first_group = work.piece.k / work.weight.group_size;
+            const int group_quads = work.weight.group_size / QUAD, groups = work.piece.size / work.weight.group_size;
+            const int rows = work.rows;
+            const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + work.piece.k * rows) + row;
+            const std::int32_t* starts = work.sums.starts + first_group * PARTS * rows + row;
+            const std::int8_t* steps = work.panel.steps;
+            if (steps != nullptr) steps += first_group * PANEL;
+            int quad = 0;
+            for (int g = 0; g < groups; ++g, starts += PARTS * rows) {
+                for (int done = 0; done < group_quads; done += flush) {
+                    Ints added[ROWS][PAIR][PARTS];
+                    for (int r = 0; r < ROWS; ++r)
+                        for (int part = 0; part < PARTS; ++part) {
+                            const Ints start = all(done == 0 ? starts[part * rows + r] : 0);
+                            for (int c = 0; c < PAIR; ++c) added[r][c][part] = start;
+                        }
+                    for (int end = quad + flush; quad < end; ++quad, x += rows) {
+                        Quad codes;
+                        load(quad, codes);
+#pragma GCC unroll 6
+                        for (int r = 0; r < ROWS; ++r) {
+                            const Ints of_row = all(x[r]);
+                            for (int c = 0; c < PAIR; ++c)
+                                for (int part = 0; part < PARTS; ++part)
+                                    Dot::add(added[r][c][part], codes[c][part], of_row);
+                        }
+                    }
+                    for (int c = 0; c < PAIR; ++c) {
+                        const Ints step = steps == nullptr ? all(ONE_WORDS)
+                                                           : Dot::load_steps(steps + register_of(half, c) * LANES);
+                        for (int r = 0; r < ROWS; ++r) {
+                            sums[r][c] = Dot::flush<0>(sums[r][c], added[r][c][0], step, steps != nullptr);
+                            if constexpr (PARTS == 2)
+                                sums[r][c] = Dot::flush<1>(sums[r][c], added[r][c][1], step, steps != nullptr);
+                        }
+                    }
+                }
+                if (steps != nullptr) steps += PANEL;
+            }
+        });
+    }
+};
+
+// Codes with other levels, as float32: floats of 8 bits, or a table of 16 levels.
+template <int CODE_BITS>
+struct FloatCodes {
+    static constexpr int BITS = CODE_BITS;
+    static constexpr int PIECE = 128, ELEMENT = 4;
+    static constexpr int BLOCK_ROWS = HALVES == 1 ? 12 : 6;
+    using Quad = Floats[QUAD][PAIR];
+
+    Floats factor;
+    int shift;
+    std::int32_t mask;
+    Floats table[MAX_LEVELS / LANES];
+
+    explicit FloatCodes(const PenstockWeight& w)
+        : factor(w.factor - Floats{}), shift(1 + w.mantissa_bits),
+          mask(static_cast<std::int32_t>(0x80000000u | 127u << (23 - w.mantissa_bits))) {
+        __builtin_memcpy(table, w.levels, sizeof table);
+    }
+
+    PENSTOCK_INLINE Floats lookup(const Ints& codes) const {
+#if defined(__AVX512F__)
+        return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)table[0]);
+#else
+        const __m256 low = _mm256_permutevar8x32_ps((__m256)table[0], (__m256i)codes);
+        const __m256 high = _mm256_permutevar8x32_ps((__m256)table[1], (__m256i)codes);
+        return (Floats)_mm256_blendv_ps(low, high, (__m256)(codes << 28));
+#endif
+    }
+
+    template <int HALF>
+    PENSTOCK_INLINE void unpack(const std::uint8_t* quad, Quad& to) const {
+        if constexpr (BITS == 4) {
+            const Ints bytes = load_register(quad + HALF * WIDTH);
+#pragma GCC unroll 4
+            for (int i = 0; i < QUAD; ++i)
+                for (int c = 0; c < PAIR; ++c) to[i][c] = lookup(bytes >> (8 * i + 4 * c));
+        } else {
+            Ints codes[PAIR];
+            load_codes<BITS, HALF>(quad, codes);
+#pragma GCC unroll 4
+            for (int i = 0; i < QUAD; ++i)
+                for (int c = 0; c < PAIR; ++c)
+                    to[i][c] = same_bits<Floats>((codes[c] << (24 - 8 * i)) >> shift & mask) * factor;
+        }
+    }
+
+    static PENSTOCK_INLINE void add(Floats& sum, const Floats& weights, const Floats& x) {
+#if defined(__AVX512F__)
+        sum = (Floats)_mm512_fmadd_ps((__m512)weights, (__m512)x, (__m512)sum);
+#else
+        sum = add_float_products(sum, weights, x);
+#endif
+    }
+
+    template <int ROWS, class Load>
+    PENSTOCK_INLINE void add_rows(const Work& work, int half, int row, const Load& load) const {
+        with_sums<Floats, ROWS>(work, half, row, [&](Floats (&sums)[ROWS][PAIR]) __attribute__((always_inline)) {
+            const float* x = reinterpret_cast<const float*>(work.operands) + work.piece.k * work.rows + row;
+            for (int quad = 0; quad < work.piece.size / QUAD; ++quad) {
+                Quad weights;
+                load(quad, weights);
+#pragma GCC unroll 4
+                for (int i = 0; i < QUAD; ++i, x += work.rows)
+#pragma GCC unroll 12
+                    for (int r = 0; r < ROWS; ++r)
+                        for (int c = 0; c < PAIR; ++c) add(sums[r][c], weights[i][c], x[r] - Floats{});
+            }
+        });
+    }
+};
+
+// ---- The loops
+
+// Prefetches of the weights that follow, a part at a time.
+struct Prefetch {
+    const std::uint8_t* next;
+    std::int64_t bytes;  // per part
+
+    void fetch_some() {
+        for (std::int64_t byte = 0; byte < bytes; byte += LINE) prefetch_to_l2(next + byte);
+        next += bytes;
+    }
+};
+
+// The metadata of the block (or of the groups) some way ahead.
+inline void prefetch_arrays(const PenstockWeight& w, const PanelArrays& panel, const Piece& piece, int bits) {
+    const std::int64_t k = piece.k + AHEAD_BYTES * 8 / (PANEL * bits), group = k / w.group_size;
+    const std::int64_t groups = piece.size / w.group_size;
+    const std::int64_t block = piece.block + (w.block_size > 0 ? (k - piece.begin) / w.block_size : 0);
+    const auto fetch = [](const void* array, std::int64_t from, std::int64_t bytes) {
+        const char* at = static_cast<const char*>(array) + from;
+        for (std::int64_t byte = 0; byte < bytes; byte += LINE) prefetch_to_l2(at + byte);
+    };
+    const std::int64_t block_bytes = PANEL * scale_bytes(w.scale_type);
+    if (panel.scales != nullptr && piece.first) fetch(panel.scales, block * block_bytes, block_bytes);
+    if (panel.mins != nullptr && piece.first) fetch(panel.mins, block * block_bytes, block_bytes);
+    if (panel.steps != nullptr) fetch(panel.steps, group * PANEL, groups * PANEL);
+    if (panel.step_mins != nullptr) fetch(panel.step_mins, group * PANEL, groups * PANEL);
+}
+
+template <int ROWS, class Codes>
+inline void multiply_few(const MultiplyArgs& a, const Work& work, const Codes& codes) {
+    const std::uint8_t* const quads = work.quads(Codes::BITS);
+    prefetch_arrays(work.weight, work.panel, work.piece, Codes::BITS);
+    (void)a;
+    codes.template add_rows<ROWS>(work, 0, 0, [&](int quad, typename Codes::Quad& to) __attribute__((always_inline)) {
+        const std::uint8_t* from = quads + quad * quad_bytes(Codes::BITS);
+        for (int byte = 0; byte < quad_bytes(Codes::BITS); byte += LINE) prefetch_to_l2(from + AHEAD_BYTES + byte);
+        codes.template unpack<0>(from, to);
+    });
+    if constexpr (HALVES > 1)
+        codes.template add_rows<ROWS>(
+            work, 1, 0, [&](int quad, typename Codes::Quad& to) __attribute__((always_inline)) {
+                codes.template unpack<HALVES - 1>(quads + quad * quad_bytes(Codes::BITS), to);
+            });
+}
+
+template <int HALF, class Codes>
+inline void multiply_half(
+    const MultiplyArgs& a, Work work, const Codes& codes, std::int64_t totals_stride, Prefetch& prefetch) {
+    typename Codes::Quad unpacked[Codes::PIECE / QUAD];
+    const std::uint8_t* const quads = work.quads(Codes::BITS);
+    for (int quad = 0; quad < work.piece.size / QUAD; ++quad)
+        codes.template unpack<HALF>(quads + quad * quad_bytes(Codes::BITS), unpacked[quad]);
+    const auto load = [&](int quad, typename Codes::Quad& to) __attribute__((always_inline)) {
+        __builtin_memcpy(&to, &unpacked[quad], sizeof to);
+    };
+    for (int tile = 0; tile < a.tiles; ++tile) {
+        for (int row = 0; row < work.rows; row += Codes::BLOCK_ROWS) {
+            prefetch.fetch_some();
+            with_constant<Codes::BLOCK_ROWS>(work.rows - row, [&](auto some) {
+                codes.template add_rows<decltype(some)::value>(work, HALF, row, load);
+            });
+        }
+        work.operands += a.tile_stride;
+        work.sums.starts += a.sums_stride;
+        work.sums.mins += a.sums_stride;
+        work.totals += totals_stride;
+        work.partial += totals_stride;
+    }
+}
+
+template <class Codes>
+void multiply_codes(const MultiplyArgs& a) {
+    const PenstockWeight& w = *a.weight;
+    const Codes codes(w);
+    const int rows = operand_rows(a), columns = a.panels * PANEL;
+    const std::int64_t blocks = blocks_of(w), totals_stride = rows * columns;
+    const bool few = a.tiles == 1 && rows <= FEW_ROWS;
+    alignas(64) float totals[MAX_TOTALS], partial[MAX_TOTALS];
+    const OperandSums sums = operand_sums(w, const_cast<std::int32_t*>(a.sums), rows);
+    PanelArrays panels[MAX_PANELS];
+    for (int p = 0; p < a.panels; ++p) panels[p] = panel_of(w, a.first_panel + p, blocks);
+    const int parts = HALVES * a.tiles * ((rows + Codes::BLOCK_ROWS - 1) / Codes::BLOCK_ROWS);
+    std::int64_t first_block = 0;
+    each_leaf(w, [&](const LeafRange& leaf) {
+        __builtin_memset(totals, 0, sizeof totals[0] * static_cast<std::size_t>(a.tiles * totals_stride));
+        each_piece(w, leaf, first_block, Codes::PIECE, [&](const Piece& piece) {
+            for (int p = 0; p < a.panels; ++p) {
+                Work work{w, piece, panels[p], static_cast<const char*>(a.tile), sums, rows,
+                          totals + p * PANEL, partial + p * PANEL, columns};
+                if (few) {
+                    with_constant<FEW_ROWS>(
+                        rows, [&](auto some) { multiply_few<decltype(some)::value>(a, work, codes); });
+                    continue;
+                }
+                const std::int64_t bytes = piece.size / QUAD * std::int64_t{quad_bytes(Codes::BITS)};
+                Prefetch prefetch{work.quads(Codes::BITS) + bytes, (bytes / parts + LINE - 1) / LINE * LINE};
+                prefetch_arrays(w, panels[p], piece, Codes::BITS);
+                multiply_half<0>(a, work, codes, totals_stride, prefetch);
+                if constexpr (HALVES > 1) multiply_half<HALVES - 1>(a, work, codes, totals_stride, prefetch);
+            }
+        });
+        for (int tile = 0; tile < a.tiles; ++tile)
+            end_leaf(a, leaf.index, tile, 0, rows / a.rows, columns, totals + tile * totals_stride);
+        first_block += blocks_of(w, leaf.padded);
+    });
+}
+
+void multiply_integers(const MultiplyArgs& a) {
+    const PenstockWeight& w = *a.weight;
+#if defined(__AVX512F__)
+    if (w.code_bits == 8) return multiply_codes<IntegerCodes<8, false, 1>>(a);
+    if (w.code_bits == 6) return multiply_codes<IntegerCodes<6, false, 1>>(a);
+    if (w.has_levels != 0) return multiply_codes<IntegerCodes<4, true, 1>>(a);
+#else
+    if (w.code_bits == 8) return multiply_codes<IntegerCodes<8, false, 2>>(a);
+    if (w.code_bits == 6) return multiply_codes<IntegerCodes<6, false, 1>>(a);
+    if (w.has_levels != 0 && parts_of(w) == 2) return multiply_codes<IntegerCodes<4, true, 2>>(a);
+    if (w.has_levels != 0) return multiply_codes<IntegerCodes<4, true, 1>>(a);
+#endif
+    multiply_codes<IntegerCodes<4, false, 1>>(a);
+}
+
+void multiply_floats(const MultiplyArgs& a) {
+    if (a.weight->code_bits == 8) return multiply_codes<FloatCodes<8>>(a);
+    multiply_codes<FloatCodes<4>>(a);
+}
+
+}  // namespace
+
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_CODED_FLOAT>() {
+    return {TILE_ROWS, sizeof(float), max_panels, pack_floats, multiply_floats};
+}
+
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_CODED>() {
+    return {TILE_ROWS, 1, max_panels, pack_integers, multiply_integers};
+}
+
+}  // namespace penstock
