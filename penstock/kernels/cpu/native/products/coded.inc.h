@@ -61,7 +61,8 @@ struct PanelArrays {
 };
 
 inline PanelArrays panel_of(const PenstockWeight& w, std::int64_t panel, std::int64_t blocks) {
-    const std::int64_t groups = w.padded_k / w.group_size, of_blocks = panel * blocks * PANEL * scale_bytes(w.scale_type);
+    const std::int64_t groups = w.padded_k / w.group_size;
+    const std::int64_t of_blocks = panel * blocks * PANEL * scale_bytes(w.scale_type);
     return {static_cast<const std::uint8_t*>(w.values) + panel * w.padded_k * PANEL * w.code_bits / 8,
             w.scales == nullptr ? nullptr : static_cast<const char*>(w.scales) + of_blocks,
             w.mins == nullptr ? nullptr : static_cast<const char*>(w.mins) + of_blocks,
@@ -88,8 +89,8 @@ inline int largest_code(const PenstockWeight& w) {
     return static_cast<int>(largest) + w.zero;
 }
 
-// The parts of which codes consist: at levels that multiply bytes in words of 16 bits, a large code is its low four bits
-// and its high four bits. Two products of codes up to 129 and operands fit into a word.
+// The parts of which codes consist: at levels that multiply bytes in words of 16 bits, a large code is its low four
+// bits and its high four bits. Two products of codes up to 129 and operands fit into a word.
 inline int parts_of(const PenstockWeight& w) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     return largest_code(w) > 129 ? 2 : 1;
@@ -194,7 +195,8 @@ inline void pack_integers(const OperandArgs& args) {
                 const int sum = group_sums[o].sum();
                 if (w.step_mins != nullptr) {
                     std::int32_t& pair = sums.mins[index / 2 * rows + o];
-                    pair = index % 2 == 0 ? sum & 0xffff : pair | static_cast<std::int32_t>(static_cast<unsigned>(sum) << 16);
+                    const auto word = static_cast<std::uint32_t>(sum) & 0xffff;
+                    pair = static_cast<std::int32_t>(index % 2 == 0 ? word : word << 16 | static_cast<std::uint32_t>(pair));
                 } else if (w.mins != nullptr) {
                     block_sums[o] += static_cast<float>(sum);  // exact: below 2^24, as packed.py requires
                     sums.mins[block * rows + o] = same_bits<std::int32_t>(block_sums[o]);
