@@ -196,7 +196,7 @@ inline void pack_integers(const OperandArgs& args) {
                 if (w.step_mins != nullptr) {
                     std::int32_t& pair = sums.mins[index / 2 * rows + o];
                     const auto word = static_cast<std::uint32_t>(sum) & 0xffff;
-                    pair = static_cast<std::int32_t>(index % 2 == 0 ? word : word << 16 | static_cast<std::uint32_t>(pair));
+                    pair = static_cast<std::int32_t>(index % 2 == 0 ? word : word << 16) | (index % 2 == 0 ? 0 : pair);
                 } else if (w.mins != nullptr) {
                     block_sums[o] += static_cast<float>(sum);  // exact: below 2^24, as packed.py requires
                     sums.mins[block * rows + o] = same_bits<std::int32_t>(block_sums[o]);

@@ -1,5 +1,5 @@
-// Packing: rows of a weight are rounded, quantised or taken as coded, and written in the layout of abi.h, panel by panel
-// on all threads.
+// Packing: rows of a weight are rounded, quantised or taken as they are coded, and written in the layout of abi.h, one
+// panel after the other on all threads.
 //
 // Rows may come in any pieces and any order, each exactly once, and the memory may be uninitialised: a row writes its
 // column over all of padded_k, and the last row of the weight also writes the padding columns after it.
