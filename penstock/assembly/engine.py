@@ -280,7 +280,7 @@ def _plan(
             raise fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
         return config, plan_kv_cache(config, model_config, free_bytes), None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
-    slices, is_coded = config.numerics.activation_slices, bool(stored.codings(model_config))
+    slices, is_coded = config.numerics.activation_slices, bool(stored.codings)
     sizes = cache(lambda scheme: model_sizes(model_config, ops, layout, stored, scheme=scheme, slices=slices))
     config, memory = Ledger(model_config, sizes, resident_bytes(), free_bytes, draft_bytes, is_coded).fit(config)
     return config, memory.cache, memory
@@ -320,7 +320,7 @@ def _resolve(
     check_split(config, model, weights)
     reasons |= explain_sharding(config, model)
     stored = open_stored(weights, model, numerics.load_format, is_complete=is_complete)
-    codings = stored.codings(model)
+    codings = stored.codings
     numerics, why = config.numerics.with_codings(codings)
     check_codes(config, model, stored)
     return replace(config, numerics=numerics, reasons=config.reasons | reasons | why), stored

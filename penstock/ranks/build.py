@@ -20,7 +20,7 @@ from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.tensors import LOGITS_ROWS, as_array, is_torch
-from penstock.layers.factory import LayerFactory
+from penstock.layers.factory import LayerFactory, Runs
 from penstock.ranks.group import Group, ParallelExecutor
 from penstock.ranks.launcher import Launcher
 from penstock.ranks.layers import RankFactory, Split
@@ -37,7 +37,7 @@ from penstock.weights.instance import Weights
 from penstock.weights.kv_scales import read_scales
 from penstock.weights.loader import ANYWHERE, Place, Stored, make_model, make_ops
 from penstock.weights.rows import cut as cut_rows
-from penstock.weights.rows import is_cut_between_blocks, joined
+from penstock.weights.rows import is_cut_between_blocks, joined, runs_of
 from penstock.weights.safetensors import fingerprint
 from penstock.weights.sources import ParameterSource, read_parameters, read_table
 
@@ -237,6 +237,10 @@ class CutSource:
 
     source: ParameterSource
     cuts: Mapping[str, Cut]
+
+    def runs(self, parameter: Parameter) -> Runs:
+        cut = self.cuts[parameter.name]
+        return runs_of(self.rows(parameter)) if cut.ranges else self.source.runs(cut.whole)
 
     def rows(self, parameter: Parameter) -> RowSource:
         cut = self.cuts[parameter.name]

@@ -10,7 +10,7 @@ keep. Coded weights are passed on as they are; all others are rounded to the mod
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,9 +30,16 @@ from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.weights.instance import Weights
 from penstock.weights.packed import find_packed, read_info, restore_packed
-from penstock.weights.rows import RoundedRows, runs_of
+from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import Checkpoint
-from penstock.weights.sources import DummySource, ParameterSource, has_weights, open_source, read_parameters
+from penstock.weights.sources import (
+    CheckpointSource,
+    DummySource,
+    ParameterSource,
+    has_weights,
+    open_source,
+    read_parameters,
+)
 
 ROTARY_BYTES = 4  # per element of a table; float64 is used for only a few positions at a time
 
@@ -72,7 +79,7 @@ class Place:
 ANYWHERE = Place()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """How the weights of a model are stored, as far as the headers of its files say.
 
@@ -97,13 +104,16 @@ class Stored:
                     raise ModelLoadError(f"{self.packed}: {name} does not match config.json")
             return found
         own = place.source(self.source)
-        found = {name: runs_of(own.rows(item)) for name, item in parameters.items() if len(item.shape) > 1}
-        return {name: runs for name, runs in found.items() if runs}
+        return {name: runs for name, item in parameters.items() if (runs := own.runs(item))}
 
-    def codings(self, model_config: ModelConfig) -> tuple[Coding, ...]:
-        """Return the different codings of all weights, in the order of their names; () if none is coded."""
-        runs = self.runs(ANYWHERE, read_parameters(model_config)).values()
-        found = {coding for some in runs for _, coding in some if coding is not None}
+    @cached_property
+    def codings(self) -> tuple[Coding, ...]:
+        """The different codings of all weights, in the order of their names; () if none is coded."""
+        found: Iterable[Coding] = ()
+        if self.packed is not None:
+            found = read_info(self.packed).codings
+        elif isinstance(self.source, CheckpointSource):
+            found = self.source.codings
         return tuple(sorted(found, key=lambda coding: coding.name))
 
 

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.errors import ModelLoadError, hint, listed
+from penstock.kernels.coding import CodedRows, Coding
 from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import FLOAT32, Array, empty
 from penstock.layers.factory import Runs
@@ -104,6 +105,7 @@ def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entr
 
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
+STACKED_DIMENSIONS = 3  # of a tensor that holds the matrices of all experts
 COMPARED_ROWS = 1024  # rows read at once from each of two tensors that must be equal
 DUMMY_BLOCK = 2**16  # elements taken from one random stream
 
@@ -112,7 +114,10 @@ class ParameterSource(Protocol):
     """Supplies the values of parameters."""
 
     def rows(self, parameter: Parameter) -> RowSource:
-        """Read the whole parameter, in its own shape and in any float type."""
+        """Read the whole parameter, in its own shape, and in any float type or coded."""
+
+    def runs(self, parameter: Parameter) -> Runs:
+        """Say how the rows of a parameter are coded; () if none of them is."""
 
 
 def read_table(model_config: ModelConfig) -> ParamTable:
@@ -129,8 +134,11 @@ def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, l
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture.
     """
-    if load_format == "dummy":
-        return DummySource()
+    return DummySource() if load_format == "dummy" else open_checkpoint_source(directory, model_config)
+
+
+def open_checkpoint_source(directory: str | Path | Checkpoint, model_config: ModelConfig) -> "CheckpointSource":
+    """Match a checkpoint with its architecture. Raise ModelLoadError if it does not fit."""
     checkpoint = directory if isinstance(directory, Checkpoint) else open_checkpoint(Path(directory))
     table = read_table(model_config)
     return CheckpointSource(checkpoint, table, table.parameters(model_config))
@@ -160,6 +168,8 @@ class CheckpointSource:
         self.parameters = parameters
         self.match = match(checkpoint.entries, parameters, table)
         self._checkpoint = checkpoint
+        stored = {name: parameter for name, parameter in parameters.items() if name in self.match.layouts}
+        self._runs = {name: runs_of(self.stored(item)) if len(item.shape) > 1 else () for name, item in stored.items()}
         self._decoded = self._unlike_experts()
         for parameter in parameters.values():
             self._check_tied(parameter)
@@ -178,17 +188,34 @@ class CheckpointSource:
         """Read a tensor by the table's name, or the slice `index` of a stacked one."""
         return self._checkpoint.rows(self.match.stored[name], index)
 
-    def dtype(self, name: str) -> str:
-        """Find the type of a tensor, given by the table's name, as safetensors spells it."""
-        return self._checkpoint.entries[self.match.stored[name]].dtype
+    @property
+    def codings(self) -> set[Coding]:
+        """The different codings of the weights that are kept."""
+        return {coding for item in self.parameters.values() for _, coding in self.runs(item) if coding is not None}
+
+    def dtype(self, name: str, decoded: str) -> str:
+        """Find the type of a tensor, given by the table's name, as safetensors spells it; `decoded` if it is coded."""
+        return decoded if self._is_coded(name) else self._checkpoint.entries[self.match.stored[name]].dtype
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the checkpoint codes a weight."""
+        return any(self._runs.values())
+
+    def _is_coded(self, name: str) -> bool:
+        stored = self.match.stored[name]
+        index = 0 if len(self._checkpoint.entries[stored].shape) == STACKED_DIMENSIONS else None
+        return isinstance(self._checkpoint.rows(stored, index), CodedRows)
+
+    def runs(self, parameter: Parameter) -> Runs:
+        return () if parameter.name in self._decoded else self._runs[parameter.tied_to or parameter.name]
 
     def _unlike_experts(self) -> set[str]:
         """Return the weights of experts that are coded differently from those of other experts in the same layer."""
         layers: dict[str, dict[str, Runs]] = defaultdict(dict)
-        for name, parameter in self.parameters.items():
+        for name in self.parameters:
             if EXPERT.search(name):
-                runs = runs_of(self.stored(parameter))
-                layers[EXPERT.sub(".experts.*.", name)][name] = runs
+                layers[EXPERT.sub(".experts.*.", name)][name] = self._runs[name]
         unlike = [found for found in layers.values() if len({*found.values()}) > 1 or max(map(len, found.values())) > 1]
         return {name for found in unlike for name in found}
 
@@ -211,6 +238,9 @@ def _equal(one: RowSource, other: RowSource) -> bool:
 
 class DummySource:
     """Random parameters that depend only on their names: for speed tests, and to try a config without weights."""
+
+    def runs(self, parameter: Parameter) -> Runs:
+        return ()
 
     def rows(self, parameter: Parameter) -> RowSource:
         return DummyRows(parameter.tied_to or parameter.name, parameter.shape)

@@ -46,7 +46,8 @@ class OurModel:
         """
         config = load_model_config(directory)
         ops = load_ops(kernels, getattr(torch, dtype))
-        model = load_model(directory, config, ops, max_model_len=tokens, place=Place(free_memory_bytes))
+        place, slices = Place(free_memory_bytes), 3 if dtype == "float32" else 2
+        model = load_model(directory, config, ops, max_model_len=tokens, place=place, slices=slices)
         return cls(directory, config, ops, model)
 
     @torch.inference_mode()

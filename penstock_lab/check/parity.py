@@ -22,8 +22,7 @@ from penstock.layers.decoder import Attention
 from penstock.layers.module import get_submodule, named_modules
 from penstock.layers.weights import ActivatedLinear, Embedding, LayerNorm, Linear, LMHead, RMSNorm, WeightLayer
 from penstock.weights.rows import tensor_rows
-from penstock.weights.safetensors import Checkpoint
-from penstock.weights.sources import CheckpointSource, read_table
+from penstock.weights.sources import CheckpointSource, open_checkpoint_source
 from penstock_lab.check.ours import OurModel
 from penstock_lab.check.pairs import BLOCK, both_values, find_pairs, modules_of, split_columns
 from penstock_lab.check.report import Row
@@ -95,8 +94,7 @@ def compare(ours: OurModel, twin: Twin, ids: list[int]) -> Comparison:
     """Run both models over a prompt and compare every layer."""
     our_trace, our_logits = ours.run(ids)
     their_trace, their_logits = twin.run(ids)
-    table = read_table(ours.config)
-    source = CheckpointSource(Checkpoint(ours.directory), table, table.parameters(ours.config))
+    source = open_checkpoint_source(ours.directory, ours.config)
     places = tuple(_Walk(ours.model, source, twin.model, their_trace, len(ids)).places(our_trace))
     found = errors(our_logits.cpu().log_softmax(dim=-1), their_logits.log_softmax(dim=-1))
     last = Row(None, LOGPROBS, "logits", *found, LOGPROB_TOLERANCE, absolute=True)

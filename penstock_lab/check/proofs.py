@@ -62,6 +62,7 @@ class Setting:
     dtype: str
     kernels: str
     prompts: tuple[list[int], ...]
+    is_coded: bool = False  # the checkpoint's weights are quantised already
 
     @contextmanager
     def engine(self, **options: Any) -> Iterator[Engine]:
@@ -118,6 +119,8 @@ def prove(setting: Setting) -> Iterator[Proof]:
         ("int8 weights", INT8_WEIGHTS, "quantization"),
         ("int8 cache", INT8_CACHE, "kv_cache_dtype"),
     ):
+        if option == "quantization" and setting.is_coded:
+            continue
         with setting.engine(**{option: "int8"}) as engine:
             yield Proof(name, _median_error(ask(engine, setting, indices), alone), bound, SPREAD)
 

@@ -22,7 +22,7 @@ from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
-from penstock.weights.loader import check_memory
+from penstock.weights.loader import check_memory, open_stored
 from penstock.weights.sources import read_parameters
 from penstock_lab.check.ours import OurModel
 from penstock_lab.check.parity import LOGPROBS, compare, compare_kernels, find_cause
@@ -30,6 +30,7 @@ from penstock_lab.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
 from penstock_lab.check.report import Report
 from penstock_lab.check.target import find_target
 from penstock_lab.check.twin import ATTENTIONS, Twin, transformers
+from penstock_lab.convert.rewrite import rewrite_model
 
 MIN_PROMPT_TOKENS = 8  # fewest tokens in the prompt
 Announce = Callable[[str], None]
@@ -84,7 +85,8 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
         longest = config.max_position_embeddings - NUM_TOKENS - 1
         check_int("prompt_len", options.prompt_len, MIN_PROMPT_TOKENS, longest)
         prompts = make_prompts(options.prompt_len, config.vocab_size)
-        setting = Setting(target.directory, numerics.dtype, numerics.kernels, prompts)
+        is_coded = bool(open_stored(target.directory, config, "auto", is_complete=False).codings)
+        setting = Setting(target.directory, numerics.dtype, numerics.kernels, prompts, is_coded)
         report = Report(
             model=options.model,
             architecture=config.architecture,
@@ -95,7 +97,7 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
         )
         if options.verify:
             return _compare_kernels(report, setting, config, announce)
-        report = _compare_models(report, setting, config, options.against, announce)
+        report = _compare_models(report, setting, config, options.against, Path(scratch), announce)
         if options.against is not None:
             return report
         if report.passed:
@@ -114,9 +116,9 @@ def _compare_kernels(report: Report, setting: Setting, config: ModelConfig, anno
 
 
 def _compare_models(
-    report: Report, setting: Setting, config: ModelConfig, against: str | None, announce: Announce
+    report: Report, setting: Setting, config: ModelConfig, against: str | None, scratch: Path, announce: Announce
 ) -> Report:
-    """Compare both models over one prompt.
+    """Compare both models over one prompt. Transformers gets the decoded values of a quantised checkpoint.
 
     Raises:
         InvalidRequestError: `against` has another architecture.
@@ -125,6 +127,10 @@ def _compare_models(
     stored = [item.num_elements for item in read_parameters(config).values() if item.tied_to is None]
     check_memory({"float32 weights of Transformers' model": 4 * sum(stored)}, free_memory_bytes())
     theirs = setting.directory if against is None else resolve_model(against)
+    beside = f"with {against}" if against is not None else ""
+    if setting.is_coded and against is None:
+        theirs, beside = scratch / "decoded", "with the decoded weights"
+        rewrite_model(str(setting.directory), theirs, "transformers", 2**62, decoded="F32")
     architecture = load_model_config(theirs).architecture
     if architecture != config.architecture:
         text = f"against: it holds a {architecture}; it must hold a {config.architecture}, as the model does"
@@ -136,9 +142,8 @@ def _compare_models(
         with contextlib.suppress(ModelLoadError):  # some models, such as Gemma 2, have no second attention
             again = compare(ours, Twin.load(theirs, ATTENTIONS[1]), prompt)
             found = found if again.differs_in_attention else again
-    beside = f"Transformers {transformers().__version__} ({found.twin.attention})"
-    beside += "" if against is None else f" with {against}"
-    return replace(report, against=beside, rows=found.rows, cause=find_cause(found), remarks=remarks)
+    name = f"Transformers {transformers().__version__} ({found.twin.attention}) {beside}".strip()
+    return replace(report, against=name, rows=found.rows, cause=find_cause(found), remarks=remarks)
 
 
 def _prompt(setting: Setting, config: ModelConfig) -> tuple[list[int], tuple[str, ...]]:

@@ -29,7 +29,8 @@ DESCRIPTION = """Write a model in another form.
   separate      one tensor per piece and expert: q_proj, k_proj, v_proj
 
 All forms but packed keep every bit, so converting back restores the checkpoint. A tied LM head is written if SRC
-holds it too; tensors that no model uses are left out and listed.
+holds it too; tensors that no model uses are left out and listed. Of a quantised checkpoint, packed keeps the codes as
+they are, and the other forms write the values that they stand for, in the model's dtype.
 """
 EXAMPLES = """examples:
   penstock convert /models/llama /models/llama-int8 --quantization int8

@@ -78,7 +78,7 @@ def convert_model(
             f"src: {str(source)!r} holds packed weights already; give the checkpoint they were made from", param="src"
         )
     stored = open_stored(source, model_config, numerics.load_format)
-    numerics, _ = numerics.with_codings(stored.codings(model_config))
+    numerics, _ = numerics.with_codings(stored.codings)
     check_codes(config, model_config, stored)
     together = heads_are_together(read_parameters(model_config), model_config)
     degrees = find_degrees(config.parallel, model_config, together=together)

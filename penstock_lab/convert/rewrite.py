@@ -4,6 +4,9 @@ that a new model is written to.
 Pieces are joined or split, experts stacked or unstacked, matrices transposed, tensors renamed. A tied tensor is written
 only if the checkpoint also holds it; tensors that hold no values of the model (the table's `ignore`) are left out.
 Tensors are read piece by piece while they are written, so a model of any size needs little memory.
+
+Only the weights of a quantised checkpoint change: they are written as the values that they stand for, rounded to the
+model's type, and without the quantization_config.
 """
 
 import fcntl
@@ -22,22 +25,23 @@ import numpy as np
 
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.ops import RowSource
-from penstock.kernels.tensors import UINT8
+from penstock.kernels.tensors import UINT8, ArrayType
 from penstock.models.config_json import load_model_config
 from penstock.spec.config_file import CONFIG, read_config
 from penstock.spec.param_table import Layout, Parameter
 from penstock.weights.hub import resolve_model
 from penstock.weights.packed import find_packed, read_info
-from penstock.weights.rows import PIECE_BYTES, read_rows, tensor_rows
-from penstock.weights.safetensors import INDEX, SINGLE, TYPES, Checkpoint, num_bytes, pack_header
+from penstock.weights.rows import PIECE_BYTES, RoundedRows, read_rows, tensor_rows
+from penstock.weights.safetensors import FLOATS, INDEX, SINGLE, TYPES, num_bytes, pack_header
 from penstock.weights.sources import (
     FORMS,
     CheckpointSource,
-    read_table,
+    open_checkpoint_source,
 )
 
 COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
               "merges.txt", "chat_template*", "*.jinja")  # fmt: skip
+QUANTIZATION = "quantization_config"
 UNFINISHED = ".unfinished"  # suffix of a file's name while it is written
 
 
@@ -106,15 +110,19 @@ class Destination:
         with self.file(file.name) as stream:
             stream.write(content)
 
-    def copy_companions(self, source: Path) -> None:
-        """Copy tokenizer, chat template, defaults and, last, config.json (made from params.json if it is missing)."""
+    def copy_companions(self, source: Path, *, decoded: bool = False) -> None:
+        """Copy tokenizer, chat template, defaults and, last, config.json (made from params.json if it is missing).
+
+        decoded: the weights are no longer quantised, so config.json must not say that they are.
+        """
         for file in sorted({file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}):
             self.copy(file)
-        if (source / CONFIG).exists():
+        if (source / CONFIG).exists() and not decoded:
             self.copy(source / CONFIG)
             return
+        config = {key: value for key, value in read_config(source).items() if not decoded or key != QUANTIZATION}
         with self.file(CONFIG) as stream:
-            stream.write(json.dumps(read_config(source), indent=2).encode() + b"\n")
+            stream.write(json.dumps(config, indent=2).encode() + b"\n")
 
     def require(self, num_bytes: int) -> None:
         """Raise InvalidRequestError if the disk has less than num_bytes free."""
@@ -177,6 +185,7 @@ def _unfinished(file: Path) -> Path:
     return file.with_name(file.name + UNFINISHED)
 
 
+CODES = {name: code for code, name in FLOATS.items()}  # numpy's name of a type -> the format's spelling
 ALIGNMENT = 8  # a header ends at a multiple of this many bytes
 Progress = Callable[[int, int], None]  # called with the number of finished tensors and the total
 
@@ -203,9 +212,17 @@ class Outgoing:
 
 
 def rewrite_model(
-    model: str, destination: Path, form: str, max_shard_size: int, progress: Progress = lambda done, total: None
+    model: str,
+    destination: Path,
+    form: str,
+    max_shard_size: int,
+    progress: Progress = lambda done, total: None,
+    *,
+    decoded: str | None = None,
 ) -> Rewritten:
     """Write a model's checkpoint in one of the FORMS, with everything else that its directory needs.
+
+    decoded: the type of decoded values, in the format's spelling; None: the model's.
 
     Raises:
         InvalidRequestError: the source is packed, or the destination is not empty or has too little space.
@@ -214,25 +231,27 @@ def rewrite_model(
     directory = resolve_model(model)
     _refuse_packed(directory)
     model_config = load_model_config(directory)
-    table = read_table(model_config)
-    source = CheckpointSource(Checkpoint(directory), table, table.parameters(model_config))
-    tensors = outgoing(source, form)
+    source = open_checkpoint_source(directory, model_config)
+    tensors = outgoing(source, form, decoded or CODES[model_config.dtype])
     with Destination(destination) as made:
         made.require(sum(tensor.num_bytes for tensor in tensors))
         num_bytes = write_checkpoint(made, tensors, max_shard_size, progress)
-        made.copy_companions(directory)
+        made.copy_companions(directory, decoded=source.is_coded)
     return Rewritten(num_bytes, source.match.ignored)
 
 
-def outgoing(source: CheckpointSource, form: str) -> list[Outgoing]:
-    """List a checkpoint's tensors in another form. Raise ModelLoadError if pieces to be joined differ in type."""
+def outgoing(source: CheckpointSource, form: str, decoded: str = "BF16") -> list[Outgoing]:
+    """List a checkpoint's tensors in another form. Raise ModelLoadError if pieces to be joined differ in type.
+
+    decoded: the type of decoded values, in the format's spelling.
+    """
     tensors: dict[str, Outgoing] = {}
     for name, held in source.match.layouts.items():
         parameter = source.parameters[name]
         layout = FORMS[form](parameter)
         for tensor, shape in layout.sources.items():
-            rows = partial(_rows, parameter, source, layout, tensor)
-            dtype = source.dtype(tensor) if layout == held else _dtype(parameter, source, held)
+            dtype = source.dtype(tensor, decoded) if layout == held else _dtype(parameter, source, held, decoded)
+            rows = partial(_rows, parameter, source, layout, tensor, TYPES[dtype])
             earlier = tensors.get(tensor, Outgoing(tensor, dtype, shape, ()))  # holds the experts before this one
             if earlier.dtype != dtype:
                 raise _mixed(tensor, {earlier.dtype, dtype})
@@ -240,15 +259,15 @@ def outgoing(source: CheckpointSource, form: str) -> list[Outgoing]:
     return list(tensors.values())
 
 
-def _rows(parameter: Parameter, source: CheckpointSource, layout: Layout, tensor: str) -> RowSource:
+def _rows(parameter: Parameter, source: CheckpointSource, layout: Layout, tensor: str, dtype: ArrayType) -> RowSource:
     if layout == source.match.layouts[parameter.name]:
-        return source.find(tensor, layout.index)  # unchanged
-    return tensor_rows(layout, source.stored(parameter))[tensor]
+        return RoundedRows(source.find(tensor, layout.index), dtype)  # unchanged, if it is not coded
+    return RoundedRows(tensor_rows(layout, source.stored(parameter))[tensor], dtype)
 
 
-def _dtype(parameter: Parameter, source: CheckpointSource, held: Layout) -> str:
+def _dtype(parameter: Parameter, source: CheckpointSource, held: Layout, decoded: str) -> str:
     """Find the common type of all pieces of a parameter."""
-    types = {source.dtype(name) for name in held.sources}
+    types = {source.dtype(name, decoded) for name in held.sources}
     if len(types) > 1:
         raise _mixed(parameter.name, types)
     return types.pop()

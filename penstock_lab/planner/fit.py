@@ -123,6 +123,8 @@ class Fitter:
         resolve: returns the resolved config for a number of ranks.
         together: as in ranks.sharding.divisible_heads.
         num_elements: number of elements in all weights, or a lower bound.
+        formats: the codings of a quantised checkpoint's weights; empty for others, which can be quantised.
+        possible: the numbers of parts into which its weights can be cut.
     """
 
     model: ModelConfig
@@ -131,6 +133,8 @@ class Fitter:
     budget: Budget
     together: bool = False
     num_elements: int = 0
+    formats: str = ""
+    possible: tuple[int, ...] = DEGREES
 
     def fit(self) -> Fit:
         """Plan with the fewest parts that fit; if none fits, with the most parts."""
@@ -138,7 +142,7 @@ class Fitter:
         given = asked.parallel.num_ranks
         if given > 1:
             return self._split(asked)
-        *fewer, most = (degree for degree in DEGREES if degree <= self.budget.count)
+        *fewer, most = (degree for degree in self.possible if degree <= self.budget.count)
         for degree in fewer:
             config = asked if degree == 1 else self.resolve(degree)
             if self._weights_fit(config) and (fit := self._split(config)).fits:
@@ -149,7 +153,8 @@ class Fitter:
         """Check that a device has room for its weights. If not, nothing else has to be planned."""
         scheme, ranks = config.numerics.scheme, max(1, config.parallel.num_ranks)
         bits = scheme.weight_bits if scheme is not None else 8 * ELEMENT_BYTES[config.numerics.dtype]
-        if self.num_elements * bits // 8 // ranks + self.budget.runtime_bytes > self.budget.num_bytes:
+        at_least = 0 if self.formats else self.num_elements * bits // 8 // ranks
+        if at_least + self.budget.runtime_bytes > self.budget.num_bytes:
             return False  # clear without counting layers
         degrees = find_degrees(config.parallel, self.model, together=self.together)
         weights = self.ledger(Share(0, degrees)).sizes(config.numerics.scheme).weights
@@ -164,10 +169,10 @@ class Fitter:
         """Find what fits on the first device at each precision."""
         found = []
         own = config.numerics.quantization or config.numerics.dtype
-        for name in dict.fromkeys((own, "int8", "int4")):
+        for name in (own,) if self.formats else dict.fromkeys((own, "int8", "int4")):
             for cache in dict.fromkeys((config.cache.kv_cache_dtype, "int8")):
                 some = quantised(config, name, cache)
-                found.append(self._largest_of(some, degrees, name))
+                found.append(self._largest_of(some, degrees, self.formats or name))
         return found
 
     def _largest_of(self, config: EngineConfig, degrees: Degrees, name: str) -> Largest:
@@ -187,7 +192,8 @@ class Fitter:
         part = None if share.degrees.size == 1 else share
         model = self.model if part is None else part.config(self.model)
         free = UNLIMITED if self.budget.free_bytes is None else self.budget.free_bytes
-        return Ledger(model, lambda scheme: self.sizes(scheme, part), self.budget.runtime_bytes, free)
+        sizes, is_coded = (lambda scheme: self.sizes(scheme, part)), bool(self.formats)
+        return Ledger(model, sizes, self.budget.runtime_bytes, free, is_coded=is_coded)
 
     def _split(self, config: EngineConfig) -> Fit:
         """Plan a config with the number of ranks that it gives."""

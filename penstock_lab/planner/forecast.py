@@ -58,6 +58,7 @@ class Forecaster:
     model: ModelConfig
     sizes: Sizes
     hardware: Hardware
+    formats: str = ""  # as in Fitter
 
     def predict(self, fit: Fit, load: Load) -> list[Prediction]:
         """Predict the times for every combination of batch size and length in a load.
@@ -93,7 +94,9 @@ class Forecaster:
     def what_if(self, fit: Fit, load: Load) -> dict[str, list[Prediction]]:
         """Predict the decode times of a load after each change that the config does not already have."""
         decoding = replace(load, prompt_lens=())
-        found = {name: self.predict(replace(fit, config=config), decoding) for name, config in _changes(fit.config)}
+        found = {
+            name: self.predict(replace(fit, config=config), decoding) for name, config in self._changes(fit.config)
+        }
         faster = replace(self, hardware=costs.twice_the_bandwidth(self.hardware))
         return found | {"twice the bandwidth": faster.predict(fit, decoding)}
 
@@ -105,13 +108,13 @@ class Forecaster:
         cache = cached_token_bytes(config, own), config.cache.kv_cache_dtype, config.kv_cache_slices
         return costs.model_work(self.model, sizes.products, cache, fit.degrees)
 
-
-def _changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
-    for name in ("int8", "int4"):
-        if config.numerics.quantization != name:
-            yield f"quantization = {name}", quantised(config, name)
-    if config.cache.kv_cache_dtype != "int8":
-        yield "kv_cache_dtype = int8", quantised(config, config.numerics.quantization or config.numerics.dtype, "int8")
+    def _changes(self, config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+        for name in () if self.formats else ("int8", "int4"):
+            if config.numerics.quantization != name:
+                yield f"quantization = {name}", quantised(config, name)
+        if config.cache.kv_cache_dtype != "int8":
+            own = config.numerics.quantization or config.numerics.dtype
+            yield "kv_cache_dtype = int8", quantised(config, own, "int8")
 
 
 def as_json(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from penstock import EngineConfig, NotSupportedError
+from penstock import EngineConfig, InvalidRequestError, NotSupportedError
 from penstock.assembly import model_sizes
 from penstock.assembly.memory import ModelSizes
+from penstock.config import DEGREES
 from penstock.errors import fail
 from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
@@ -15,7 +16,7 @@ from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array, is_torch
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
-from penstock.ranks.build import RankPlace
+from penstock.ranks.build import RankPlace, check_codes
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together
 from penstock.spec.model_config import ModelConfig
@@ -52,8 +53,9 @@ class PlannedModel:
         model = replace(load_model_config(directory), model_impl=config.numerics.model_impl)
         numerics, _ = packed.fit(config.numerics, directory)
         stored = open_stored(directory, model, numerics.load_format, is_complete=False)
-        numerics, _ = numerics.with_codings(stored.codings(model))
+        numerics, _ = numerics.with_codings(stored.codings)
         planned = cls(replace(config, numerics=numerics), model, stored)
+        check_codes(planned.resolved(), model, stored)
         kernels = planned.resolved().numerics.kernels
         if kernels != "cpu" or is_torch(planned.ops.dtype):  # in this order, because the second check may import torch
             raise fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
@@ -68,6 +70,23 @@ class PlannedModel:
         if num_ranks:
             config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=num_ranks))
         return config.resolve(self.model)
+
+    @cached_property
+    def formats(self) -> str:
+        """The codings of a quantised checkpoint's weights; empty for others."""
+        return ", ".join(coding.name for coding in self.stored.codings)
+
+    @cached_property
+    def possible(self) -> tuple[int, ...]:
+        """The numbers of parts into which the weights can be cut."""
+        return tuple(degree for degree in DEGREES if not self.formats or self._can_be_cut(degree))
+
+    def _can_be_cut(self, degree: int) -> bool:
+        try:
+            check_codes(self.resolved(degree), self.model, self.stored)
+        except InvalidRequestError:
+            return False
+        return True
 
     @cached_property
     def ops(self) -> Ops:

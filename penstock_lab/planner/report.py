@@ -33,6 +33,14 @@ class Source(Protocol):
     def num_elements(self) -> int:
         """The number of weights; tied weights count once."""
 
+    @property
+    def formats(self) -> str:
+        """The codings of a quantised checkpoint's weights; empty for others."""
+
+    @property
+    def possible(self) -> tuple[int, ...]:
+        """The numbers of parts into which the weights can be cut."""
+
     def resolved(self, num_ranks: int = 0) -> EngineConfig:
         """Resolve the config for a number of ranks; 0: the number in the config."""
 
@@ -78,7 +86,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
         "largest": [asdict(item) for item in fitter.largest(fit.config, fit.degrees)],
     }
     if hardware is not None and hardware.has_rates:
-        forecaster, load = Forecaster(source.model, source.sizes, hardware), _filled(question.load, fit)
+        forecaster, load = Forecaster(source.model, source.sizes, hardware, source.formats), _filled(question.load, fit)
         result["predictions"] = as_json(forecaster.predict(fit, load))
         result["what_if"] = {name: as_json(found) for name, found in forecaster.what_if(fit, load).items()}
     if question.placement is not None:
@@ -91,7 +99,16 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
 
 
 def fitter_of(source: Source, budget: Budget) -> Fitter:
-    return Fitter(source.model, source.sizes, source.resolved, budget, source.together, source.num_elements)
+    return Fitter(
+        source.model,
+        source.sizes,
+        source.resolved,
+        budget,
+        source.together,
+        source.num_elements,
+        source.formats,
+        source.possible,
+    )
 
 
 def operator_figures(chip: OnChip, model: ModelConfig, context: int) -> dict[str, Any]:

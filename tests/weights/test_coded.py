@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from penstock.assembly import build_engine
 from penstock.assembly.sizes import model_sizes
@@ -20,9 +21,17 @@ from penstock.layers.weights import PLAIN_HEAD, HeadLayout, Linear
 from penstock.models.config_json import load_model_config
 from penstock.weights.loader import kept_layers, load_model, make_factory, open_stored, weight_bytes, weight_layers
 from penstock.weights.rows import cut, halved, joined, pieces_of, runs_of
+from penstock.weights.safetensors import Checkpoint
+from penstock_lab.check.run import Options, check_model
 from penstock_lab.convert.pack import convert_model
+from penstock_lab.convert.rewrite import rewrite_model
+from penstock_lab.planner.fit import Budget
+from penstock_lab.planner.forecast import Load
+from penstock_lab.planner.planned import PlannedModel
+from penstock_lab.planner.report import Question, answer
 from penstock_lab.prove.parallel import BASE, answers, start_threads
 from tests.coded import CODINGS, code, coded_files, coded_rows  # noqa: F401
+from tests.families.case import Case
 from tests.hf_models import make_llama
 from tests.kernels.packed import levels
 
@@ -200,6 +209,36 @@ def test_ranks_have_the_bits_of_one_process(options: dict[str, Any], mixed: tupl
     assert all(answer.token_ids and not answer.errors for answer in whole.values())
 
 
+def _mixture(directory: Path, places: dict[str, str]) -> tuple[Path, Path]:
+    case = Case(
+        "mixtral", MixtralForCausalLM, MixtralConfig, {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+    )
+    return code(case.make(directory)[1], places)
+
+
+@native
+@pytest.mark.parametrize(
+    "options", [{"expert_parallel_size": 2}, {"expert_parallel_size": 2, "tensor_parallel_size": 4}]
+)
+@pytest.mark.parametrize("unlike", [False, True])
+def test_experts_are_coded_alike_or_decoded(unlike: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    """Guards against a call that multiplies codes of one expert as those of another, and against ranks that see only
+    experts of one kind and keep codes that one process decodes."""
+    first = {"layers.0.block_sparse_moe.experts.3.w2": "Q4_1"} if unlike else {}
+    directory, twin = _mixture(tmp_path, first | {"w1": "Q4_0", "w2": "K64", "w3": "Q4_0", "gate": "Q8_0"})
+    model = load(directory, "cpu")
+    kept = [
+        [expert.down_proj.spec.packing.coding for expert in model.model.layers[layer].mlp.experts] for layer in range(2)
+    ]
+    assert kept == [[None if unlike else CODINGS["K64"]] * 4, [CODINGS["K64"]] * 4]
+    assert model.model.layers[0].mlp.gate.spec.packing.coding is None  # the table does not allow it
+    found, expected = (_logits(item, "cpu") for item in (directory, twin))
+    assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
+    base = BASE | {"load_format": "auto", "model": str(directory), "dtype": "float32"}
+    whole = answers(EngineConfig.from_options(**base))
+    assert answers(EngineConfig.from_options(**base | options), start_threads) == whole
+
+
 @native
 def test_a_cut_inside_a_block_is_refused(tmp_path: Path) -> None:
     """Guards against a rank that decodes its part, which would change bits, and against an error without a way out."""
@@ -225,6 +264,48 @@ def test_a_converted_directory_has_the_same_bits(ranks: int, mixed: tuple[Path, 
     whole = answers(EngineConfig.from_options(**base | {"model": str(mixed[0]), "tensor_parallel_size": 1}))
     found = answers(EngineConfig.from_options(**base | {"model": str(tmp_path / "packed")}), start_threads)
     assert found == whole
+
+
+@pytest.mark.parametrize("form", ["transformers", "merged"])
+def test_other_forms_hold_the_decoded_values(form: str, mixed: tuple[Path, Path], tmp_path: Path) -> None:
+    """Guards against codes that are written as if they were floats."""
+    rewrite_model(str(mixed[0]), tmp_path / "plain", form, 2**30)
+    rewrite_model(str(mixed[1]), tmp_path / "twin", form, 2**30)
+    plain, twin = (Checkpoint(tmp_path / name) for name in ("plain", "twin"))
+    assert plain.entries.keys() == twin.entries.keys()
+    for name in twin.entries:
+        np.testing.assert_array_equal(read(plain.rows(name)), read(twin.rows(name)))
+
+
+@native
+def test_check_compares_with_the_decoded_weights(tmp_path: Path) -> None:
+    """Guards against a check that cannot load what is served, or tries to quantise it."""
+    directory, _ = code(make_llama(tmp_path, **SIZES)[1], MIXED)
+    report = check_model(Options(model=str(directory), dtype="float32", prompt_len=20))
+    assert report.passed
+    assert report.against.endswith("with the decoded weights")
+    assert "int8 weights" not in [proof.name for proof in report.proofs]
+
+
+@native
+def test_a_plan_counts_codes(mixed: tuple[Path, Path], tmp_path: Path) -> None:
+    """Guards against a plan that counts floats, offers to quantise once more, or cuts a block."""
+    options = {"model": str(mixed[0]), "threads": 1, "max_num_seqs": 2}
+    found = _plan(2**30, 1, **options)
+    built = build_engine(EngineConfig.from_options(**options, memory=2**30))
+    layers = [layer for _, layer in weight_layers(built.model)]
+    held = {id(tensor): tensor.nbytes for layer in layers for tensor in layer.state().values()}
+    assert found["devices"][0]["weights_bytes"] == sum(held.values()) == sum(found["weights"].values())
+    assert {"Q4_0", "Q4_1", "Q8_0", "K64"} <= set(found["weights"])
+    assert {item["precision"] for item in found["largest"]} == {"K64, Q4_0, Q4_1, Q8_0"}
+    assert _plan(2**20, 1, **options)["smallest_change"].startswith("memory =")
+    code(mixed[1], {"down_proj": "Q4_K"})  # 512 columns are two blocks
+    assert _plan(2**20, 8, **options | {"model": str(mixed[1])})["tensor_parallel_size"] == 2
+
+
+def _plan(num_bytes: int, count: int, **options: Any) -> dict[str, Any]:
+    planned = PlannedModel.read(EngineConfig.from_options(**options))
+    return answer(planned, Question(Budget(num_bytes, 0, count=count), None, Load((), (), ())))
 
 
 def test_options_that_do_not_fit_are_refused(mixed: tuple[Path, Path], tmp_path: Path) -> None:
