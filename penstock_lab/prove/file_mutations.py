@@ -200,3 +200,17 @@ def _move_tensor(random: Random, header: bytes) -> bytes:
     if random.random() < 0.1:
         entries[random.choice((other, "__metadata__"))] = entries[name]
     return json.dumps(entries).encode()
+
+
+def mutate_gguf(random: Random, content: bytes) -> bytes:
+    """Change a few bytes, or a length, a count, a type or an offset, which are integers of 4 or 8 bytes."""
+    if random.random() < 0.3:
+        return mutate_bytes(random, content)
+    result = bytearray(content)
+    for _ in range(random.randint(1, 3)):
+        size = random.choice((1, 4, 8))
+        place = random.randrange(len(result) - size) if random.random() < 0.3 else random.randrange(4, 4000)
+        old = int.from_bytes(result[place : place + size], "little")
+        new = random.choice((old + random.choice((-1, 1)), old * 2, random.choice(INTEGERS), random.randrange(40)))
+        result[place : place + size] = (new % 2 ** (8 * size)).to_bytes(size, "little")
+    return bytes(result)

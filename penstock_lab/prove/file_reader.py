@@ -22,7 +22,7 @@ from penstock.spec.param_table import ParamTable
 from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import FLOATS, Checkpoint, fingerprint, verify_checksums
-from penstock.weights.sources import open_source, read_parameters
+from penstock.weights.sources import open_checkpoint, open_source, read_parameters
 
 CPU_S, MEMORY = 10.0, 2**30  # limits for one file; each file is smaller than a megabyte
 SAMPLE = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -33,7 +33,11 @@ def read_config(file: Path) -> None:
 
 
 def read_tokenizer(file: Path) -> None:
-    tokenizer = choose_tokenizer(None, str(file.parent))
+    _use_tokenizer(file.parent)
+
+
+def _use_tokenizer(place: Path) -> None:
+    tokenizer = choose_tokenizer(None, str(place))
     if tokenizer is not None:
         ids = tokenizer.encode("Once upon a time, \u00e9\U0001f642")
         tokenizer.decode(ids)
@@ -54,6 +58,19 @@ def read_checkpoint(file: Path) -> None:
     open_source(checkpoint, load_model_config(file.parent), "auto")
     fingerprint(file.parent)
     verify_checksums(file.parent)
+
+
+def read_gguf(file: Path) -> None:
+    """Read a GGUF file as a server does: configuration, tensors, tokenizer, fingerprint."""
+    config = load_model_config(file)
+    checkpoint = open_checkpoint(file)
+    for name in checkpoint.entries:
+        rows = checkpoint.rows(name)
+        rows.read(0, rows.shape[0])
+    open_source(checkpoint, config, "auto")
+    _use_tokenizer(file)
+    fingerprint(file)
+    verify_checksums(file)
 
 
 def read_packed(file: Path) -> None:
@@ -80,6 +97,7 @@ READERS: dict[str, Callable[[Path], None]] = {
     "config": read_config,
     "tokenizer": read_tokenizer,
     "checkpoint": read_checkpoint,
+    "gguf": read_gguf,
     "packed": read_packed,
     "table": read_table,
     "sharding": read_sharding,

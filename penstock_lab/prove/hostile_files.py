@@ -4,6 +4,7 @@ import json
 import math
 import select
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model
 from penstock.weights.sources import read_parameters
 from penstock_lab.convert.pack import convert_model
-from penstock_lab.prove.file_mutations import mutate_bytes, mutate_json, mutate_safetensors, mutate_yaml
+from penstock_lab.prove.file_mutations import mutate_bytes, mutate_gguf, mutate_json, mutate_safetensors, mutate_yaml
 from penstock_lab.prove.proof import Trials
 
 DEADLINE_S = 60.0  # by the clock; the reader's own limit of 10 s of processor time comes first unless it is stuck
@@ -156,6 +157,7 @@ def make_targets(folder: Path, model: Path) -> list[Target]:
     tiny = folder / "tiny"
     tiny.mkdir()
     (tiny / "config.json").write_text(json.dumps(TINY))
+    add("gguf", "model.gguf", _gguf(), mutate_gguf)
     checkpoint = _checkpoint(tiny)
     add("checkpoint", "model.safetensors", checkpoint, mutate_safetensors)
     _add_sharded(add, tiny, checkpoint, folder)
@@ -207,6 +209,59 @@ def _safetensors(tensors: dict[str, tuple[list[int], str]]) -> bytes:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + b"\x00\x00\x80\x3f" * (end // 4)
+
+
+def _gguf() -> bytes:
+    """Make a GGUF file of the tiny model, with a tokenizer and matrices in blocks of Q8_0."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
+    kinds, scores = [2, 3, 3] + [6] * 256 + [1] * 5, [-float(index) for index in range(len(tokens))]
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64}
+    heads = {"attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 16}
+    metadata: dict[str, Any] = {
+        "general.architecture": "llama",
+        **{f"llama.{name}": size for name, size in (sizes | heads).items()},
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    layer = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32), "ffn_gate": (64, 32),
+             "ffn_up": (64, 32), "ffn_down": (32, 64), "attn_norm": (32,), "ffn_norm": (32,)}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {f"blk.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"token_embd.weight": (len(tokens), 32), "output_norm.weight": (32,)}
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(shapes), len(metadata))
+    header += b"".join(_gguf_text(name) + _gguf_value(value) for name, value in metadata.items())
+    data = b""
+    for name, shape in shapes.items():
+        header += _gguf_text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape[::-1])
+        header += struct.pack("<IQ", 8 if len(shape) > 1 else 0, len(data))
+        count = math.prod(shape)
+        block = b"\x00\x3c" + bytes(range(32))
+        data += block * (count // 32) if len(shape) > 1 else b"\x00\x00\x80\x3f" * count
+        data += b"\0" * (-len(data) % 32)
+    return header + b"\0" * (-len(header) % 32) + data
+
+
+def _gguf_text(text: str) -> bytes:
+    content = text.encode()
+    return struct.pack("<Q", len(content)) + content
+
+
+def _gguf_value(value: Any) -> bytes:
+    """Return a value of GGUF's metadata with its type: uint32, float32, bool, string, or an array of one of them."""
+    if isinstance(value, list):
+        first = _gguf_value(value[0])[:4]
+        return struct.pack("<I4sQ", 9, first, len(value)) + b"".join(_gguf_value(item)[4:] for item in value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _gguf_text(value)
+    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
 
 
 def _mutate_template(random: Random, content: bytes) -> bytes:

@@ -101,3 +101,45 @@ def test_what_the_hub_answers_becomes_one_clear_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.import_module("huggingface_hub"), "snapshot_download", offline)
     with pytest.raises(ModelLoadError, match=r"no route to the hub$"):  # in one line
         resolve_model("owner/model")
+
+
+@pytest.mark.parametrize("wanted", ["Q4_K_M", "q4_k_m", "model-Q4_K_M.gguf"])
+def test_one_gguf_file_is_fetched(wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards against fetching every quantisation of a model, or one whose name only begins alike."""
+    files = ["model-Q4_K_M.gguf", "model-Q4_K_S.gguf", "model-IQ4_K_M.gguf", "mmproj-Q4_K_M.gguf", *COMMON]
+    fetched = fake_hub(monkeypatch, files, tmp_path)
+    assert resolve_model(f"owner/model:{wanted}") == tmp_path / "model-Q4_K_M.gguf"
+    assert set(fetched) <= {"model-Q4_K_M.gguf", "mmproj-Q4_K_M.gguf"}
+
+
+def test_all_parts_of_a_gguf_model_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards against a model of which only the first part is there."""
+    parts = [f"Q8_0/model-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    fetched = fake_hub(monkeypatch, [*parts, "model-Q4_0.gguf"], tmp_path)
+    assert resolve_model("owner/model:Q8_0") == tmp_path / parts[0]
+    assert fetched == parts
+
+
+def test_a_hub_name_without_safetensors_says_how_to_name_a_gguf_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_hub(monkeypatch, ["model-Q4_0.gguf", "README.md"], tmp_path)
+    with pytest.raises(ModelLoadError, match=r"say which one, for instance owner/model:Q4_K_M$"):
+        resolve_model("owner/model")
+
+
+def test_a_gguf_file_of_a_directory(tmp_path: Path) -> None:
+    """Guards against a directory with several models from which one is guessed."""
+    one, other = tmp_path / "a-Q4_0.gguf", tmp_path / "a-Q8_0.gguf"
+    one.touch()
+    assert resolve_model(str(tmp_path)) == resolve_model(str(one)) == one
+    other.touch()
+    assert resolve_model(f"{tmp_path}:Q8_0") == other
+    with pytest.raises(
+        ModelLoadError, match=r"several could be meant: a-Q4_0\.gguf, a-Q8_0\.gguf; give the path of one"
+    ):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"no GGUF file is called 'Q5_0'; there are a-Q4_0\.gguf, a-Q8_0\.gguf"):
+        resolve_model(f"{tmp_path}:Q5_0")
+    (tmp_path / "config.json").touch()
+    assert resolve_model(str(tmp_path)) == tmp_path
