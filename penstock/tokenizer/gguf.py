@@ -175,8 +175,9 @@ def _sentencepiece(read: _Keys, tokens: list[str], kinds: Sequence[int]) -> Back
 
 
 def _byte_level(read: _Keys, tokens: list[str], kinds: Sequence[int], words: Words) -> Backend:
-    pairs = [tuple(merge.split(" ", 1)) for merge in read.strings("merges")]
-    if any(len(pair) != 2 for pair in pairs):
+    parts = [merge.partition(" ") for merge in read.strings("merges")]
+    pairs = [(left, right) for left, _, right in parts]
+    if not all(left and right for left, right in pairs):
         raise read.fail("merges", "an array of pairs of tokens")
     vocab = {token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
     backend = Backend(models.BPE(vocab, pairs, ignore_merges=words.ignore_merges))

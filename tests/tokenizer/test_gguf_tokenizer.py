@@ -26,8 +26,9 @@ TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{{ 
 def _write(path: Path, backend: Tokenizer, pre: str = "gpt-2", **metadata: Any) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     add_vocabulary(writer, backend, pre)
-    writer.add_bos_token_id(backend.token_to_id(BOS))
-    writer.add_eos_token_id(backend.token_to_id(EOS))
+    vocabulary = backend.get_vocab()
+    writer.add_bos_token_id(vocabulary[BOS])
+    writer.add_eos_token_id(vocabulary[EOS])
     for key, value in metadata.items():
         writer.add_key_value(f"tokenizer.{key.replace('__', '.')}", value, gguf.GGUFValueType.get_type(value))
     writer.write_header_to_file()
