@@ -31,6 +31,7 @@ class Quantization:
         method: "awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes" or "modelopt".
         bits, groups: allowed widths of codes, and allowed numbers of elements that share a scale; (): any.
         blocks: sizes [rows, columns] of blocks that share a scale, if the file has them.
+        is_float: codes are small floating-point numbers, of FP8 or FP4, instead of integers.
         symmetric: all zero points are in the middle of the codes, so that they need not be kept (GPTQ).
         zero_offset: what is added to stored zero points: 1 in the first format of GPTQ.
         has_kv_scales: the file asks for a quantised key/value cache.
@@ -40,6 +41,7 @@ class Quantization:
     bits: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
+    is_float: bool = False
     symmetric: bool = False
     zero_offset: int = 0
     has_kv_scales: bool = False
@@ -192,7 +194,9 @@ def _awq(read: ConfigReader) -> Quantization:
     groups = _group(read, "q_group_size" if old else "group_size")
     for key in ("version", "format", "checkpoint_format"):
         read.choice(key, ("gemm", "GEMM"), "gemm")
-    read.neutral({"zero_point": True, "sym": False, "pack_dtype": "int32"})
+    read.neutral({"pack_dtype": "int32", "data_type": "int"})
+    for key in ("zero_point", "sym"):  # zero points are stored in any case
+        read.boolean(key, False)
     return Quantization("awq", (bits,), groups)
 
 
@@ -210,7 +214,7 @@ def _gptq(read: ConfigReader) -> Quantization:
 
 def _auto_round(read: ConfigReader) -> Quantization:
     """AutoRound writes the formats of AWQ and GPTQ, and one of its own: GPTQ's with zero points as they are."""
-    packing = read.raw("packing_format")
+    packing = read.raw("packing_format") or read.raw("backend") or "auto_round:auto_gptq"
     if not isinstance(packing, str) or not packing.startswith("auto_round"):
         raise read.fail("packing_format", "auto_round, auto_round:auto_gptq or auto_round:auto_awq")
     bits, groups, symmetric = read.integer("bits", 2, 8, 4), _group(read), read.boolean("sym", True)
@@ -247,6 +251,7 @@ def _compressed_tensors(read: ConfigReader) -> Quantization:
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise read.fail("config_groups", "an object of objects")
     bits, sizes, blocks = set[int](), set[int](), set[tuple[int, int]]()
+    is_float, symmetric = False, True
     for name, values in groups.items():
         group = ConfigReader(values, f"{KEY}: {name}")
         weights = group.section("weights")
@@ -258,11 +263,10 @@ def _compressed_tensors(read: ConfigReader) -> Quantization:
             elif strategy != "block":
                 sizes.add(WHOLE_ROW)
             blocks.update(_block(weights, "block_structure"))
-            weights.choice("type", ("int", "float"), "int")
+            is_float = weights.choice("type", ("int", "float"), "int") == "float" or is_float
+            symmetric = weights.boolean("symmetric", True) and symmetric
             weights.neutral({"dynamic": False})
-            weights.finish(
-                {"symmetric", "group_size", "actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
-            )
+            weights.finish({"group_size", "actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
         group.choice("format", formats, formats[0])
         group.finish({"targets", "input_activations", "output_activations"})
     return Quantization(
@@ -270,6 +274,8 @@ def _compressed_tensors(read: ConfigReader) -> Quantization:
         tuple(sorted(bits)),
         tuple(sorted(sizes)),
         blocks=tuple(sorted(blocks)),
+        is_float=is_float,
+        symmetric=symmetric,
         has_kv_scales=read.has("kv_cache_scheme"),
     )
 
@@ -281,12 +287,12 @@ def _fp8(read: ConfigReader) -> Quantization:
     read.neutral({"dequantize": False, "expert_dtype": "fp8", "is_checkpoint_fp8_serialized": True})
     kv_cache = any([read.has("kv_cache_scheme"), read.has("kv_cache_quant_method")])
     method, blocks = str(read.raw("quant_method")), _block(read, "weight_block_size")
-    return Quantization(method, (8,), blocks=blocks, has_kv_scales=kv_cache)
+    return Quantization(method, (8,), blocks=blocks, is_float=True, has_kv_scales=kv_cache)
 
 
 def _mxfp4(read: ConfigReader) -> Quantization:
     read.neutral({"dequantize": False})
-    return Quantization("mxfp4", (4,), (32,))
+    return Quantization("mxfp4", (4,), (32,), is_float=True)
 
 
 def _bitsandbytes(read: ConfigReader) -> Quantization:
@@ -296,19 +302,22 @@ def _bitsandbytes(read: ConfigReader) -> Quantization:
     read.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
     read.boolean("bnb_4bit_use_double_quant", False)
     read.neutral({"llm_int8_has_fp16_weight": False})
-    return Quantization("bitsandbytes", (4 if four else 8,))
+    return Quantization("bitsandbytes", (4 if four else 8,), (64,) if four else (), is_float=four, symmetric=True)
 
 
 def _modelopt(read: ConfigReader) -> Quantization | None:
-    algorithms = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "NVFP4_W4A16")
+    algorithms = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
     kv_cache = any([read.has("kv_cache_quant_algo"), read.has("kv_cache_scheme")])
     _group(read)
     read.neutral({"has_zero_point": False, "pre_quant_scale": False})
-    read.raw("config_groups")  # repeats what quant_algo says
+    for key in ("config_groups", "quantized_layers"):  # repeat what is seen from the tensors
+        read.raw(key)
     if read.raw("quant_algo") is None:
         return None
+    if read.choice("quant_algo", algorithms) == "MIXED_PRECISION":
+        return Quantization("modelopt", is_float=True, has_kv_scales=kv_cache)
     bits = 4 if "NVFP4" in read.choice("quant_algo", algorithms) else 8
-    return Quantization("modelopt", (bits,), (16,) if bits == 4 else (), has_kv_scales=kv_cache)
+    return Quantization("modelopt", (bits,), (16,) if bits == 4 else (), is_float=True, has_kv_scales=kv_cache)
 
 
 METHODS: dict[str, Callable[[ConfigReader], Quantization | None]] = {
@@ -319,6 +328,7 @@ METHODS: dict[str, Callable[[ConfigReader], Quantization | None]] = {
     "fbgemm_fp8": _fp8,
     "fp8": _fp8,
     "gptq": _gptq,
+    "intel/auto-round": _auto_round,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "mxfp4": _mxfp4,

@@ -34,6 +34,7 @@ from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import (
     CheckpointSource,
+    DescribedSource,
     DummySource,
     ParameterSource,
     has_weights,
@@ -123,13 +124,14 @@ def open_stored(
     """Read the headers of a model's weights.
 
     load_format: as in load_model; "mock" has no weights.
-    is_complete: False if the directory may lack its weights; they then count as uncoded.
+    is_complete: False if the directory may lack its weights; config.json then says how they are coded.
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture.
     """
     if load_format != "auto" or not (is_complete or has_weights(directory)):
-        return Stored()
+        described = model_config.quantization if load_format == "auto" else None
+        return Stored() if described is None else Stored(source=DescribedSource(described))
     packed = None if isinstance(directory, Checkpoint) else find_packed(Path(directory))
     return Stored(source=open_source(directory, model_config, load_format)) if packed is None else Stored(packed)
 

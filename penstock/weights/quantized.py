@@ -22,7 +22,7 @@ read row by row.
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ import numpy as np
 from penstock.errors import ModelLoadError, shown
 from penstock.kernels.coding import CODE_BITS, CodedRows, Coding, PartRows
 from penstock.kernels.tensors import BFLOAT16, FLOAT16, FLOAT32, INT32, UINT8, Array
-from penstock.spec.quantization import KEY, Quantization
+from penstock.spec.quantization import KEY, WHOLE_ROW, Quantization
 from penstock.weights.rows import TransposedRows
 from penstock.weights.safetensors import Checkpoint, FileRows, TensorEntry, num_bytes
 
@@ -53,7 +53,12 @@ def _fp8_levels(dtype: str) -> tuple[float, ...]:
     return tuple(np.where(np.isfinite(numbers), numbers, 0).tolist())
 
 
-FP8_LEVELS = {dtype: _fp8_levels(dtype) for dtype in FP8_NUMBERS}
+FP8 = {
+    dtype: Coding(dtype.replace("F8", "FP8"), 8, levels=_fp8_levels(dtype), scale_dtype="float32")
+    for dtype in FP8_NUMBERS
+}
+MXFP4 = Coding("MXFP4", 4, levels=FP4_LEVELS, scale_dtype="bfloat16")
+NVFP4 = Coding("NVFP4", 4, 16, 16, levels=FP4_LEVELS, column_scales=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,19 @@ def _width(bits: int) -> int:
     return next(width for width in CODE_BITS if width >= bits)
 
 
+def _integers(name: str, bits: int, group: int, k: int, scale_dtype: str, *, symmetric: bool) -> Coding:
+    """Choose how integers of K elements are kept, with their scales and, unless `symmetric`, zero points by group."""
+    coding = Coding(name, _width(bits), group, group, 2 ** (bits - 1), scale_dtype=scale_dtype)
+    if symmetric and group >= k:
+        return replace(coding, group=32, block=None, scale_dtype="float32", column_scales=True)
+    if symmetric:
+        return coding
+    if bits <= 6:
+        return replace(coding, zero=0, mins=True, step_mins=True)
+    # Codes minus their middle fit int8. What is left of a zero point has a sign, and times a scale more than 16 bits.
+    return replace(coding, mins=True, scale_dtype="float32")
+
+
 def _grouped(
     name: str, bits: int, group: int, parts: dict[str, PartRows], zeros: PartRows | None, order: Array | None = None
 ) -> CodedRows:
@@ -183,27 +201,26 @@ def _grouped(
 
     parts: codes and scales, in the type of the file. zeros: None if it is always in the middle of the codes.
     """
-    codes, scales, middle = parts["codes"], parts["scales"], 2 ** (bits - 1)
-    (n, k), scale_dtype = codes.shape, str(scales.read(0, 0).dtype)
-    coding = Coding(name, _width(bits), group, group, middle, scale_dtype=scale_dtype, order=order is not None)
-    if zeros is None and group >= k:
-        coding = replace(coding, group=32, block=None, scale_dtype="float32", column_scales=True)
+    codes, scales = parts["codes"], parts["scales"]
+    (n, k), count = codes.shape, scales.shape[1]
+    coding = _integers(name, bits, group, k, str(scales.read(0, 0).dtype), symmetric=zeros is None)
+    if coding.column_scales:
         parts = {"codes": codes, "column_scales": Part((n,), lambda a, b: _float32(scales.read(a, b)[:, 0]))}
-    elif zeros is not None and bits <= 6:
-        coding = replace(coding, zero=0, mins=True, step_mins=True)
-        parts |= {"mins": _changed(scales, np.negative, scales.shape[1]), "step_mins": zeros}
-    elif zeros is not None:  # codes minus their middle fit int8, and what is left of a zero point has a sign
-        kept, coding = zeros, replace(coding, mins=True, scale_dtype="float32")
+    elif zeros is not None and coding.step_mins:
+        parts |= {"mins": _changed(scales, np.negative, count), "step_mins": zeros}
+    elif zeros is not None:
+        kept = zeros
 
         def offsets(start: int, stop: int) -> Array:
-            return (FLOAT32.type(middle) - _float32(kept.read(start, stop))) * _float32(scales.read(start, stop))
+            return (FLOAT32.type(coding.zero) - _float32(kept.read(start, stop))) * _float32(scales.read(start, stop))
 
-        parts |= {"scales": _changed(scales, _float32, scales.shape[1]), "mins": Part(scales.shape, offsets)}
-    if order is not None:
-        columns = order
-        parts["codes"] = _changed(codes, lambda rows: rows[:, columns], k)
-        parts["order"] = Part((k,), lambda start, stop: columns[start:stop])
-    return CodedRows(coding, parts)
+        parts |= {"scales": _changed(scales, _float32, count), "mins": Part((n, count), offsets)}
+    if order is None:
+        return CodedRows(coding, parts)
+    columns = order
+    parts["codes"] = _changed(codes, lambda rows: rows[:, columns], k)
+    parts["order"] = Part((k,), lambda start, stop: columns[start:stop])
+    return CodedRows(replace(coding, order=True), parts)
 
 
 def _float32(values: Array) -> Array:
@@ -339,7 +356,7 @@ def _fp8(weight: Weight) -> CodedRows:
 
     shape = weight.entries["scales"].shape
     shape = shape[::2] if len(shape) == 4 else shape  # [N / 128, 1, K / 128, 1]
-    coding = Coding(dtype.replace("F8", "FP8"), 8, levels=FP8_LEVELS[dtype], scale_dtype="float32")
+    coding = FP8[dtype]
     parts: dict[str, PartRows] = {"codes": Part((n, k), codes)}
     if [size for size in shape if size != 1] in ([], [n]):
         flat = weight.rows("scales", math.prod(shape))
@@ -387,7 +404,7 @@ def _mxfp4(weight: Weight) -> CodedRows:
     codes = _changed(weight.rows("codes", n, half, of="U8"), lambda rows: unpack(rows, 4), k)
     stored = weight.rows("scales", n, k // 32, of=weight.dtype("scales", *EXPONENTS))
     scales = _changed(stored, lambda exponents: _power(weight.name, exponents, 128), k // 32)
-    return CodedRows(Coding("MXFP4", 4, levels=FP4_LEVELS, scale_dtype="bfloat16"), {"codes": codes, "scales": scales})
+    return CodedRows(MXFP4, {"codes": codes, "scales": scales})
 
 
 def _nvfp4(weight: Weight) -> CodedRows:
@@ -410,7 +427,7 @@ def _nvfp4(weight: Weight) -> CodedRows:
         return FLOAT32.type(1) / _float32(weight.whole("divisor", 1))
 
     parts = {"codes": codes, "scales": Part((n, k // 16), scales), "column_scales": _same(n, scale_2)}
-    return CodedRows(Coding("NVFP4", 4, 16, 16, levels=FP4_LEVELS, column_scales=True), parts)
+    return CodedRows(NVFP4, parts)
 
 
 def _bnb4(weight: Weight) -> CodedRows:
@@ -499,7 +516,7 @@ def _beside(weight: str, suffix: str) -> str:
 
 
 COMMON = "compressed-tensors fp8 fbgemm_fp8 modelopt"
-FP8, BYTES = "F8_E4M3 F8_E5M2", "U8 F32 F16 BF16"
+NUMBERS, BYTES = "F8_E4M3 F8_E5M2", "U8 F32 F16 BF16"
 BNB = {"scales": ".absmax", "quant_map": ".quant_map"}
 BNB |= {"nested_absmax": ".nested_absmax?", "nested_quant_map": ".nested_quant_map?"}
 FORMATS = (
@@ -514,8 +531,8 @@ FORMATS = (
     ),
     Format(COMMON, "_packed", "U8", {"scales": "_scale", "divisor": "_global_scale"}, _nvfp4),
     Format(COMMON, "_packed", "U8", {"scales": "_scale"}, _mxfp4),
-    Format(COMMON, "", FP8, {"scales": "_scale"}, _fp8),
-    Format(COMMON, "", FP8, {"scales": "_scale_inv"}, _fp8),
+    Format(COMMON, "", NUMBERS, {"scales": "_scale"}, _fp8),
+    Format(COMMON, "", NUMBERS, {"scales": "_scale_inv"}, _fp8),
     Format(COMMON, "", "I8", {"scales": "_scale", "zeros": "_zero_point?"}, _int8),
     Format(COMMON, "", "U8", {"scales": "_scale", "scale_2": "_scale_2"}, _nvfp4),
     Format("bitsandbytes", "", BYTES, BNB | {"state": ".quant_state.bitsandbytes__nf4"}, _bnb4),
@@ -561,6 +578,16 @@ class QuantizedCheckpoint(Checkpoint):
         found, tensors = self._coded[name]
         return found.build(Weight(name, tensors, index, self._quantization))
 
+    def drop_zero_biases(self, known: Collection[str]) -> None:
+        """Forget biases that are zero and not in `known`: early GPTQ files have them for layers without one."""
+        for name in [name for name in self.entries if name.endswith(".bias") and name not in known]:
+            entry = self.entries[name]
+            if (
+                name.removesuffix("bias") + "weight" in self._coded
+                and not super().rows(name).read(0, entry.shape[0]).any()
+            ):
+                del self.entries[name]
+
     def _find(self) -> dict[str, tuple[Format, dict[str, TensorEntry]]]:
         """Return the format and the tensors of every coded weight."""
         formats = [item for item in FORMATS if self._quantization.method in item.methods.split()]
@@ -582,3 +609,16 @@ class QuantizedCheckpoint(Checkpoint):
         rows = self.rows(name, 0 if stacked else None)
         assert isinstance(rows, CodedRows)
         return TensorEntry(codes.file, (*stacked, *rows.shape), rows.coding.name, codes.offset)
+
+
+def usual_coding(found: Quantization, k: int) -> Coding:
+    """Guess the coding of weights with rows of K elements from their description, for plans without their files."""
+    bits, group = (found.bits or (4,))[0], min((found.groups or (WHOLE_ROW,))[0] or k, k)
+    if not found.is_float:
+        return _integers(f"int{bits}", bits, group, k, "float16", symmetric=found.symmetric)
+    if bits == 4 and found.method == "bitsandbytes":
+        return Coding("NF4", 4, group, group, levels=(0.5,) * 16, scale_dtype="float32")
+    if bits == 4:
+        return NVFP4 if group == 16 else MXFP4
+    block = found.blocks[0][1] if found.blocks else None
+    return replace(FP8["F8_E4M3"], block=block, group=block or 32, column_scales=block is None)

@@ -26,9 +26,9 @@ from penstock.models.registry import find_model
 from penstock.spec.gguf import is_gguf
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
-from penstock.spec.quantization import read_quantization
+from penstock.spec.quantization import Quantization, read_quantization
 from penstock.weights.gguf import GGUFCheckpoint
-from penstock.weights.quantized import QuantizedCheckpoint
+from penstock.weights.quantized import QuantizedCheckpoint, usual_coding
 from penstock.weights.rows import RoundedRows, parameter_rows, read_rows, runs_of
 from penstock.weights.safetensors import Checkpoint, TensorEntry, find_files
 
@@ -166,6 +166,9 @@ class CheckpointSource:
     def __init__(self, checkpoint: Checkpoint, table: ParamTable, parameters: Mapping[str, Parameter]) -> None:
         """Match the checkpoint with the parameters of a table. Raise ModelLoadError if they do not fit (see match)."""
         self.parameters = parameters
+        if isinstance(checkpoint, QuantizedCheckpoint):
+            layouts = [layout for item in parameters.values() for layout in item.layouts]
+            checkpoint.drop_zero_biases({name for layout in layouts for name in layout.sources})
         self.match = match(checkpoint.entries, parameters, table)
         self._checkpoint = checkpoint
         stored = {name: parameter for name, parameter in parameters.items() if name in self.match.layouts}
@@ -244,6 +247,20 @@ class DummySource:
 
     def rows(self, parameter: Parameter) -> RowSource:
         return DummyRows(parameter.tied_to or parameter.name, parameter.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedSource:
+    """Parameters whose files are absent, for plans: shapes of the codes that their description usually stands for."""
+
+    quantization: Quantization
+
+    def rows(self, parameter: Parameter) -> RowSource:
+        if parameter.quant is not True:  # quantisers leave norms, embeddings and heads alone
+            return DummyRows(parameter.name, parameter.shape)
+        coding = usual_coding(self.quantization, parameter.shape[1])
+        shapes = coding.parts(parameter.shape).items()
+        return CodedRows(coding, {name: DummyRows(name, shape) for name, (shape, _) in shapes})
 
 
 @dataclass(frozen=True, slots=True)
