@@ -113,7 +113,7 @@ class Stored:
         found: Iterable[Coding] = ()
         if self.packed is not None:
             found = read_info(self.packed).codings
-        elif isinstance(self.source, CheckpointSource):
+        elif isinstance(self.source, CheckpointSource | DescribedSource):
             found = self.source.codings
         return tuple(sorted(found, key=lambda coding: coding.name))
 
@@ -131,7 +131,9 @@ def open_stored(
     """
     if load_format != "auto" or not (is_complete or has_weights(directory)):
         described = model_config.quantization if load_format == "auto" else None
-        return Stored() if described is None else Stored(source=DescribedSource(described))
+        return (
+            Stored() if described is None else Stored(source=DescribedSource(read_parameters(model_config), described))
+        )
     packed = None if isinstance(directory, Checkpoint) else find_packed(Path(directory))
     return Stored(source=open_source(directory, model_config, load_format)) if packed is None else Stored(packed)
 

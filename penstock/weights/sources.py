@@ -250,17 +250,20 @@ class DummySource:
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedSource:
-    """Parameters whose files are absent, for plans: shapes of the codes that their description usually stands for."""
+class DescribedSource(DummySource):
+    """Parameters whose files are absent, for plans: config.json tells how their weights are usually coded."""
 
+    parameters: Mapping[str, Parameter]
     quantization: Quantization
 
-    def rows(self, parameter: Parameter) -> RowSource:
-        if parameter.quant is not True:  # quantisers leave norms, embeddings and heads alone
-            return DummyRows(parameter.name, parameter.shape)
-        coding = usual_coding(self.quantization, parameter.shape[1])
-        shapes = coding.parts(parameter.shape).items()
-        return CodedRows(coding, {name: DummyRows(name, shape) for name, (shape, _) in shapes})
+    @property
+    def codings(self) -> set[Coding]:
+        return {coding for item in self.parameters.values() for _, coding in self.runs(item) if coding is not None}
+
+    def runs(self, parameter: Parameter) -> Runs:
+        """Guess how a parameter is coded. Quantisers leave norms, embeddings and heads alone."""
+        shape = parameter.shape
+        return ((shape[0], usual_coding(self.quantization, shape[1])),) if parameter.quant is True else ()
 
 
 @dataclass(frozen=True, slots=True)
