@@ -48,9 +48,9 @@ MAX_STATE = 2**16  # bytes of a quant_state
 
 
 def _fp8_levels(dtype: str) -> tuple[float, ...]:
-    """Return the number of every code; 0 for codes that are not finite, which no weight may have."""
+    """Return the number of every code; infinity for codes that are not finite, which no weight may have."""
     numbers = np.arange(256, dtype=np.uint8).view(FP8_NUMBERS[dtype]).astype(FLOAT32)
-    return tuple(np.where(np.isfinite(numbers), numbers, 0).tolist())
+    return tuple(np.where(np.isfinite(numbers), numbers, np.inf).tolist())
 
 
 FP8 = {
@@ -182,16 +182,14 @@ def _width(bits: int) -> int:
 
 
 def _integers(name: str, bits: int, group: int, k: int, scale_dtype: str, *, symmetric: bool) -> Coding:
-    """Choose how integers of K elements are kept, with their scales and, unless `symmetric`, zero points by group."""
+    """Choose how integers of K elements are kept, with their scales and, unless `symmetric`, zero points by group.
+
+    What a zero point differs from the middle of the codes becomes a minimum. Times the scale, it takes up to 19 bits.
+    """
     coding = Coding(name, _width(bits), group, group, 2 ** (bits - 1), scale_dtype=scale_dtype)
-    if symmetric and group >= k:
-        return replace(coding, group=32, block=None, scale_dtype="float32", column_scales=True)
-    if symmetric:
-        return coding
-    if bits <= 6:
-        return replace(coding, zero=0, mins=True, step_mins=True)
-    # Codes minus their middle fit int8. What is left of a zero point has a sign, and times a scale more than 16 bits.
-    return replace(coding, mins=True, scale_dtype="float32")
+    if not symmetric:
+        return replace(coding, mins=True, scale_dtype="float32")
+    return coding if group < k else replace(coding, group=32, block=None, scale_dtype="float32", column_scales=True)
 
 
 def _grouped(
@@ -206,8 +204,6 @@ def _grouped(
     coding = _integers(name, bits, group, k, str(scales.read(0, 0).dtype), symmetric=zeros is None)
     if coding.column_scales:
         parts = {"codes": codes, "column_scales": Part((n,), lambda a, b: _float32(scales.read(a, b)[:, 0]))}
-    elif zeros is not None and coding.step_mins:
-        parts |= {"mins": _changed(scales, np.negative, count), "step_mins": zeros}
     elif zeros is not None:
         kept = zeros
 

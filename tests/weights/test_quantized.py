@@ -25,6 +25,7 @@ from penstock.spec.quantization import parse_quantization
 from penstock.weights.quantized import QuantizedCheckpoint
 from penstock_lab.prove.file_mutations import mutate_json, mutate_safetensors
 from tests.hf_models import TINY, make_llama, make_qwen2, randomise
+from tests.kernels.packed import levels
 from tests.paged import PagedModel
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quantized"
@@ -354,8 +355,11 @@ def quantise(
     return twin
 
 
-def logits_of(directory: Path) -> Array:
-    return np.asarray(PagedModel(directory, slices=3).step({0: PROMPT})[0])
+KERNELS = ["reference", *(["cpu"] if levels() else [])]
+
+
+def logits_of(directory: Path, kernels: str = "reference") -> Array:
+    return np.asarray(PagedModel(directory, kernels=kernels, slices=3).step({0: PROMPT})[0])
 
 
 def theirs(twin: Path) -> Array:
@@ -364,17 +368,19 @@ def theirs(twin: Path) -> Array:
         return model(torch.tensor([PROMPT])).logits[0].log_softmax(-1).numpy()
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_values_in_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_values_in_transformers(name: str, kernels: str, tmp_path: Path) -> None:
     """Guards against a format whose weights are read rightly one by one, but joined or cut wrongly."""
     config, write = MODELS[name]
     directory = (make_qwen2 if name == "awq" else make_llama)(tmp_path, **SIZES)[1]
     twin = quantise(directory, config, write)
     expected = theirs(twin)
-    assert np.abs(logits_of(directory) - expected).max() < 1e-3 * np.abs(expected).max()
+    assert np.abs(logits_of(directory, kernels) - expected).max() < 1e-3 * np.abs(expected).max()
 
 
-def test_stacked_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_stacked_experts(kernels: str, tmp_path: Path) -> None:
     """Guards against the codes of another expert: gpt-oss stores the experts of a layer as one tensor of blocks."""
     sizes = TINY | SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes)).eval()
@@ -386,7 +392,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, directory / "model.safetensors")
     twin = quantise(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4, "experts")
     expected = logits_of(twin)
-    assert np.abs(logits_of(directory) - expected).max() < 1e-3 * np.abs(expected).max()
+    assert np.abs(logits_of(directory, kernels) - expected).max() < 1e-3 * np.abs(expected).max()
 
 
 def test_a_description_beside_config_json(tmp_path: Path) -> None:
@@ -416,11 +422,12 @@ def test_biases_of_zeros(tmp_path: Path) -> None:
         logits_of(directory)
 
 
-def test_tokens_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gptq act-order", "fp8 blocks", "nvfp4"])
+def test_tokens_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
     """Guards against a format that is served with other sums in a batch."""
     directory = make_llama(tmp_path, **SIZES)[1]
-    quantise(directory, *MODELS["gptq act-order"])
-    llm = LLM(model=str(directory), kernels="reference")
+    quantise(directory, *MODELS[name])
+    llm = LLM(model=str(directory), kernels=KERNELS[-1])
     prompts = [{"prompt_token_ids": PROMPT[start : start + 9]} for start in (0, 5, 20)]
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     together = [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
