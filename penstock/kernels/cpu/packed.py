@@ -218,8 +218,8 @@ def _coded_layout(n: int, k: int, ends: tuple[int, ...], packing: Packing, codin
 
 
 def _largest_code(coding: Coding) -> int:
-    """Return the largest code; those of 6 bits with a zero are as far above it as below, as in Q5_0 and Q6_K."""
-    return 2 * coding.zero - 1 if coding.bits == 6 and coding.zero else 2**coding.bits - 1
+    """Return the largest code. Those of 6 bits have 5 (Q5_K), or are as far above a zero as below (Q5_0, Q6_K)."""
+    return 2**coding.bits - 1 if coding.bits != 6 else 2 * coding.zero - 1 if coding.zero else 31
 
 
 def _coding_fields(layout: Layout, coding: Coding) -> dict[str, Any]:

@@ -13,13 +13,13 @@ constexpr int MAX_GROUP = 32;
 constexpr int GRANULE = 16;        // elements: every group is a multiple
 constexpr int MAX_TOTALS = MAX_TILES * TILE_ROWS * PANEL;
 
-// Elements of one block, in the order of padded K.
+// Elements of padded K that are multiplied together: some blocks, the last of which may be short, or a part of one.
 struct Piece {
-    std::int64_t begin;  // the block's first element
+    std::int64_t begin;  // the first element of the first block
     std::int64_t k;      // the piece's first element
     int size;
-    std::int64_t block;  // index of the block in a panel
-    bool first, last;    // whether the piece begins and ends the block
+    std::int64_t block;  // index of the first block in a panel
+    bool first, last;    // whether the piece begins and ends with its block
 };
 
 inline std::int64_t blocks_of(const PenstockWeight& w, std::int64_t padded) {
@@ -39,9 +39,10 @@ PENSTOCK_INLINE void each_piece(
     const PenstockWeight& w, const LeafRange& leaf, std::int64_t first_block, int most, const Body& body) {
     const std::int64_t end = leaf.padded_first + leaf.padded;
     const std::int64_t size = w.block_size > 0 ? w.block_size : leaf.padded;
+    const std::int64_t together = size < most ? most / size : 1;
     std::int64_t block = first_block;
-    for (std::int64_t begin = leaf.padded_first; begin < end; begin += size, ++block) {
-        const std::int64_t stop = begin + size < end ? begin + size : end;
+    for (std::int64_t begin = leaf.padded_first; begin < end; begin += together * size, block += together) {
+        const std::int64_t stop = begin + together * size < end ? begin + together * size : end;
         for (std::int64_t k = begin; k < stop; k += most) {
             const std::int64_t left = stop - k;
             body(Piece{begin, k, static_cast<int>(left < most ? left : most), block, k == begin, left <= most});

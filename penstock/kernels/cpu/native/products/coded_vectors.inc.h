@@ -45,7 +45,7 @@ PENSTOCK_INLINE Ints all(std::int32_t word) { return Ints{} + word; }
 
 // Four products are added to an int32.
 struct Dot {
-    static constexpr int MAX_FLUSH = 8;  // quads whose sum a group may leave in the accumulator: any number
+    static constexpr int MAX_FLUSH = 8, MAX_DISTANCE = 8 * 255;
 
     static PENSTOCK_INLINE void add(Ints& sum, const Ints& codes, const Ints& x) {
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
@@ -72,9 +72,10 @@ struct Dot {
 
 // Two products each are added to two words, which are multiplied by the step and added to an int32. The words of a code
 // that is stored + zero begin with -zero times the sums of their operands, and may wrap around before the end: with
-// d = the greatest |code - zero|, `flush` quads give a word of at most 2 * flush * d * 127, so flush * d may be 129.
+// d = the greatest |code - zero|, so many quads give a word of at most 2 * 127 * d each: 129 / d quads fit. packed.py
+// lets d be at most 32 if a code has one part, and groups have 4 quads if d is above 16 and codes have a zero.
 struct Dot {
-    static constexpr int MAX_FLUSH = 8;
+    static constexpr int MAX_FLUSH = 8, MAX_DISTANCE = 129;
 
     static PENSTOCK_INLINE void add(Ints& words, const Ints& codes, const Ints& x) {
         words = add_byte_products(words, codes, x);
@@ -102,19 +103,14 @@ struct Dot {
 #endif
 
 constexpr std::int32_t ONE_WORDS = 0x00010001;
+constexpr int UNROLLED = 4;  // quads
 
-// Quads that are multiplied before the accumulators are flushed.
+// Quads that are multiplied before the accumulators are flushed: 4 or 8.
 inline int flush_of(const PenstockWeight& w, int parts) {
-#if defined(__AVX512F__)
-    (void)parts;
-    return w.group_size / QUAD;
-#else
     const int largest = largest_code(w), above = largest - w.zero;
     const int distance = parts == 2 ? 15 : above > w.zero ? above : w.zero;
-    int quads = Dot::MAX_FLUSH;
-    while (quads > 1 && quads * distance > 129) quads /= 2;
+    const int quads = Dot::MAX_FLUSH * distance > Dot::MAX_DISTANCE ? UNROLLED : Dot::MAX_FLUSH;
     return quads * QUAD < w.group_size ? quads : w.group_size / QUAD;
-#endif
 }
 
 // ---- The raw codes of a quad: each is a byte, in the two registers of pair HALF
@@ -167,60 +163,74 @@ struct Work {
     const std::uint8_t* quads(int bits) const { return panel.values + piece.k / QUAD * quad_bytes(bits); }
 };
 
-// Add the sums of a block, [ROWS][PAIR], to its totals, and its mins.
+// The sums of a block with ROWS rows and the columns of pair HALF, on their way into its totals.
 template <class Sums, int ROWS>
-PENSTOCK_INLINE void end_block(const Work& work, int half, int row, const Sums (&sums)[ROWS][PAIR]) {
-    const PenstockWeight& w = work.weight;
-    const Piece& piece = work.piece;
-    for (int c = 0; c < PAIR; ++c) {
-        const int column = register_of(half, c) * LANES;
-        Floats scales = Floats{} + 1.0f;
-        if (work.panel.scales != nullptr)
-            scales = load_scales(work.panel.scales, w.scale_type, piece.block, column);
-        for (int r = 0; r < ROWS; ++r) {
-            Floats& total = floats(work.totals + (row + r) * work.stride + column);
-            total = total + __builtin_convertvector(sums[r][c], Floats) * scales;
+struct BlockSums {
+    const Work& work;
+    const int half, row;
+    Sums sums[ROWS][PAIR];
+    std::int64_t block, begin;  // the current block and its first element
+
+    PENSTOCK_INLINE BlockSums(const Work& w, int half_, int row_)
+        : work(w), half(half_), row(row_), block(w.piece.block), begin(w.piece.begin) {
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < PAIR; ++c) sums[r][c] = w.piece.first ? Sums{} : same_bits<Sums>(at(w.partial, r, c));
+    }
+
+    PENSTOCK_INLINE Floats& at(float* array, int r, int c) const {
+        return floats(array + (row + r) * work.stride + register_of(half, c) * LANES);
+    }
+
+    // After a piece that ends within a block.
+    PENSTOCK_INLINE void keep() const {
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < PAIR; ++c) at(work.partial, r, c) = same_bits<Floats>(sums[r][c]);
+    }
+
+    // At the end of a block, `end`: add its sums to the totals, and its mins.
+    PENSTOCK_INLINE void finish(std::int64_t end) {
+        const PenstockWeight& w = work.weight;
+        for (int c = 0; c < PAIR; ++c) {
+            const int column = register_of(half, c) * LANES;
+            Floats scales = Floats{} + 1.0f;
+            if (work.panel.scales != nullptr) scales = load_scales(work.panel.scales, w.scale_type, block, column);
+            for (int r = 0; r < ROWS; ++r) {
+                Floats& total = at(work.totals, r, c);
+                total = total + __builtin_convertvector(sums[r][c], Floats) * scales;
+                sums[r][c] = Sums{};
+            }
+            if (work.panel.mins != nullptr) add_mins(c, end);
         }
-        if (work.panel.mins == nullptr) continue;
-        const Floats mins = load_scales(work.panel.mins, w.scale_type, piece.block, column);
+        ++block;
+        begin = end;
+    }
+
+  private:
+    PENSTOCK_INLINE void add_mins(int c, std::int64_t end) const {
+        const PenstockWeight& w = work.weight;
+        const int column = register_of(half, c) * LANES;
+        const Floats mins = load_scales(work.panel.mins, w.scale_type, block, column);
         const std::int32_t* of_rows = work.sums.mins + row;
         Floats factors[ROWS];
         if (work.panel.step_mins == nullptr) {
-            for (int r = 0; r < ROWS; ++r)
-                factors[r] = Floats{} + same_bits<float>(of_rows[piece.block * work.rows + r]);
+            for (int r = 0; r < ROWS; ++r) factors[r] = Floats{} + same_bits<float>(of_rows[block * work.rows + r]);
         } else {
             const int pair_size = 2 * w.group_size;
             Ints products[ROWS] = {};
-            for (std::int64_t k = piece.begin; k < piece.k + piece.size; k += pair_size) {
-                const std::uint8_t* pairs = work.panel.step_mins + (k / pair_size * PANEL + column) * 2;
+            std::int64_t pair = begin / pair_size;
+            for (std::int64_t k = begin; k < end; k += pair_size, ++pair) {
+                const std::uint8_t* pairs = work.panel.step_mins + (pair * PANEL + column) * 2;
                 for (int r = 0; r < ROWS; ++r)
-                    products[r] += Dot::pair_products(pairs, of_rows[k / pair_size * work.rows + r]);
+                    products[r] += Dot::pair_products(pairs, of_rows[pair * work.rows + r]);
             }
             for (int r = 0; r < ROWS; ++r) factors[r] = __builtin_convertvector(products[r], Floats);
         }
         for (int r = 0; r < ROWS; ++r) {
-            Floats& total = floats(work.totals + (row + r) * work.stride + column);
+            Floats& total = at(work.totals, r, c);
             total = total + factors[r] * mins;
         }
     }
-}
-
-// Call body(sums) with the sums of a block so far, [ROWS][PAIR], and keep them: between pieces, or as totals.
-template <class Sums, int ROWS, class Body>
-PENSTOCK_INLINE void with_sums(const Work& work, int half, int row, const Body& body) {
-    Sums sums[ROWS][PAIR];
-    float* partial = work.partial + row * work.stride;
-    for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < PAIR; ++c)
-            sums[r][c] = work.piece.first ? Sums{}
-                                          : same_bits<Sums>(floats(
-                                                partial + r * work.stride + register_of(half, c) * LANES));
-    body(sums);
-    if (work.piece.last) return end_block<Sums, ROWS>(work, half, row, sums);
-    for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < PAIR; ++c)
-            floats(partial + r * work.stride + register_of(half, c) * LANES) = same_bits<Floats>(sums[r][c]);
-}
+};
 
 // Codes whose levels are integers, as bytes. PARTS: as parts_of() says.
 template <int CODE_BITS, bool TABLE, int PARTS>
@@ -263,26 +273,33 @@ struct IntegerCodes {
     // Multiply ROWS rows from `row` on. load(quad, Quad&) gives the codes of a quad of the piece.
     template <int ROWS, class Load>
     PENSTOCK_INLINE void add_rows(const Work& work, int half, int row, const Load& load) const {
-        with_sums<Ints, ROWS>(work, half, row, [&](Ints (&sums)[ROWS][PAIR]) __attribute__((always_inline)) {
-            const std::int64_t first_group = work.piece.k / work.weight.group_size;
-            const int group_quads = work.weight.group_size / QUAD, groups = work.piece.size / work.weight.group_size;
-            const int rows = work.rows;
-            const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + work.piece.k * rows) + row;
-            const std::int32_t* starts = work.sums.starts + first_group * PARTS * rows + row;
-            const std::int8_t* steps = work.panel.steps;
-            if (steps != nullptr) steps += first_group * PANEL;
-            int quad = 0;
-            for (int g = 0; g < groups; ++g, starts += PARTS * rows) {
-                for (int done = 0; done < group_quads; done += flush) {
-                    Ints added[ROWS][PAIR][PARTS];
-                    for (int r = 0; r < ROWS; ++r)
-                        for (int part = 0; part < PARTS; ++part) {
-                            const Ints start = all(done == 0 ? starts[part * rows + r] : 0);
-                            for (int c = 0; c < PAIR; ++c) added[r][c][part] = start;
-                        }
-                    for (int end = quad + flush; quad < end; ++quad, x += rows) {
+        const PenstockWeight& w = work.weight;
+        const Piece& piece = work.piece;
+        const int rows = work.rows, group_size = w.group_size, group_quads = group_size / QUAD, some = flush;
+        const std::int64_t first_group = static_cast<std::uint64_t>(piece.k) / static_cast<unsigned>(group_size);
+        const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + piece.k * rows) + row;
+        const std::int32_t* starts = work.sums.starts + first_group * PARTS * rows + row;
+        const std::int8_t* steps = work.panel.steps;
+        if (steps != nullptr) steps += first_group * PANEL;
+        std::int64_t k = piece.k, block_end = w.block_size > 0 ? piece.begin + w.block_size : INT64_MAX;
+        const std::int64_t end = piece.k + piece.size;
+        BlockSums<Ints, ROWS> block(work, half, row);
+        for (int quad = 0; k < end; starts += PARTS * rows) {
+            k += group_size;
+            for (const int group_end = quad + group_quads; quad < group_end;) {
+                Ints added[ROWS][PAIR][PARTS];
+                const bool first = quad + group_quads == group_end;
+#pragma GCC unroll 6
+                for (int r = 0; r < ROWS; ++r)
+                    for (int part = 0; part < PARTS; ++part) {
+                        const Ints start = all(first ? starts[part * rows + r] : 0);
+                        for (int c = 0; c < PAIR; ++c) added[r][c][part] = start;
+                    }
+                for (const int flush_end = quad + some; quad < flush_end; quad += UNROLLED) {
+#pragma GCC unroll 4
+                    for (int i = 0; i < UNROLLED; ++i, x += rows) {
                         Quad codes;
-                        load(quad, codes);
+                        load(quad + i, codes);
 #pragma GCC unroll 6
                         for (int r = 0; r < ROWS; ++r) {
                             const Ints of_row = all(x[r]);
@@ -291,19 +308,25 @@ struct IntegerCodes {
                                     Dot::add(added[r][c][part], codes[c][part], of_row);
                         }
                     }
-                    for (int c = 0; c < PAIR; ++c) {
-                        const Ints step = steps == nullptr ? all(ONE_WORDS)
-                                                           : Dot::load_steps(steps + register_of(half, c) * LANES);
-                        for (int r = 0; r < ROWS; ++r) {
-                            sums[r][c] = Dot::flush<0>(sums[r][c], added[r][c][0], step, steps != nullptr);
-                            if constexpr (PARTS == 2)
-                                sums[r][c] = Dot::flush<1>(sums[r][c], added[r][c][1], step, steps != nullptr);
-                        }
+                }
+                for (int c = 0; c < PAIR; ++c) {
+                    const Ints step =
+                        steps == nullptr ? all(ONE_WORDS) : Dot::load_steps(steps + register_of(half, c) * LANES);
+                    for (int r = 0; r < ROWS; ++r) {
+                        Ints& sum = block.sums[r][c];
+                        sum = Dot::flush<0>(sum, added[r][c][0], step, steps != nullptr);
+                        if constexpr (PARTS == 2)
+                            sum = Dot::flush<1>(sum, added[r][c][PARTS - 1], step, steps != nullptr);
                     }
                 }
-                if (steps != nullptr) steps += PANEL;
             }
-        });
+            if (steps != nullptr) steps += PANEL;
+            if (k >= block_end || (k >= end && piece.last)) {
+                block.finish(k);
+                block_end += w.block_size;
+            }
+        }
+        if (!piece.last) block.keep();
     }
 };
 
@@ -363,18 +386,26 @@ struct FloatCodes {
 
     template <int ROWS, class Load>
     PENSTOCK_INLINE void add_rows(const Work& work, int half, int row, const Load& load) const {
-        with_sums<Floats, ROWS>(work, half, row, [&](Floats (&sums)[ROWS][PAIR]) __attribute__((always_inline)) {
-            const float* x = reinterpret_cast<const float*>(work.operands) + work.piece.k * work.rows + row;
-            for (int quad = 0; quad < work.piece.size / QUAD; ++quad) {
-                Quad weights;
-                load(quad, weights);
+        const Piece& piece = work.piece;
+        const float* x = reinterpret_cast<const float*>(work.operands) + piece.k * work.rows + row;
+        BlockSums<Floats, ROWS> block(work, half, row);
+        std::int64_t k = piece.k, block_end = piece.begin + work.weight.block_size;
+        if (work.weight.block_size == 0) block_end = INT64_MAX;
+        for (const std::int64_t end = piece.k + piece.size; k < end;) {
+            Quad weights;
+            load(static_cast<int>(k - piece.k) / QUAD, weights);
+            k += QUAD;
 #pragma GCC unroll 4
-                for (int i = 0; i < QUAD; ++i, x += work.rows)
+            for (int i = 0; i < QUAD; ++i, x += work.rows)
 #pragma GCC unroll 12
-                    for (int r = 0; r < ROWS; ++r)
-                        for (int c = 0; c < PAIR; ++c) add(sums[r][c], weights[i][c], x[r] - Floats{});
+                for (int r = 0; r < ROWS; ++r)
+                    for (int c = 0; c < PAIR; ++c) add(block.sums[r][c], weights[i][c], x[r] - Floats{});
+            if (k >= block_end || (k >= end && piece.last)) {
+                block.finish(k);
+                block_end += work.weight.block_size;
             }
-        });
+        }
+        if (!piece.last) block.keep();
     }
 };
 
@@ -391,20 +422,23 @@ struct Prefetch {
     }
 };
 
-// The metadata of the block (or of the groups) some way ahead.
+// Prefetch the scales, mins and steps of as many elements as a piece has, AHEAD_BYTES of codes ahead.
 inline void prefetch_arrays(const PenstockWeight& w, const PanelArrays& panel, const Piece& piece, int bits) {
-    const std::int64_t k = piece.k + AHEAD_BYTES * 8 / (PANEL * bits), group = k / w.group_size;
-    const std::int64_t groups = piece.size / w.group_size;
-    const std::int64_t block = piece.block + (w.block_size > 0 ? (k - piece.begin) / w.block_size : 0);
+    const std::int64_t ahead = AHEAD_BYTES * 8 / (PANEL * bits), group = (piece.k + ahead) / w.group_size;
     const auto fetch = [](const void* array, std::int64_t from, std::int64_t bytes) {
         const char* at = static_cast<const char*>(array) + from;
         for (std::int64_t byte = 0; byte < bytes; byte += LINE) prefetch_to_l2(at + byte);
     };
-    const std::int64_t block_bytes = PANEL * scale_bytes(w.scale_type);
-    if (panel.scales != nullptr && piece.first) fetch(panel.scales, block * block_bytes, block_bytes);
-    if (panel.mins != nullptr && piece.first) fetch(panel.mins, block * block_bytes, block_bytes);
-    if (panel.steps != nullptr) fetch(panel.steps, group * PANEL, groups * PANEL);
-    if (panel.step_mins != nullptr) fetch(panel.step_mins, group * PANEL, groups * PANEL);
+    if (panel.scales != nullptr && piece.first) {
+        const std::int64_t of_block = PANEL * scale_bytes(w.scale_type);
+        const std::int64_t block = piece.block + (piece.k + ahead - piece.begin + w.block_size - 1) / w.block_size;
+        const std::int64_t bytes = (piece.size + w.block_size - 1) / w.block_size * of_block;
+        fetch(panel.scales, block * of_block, bytes);
+        if (panel.mins != nullptr) fetch(panel.mins, block * of_block, bytes);
+    }
+    const std::int64_t bytes = piece.size / w.group_size * PANEL;
+    if (panel.steps != nullptr) fetch(panel.steps, group * PANEL, bytes);
+    if (panel.step_mins != nullptr) fetch(panel.step_mins, group * PANEL, bytes);
 }
 
 template <int ROWS, class Codes>
