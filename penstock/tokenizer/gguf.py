@@ -119,7 +119,8 @@ def gguf_backend(path: Path) -> tuple[Backend, dict[str, Any]]:
         for key, item in metadata.items()
         if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")
     }
-    return backend, named | flags | ({"chat_template": templates} if templates else {})
+    template = templates.get("default") if len(templates) == 1 else templates or None
+    return backend, named | flags | {"chat_template": template}
 
 
 @dataclass(frozen=True, slots=True)

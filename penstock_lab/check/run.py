@@ -128,7 +128,7 @@ def _compare_models(
     check_memory({"float32 weights of Transformers' model": 4 * sum(stored)}, free_memory_bytes())
     theirs = setting.directory if against is None else resolve_model(against)
     beside = f"with {against}" if against is not None else ""
-    if setting.is_coded and against is None:
+    if against is None and (setting.is_coded or theirs.is_file()):
         theirs, beside = scratch / "decoded", "with the decoded weights"
         rewrite_model(str(setting.directory), theirs, "transformers", 2**62, decoded="F32")
     architecture = load_model_config(theirs).architecture

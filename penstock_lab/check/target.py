@@ -85,6 +85,8 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
             )
         if any(directory.glob("*.bin")):
             find_files(directory)  # refuses a pickle, because random weights in its place would prove nothing about it
+        if directory.is_file():  # of GGUF: without a config.json, on which a certificate would depend
+            return Target(directory, fingerprint(directory), None)
         if any((directory / name).is_file() for name in (SINGLE, INDEX)):
             return Target(directory, fingerprint(directory), directory / CONFIG)
     return _tiny_target(directory, scratch, directory / CONFIG)

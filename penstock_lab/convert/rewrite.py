@@ -28,7 +28,11 @@ from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import UINT8, ArrayType
 from penstock.models.config_json import load_model_config
 from penstock.spec.config_file import CONFIG, read_config
+from penstock.spec.gguf import is_gguf
+from penstock.spec.gguf_config import config_of_gguf
 from penstock.spec.param_table import Layout, Parameter
+from penstock.tokenizer.gguf import gguf_backend
+from penstock.tokenizer.hf import load_tokenizer
 from penstock.weights.hub import resolve_model
 from penstock.weights.packed import find_packed, read_info
 from penstock.weights.rows import PIECE_BYTES, RoundedRows, read_rows, tensor_rows
@@ -115,6 +119,11 @@ class Destination:
 
         decoded: the weights are no longer quantised, so config.json must not say that they are.
         """
+        if is_gguf(source):
+            for name, contents in directory_of_gguf(source).items():
+                with self.file(name) as stream:
+                    stream.write(contents.encode() + b"\n")
+            return
         for file in sorted({file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}):
             self.copy(file)
         if (source / CONFIG).exists() and not decoded:
@@ -179,6 +188,19 @@ class Destination:
 
     def _refused(self, reason: str) -> InvalidRequestError:
         return InvalidRequestError(f"dst: {str(self.path)!r} {reason}", param="dst")
+
+
+def directory_of_gguf(source: Path) -> dict[str, str]:
+    """Return the files that a model directory would have instead of the metadata of a GGUF file, config.json last."""
+    config, generation = config_of_gguf(source)
+    _, settings = gguf_backend(source)
+    objects = {
+        "tokenizer_config.json": {name: value for name, value in settings.items() if value is not None},
+        "generation_config.json": generation,
+        CONFIG: config,
+    }
+    texts = {name: json.dumps(contents, indent=2) for name, contents in objects.items()}
+    return {"tokenizer.json": load_tokenizer(source).to_json(), **texts}
 
 
 def _unfinished(file: Path) -> Path:
