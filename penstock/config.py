@@ -8,6 +8,7 @@ which is read only after such a mistake.
 """
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable
@@ -174,8 +175,8 @@ class SchedulerConfig:
             source += ", extended by its rotary scaling"
         if self.max_model_len is None:
             choices["max_model_len"] = model.context, source
-        elif self.max_model_len > model.context:
-            raise fail("max_model_len", self.max_model_len, f"at most {source} = {model.context}")
+        elif self.max_model_len > model.longest_context:
+            raise fail("max_model_len", self.max_model_len, _longest(model, source, self.max_model_len))
         num_tokens = self.max_num_batched_tokens
         if num_tokens is None:
             num_tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs)
@@ -183,6 +184,18 @@ class SchedulerConfig:
         if self.max_num_seqs > num_tokens:
             choices["max_num_seqs"] = num_tokens, "max_num_batched_tokens, as each request needs a token per step"
         return _apply(self, choices)
+
+
+def _longest(model: "ModelConfig", source: str, wanted: int) -> str:
+    """Say how long a context may be, and what makes it longer."""
+    if model.longest_context > model.context:
+        return f"at most the rotary factor times the original context = {model.longest_context}"
+    allowed = f"at most {source} = {model.context}"
+    if model.rope is None or model.rope.rope_type != "default" or model.local_rope is not None:
+        return allowed
+    factor = -(-wanted // model.context)
+    scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": model.context}
+    return f"{allowed}; if the model's card allows it, --rope-scaling '{json.dumps(scaling)}' extends it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +374,12 @@ class NumericsConfig:
     quantization_group_size: int | None = option(None, (None, *GROUP_SIZES), "weights per scale of int4 (default: 128)")
     activation_dtype: str = option(
         "auto", ACTIVATION_DTYPES, "what the weights of a quantised checkpoint are multiplied with (default: int8-x2)"
+    )
+    hf_overrides: dict[str, Any] | None = option(
+        None, dict, 'values that replace those of config.json, like {"rope_theta": 1e6}; null removes a key'
+    )
+    rope_scaling: dict[str, Any] | None = option(
+        None, dict, 'rotary scaling instead of that of config.json, like {"rope_type": "yarn", "factor": 4.0}'
     )
     model_impl: str = option("auto", str, "which registered implementation of the architecture computes")
     load_format: str = option(

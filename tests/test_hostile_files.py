@@ -94,10 +94,9 @@ def test_code_from_a_checkpoint_is_never_run(tmp_path) -> None:
     config = source / "config.json"
     config.write_text(config.read_text().replace("{", '{"auto_map": {"AutoConfig": "evil.Evil"},', 1))
     (source / "evil.py").write_text("open('ran', 'w')\nclass Evil: pass\n")
-    command = [sys.executable, "-O", "-m", "penstock", "generate", str(source), "-p", "x"]
+    command = [sys.executable, "-O", "-c", "import sys; from penstock import LLM; LLM(model=sys.argv[1])", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=source)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "auto_map" in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     assert not (source / "ran").exists()
 
 

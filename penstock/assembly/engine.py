@@ -291,8 +291,11 @@ def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool 
     weights: Weights
     if instance is None:
         weights = resolve_model(config.model, weights=needs_weights)
-        model_config = load_model_config(weights)
+        model_config = load_model_config(weights, config.numerics.hf_overrides, config.numerics.rope_scaling)
     else:
+        for name in ("hf_overrides", "rope_scaling"):
+            if getattr(config.numerics, name) is not None:
+                raise fail(name, getattr(config.numerics, name), "null: a model object has no config.json")
         found = ModelInstance.of(instance)
         model_config, weights = found.config, found.weights
     try:  # requests without parameters get these

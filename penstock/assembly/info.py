@@ -29,7 +29,7 @@ def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, w
         digest = config.numerics.load_format
     else:
         digest = fingerprint(weights) if isinstance(weights, Path) else weights.fingerprint()
-    choices_made = {**config.reasons, "kv_cache_memory_bytes": plan.reason}
+    choices_made = {**config.reasons, "kv_cache_memory_bytes": plan.reason, **model_config.notes}
     if model_config.ignored_generation:
         choices_made["generation_config.json"] = f"{', '.join(model_config.ignored_generation)}: not applied"
     return ModelInfo(

@@ -6,19 +6,21 @@ and that of Transformers 5 (`rope_parameters`, `dtype`). The keys of an architec
 (models/<family>/config.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelLoadError, nearest, shown
 from penstock.models.registry import ARCHITECTURES, HEADLESS, find_architecture, unsupported
-from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported
+from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported, with_overrides
 from penstock.spec.config_reader import ConfigReader, read_json
 from penstock.spec.generation_config import read_ignored, read_sampling
 from penstock.spec.gguf import is_gguf
 from penstock.spec.gguf_config import config_of_gguf
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.quantization import KEY, find_quantization, parse_quantization
+from penstock.spec.text_part import decoder_config
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -28,8 +30,10 @@ HARMLESS_KEYS = """
     output_hidden_states output_attentions return_dict chunk_size_feed_forward pretraining_tp torchscript
     use_bfloat16 gradient_checkpointing finetuning_task task_specific_params problem_type id2label label2id num_labels
     name_or_path tokenizer_class tokenizer_max_length prefix pad_token_id sep_token_id decoder_start_token_id
-    attn_implementation experts_implementation tf_legacy_loss unsloth_version unsloth_fixed transformers.js_config
-    is_llama_config max_sequence_length is_matryoshka matryoshka_dimensions
+    unk_token_id attn_implementation experts_implementation tf_legacy_loss unsloth_version unsloth_fixed
+    transformers.js_config is_llama_config max_sequence_length model_max_length is_matryoshka matryoshka_dimensions
+    keys_to_ignore_at_inference hidden_dropout_prob attention_probs_dropout_prob dropout layerdrop
+    num_logits_to_keep logits_to_keep
 
     max_length min_length do_sample num_beams temperature top_k top_p min_p typical_p repetition_penalty
     length_penalty diversity_penalty num_beam_groups num_return_sequences no_repeat_ngram_size early_stopping
@@ -53,8 +57,15 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
-def load_model_config(directory: str | Path) -> ModelConfig:
+def load_model_config(
+    directory: str | Path,
+    hf_overrides: Mapping[str, Any] | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+) -> ModelConfig:
     """Read the ModelConfig of a model directory from its config.json and, if it exists, generation_config.json.
+
+    hf_overrides: values that replace those of config.json, or join them.
+    rope_scaling: replaces the file's rotary scaling.
 
     Raises:
         ModelLoadError: as in parse_model_config; the message begins with the directory.
@@ -69,6 +80,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
         config |= {} if quantization is None else {KEY: quantization}
         generation_file = directory / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else None
+    config = with_overrides(config, hf_overrides or {}, rope_scaling)
     try:
         return parse_model_config(config, generation)
     except ModelLoadError as error:
@@ -82,12 +94,22 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         ModelLoadError: a key is missing, wrong, contradictory or unknown, or the architecture is not supported.
         NotSupportedError: a method of quantisation, or a kind of rotary scaling, is not supported.
     """
-    read = ConfigReader(config, "config.json")
+    decoder = decoder_config(config)
+    if decoder is not None:
+        config, beside = decoder
+        around = ConfigReader(beside, "config.json")
+        around.neutral(NEUTRAL)
+        around.finish({*HARMLESS, "architectures", "model_type", "auto_map"})
+    read = ConfigReader(config, "config.json" if decoder is None or not beside else "config.json: text_config")
     generation = ConfigReader(generation_config or {}, "generation_config.json")
     name = _read_name(read)
-    _refuse_unsupported(read, name)
+    if name not in {*ARCHITECTURES, *HEADLESS}:
+        raise unsupported(name, why_unsupported(str(read.raw("model_type"))))
     architecture = find_architecture(name)
     quantization = parse_quantization(read.raw(KEY)) if read.section(KEY) else None
+    notes = {"auto_map": "not followed: code of a checkpoint is never run"} if read.has("auto_map") else {}
+    if decoder is not None:
+        notes["vision_config"] = "images are not served, only the text part of this checkpoint"
     if architecture.model_type is not None:
         read.choice("model_type", [architecture.model_type])
     read.neutral(NEUTRAL)
@@ -106,6 +128,8 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         quantization=quantization,
         default_sampling=read_sampling(generation),
         ignored_generation=read_ignored(generation),
+        is_text_part=decoder is not None,
+        notes=notes,
     )
     for rope in (result.rope, result.local_rope):
         if rope is not None:
@@ -142,21 +166,6 @@ def _read_name(read: ConfigReader) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise read.fail("architectures", "a list of one of " + ", ".join(sorted(ARCHITECTURES)))
     return names[0]
-
-
-def _refuse_unsupported(read: ConfigReader, name: str) -> None:
-    """Refuse models of another kind, code from the checkpoint, and formats that are not supported.
-
-    The kind is checked first: files of such models often ask for code too, and removing that key would not help.
-    """
-    kind = why_unsupported(str(read.raw("model_type")))
-    if name not in {*ARCHITECTURES, *HEADLESS} and (kind or why_unsupported(name)):
-        raise unsupported(name, kind)
-    if read.has("auto_map"):
-        raise ModelLoadError(
-            "config.json: auto_map asks for Python code from the checkpoint; such code is never run. "
-            "Remove the key if the architecture is one of " + ", ".join(sorted(ARCHITECTURES))
-        )
 
 
 def _read_ids(key: str, vocab_size: int, *files: ConfigReader) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ A directory of another kind, or of another kind of model, is refused by name.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,36 @@ def read_config(directory: Path) -> dict[str, Any]:
         return config_of_params(values) if is_params else modern_falcon(values)
     except ModelLoadError as error:
         raise ModelLoadError(f"{directory}: {error}") from None
+
+
+def with_overrides(
+    config: Mapping[str, Any], hf_overrides: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Replace values of a config.json, section by section. Null removes a key.
+
+    rope_scaling: replaces the section of this name, in the config of the text part if there is one; `rope_theta` stays.
+    """
+    result = dict(config)
+    for key, value in hf_overrides.items():
+        section = result.get(key)
+        if isinstance(section, Mapping) and isinstance(value, Mapping):
+            result[key] = with_overrides(section, value, None)
+        else:
+            result[key] = value
+    if rope_scaling is not None:
+        text = result.get("text_config")
+        place = result
+        if isinstance(text, Mapping):
+            place = result["text_config"] = dict(text)
+        parameters = place.get("rope_parameters")
+        if isinstance(parameters, Mapping):  # the keys of Transformers 5
+            by_type = isinstance(parameters.get("full_attention"), Mapping)
+            found = parameters["full_attention"] if by_type else parameters
+            scaled = {"rope_theta": found.get("rope_theta"), **rope_scaling}
+            place["rope_parameters"] = {**parameters, "full_attention": scaled} if by_type else scaled
+        else:
+            place["rope_scaling"] = dict(rope_scaling)
+    return result
 
 
 def why_unsupported(architecture: str) -> str | None:

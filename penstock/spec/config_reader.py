@@ -107,18 +107,22 @@ class ConfigReader:
                 raise self.fail(key, f"{json.dumps(value)}, or absent")
 
     def unread(self, harmless: Collection[str]) -> list[str]:
-        """List the sorted keys that were not read, are not harmless and do not begin with an underscore."""
-        return sorted(key for key in self._values if key not in self._read and key not in harmless and key[:1] != "_")
+        """List the sorted keys that were not read, are not null or harmless and do not begin with an underscore."""
+        ignored = {*self._read, *harmless, *(key for key, value in self._values.items() if value is None)}
+        return sorted(key for key in self._values if key not in ignored and key[:1] != "_")
 
     def finish(self, harmless: Collection[str]) -> None:
         """Raise ModelLoadError if a key that is not harmless is still unread."""
         unknown = self.unread(harmless)
         if unknown:
             key = unknown[0]
+            override: dict[str, Any] = dict.fromkeys(unknown)
+            for section in reversed(self.where.split(": ")[1:]):
+                override = {section: override}
             raise ModelLoadError(
                 f"{self.where}: {key} = {shown(self._values[key])} is unknown, and it may change what the model "
-                f"computes; remove it if it does not (unknown keys: {', '.join(unknown)}). In a family of your own, "
-                f"read it, or pass it to harmless()"
+                f"computes; if it does not, --hf-overrides '{json.dumps(override)}' leaves it out. In a "
+                f"family of your own, read it, or pass it to harmless()"
             )
 
     def _value_or(self, key: str, default: Any) -> Any:

@@ -92,6 +92,8 @@ class ModelConfig:
             default version.
         ignored_generation: sorted keys of generation_config.json that would change the answer or are unknown. They are
             not applied, and the user is warned.
+        is_text_part: whether the checkpoint is multimodal, so that some of its tensors are not for text.
+        notes: what a user has to know about the file: the key that it is about -> one line.
     """
 
     architecture: str
@@ -133,12 +135,21 @@ class ModelConfig:
     default_sampling: dict[str, Any] = field(default_factory=dict, hash=False)
     model_impl: str = "auto"
     ignored_generation: tuple[str, ...] = field(default=(), repr=False)  # repr has only what answers depend on
+    is_text_part: bool = field(default=False, repr=False)
+    notes: dict[str, str] = field(default_factory=dict, repr=False, hash=False)
 
     @property
     def context(self) -> int:
         """Compute the largest number of tokens in a text: max_position_embeddings times any dynamic rotary factor."""
         stretch = self.rope.factor if self.rope is not None and self.rope.rope_type == "dynamic" else 1.0
         return int(self.max_position_embeddings * stretch)
+
+    @property
+    def longest_context(self) -> int:
+        """Compute the largest context that a user may ask for: with "yarn", the original one times the factor."""
+        if self.rope is None or self.rope.rope_type != "yarn":
+            return self.context
+        return max(self.context, int(self.rope.original_max_position_embeddings * self.rope.factor))
 
     def cache_groups(self) -> list[tuple[tuple[int, ...], int | None]]:
         """Group the layers with the same window: (their indices, the window), ordered by first layer."""

@@ -27,6 +27,7 @@ from penstock.spec.gguf import is_gguf
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
 from penstock.spec.quantization import Quantization, read_quantization
+from penstock.spec.text_part import IMAGE_TENSORS, text_name
 from penstock.weights.gguf import GGUFCheckpoint
 from penstock.weights.quantized import QuantizedCheckpoint, usual_coding
 from penstock.weights.rows import RoundedRows, parameter_rows, read_rows, runs_of
@@ -51,26 +52,38 @@ class Match:
     ignored: tuple[str, ...]  # tensors that hold no values of the model, by the checkpoint's names
 
 
-def match(entries: Mapping[str, TensorEntry], parameters: Mapping[str, Parameter], table: ParamTable) -> Match:
+def match(
+    entries: Mapping[str, TensorEntry],
+    parameters: Mapping[str, Parameter],
+    table: ParamTable,
+    *,
+    is_text_part: bool = False,
+) -> Match:
     """Find every parameter, in the first of its layouts that is complete in the checkpoint.
+
+    is_text_part: whether the checkpoint is multimodal: its names are translated, and tensors for images not used.
 
     Raises:
         ModelLoadError: a tensor is missing, has another shape, or belongs to no parameter.
     """
     known = {name for item in parameters.values() for layout in item.layouts for name in layout.sources}
-    stored = {_full_name(name, entries, known, table): name for name in entries}
+    texts = {text_name(name) if is_text_part else name: name for name in entries}
+    if len(texts) < len(entries):
+        raise ModelLoadError("the checkpoint holds tensors whose names differ only in where the text part is")
+    stored = {_full_name(text, texts, known, table): name for text, name in texts.items()}
     nearest = {name: _nearest(item, stored) for name, item in parameters.items()}
     layouts = {name: layout for name, layout in nearest.items() if layout.sources.keys() <= stored.keys()}
     required = [layout for name, layout in nearest.items() if parameters[name].tied_to is None]
     missing = dict.fromkeys(source for layout in required for source in layout.sources if source not in stored)
     used = {source for layout in nearest.values() for source in layout.sources}
     rest = [stored_name for name, stored_name in stored.items() if name not in used]
-    _check_names(list(missing), [name for name in rest if not table.ignores(name)])
+    images = {name for name in rest if is_text_part and IMAGE_TENSORS.match(name)}
+    _check_names(list(missing), [name for name in rest if name not in images and not table.ignores(name)])
     _check_shapes(layouts, stored, entries)
     return Match(layouts, stored, tuple(rest))
 
 
-def _full_name(name: str, entries: Mapping[str, TensorEntry], known: set[str], table: ParamTable) -> str:
+def _full_name(name: str, entries: Mapping[str, str], known: set[str], table: ParamTable) -> str:
     """Complete a checkpoint's name with the table's prefix, if the name is known only with it."""
     full = table.prefix + name
     return full if name not in known and full in known and full not in entries else name
@@ -141,7 +154,8 @@ def open_checkpoint_source(directory: str | Path | Checkpoint, model_config: Mod
     """Match a checkpoint with its architecture. Raise ModelLoadError if it does not fit."""
     checkpoint = directory if isinstance(directory, Checkpoint) else open_checkpoint(Path(directory))
     table = read_table(model_config)
-    return CheckpointSource(checkpoint, table, table.parameters(model_config))
+    parameters = table.parameters(model_config)
+    return CheckpointSource(checkpoint, table, parameters, is_text_part=model_config.is_text_part)
 
 
 def has_weights(directory: str | Path | Checkpoint) -> bool:
@@ -163,13 +177,20 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 class CheckpointSource:
     """Parameters from safetensors files."""
 
-    def __init__(self, checkpoint: Checkpoint, table: ParamTable, parameters: Mapping[str, Parameter]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        table: ParamTable,
+        parameters: Mapping[str, Parameter],
+        *,
+        is_text_part: bool = False,
+    ) -> None:
         """Match the checkpoint with the parameters of a table. Raise ModelLoadError if they do not fit (see match)."""
         self.parameters = parameters
         if isinstance(checkpoint, QuantizedCheckpoint):
             layouts = [layout for item in parameters.values() for layout in item.layouts]
             checkpoint.drop_zero_biases({name for layout in layouts for name in layout.sources})
-        self.match = match(checkpoint.entries, parameters, table)
+        self.match = match(checkpoint.entries, parameters, table, is_text_part=is_text_part)
         self._checkpoint = checkpoint
         stored = {name: parameter for name, parameter in parameters.items() if name in self.match.layouts}
         self._runs = {name: runs_of(self.stored(item)) if len(item.shape) > 1 else () for name, item in stored.items()}

@@ -71,7 +71,8 @@ def convert_model(
         raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to write")
     import_files(config.imports)
     source = resolve_model(config.model)
-    model_config = replace(load_model_config(source), model_impl=config.numerics.model_impl)
+    model_config = load_model_config(source, config.numerics.hf_overrides, config.numerics.rope_scaling)
+    model_config = replace(model_config, model_impl=config.numerics.model_impl)
     numerics = config.resolve(model_config).numerics
     if find_packed(source) is not None and numerics.load_format == "auto":
         raise InvalidRequestError(

@@ -50,7 +50,9 @@ class PlannedModel:
         _refuse_unplanned(config)
         import_files(config.imports)
         directory = resolve_model(config.model, weights=False)
-        model = replace(load_model_config(directory), model_impl=config.numerics.model_impl)
+        numerics = config.numerics
+        model = load_model_config(directory, numerics.hf_overrides, numerics.rope_scaling)
+        model = replace(model, model_impl=numerics.model_impl)
         numerics, _ = packed.fit(config.numerics, directory)
         stored = open_stored(directory, model, numerics.load_format, is_complete=False)
         numerics, _ = numerics.with_codings(stored.codings)

@@ -192,8 +192,13 @@ def test_unknown_architectures_and_remote_code() -> None:
     """Guards against running code of a checkpoint, and against an error that leaves the reader guessing."""
     with pytest.raises(ModelLoadError, match=r"Qwen9ForCausalLM.*supported are .*Mistral.*nearest: Qwen[23]For"):
         parse_model_config(LLAMA | {"architectures": ["Qwen9ForCausalLM"]})
-    with pytest.raises(ModelLoadError, match="auto_map"):
-        parse_model_config(LLAMA | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}})
+    auto_map = {"AutoModelForCausalLM": "modeling.Mine"}
+    assert "never run" in parse_model_config(LLAMA | {"auto_map": auto_map}).notes["auto_map"]
+    quantised = {"quantization_config": {"quant_method": "magic"}, "unheard_of": 1}
+    with pytest.raises(ModelLoadError, match=r"Qwen9ForCausalLM.*is not supported"):
+        parse_model_config(LLAMA | {"architectures": ["Qwen9ForCausalLM"], "auto_map": auto_map} | quantised)
+    with pytest.raises((ModelLoadError, NotSupportedError), match="quantization_config"):
+        parse_model_config(LLAMA | quantised)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from penstock.spec.config_rules import (
     Windows,
     fixed,
     gated_decoder,
+    harmless,
     no_windows,
     same_windows,
     sliding_window,
@@ -17,6 +18,7 @@ from penstock.spec.config_rules import (
 def read_llama(read: ConfigReader) -> Numbers:
     """Read the numbers of Llama."""
     numbers = gated_decoder(read) | attention_biases(read)
+    harmless(read, "activation")  # Falcon 3 repeats hidden_act, as "swiglu"
     return numbers | {
         "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
         "mlp_bias": read.boolean("mlp_bias", False),

@@ -15,6 +15,7 @@ from penstock.spec.config_rules import (
 )
 
 MAX_EXPERTS = 2**16
+NEUTRAL = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}  # keys of Qwen3-Coder
 TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 
 
@@ -38,6 +39,7 @@ def read_qwen3_moe(read: ConfigReader) -> Numbers:
     numbers = gated_decoder(read)  # head_dim defaults to hidden_size / heads, unlike Qwen3's
     layers = numbers["num_hidden_layers"]
     harmless(read, *TRAINING)
+    read.neutral(NEUTRAL)
     return {
         **numbers,
         **read_experts(read),

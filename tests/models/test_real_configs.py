@@ -1,0 +1,229 @@
+"""config.json files as models were published with them, shortened only where a key repeats what another file shows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig, SchedulerConfig
+from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.models.config_json import load_model_config, parse_model_config
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+    "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_CODER = {
+    "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 6144, "intermediate_size": 8192, "max_position_embeddings": 262144,
+    "max_window_layers": 62, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 2560,
+    "norm_topk_prob": True, "num_attention_heads": 96, "num_experts": 160, "num_experts_per_tok": 8,
+    "num_hidden_layers": 62, "num_key_value_heads": 8, "output_router_logits": False, "qkv_bias": False,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_qk_norm": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True,
+    "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 9,
+    "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "use_cache": True,
+    "vocab_size": 49152, "unk_token_id": 0,
+}  # fmt: skip
+FALCON3 = SMOLLM2 | {"activation": "swiglu", "head_dim": 256, "hidden_size": 2304, "rope_theta": 1000042}
+PHI4_MINI = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModel": "modeling_phi3.Phi3ForCausalLM"},
+    "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
+    "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+    "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 200064,
+}  # fmt: skip
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "vision_use_head": False},
+}  # fmt: skip
+QWEN25_VL = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_token_id": 151654,
+    "image_token_id": 151655, "video_token_id": 151656, "hidden_act": "silu", "hidden_size": 3584,
+    "intermediate_size": 18944, "max_position_embeddings": 128000, "max_window_layers": 28,
+    "model_type": "qwen2_5_vl", "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vision_config": {"depth": 32},
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vocab_size": 152064,
+}  # fmt: skip
+QWEN3_VL = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text", "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_theta": 5000000, "tie_word_embeddings": True, "use_cache": True,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": True, "video_token_id": 151656,
+    "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "model_type": "qwen3_vl"},
+}  # fmt: skip
+MISTRAL_SMALL_31 = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10, "model_type": "mistral3",
+    "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+        "initializer_range": 0.02, "intermediate_size": 32768, "max_position_embeddings": 131072,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None, "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16", "vision_config": {"model_type": "pixtral"}, "vision_feature_layer": -1,
+}  # fmt: skip
+WHOLE = {
+    "Qwen3-8B": (QWEN3, "Qwen3ForCausalLM", 4096),
+    "Qwen3-Coder": (QWEN3_CODER, "Qwen3MoeForCausalLM", 6144),
+    "SmolLM2": (SMOLLM2, "LlamaForCausalLM", 576),
+    "Falcon3": (FALCON3, "LlamaForCausalLM", 2304),
+    "Phi-4-mini": (PHI4_MINI, "Phi3ForCausalLM", 3072),
+}
+TEXT_PARTS = {
+    "Gemma 3 4B": (GEMMA3_4B, "Gemma3ForCausalLM", 2560),
+    "Qwen2.5-VL 7B": (QWEN25_VL, "Qwen2ForCausalLM", 3584),
+    "Qwen3-VL 2B": (QWEN3_VL, "Qwen3ForCausalLM", 2048),
+    "Mistral Small 3.1": (MISTRAL_SMALL_31, "MistralForCausalLM", 5120),
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *TEXT_PARTS])
+def test_is_read(name: str) -> None:
+    """Guards against a real file that is refused for a key that changes nothing, or at the value that means off."""
+    config, architecture, hidden_size = (WHOLE | TEXT_PARTS)[name]
+    found = parse_model_config(config)
+    assert (found.architecture, found.hidden_size, found.dtype) == (architecture, hidden_size, "bfloat16")
+    assert found.is_text_part == (name in TEXT_PARTS)
+    assert ("vision_config" in found.notes) == (name in TEXT_PARTS)
+    assert ("auto_map" in found.notes) == ("auto_map" in config)
+
+
+def test_sizes_that_a_text_part_leaves_out() -> None:
+    """Guards against sizes of another Gemma, and end tokens that only the file around the section has."""
+    found = parse_model_config(GEMMA3_4B)
+    sizes = found.vocab_size, found.num_attention_heads, found.num_key_value_heads, found.head_dim
+    assert sizes == (262208, 8, 4, 256)
+    assert (found.max_position_embeddings, found.eos_token_ids) == (131072, (1, 106))
+    assert found.rope is not None
+    assert (found.rope.rope_type, found.rope.factor) == ("linear", 8.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (QWEN3_CODER, {"qkv_bias": True}, "qkv_bias = True"),
+        (QWEN3_CODER, {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size = 512"),
+        (QWEN3_CODER, {"use_qk_norm": False}, "use_qk_norm = False"),
+        (SMOLLM2, {"logit_scale": 2}, """logit_scale = 2 is unknown.*--hf-overrides '{"logit_scale": null}'"""),
+        (QWEN3_VL, {"logit_scale": 2}, """logit_scale = 2 is unknown.*'{"logit_scale": null}'"""),
+        (QWEN3_VL, {"is_encoder_decoder": True}, "is_encoder_decoder"),
+        (
+            QWEN3_VL,
+            {"text_config": QWEN3_VL["text_config"] | {"magic": 1}},
+            """text_config: magic = 1 is unknown.*'{"text_config": {"magic": null}}'""",
+        ),
+        (
+            MISTRAL_SMALL_31,
+            {"text_config": {"model_type": "ministral3"}},
+            "ministral3' is not supported in Mistral3For",
+        ),
+        (MISTRAL_SMALL_31, {"text_config": 5}, "text_config = 5 must be an object"),
+    ],
+)
+def test_what_changes_the_result_is_refused(config: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    """Guards against keys that are accepted with any value, and against a remedy that does not help."""
+    with pytest.raises(ModelLoadError, match=message):
+        parse_model_config(config | change)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def written(config: dict[str, Any]) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return written
+
+
+def test_overrides(write: Any) -> None:
+    """Guards against overrides that replace a whole section, or do not reach the section of the text part."""
+    directory = write(SMOLLM2 | {"logit_scale": 2})
+    assert load_model_config(directory, {"logit_scale": None, "rms_norm_eps": 1e-6}).norm_eps == 1e-6
+    directory = write(QWEN3_VL)
+    found = load_model_config(directory, {"text_config": {"num_hidden_layers": 2}})
+    assert (found.num_hidden_layers, found.hidden_size) == (2, 2048)
+    with pytest.raises(ModelLoadError, match="num_hidden_layers = 'two'"):
+        load_model_config(directory, {"text_config": {"num_hidden_layers": "two"}})
+
+
+@pytest.mark.parametrize("config", [QWEN3, QWEN3_VL, QWEN3 | {"rope_scaling": YARN | {"factor": 2.0}}])
+def test_rope_scaling(write: Any, config: dict[str, Any]) -> None:
+    """Guards against a lost rope_theta, and against scaling that stands beside that of the file."""
+    directory = write(config)
+    plain, scaled = load_model_config(directory), load_model_config(directory, None, YARN)
+    assert plain.rope is not None
+    assert scaled.rope is not None
+    assert (scaled.rope.rope_type, scaled.rope.factor, scaled.rope.theta) == ("yarn", 4.0, plain.rope.theta)
+
+
+@pytest.mark.parametrize("by_type", [False, True])
+def test_rope_scaling_with_the_keys_of_transformers_5(write: Any, by_type: bool) -> None:
+    """Guards against two sections that contradict each other."""
+    section: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
+    config = {**QWEN3, "rope_parameters": section}
+    if by_type:
+        text = GEMMA3_4B["text_config"] | {"rope_scaling": None}
+        config = GEMMA3_4B | {"text_config": text | {"rope_parameters": {"full_attention": section}}}
+    else:
+        del config["rope_theta"], config["rope_scaling"]
+    rope = load_model_config(write(config), None, YARN).rope
+    assert rope is not None
+    assert (rope.rope_type, rope.theta) == ("yarn", 5e5)
+
+
+def test_the_longest_context_with_yarn(write: Any) -> None:
+    """Guards against Qwen's longer context being refused, and against an error that does not name the remedy."""
+    yarn = load_model_config(write(QWEN3), None, YARN)
+    assert SchedulerConfig().resolve(yarn)[0].max_model_len == 40960
+    assert SchedulerConfig(max_model_len=131072).resolve(yarn)[0].max_model_len == 131072
+    with pytest.raises(InvalidRequestError, match="at most the rotary factor times the original context = 131072"):
+        SchedulerConfig(max_model_len=131073).resolve(yarn)
+    remedy = (
+        """= 40960; .*--rope-scaling '{"rope_type": "yarn", "factor": 4.0, "original_max_position_emb.*": 40960}'"""
+    )
+    with pytest.raises(InvalidRequestError, match=remedy):
+        SchedulerConfig(max_model_len=131072).resolve(parse_model_config(QWEN3))
+
+
+def test_the_options_are_options_of_the_engine() -> None:
+    """Guards against options that only a Python call has."""
+    config = EngineConfig.from_options(hf_overrides={"rope_theta": 1e6}, rope_scaling=YARN)
+    assert (config.numerics.hf_overrides, config.numerics.rope_scaling) == ({"rope_theta": 1e6}, YARN)
+    with pytest.raises(InvalidRequestError, match="hf_overrides"):
+        EngineConfig.from_options(hf_overrides="{}")
