@@ -73,8 +73,8 @@ class CacheConfig:
 
     A block_size of max_model_len or more gives every request one block, which is a ring in layers with a window; prefix
     caching is then off. An int8 cache takes half the memory of a bfloat16 cache; kv_cache_scales is a safetensors file
-    (weights/kv_scales.py). If kv_cache_memory_bytes is None, assembly.memory computes it, from what `memory` leaves if
-    that is given.
+    or a checkpoint's directory (weights/kv_scales.py). If kv_cache_memory_bytes is None, assembly.memory computes it,
+    from what `memory` leaves if that is given.
     """
 
     block_size: int | None = option(
@@ -84,7 +84,7 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option("auto", KV_CACHE_DTYPES, "type of the cached keys and values")
     kv_cache_scales: str | None = option(
-        None, str, "file of scales per channel for an int8 cache (default: scales per token)"
+        None, str, "scales of an int8 cache: a file, or the directory of a checkpoint (default: scales per token)"
     )
     kv_cache_memory_bytes: int | None = option(None, range(1, 2**50 + 1), "memory for the cache, like 2GiB")
     memory: int | None = option(None, range(1, 2**50 + 1), "memory for the whole engine, weights included, like 8GiB")

@@ -32,6 +32,8 @@ def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, w
     choices_made = {**config.reasons, "kv_cache_memory_bytes": plan.reason, **model_config.notes}
     if model_config.ignored_generation:
         choices_made["generation_config.json"] = f"{', '.join(model_config.ignored_generation)}: not applied"
+    if model_config.quantization and model_config.quantization.kv_levels and config.cache.kv_cache_scales is None:
+        choices_made["kv_cache_scales"] = "those of the checkpoint are not applied; name its directory to use them"
     return ModelInfo(
         model=config.model,
         max_model_len=config.scheduler.max_model_len or 0,

@@ -34,7 +34,7 @@ class Quantization:
         is_float: codes are small floating-point numbers, of FP8 or FP4, instead of integers.
         symmetric: all zero points are in the middle of the codes, so that they need not be kept (GPTQ).
         zero_offset: what is added to stored zero points: 1 in the first format of GPTQ.
-        has_kv_scales: the file asks for a quantised key/value cache.
+        kv_levels: the largest number that the scales of a key/value cache stand for, 448 (FP8) or 127; 0: no scales.
     """
 
     method: str
@@ -44,7 +44,7 @@ class Quantization:
     is_float: bool = False
     symmetric: bool = False
     zero_offset: int = 0
-    has_kv_scales: bool = False
+    kv_levels: int = 0
 
 
 # Keys that say how a file was made, which modules were left as they were, or how another engine computes with it.
@@ -187,6 +187,14 @@ def _block(read: ConfigReader, key: str) -> tuple[tuple[int, int], ...]:
     return ((size[0], size[1]),)
 
 
+def _kv_levels(read: ConfigReader) -> int:
+    scheme = read.raw("kv_cache_scheme")
+    given = [scheme, *(read.raw(key) for key in ("kv_cache_quant_algo", "kv_cache_quant_method"))]
+    if not any(given):
+        return 0
+    return 127 if isinstance(scheme, dict) and scheme.get("type") == "int" else 448
+
+
 def _awq(read: ConfigReader) -> Quantization:
     """AutoAWQ's format. Before Transformers knew it, keys had other names."""
     old = read.has("w_bit")
@@ -276,7 +284,7 @@ def _compressed_tensors(read: ConfigReader) -> Quantization:
         blocks=tuple(sorted(blocks)),
         is_float=is_float,
         symmetric=symmetric,
-        has_kv_scales=read.has("kv_cache_scheme"),
+        kv_levels=_kv_levels(read),
     )
 
 
@@ -285,9 +293,8 @@ def _fp8(read: ConfigReader) -> Quantization:
     read.choice("fmt", ("e4m3",), "e4m3")
     read.choice("scale_fmt", ("float", "ue8m0"), "float")
     read.neutral({"dequantize": False, "expert_dtype": "fp8", "is_checkpoint_fp8_serialized": True})
-    kv_cache = any([read.has("kv_cache_scheme"), read.has("kv_cache_quant_method")])
     method, blocks = str(read.raw("quant_method")), _block(read, "weight_block_size")
-    return Quantization(method, (8,), blocks=blocks, is_float=True, has_kv_scales=kv_cache)
+    return Quantization(method, (8,), blocks=blocks, is_float=True, kv_levels=_kv_levels(read))
 
 
 def _mxfp4(read: ConfigReader) -> Quantization:
@@ -307,7 +314,6 @@ def _bitsandbytes(read: ConfigReader) -> Quantization:
 
 def _modelopt(read: ConfigReader) -> Quantization | None:
     algorithms = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
-    kv_cache = any([read.has("kv_cache_quant_algo"), read.has("kv_cache_scheme")])
     _group(read)
     read.neutral({"has_zero_point": False, "pre_quant_scale": False})
     for key in ("config_groups", "quantized_layers"):  # repeat what is seen from the tensors
@@ -315,9 +321,9 @@ def _modelopt(read: ConfigReader) -> Quantization | None:
     if read.raw("quant_algo") is None:
         return None
     if read.choice("quant_algo", algorithms) == "MIXED_PRECISION":
-        return Quantization("modelopt", is_float=True, has_kv_scales=kv_cache)
+        return Quantization("modelopt", is_float=True, kv_levels=_kv_levels(read))
     bits = 4 if "NVFP4" in read.choice("quant_algo", algorithms) else 8
-    return Quantization("modelopt", (bits,), (16,) if bits == 4 else (), is_float=True, has_kv_scales=kv_cache)
+    return Quantization("modelopt", (bits,), (16,) if bits == 4 else (), is_float=True, kv_levels=_kv_levels(read))
 
 
 METHODS: dict[str, Callable[[ConfigReader], Quantization | None]] = {

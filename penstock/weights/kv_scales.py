@@ -3,12 +3,17 @@
     layers.{i}.key_scale, layers.{i}.value_scale      for every layer; from 2^-60 to 2^60
     layers.{i}.key_offset, layers.{i}.value_offset    optional, default 0; |offset * scale| at most 2^60
 
+A directory in place of the file is a quantised checkpoint, whose `k_scale` and `v_scale` are used. They are made for an
+FP8 cache, whose largest number is 448; that of int8 is 127.
+
 Each tensor is one number, [Hkv] or [Hkv, D], of any float type. A stored integer B represents (B + offset) * scale
 (reference/quantized_kv.py).
 """
 
 import hashlib
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +23,13 @@ from penstock.errors import InvalidRequestError, ModelLoadError, fail, shown
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.tensors import FLOAT32, Array, rounded
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.safetensors import FLOATS, FileRows, TensorEntry, read_entries
+from penstock.spec.quantization import read_quantization
+from penstock.weights.safetensors import FLOATS, FileRows, TensorEntry, find_files, fingerprint, read_entries
 
 SCALES = ("key_scale", "value_scale")
 OFFSETS = ("key_offset", "value_offset")
+IN_CHECKPOINT = re.compile(r"layers\.(\d+)\.(?:self_attn|attn|attention)\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
+FP8_LEVELS, INT8_LEVELS = 448, 127
 LEAST, GREATEST = 2.0**-60, 2.0**60  # so that no score or sum overflows float32
 
 
@@ -41,12 +49,14 @@ def read_kv_scales(file: Path, num_layers: int, num_kv_heads: int, head_dim: int
             or out of range. The message names the tensor.
     """
     try:
-        found = file.is_file()
+        found = file.is_file() or any(file.glob("*.safetensors"))
     except (OSError, ValueError):  # the name is too long, or contains a NUL
         found = False
     if not found:
-        raise fail("kv_cache_scales", str(file), "a safetensors file")
+        raise fail("kv_cache_scales", str(file), "a safetensors file, or the directory of a checkpoint")
     try:
+        if file.is_dir():
+            return _read_checkpoint(file, num_layers, (num_kv_heads, head_dim))
         return _read_layers(file, num_layers, (num_kv_heads, head_dim))
     except ModelLoadError as error:
         raise InvalidRequestError(f"kv_cache_scales: {error}", param="kv_cache_scales") from error
@@ -63,8 +73,27 @@ def _read_layers(file: Path, num_layers: int, shape: tuple[int, int]) -> tuple[K
     return tuple(_layer(file, entries, f"layers.{layer}.", shape) for layer in range(num_layers))
 
 
+def _read_checkpoint(directory: Path, num_layers: int, shape: tuple[int, int]) -> tuple[KVScales, ...]:
+    """Read the scales of a checkpoint, which stand beside the weights of attention under several names."""
+    entries = {}
+    for file in find_files(directory):
+        for name, entry in read_entries(file).items():
+            if match := IN_CHECKPOINT.search(name):
+                entries[f"layers.{match[1]}.{'key' if match[2] == 'k' else 'value'}_scale"] = entry
+    quantization = read_quantization(directory)
+    levels = (0 if quantization is None else quantization.kv_levels) or FP8_LEVELS
+    factor = FLOAT32.type(levels / INT8_LEVELS)
+    layers = [_layer(directory, entries, f"layers.{layer}.", shape) for layer in range(num_layers)]
+    return tuple(
+        replace(layer, key_scales=layer.key_scales * factor, value_scales=layer.value_scales * factor)
+        for layer in layers
+    )
+
+
 def kv_scales_fingerprint(file: Path) -> str:
     """Hash the file's contents. Raise ModelLoadError if it cannot be read."""
+    if file.is_dir():
+        return fingerprint(file)
     try:
         return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     except OSError as error:

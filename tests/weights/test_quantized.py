@@ -18,10 +18,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from penstock import LLM, SamplingParams
+from penstock.assembly import build_engine
+from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError, PenstockError
+from penstock.kernels.backends import load_ops
 from penstock.kernels.coding import CodedRows
+from penstock.kernels.ops import Packing
 from penstock.kernels.tensors import Array
 from penstock.spec.quantization import parse_quantization
+from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.quantized import QuantizedCheckpoint
 from penstock_lab.prove.file_mutations import mutate_json, mutate_safetensors
 from tests.hf_models import TINY, make_llama, make_qwen2, randomise
@@ -63,6 +68,19 @@ def test_values_are_those_of_the_formats_own_package(name: str, tmp_path: Path) 
         np.testing.assert_allclose(values, expected, rtol=1.01 * ULP)
     else:
         np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.skipif(not levels(), reason="no native kernels here")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_native_products_with_every_format(name: str, tmp_path: Path) -> None:
+    """Guards against a coding that the reader makes and the kernels refuse, or multiply with other scales."""
+    checkpoint, values = golden(name, tmp_path)
+    rows, ops = checkpoint.rows("m.weight"), load_ops("cpu", np.dtype(np.float32))
+    assert isinstance(rows, CodedRows)
+    weight = ops.pack_linear(rows, None, Packing(coding=rows.coding, slices=3))
+    x = np.random.default_rng(0).standard_normal((5, values.shape[1])).astype(np.float32)
+    expected = x.astype(np.float64) @ values.T
+    assert np.abs(ops.linear(ops.tensor(x), weight) - expected).max() < 1e-6 * np.abs(expected).max()
 
 
 # Descriptions as they are published, with the keys of their writers, and what they say: bits, group sizes, zero_offset.
@@ -405,9 +423,17 @@ def test_a_description_beside_config_json(tmp_path: Path) -> None:
     quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     (directory / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
     tensors = load_file(directory / "model.safetensors")
-    tensors |= {f"model.layers.{layer}.self_attn.{x}_proj.{x}_scale": torch.ones(()) for layer in (0, 1) for x in "kv"}
-    save_file(tensors, directory / "model.safetensors")
+    places = [(layer, x) for layer in (0, 1) for x in "kv"]
+    scales = {f"model.layers.{layer}.self_attn.{x}_proj.{x}_scale": torch.tensor(0.03 + layer) for layer, x in places}
+    save_file(tensors | scales, directory / "model.safetensors")
     assert np.abs(logits_of(directory) - expected).max() < 1e-3 * np.abs(expected).max()
+    first, second = read_kv_scales(directory, 2, 2, 32)  # where asked: for int8, whose largest number is 127
+    for found, scale in ((first, 0.03), (second, 1.03)):
+        for values in (found.key_scales, found.value_scales):
+            np.testing.assert_allclose(values, np.full((2, 32), scale * 448 / 127), rtol=1e-6)
+    for options in ({}, {"kv_cache_dtype": "int8", "kv_cache_scales": str(directory)}):
+        built = build_engine(EngineConfig.from_options(model=str(directory), kernels="reference", **options))
+        assert ("kv_cache_scales" in built.info.choices_made) == (not options)
 
 
 def test_biases_of_zeros(tmp_path: Path) -> None:
