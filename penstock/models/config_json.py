@@ -20,7 +20,7 @@ from penstock.spec.gguf import is_gguf
 from penstock.spec.gguf_config import config_of_gguf
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.quantization import KEY, find_quantization, parse_quantization
-from penstock.spec.text_part import decoder_config
+from penstock.spec.text_part import TIED, decoder_config
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -99,7 +99,7 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         config, beside = decoder
         around = ConfigReader(beside, "config.json")
         around.neutral(NEUTRAL)
-        around.finish({*HARMLESS, "architectures", "model_type", "auto_map"})
+        around.finish({*HARMLESS, "architectures", "model_type", "auto_map", TIED})
     read = ConfigReader(config, "config.json" if decoder is None or not beside else "config.json: text_config")
     generation = ConfigReader(generation_config or {}, "generation_config.json")
     name = _read_name(read)

@@ -45,7 +45,8 @@ IMAGE_KEYS = frozenset(
     | {"mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"}
     | {"vision_feature_layer", "vision_feature_select_strategy", "image_seq_length"}
 )
-SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+TIED = "tie_word_embeddings"
 MROPE = ("mrope_section", "mrope_interleaved")
 PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))")
 IMAGE_TENSORS = re.compile(r"^(model\.)?(vision_tower|vision_model|vision_encoder|visual|multi_modal_projector)\.")
@@ -79,9 +80,11 @@ def decoder_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
                 f"config.json: text_config: model_type = {shown(kind)} is not supported in {name}; supported is "
                 f"{part.section_type}"
             )
-        shared = {key: beside.pop(key) for key in SHARED if key in beside}
-        given = {key: value for key, value in section.items() if value is not None and key not in IMAGE_KEYS}
-        found = {**DEFAULTS.get(part.model_type, {}), **shared, **given}
+        found = DEFAULTS.get(part.model_type, {}) | {key: beside.pop(key) for key in SHARED if key in beside}
+        given = {key: value for key, value in section.items() if key not in IMAGE_KEYS}
+        found |= {key: value for key, value in given.items() if value is not None or key not in found}
+        if beside.get(TIED) is not None:  # this one decides whether there is an LM head
+            found[TIED] = beside[TIED]
     found = {**found, "architectures": [part.architecture], "model_type": part.model_type}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(found.get(key), dict):

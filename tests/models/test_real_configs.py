@@ -120,6 +120,7 @@ def test_is_read(name: str) -> None:
     found = parse_model_config(config)
     assert (found.architecture, found.hidden_size, found.dtype) == (architecture, hidden_size, "bfloat16")
     assert found.is_text_part == (name in TEXT_PARTS)
+    assert found.layer_windows[5] == (262144 if name == "Phi-4-mini" else None)
     assert ("vision_config" in found.notes) == (name in TEXT_PARTS)
     assert ("auto_map" in found.notes) == ("auto_map" in config)
 
