@@ -24,13 +24,13 @@ from penstock.kernels.coding import CodedRows, Coding
 from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, UINT8, Array, empty
 from penstock.spec.gguf import BLOCKS, GGUFTensor, read_model
+from penstock.weights.quantized import MXFP4
 from penstock.weights.rows import HalvedRows, read_rows
 from penstock.weights.safetensors import FLOATS, Checkpoint, FileRows, TensorEntry
 
 Unpack = Callable[[Array], Array]  # blocks [rows, blocks, bytes] uint8 -> [rows, blocks, values of a block]
 
 IQ4_LEVELS = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
-E2M1_DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
 
 
 def _field(blocks: Array, first: int, length: int) -> Array:
@@ -161,10 +161,7 @@ FORMATS: dict[str, tuple[Coding, dict[str, Unpack]]] = {
             "steps": _less(_bits((4, 4, 1, 4), (2, 2, 1, 2)), 32),
         },
     ),
-    "MXFP4": (
-        Coding("MXFP4", 4, levels=E2M1_DOUBLED, scale_dtype="bfloat16"),
-        {"codes": _bits((1, 1, 16, 4)), "scales": _power},
-    ),
+    "MXFP4": (MXFP4, {"codes": _bits((1, 1, 16, 4)), "scales": _power}),
 }
 
 
