@@ -151,19 +151,21 @@ class SummedLinear(Linear):
             self.bias = whole(values["bias"]).astype(self.ops.dtype).astype(FLOAT32)
 
     def state(self) -> dict[str, Tensor]:
-        own = {"scales": self.scales, "sum_bias": self.bias}
+        own = {"sum_scales": self.scales, "sum_bias": self.bias}
         return super().state() | {name: value for name, value in own.items() if value is not None}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         scheme = self.spec.packing.scheme
-        has_scales = "scales" in state if self.spec.is_coded else scheme is not None and scheme.weight_bits == 8
-        expected = {"scales": has_scales, "sum_bias": self.spec.bias}
+        codings = [packing.coding for _, _, packing in self.pieces if packing.coding is not None]
+        has_scales = scheme is not None and scheme.weight_bits == 8
+        has_scales = has_scales or any(coding.column_scales for coding in codings)
+        expected = {"sum_scales": has_scales, "sum_bias": self.spec.bias}
         for name, is_expected in expected.items():
             shape = tuple(state[name].shape) if name in state else None
             if shape != (self.spec.shape[:1] if is_expected else None):
                 raise ValueError(f"its {name} has the shape {shape}")
         own = {name: as_array(state[name]) if name in state else None for name in expected}
-        self.scales, self.bias = own["scales"], own["sum_bias"]
+        self.scales, self.bias = own["sum_scales"], own["sum_bias"]
         super().restore({name: value for name, value in state.items() if name not in expected})
 
     def forward(self, x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ from penstock.weights.safetensors import (
 )
 
 FORMAT = "penstock-packed"
-FORMAT_VERSION = "1"  # increases with every change of the layout in native/abi.h
+FORMAT_VERSION = "2"  # increases with every change of the layout in native/abi.h
 DTYPES = ("bfloat16", "float32")
 FILLER = "_filler."
 CODES = {  # the names in the safetensors format

@@ -240,6 +240,20 @@ def test_experts_are_coded_alike_or_decoded(unlike: bool, options: dict[str, Any
 
 
 @native
+@pytest.mark.parametrize("coding", ["rows", "table", "AWQ"])
+def test_parts_of_every_kind_have_the_bits_of_one_process(coding: str, tmp_path: Path) -> None:
+    """Guards against scales of rows that each rank's part is multiplied with, and sums of floats in another order."""
+    directory, _ = code(make_llama(tmp_path, **SIZES)[1], {"_proj": coding})
+    options = {"dtype": "bfloat16", "tensor_parallel_size": 2}
+    base = BASE | {"load_format": "auto", "model": str(directory), "dtype": "bfloat16"}
+    whole = answers(EngineConfig.from_options(**base))
+    assert answers(EngineConfig.from_options(**base | options), start_threads) == whole
+    convert_model(EngineConfig.from_options(model=str(directory), **options), tmp_path / "packed")
+    base |= options | {"model": str(tmp_path / "packed")}
+    assert answers(EngineConfig.from_options(**base), start_threads) == whole
+
+
+@native
 def test_a_cut_inside_a_block_is_refused(tmp_path: Path) -> None:
     """Guards against a rank that decodes its part, which would change bits, and against an error without a way out."""
     directory, _ = code(make_llama(tmp_path, **SIZES)[1], {"down_proj": "Q4_K"})

@@ -196,7 +196,7 @@ def damage_header(file: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"version":"1"', '"version":"9"', "version 9.*Convert the checkpoint again"),
+        ('"version":"2"', '"version":"9"', "version 9.*Convert the checkpoint again"),
         ('"format":"penstock-packed"', '"format":"penstock-pickle"', "holds no packed weights"),
         ('"quantization":"int8"', '"quantization":"int7"', "metadata is damaged"),
         ('"quantization":"int8"', '"group_size"  : 1e999', "metadata is damaged"),
