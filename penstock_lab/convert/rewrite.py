@@ -28,10 +28,10 @@ from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import UINT8, ArrayType
 from penstock.models.config_json import load_model_config
 from penstock.spec.config_file import CONFIG, read_config
-from penstock.spec.gguf import is_gguf
+from penstock.spec.gguf import is_gguf, read_file
 from penstock.spec.gguf_config import config_of_gguf
 from penstock.spec.param_table import Layout, Parameter
-from penstock.tokenizer.gguf import gguf_backend
+from penstock.tokenizer.gguf import PREFIX, gguf_backend
 from penstock.tokenizer.hf import load_tokenizer
 from penstock.weights.hub import resolve_model
 from penstock.weights.packed import find_packed, read_info
@@ -44,7 +44,7 @@ from penstock.weights.sources import (
 )
 
 COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-              "merges.txt", "chat_template*", "*.jinja")  # fmt: skip
+              "merges.txt", "tekken.json", "chat_template*", "*.jinja")  # fmt: skip
 QUANTIZATION = "quantization_config"
 UNFINISHED = ".unfinished"  # suffix of a file's name while it is written
 
@@ -193,6 +193,8 @@ class Destination:
 def directory_of_gguf(source: Path) -> dict[str, str]:
     """Return the files that a model directory would have instead of the metadata of a GGUF file, config.json last."""
     config, generation = config_of_gguf(source)
+    if f"{PREFIX}tokens" not in read_file(source).metadata:
+        return {"generation_config.json": json.dumps(generation, indent=2), CONFIG: json.dumps(config, indent=2)}
     _, settings = gguf_backend(source)
     objects = {
         "tokenizer_config.json": {name: value for name, value in settings.items() if value is not None},
