@@ -13,7 +13,7 @@ from penstock.spec.config_file import has_config
 from penstock.spec.gguf import SPLIT_NAME, SUFFIX, is_gguf
 
 # What is fetched from the hub: no pickles, no code, and no folders, which hold the weights in other formats.
-LIGHT_FILES = ["*.json", "*.jinja"]
+LIGHT_FILES = ["*.json", "*.jinja", "tokenizer.model*"]
 WEIGHTS = ["model*.safetensors", "penstock.safetensors"]  # Transformers' and packed ones
 OTHER_WEIGHTS = ["*.safetensors"]  # only without WEIGHTS: Mistral's repositories hold all weights in both formats
 FOLDERS = ["*/*"]

@@ -1,7 +1,7 @@
 """A checkpoint in safetensors files, single or sharded: names and shapes from the headers, rows on request.
 
 Rows are read, not mapped, because the pages of a map would count as this process's memory in addition to the packed
-model. Pickled checkpoints are refused, because reading one runs code from it.
+model. Files of torch.save have entries of the same kind (weights/pickled.py).
 
 Packed weights have checksums, which are compared on request (`verify_files`, `penstock check --files`). The header's
 metadata field `crc32` lists the CRC-32 of each tensor, in file order, and then the CRC-32 of the rest of the header.
@@ -29,11 +29,14 @@ from penstock.kernels.tensors import NAMES, UINT8, Array, empty
 from penstock.spec.config_file import OTHER_KINDS
 from penstock.spec.config_reader import read_json
 from penstock.spec.gguf import find_parts, header_bytes, is_gguf, read_file
+from penstock.weights.pickled import is_pickled, read_pickled
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MISTRAL = "consolidated.safetensors"  # Mistral's own format; if sharded, with .index.json
 ADAPTER = "adapter_model.safetensors"  # a LoRA adapter, without its base model
+BIN = "pytorch_model.bin"  # of torch.save (weights/pickled.py); if sharded, with .index.json
+PICKLES = ("*.bin", "*.pt", "*.pth")
 PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed.py
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, numpy's
 CODES = {"I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}  # of coded weights (weights/quantized.py)
@@ -149,16 +152,19 @@ def find_files(directory: Path) -> list[Path]:
         return find_parts(directory)
     if (directory / PACKED).is_file():
         return [directory / PACKED]
-    for single, index in ((SINGLE, INDEX), (MISTRAL, f"{MISTRAL}.index.json")):
+    for single, index in ((SINGLE, INDEX), (MISTRAL, f"{MISTRAL}.index.json"), (BIN, f"{BIN}.index.json")):
         if (directory / single).is_file():
             return [directory / single]
         if (directory / index).is_file():
             return _shards(directory / index)
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    originals = sorted(directory.glob("consolidated.*.pth"))
+    if len(originals) == 1:
+        return originals
+    pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
     if pickles:
         raise ModelLoadError(
-            f"{directory}: {pickles[0]} is a pickle, and reading a pickle runs code from it; only safetensors are "
-            f"read. Convert it with Transformers' save_pretrained"
+            f"{directory}: {pickles[0]} is not read, only {BIN}, alone or with its index, and one consolidated.00.pth; "
+            f"parts for several processes, and other names, have to be saved again as safetensors"
         )
     if (directory / ADAPTER).is_file():
         raise ModelLoadError(f"{directory}: {ADAPTER} makes it {OTHER_KINDS['adapter_config.json']}")
@@ -173,7 +179,7 @@ def fingerprint(directory: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in find_files(directory):
-        header = header_bytes(file) if is_gguf(file) else read_header(file)
+        header = header_bytes(file) if is_gguf(file) else b"" if is_pickled(file) else read_header(file)
         try:
             size = file.stat().st_size
             digest.update(f"{file.name} {size}\n".encode() + header)
@@ -195,8 +201,9 @@ def _shards(index: Path) -> list[Path]:
         _check_name(index, name)
     for name in weight_map.values():
         plain = isinstance(name, str) and name == os.path.basename(name) and "\\" not in name
-        if not plain or not name.endswith(".safetensors"):
-            raise ModelLoadError(f"{index}: {shown(name)} must be the plain name of a .safetensors file")
+        suffix = ".bin" if index.name.startswith(BIN) else ".safetensors"
+        if not plain or not name.endswith(suffix):
+            raise ModelLoadError(f"{index}: {shown(name)} must be the plain name of a {suffix} file")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not os.path.isfile(file):  # unlike Path.is_file, returns False for a name that is too long
@@ -211,8 +218,12 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """Read every tensor's entry in a file, by name. Raise ModelLoadError if it is not a well-formed safetensors
-    file."""
+    """Read every tensor's entry in a file, by name. Raise ModelLoadError if it is not well-formed."""
+    if is_pickled(file):
+        pickled = read_pickled(file)
+        for name in pickled:
+            _check_name(file, name)
+        return {name: TensorEntry(file, shape, dtype, at) for name, (dtype, shape, at) in pickled.items()}
     text = read_header(file)
     header = parse_header(file, text)
     try:
@@ -301,8 +312,8 @@ def verify_checksums(directory: Path) -> str:
 
 def _verify_file(file: Path) -> int | None:
     """Compare one file. Return the number of its tensors, or None if it has no checksums."""
-    if is_gguf(file):
-        read_file(file)  # raises if the structure is malformed
+    if is_gguf(file) or is_pickled(file):
+        read_file(file) if is_gguf(file) else read_entries(file)  # raises if the structure is malformed
         return None
     read_entries(file)  # raises if the structure is malformed
     text = read_header(file)

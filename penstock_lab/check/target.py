@@ -16,7 +16,7 @@ from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_architecture
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
-from penstock.weights.safetensors import INDEX, PACKED, SINGLE, find_files, fingerprint
+from penstock.weights.safetensors import BIN, INDEX, PACKED, SINGLE, find_files, fingerprint
 from penstock_lab.check.twin import find_class, load_errors
 
 CONFIG = "config.json"
@@ -87,7 +87,7 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
             find_files(directory)  # refuses a pickle, because random weights in its place would prove nothing about it
         if directory.is_file():  # of GGUF: without a config.json, on which a certificate would depend
             return Target(directory, fingerprint(directory), None)
-        if any((directory / name).is_file() for name in (SINGLE, INDEX)):
+        if any((directory / name).is_file() for name in (SINGLE, INDEX, BIN, f"{BIN}.index.json")):
             return Target(directory, fingerprint(directory), directory / CONFIG)
     return _tiny_target(directory, scratch, directory / CONFIG)
 

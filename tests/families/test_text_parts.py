@@ -102,14 +102,15 @@ def test_tokens_are_those_of_the_whole_model(name: str, prefixes: str, tmp_path:
     """Guards against a tensor that is not found under a prefix, another rotation than mrope's for text, another tied
     head, a window of the family's default, and sizes of the vision tower."""
     model = make(name, tmp_path)
-    if PREFIXES[prefixes] is not None:
-        rename(tmp_path, PREFIXES[prefixes])
+    if other := PREFIXES[prefixes]:
+        rename(tmp_path, other)
     prompt = random_ids(40)
     llm = LLM(model=str(tmp_path), dtype="float32", threads=1, max_num_seqs=2)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
     found = output.outputs[0]
     expected = hf_logprobs(model, [*prompt, *found.token_ids])[len(prompt) - 1 : -1]
+    assert found.logprobs is not None
     ours = torch.tensor([step[token].logprob for step, token in zip(found.logprobs, found.token_ids, strict=True)])
     assert (expected.max(dim=-1).values - ours).abs().max() < 2e-4
     assert "images are not served" in load_model_config(tmp_path).notes["vision_config"]

@@ -45,13 +45,6 @@ def test_single_and_sharded_checkpoints_read_alike(tmp_path: Path) -> None:
         assert torch.equal(as_torch(checkpoint.rows("two").read(1, 3)), TWO[1:3])
 
 
-def test_pickles_are_refused_with_the_reason(tmp_path: Path) -> None:
-    """Guards against code from a checkpoint being run."""
-    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
-    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin is a pickle.*runs code"):
-        Checkpoint(tmp_path)
-
-
 def test_no_weights_at_all(tmp_path: Path) -> None:
     """Guards against a message that does not say what was expected."""
     with pytest.raises(ModelLoadError, match=SINGLE):
