@@ -28,8 +28,9 @@ constexpr int AHEAD_BYTES = 1024;               // prefetch distance in each of 
 
 constexpr int max_panels(int operand_rows) { return operand_rows <= FEW_ROWS ? MAX_PANELS : 1; }
 
-// The register of a panel's columns that is register c of pair `half`: those of the low, then of the high nibbles.
-constexpr int register_of(int half, int c) { return half + c * HALVES; }
+// The register of a panel's columns that is register c of those from pair `half` on: a pair has columns of the low, then
+// of the high nibbles.
+constexpr int register_of(int half, int c) { return half + c / PAIR + c % PAIR * HALVES; }
 
 inline Ints load_register(const void* from) {
     Ints result;
@@ -113,7 +114,8 @@ inline int flush_of(const PenstockWeight& w, int parts) {
     return quads * QUAD < w.group_size ? quads : w.group_size / QUAD;
 }
 
-// ---- The raw codes of a quad: each is a byte, in the two registers of pair HALF
+// ---- The raw codes of a quad: each is a byte, in the two registers of pair HALF. Most functions have some PAIRS, of
+// which HALF is the first, and COLUMNS registers.
 
 constexpr int quad_bytes(int bits) { return PANEL * QUAD * bits / 8; }
 
@@ -126,7 +128,7 @@ PENSTOCK_INLINE Ints column_shift() {
 }
 
 template <int BITS, int HALF>
-PENSTOCK_INLINE void load_codes(const std::uint8_t* quad, Ints (&codes)[PAIR]) {
+PENSTOCK_INLINE void load_codes(const std::uint8_t* quad, Ints* codes) {
     if constexpr (BITS == 8) {
         for (int c = 0; c < PAIR; ++c) codes[c] = load_register(quad + register_of(HALF, c) * WIDTH);
         return;
@@ -159,75 +161,85 @@ struct Work {
     float* totals;           // [rows][stride]
     float* partial;          // [rows][stride]: the sums of a block between its pieces
     int stride;
+    int group_shift;         // a group has 1 << group_shift elements
 
     const std::uint8_t* quads(int bits) const { return panel.values + piece.k / QUAD * quad_bytes(bits); }
 };
 
-// The sums of a block with ROWS rows and the columns of pair HALF, on their way into its totals.
-template <class Sums, int ROWS>
-struct BlockSums {
+// Which rows and columns of a panel are multiplied: ROWS from `row` on, with COLUMNS registers from pair HALF on.
+template <int ROWS, int HALF, int COLUMNS>
+struct Part {
     const Work& work;
-    const int half, row;
-    Sums sums[ROWS][PAIR];
-    std::int64_t block, begin;  // the current block and its first element
-
-    PENSTOCK_INLINE BlockSums(const Work& w, int half_, int row_)
-        : work(w), half(half_), row(row_), block(w.piece.block), begin(w.piece.begin) {
-        for (int r = 0; r < ROWS; ++r)
-            for (int c = 0; c < PAIR; ++c) sums[r][c] = w.piece.first ? Sums{} : same_bits<Sums>(at(w.partial, r, c));
-    }
+    const int row;
 
     PENSTOCK_INLINE Floats& at(float* array, int r, int c) const {
-        return floats(array + (row + r) * work.stride + register_of(half, c) * LANES);
+        return floats(array + (row + r) * work.stride + register_of(HALF, c) * LANES);
     }
 
-    // After a piece that ends within a block.
-    PENSTOCK_INLINE void keep() const {
-        for (int r = 0; r < ROWS; ++r)
-            for (int c = 0; c < PAIR; ++c) at(work.partial, r, c) = same_bits<Floats>(sums[r][c]);
-    }
-
-    // At the end of a block, `end`: add its sums to the totals, and its mins.
-    PENSTOCK_INLINE void finish(std::int64_t end) {
-        const PenstockWeight& w = work.weight;
-        for (int c = 0; c < PAIR; ++c) {
-            const int column = register_of(half, c) * LANES;
-            Floats scales = Floats{} + 1.0f;
-            if (work.panel.scales != nullptr) scales = load_scales(work.panel.scales, w.scale_type, block, column);
-            for (int r = 0; r < ROWS; ++r) {
-                Floats& total = at(work.totals, r, c);
-                total = total + __builtin_convertvector(sums[r][c], Floats) * scales;
-                sums[r][c] = Sums{};
+    // Call add(k, stop, sums) for each block of the piece, or for the part of its block, which adds the elements
+    // k .. stop - 1 to sums [ROWS][COLUMNS].
+    template <class Sums, class Add>
+    PENSTOCK_INLINE void each_block(const Add& add) const {
+        const Piece& piece = work.piece;
+        const std::int64_t end = piece.k + piece.size, size = work.weight.block_size;
+        std::int64_t k = piece.k, begin = piece.begin, block = piece.block;
+        do {
+            const std::int64_t stop = size > 0 && begin + size < end ? begin + size : end;
+            Sums sums[ROWS][COLUMNS];
+            for (int r = 0; r < ROWS; ++r)
+                for (int c = 0; c < COLUMNS; ++c)
+                    sums[r][c] = piece.first ? Sums{} : same_bits<Sums>(at(work.partial, r, c));
+            add(k, stop, sums);
+            if (piece.last) {
+                finish(block, sums);
+                if (work.panel.mins != nullptr) add_mins(block, begin, stop);
+            } else {
+                for (int r = 0; r < ROWS; ++r)
+                    for (int c = 0; c < COLUMNS; ++c) at(work.partial, r, c) = same_bits<Floats>(sums[r][c]);
             }
-            if (work.panel.mins != nullptr) add_mins(c, end);
-        }
-        ++block;
-        begin = end;
+            k = begin = stop;
+            ++block;
+        } while (k < end);
     }
 
   private:
-    PENSTOCK_INLINE void add_mins(int c, std::int64_t end) const {
-        const PenstockWeight& w = work.weight;
-        const int column = register_of(half, c) * LANES;
-        const Floats mins = load_scales(work.panel.mins, w.scale_type, block, column);
-        const std::int32_t* of_rows = work.sums.mins + row;
-        Floats factors[ROWS];
-        if (work.panel.step_mins == nullptr) {
-            for (int r = 0; r < ROWS; ++r) factors[r] = Floats{} + same_bits<float>(of_rows[block * work.rows + r]);
-        } else {
-            const int pair_size = 2 * w.group_size;
-            Ints products[ROWS] = {};
-            std::int64_t pair = begin / pair_size;
-            for (std::int64_t k = begin; k < end; k += pair_size, ++pair) {
-                const std::uint8_t* pairs = work.panel.step_mins + (pair * PANEL + column) * 2;
-                for (int r = 0; r < ROWS; ++r)
-                    products[r] += Dot::pair_products(pairs, of_rows[pair * work.rows + r]);
+    // Add the sums of a block to the totals.
+    template <class Sums>
+    PENSTOCK_INLINE void finish(std::int64_t block, const Sums (&sums)[ROWS][COLUMNS]) const {
+        for (int c = 0; c < COLUMNS; ++c) {
+            Floats scales = Floats{} + 1.0f;
+            if (work.panel.scales != nullptr)
+                scales = load_scales(work.panel.scales, work.weight.scale_type, block, register_of(HALF, c) * LANES);
+            for (int r = 0; r < ROWS; ++r) {
+                Floats& total = at(work.totals, r, c);
+                total = total + __builtin_convertvector(sums[r][c], Floats) * scales;
             }
-            for (int r = 0; r < ROWS; ++r) factors[r] = __builtin_convertvector(products[r], Floats);
         }
-        for (int r = 0; r < ROWS; ++r) {
-            Floats& total = at(work.totals, r, c);
-            total = total + factors[r] * mins;
+    }
+
+    PENSTOCK_INLINE void add_mins(std::int64_t block, std::int64_t begin, std::int64_t stop) const {
+        const PenstockWeight& w = work.weight;
+        const std::int32_t* of_rows = work.sums.mins + row;
+        for (int c = 0; c < COLUMNS; ++c) {
+            const int column = register_of(HALF, c) * LANES;
+            const Floats mins = load_scales(work.panel.mins, w.scale_type, block, column);
+            Floats factors[ROWS];
+            if (work.panel.step_mins == nullptr) {
+                for (int r = 0; r < ROWS; ++r)
+                    factors[r] = Floats{} + same_bits<float>(of_rows[block * work.rows + r]);
+            } else {
+                const std::int64_t first = begin / 2 >> work.group_shift, last = (stop / 2) >> work.group_shift;
+                Ints products[ROWS] = {};
+                for (std::int64_t pair = first; pair < last; ++pair)
+                    for (int r = 0; r < ROWS; ++r)
+                        products[r] += Dot::pair_products(
+                            work.panel.step_mins + (pair * PANEL + column) * 2, of_rows[pair * work.rows + r]);
+                for (int r = 0; r < ROWS; ++r) factors[r] = __builtin_convertvector(products[r], Floats);
+            }
+            for (int r = 0; r < ROWS; ++r) {
+                Floats& total = at(work.totals, r, c);
+                total = total + factors[r] * mins;
+            }
         }
     }
 };
@@ -236,9 +248,11 @@ struct BlockSums {
 template <int CODE_BITS, bool TABLE, int PARTS>
 struct IntegerCodes {
     static constexpr int BITS = CODE_BITS;
-    static constexpr int PIECE = 256, ELEMENT = 1;
+    static constexpr int PIECE = 256;
+    static constexpr int WHOLE_ROWS = 1;  // most rows that are multiplied with all columns of a panel at once
     static constexpr int BLOCK_ROWS = HALVES == 1 ? 6 : 3;  // most rows whose sums stay in registers
-    using Quad = Ints[PAIR][PARTS];
+    template <int COLUMNS>
+    using Quad = Ints[COLUMNS][PARTS];
 
     Ints tables[PARTS];
     int flush;
@@ -254,11 +268,12 @@ struct IntegerCodes {
             tables[part] = Dot::table_of(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[part])));
     }
 
-    template <int HALF>
-    PENSTOCK_INLINE void unpack(const std::uint8_t* quad, Quad& to) const {
-        Ints codes[PAIR];
+    template <int HALF, int COLUMNS>
+    PENSTOCK_INLINE void unpack(const std::uint8_t* quad, Quad<COLUMNS>& to) const {
+        Ints codes[COLUMNS];
         load_codes<BITS, HALF>(quad, codes);
-        for (int c = 0; c < PAIR; ++c) {
+        if constexpr (COLUMNS > PAIR) load_codes<BITS, HALF + 1>(quad, codes + PAIR);
+        for (int c = 0; c < COLUMNS; ++c) {
             if constexpr (TABLE) {
                 for (int part = 0; part < PARTS; ++part) to[c][part] = Dot::lookup(tables[part], codes[c]);
             } else if constexpr (PARTS == 1) {
@@ -270,82 +285,73 @@ struct IntegerCodes {
         }
     }
 
-    // Multiply ROWS rows from `row` on. load(quad, Quad&) gives the codes of a quad of the piece.
-    template <int ROWS, class Load>
-    PENSTOCK_INLINE void add_rows(const Work& work, int half, int row, const Load& load) const {
-        const PenstockWeight& w = work.weight;
-        const Piece& piece = work.piece;
-        const int rows = work.rows, group_size = w.group_size, group_quads = group_size / QUAD, some = flush;
-        const std::int64_t first_group = static_cast<std::uint64_t>(piece.k) / static_cast<unsigned>(group_size);
-        const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + piece.k * rows) + row;
+    // load(quad, Quad&) gives the codes of a quad of the piece.
+    template <int ROWS, int HALF, int COLUMNS, class Load>
+    PENSTOCK_INLINE void add_rows(const Work& work, int row, const Load& load) const {
+        const int rows = work.rows, group_quads = work.weight.group_size / QUAD, some = flush;
+        const std::int64_t first_group = work.piece.k >> work.group_shift;
+        const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + work.piece.k * rows) + row;
         const std::int32_t* starts = work.sums.starts + first_group * PARTS * rows + row;
         const std::int8_t* steps = work.panel.steps;
         if (steps != nullptr) steps += first_group * PANEL;
-        std::int64_t k = piece.k, block_end = w.block_size > 0 ? piece.begin + w.block_size : INT64_MAX;
-        const std::int64_t end = piece.k + piece.size;
-        BlockSums<Ints, ROWS> block(work, half, row);
-        for (int quad = 0; k < end; starts += PARTS * rows) {
-            k += group_size;
-            for (const int group_end = quad + group_quads; quad < group_end;) {
-                Ints added[ROWS][PAIR][PARTS];
-                const bool first = quad + group_quads == group_end;
+        int quad = 0;
+        const Part<ROWS, HALF, COLUMNS> part_of_panel{work, row};
+        part_of_panel.template each_block<Ints>([&](std::int64_t k, std::int64_t stop, Ints (&sums)[ROWS][COLUMNS])
+                                                    __attribute__((always_inline)) {
+            for (; k < stop; k += work.weight.group_size, starts += PARTS * rows) {
+                for (const int group_end = quad + group_quads; quad < group_end;) {
+                    Ints added[ROWS][COLUMNS][PARTS];
+                    const bool first = quad + group_quads == group_end;
 #pragma GCC unroll 6
-                for (int r = 0; r < ROWS; ++r)
-                    for (int part = 0; part < PARTS; ++part) {
-                        const Ints start = all(first ? starts[part * rows + r] : 0);
-                        for (int c = 0; c < PAIR; ++c) added[r][c][part] = start;
-                    }
-                for (const int flush_end = quad + some; quad < flush_end; quad += UNROLLED) {
+                    for (int r = 0; r < ROWS; ++r)
+                        for (int part = 0; part < PARTS; ++part) {
+                            const Ints start = all(first ? starts[part * rows + r] : 0);
+                            for (int c = 0; c < COLUMNS; ++c) added[r][c][part] = start;
+                        }
+                    for (const int flush_end = quad + some; quad < flush_end; quad += UNROLLED) {
 #pragma GCC unroll 4
-                    for (int i = 0; i < UNROLLED; ++i, x += rows) {
-                        Quad codes;
-                        load(quad + i, codes);
+                        for (int i = 0; i < UNROLLED; ++i, x += rows) {
+                            Quad<COLUMNS> codes;
+                            load(quad + i, codes);
 #pragma GCC unroll 6
+                            for (int r = 0; r < ROWS; ++r) {
+                                const Ints of_row = all(x[r]);
+                                for (int c = 0; c < COLUMNS; ++c)
+                                    for (int part = 0; part < PARTS; ++part)
+                                        Dot::add(added[r][c][part], codes[c][part], of_row);
+                            }
+                        }
+                    }
+                    for (int c = 0; c < COLUMNS; ++c) {
+                        const Ints step =
+                            steps == nullptr ? all(ONE_WORDS) : Dot::load_steps(steps + register_of(HALF, c) * LANES);
                         for (int r = 0; r < ROWS; ++r) {
-                            const Ints of_row = all(x[r]);
-                            for (int c = 0; c < PAIR; ++c)
-                                for (int part = 0; part < PARTS; ++part)
-                                    Dot::add(added[r][c][part], codes[c][part], of_row);
+                            sums[r][c] = Dot::flush<0>(sums[r][c], added[r][c][0], step, steps != nullptr);
+                            if constexpr (PARTS == 2)
+                                sums[r][c] = Dot::flush<1>(sums[r][c], added[r][c][PARTS - 1], step, steps != nullptr);
                         }
                     }
                 }
-                for (int c = 0; c < PAIR; ++c) {
-                    const Ints step =
-                        steps == nullptr ? all(ONE_WORDS) : Dot::load_steps(steps + register_of(half, c) * LANES);
-                    for (int r = 0; r < ROWS; ++r) {
-                        Ints& sum = block.sums[r][c];
-                        sum = Dot::flush<0>(sum, added[r][c][0], step, steps != nullptr);
-                        if constexpr (PARTS == 2)
-                            sum = Dot::flush<1>(sum, added[r][c][PARTS - 1], step, steps != nullptr);
-                    }
-                }
+                if (steps != nullptr) steps += PANEL;
             }
-            if (steps != nullptr) steps += PANEL;
-            if (k >= block_end || (k >= end && piece.last)) {
-                block.finish(k);
-                block_end += w.block_size;
-            }
-        }
-        if (!piece.last) block.keep();
+        });
     }
 };
 
-// Codes with other levels, as float32: floats of 8 bits, or a table of 16 levels.
-template <int CODE_BITS>
+// Codes with other levels, as float32: floats of 8 bits with MANTISSA bits of mantissa, or a table of 16 levels (4 bits).
+template <int CODE_BITS, int MANTISSA>
 struct FloatCodes {
     static constexpr int BITS = CODE_BITS;
-    static constexpr int PIECE = 128, ELEMENT = 4;
+    static constexpr int PIECE = 128;
+    static constexpr int WHOLE_ROWS = 2;
     static constexpr int BLOCK_ROWS = HALVES == 1 ? 12 : 6;
-    using Quad = Floats[QUAD][PAIR];
+    template <int COLUMNS>
+    using Quad = Floats[QUAD][COLUMNS];
 
     Floats factor;
-    int shift;
-    std::int32_t mask;
     Floats table[MAX_LEVELS / LANES];
 
-    explicit FloatCodes(const PenstockWeight& w)
-        : factor(w.factor - Floats{}), shift(1 + w.mantissa_bits),
-          mask(static_cast<std::int32_t>(0x80000000u | 127u << (23 - w.mantissa_bits))) {
+    explicit FloatCodes(const PenstockWeight& w) : factor(w.factor - Floats{}) {
         __builtin_memcpy(table, w.levels, sizeof table);
     }
 
@@ -359,20 +365,20 @@ struct FloatCodes {
 #endif
     }
 
-    template <int HALF>
-    PENSTOCK_INLINE void unpack(const std::uint8_t* quad, Quad& to) const {
-        if constexpr (BITS == 4) {
-            const Ints bytes = load_register(quad + HALF * WIDTH);
+    template <int HALF, int COLUMNS>
+    PENSTOCK_INLINE void unpack(const std::uint8_t* quad, Quad<COLUMNS>& to) const {
+        constexpr auto MASK = static_cast<std::int32_t>(0x80000000u | 127u << (23 - MANTISSA));
 #pragma GCC unroll 4
-            for (int i = 0; i < QUAD; ++i)
-                for (int c = 0; c < PAIR; ++c) to[i][c] = lookup(bytes >> (8 * i + 4 * c));
-        } else {
-            Ints codes[PAIR];
-            load_codes<BITS, HALF>(quad, codes);
+        for (int c = 0; c < COLUMNS; ++c) {
+            const Ints codes =
+                load_register(quad + (BITS == 4 ? HALF + c / PAIR : register_of(HALF, c)) * WIDTH);
 #pragma GCC unroll 4
-            for (int i = 0; i < QUAD; ++i)
-                for (int c = 0; c < PAIR; ++c)
-                    to[i][c] = same_bits<Floats>((codes[c] << (24 - 8 * i)) >> shift & mask) * factor;
+            for (int i = 0; i < QUAD; ++i) {
+                if constexpr (BITS == 4)
+                    to[i][c] = lookup(codes >> (8 * i + c % PAIR * 4));
+                else
+                    to[i][c] = same_bits<Floats>((codes << (24 - 8 * i)) >> (1 + MANTISSA) & MASK) * factor;
+            }
         }
     }
 
@@ -384,28 +390,23 @@ struct FloatCodes {
 #endif
     }
 
-    template <int ROWS, class Load>
-    PENSTOCK_INLINE void add_rows(const Work& work, int half, int row, const Load& load) const {
-        const Piece& piece = work.piece;
-        const float* x = reinterpret_cast<const float*>(work.operands) + piece.k * work.rows + row;
-        BlockSums<Floats, ROWS> block(work, half, row);
-        std::int64_t k = piece.k, block_end = piece.begin + work.weight.block_size;
-        if (work.weight.block_size == 0) block_end = INT64_MAX;
-        for (const std::int64_t end = piece.k + piece.size; k < end;) {
-            Quad weights;
-            load(static_cast<int>(k - piece.k) / QUAD, weights);
-            k += QUAD;
+    template <int ROWS, int HALF, int COLUMNS, class Load>
+    PENSTOCK_INLINE void add_rows(const Work& work, int row, const Load& load) const {
+        const float* x = reinterpret_cast<const float*>(work.operands) + work.piece.k * work.rows + row;
+        int quad = 0;
+        const Part<ROWS, HALF, COLUMNS> part{work, row};
+        part.template each_block<Floats>([&](std::int64_t k, std::int64_t stop, Floats (&sums)[ROWS][COLUMNS])
+                                             __attribute__((always_inline)) {
+            for (; k < stop; k += QUAD, ++quad) {
+                Quad<COLUMNS> weights;
+                load(quad, weights);
 #pragma GCC unroll 4
-            for (int i = 0; i < QUAD; ++i, x += work.rows)
+                for (int i = 0; i < QUAD; ++i, x += work.rows)
 #pragma GCC unroll 12
-                for (int r = 0; r < ROWS; ++r)
-                    for (int c = 0; c < PAIR; ++c) add(block.sums[r][c], weights[i][c], x[r] - Floats{});
-            if (k >= block_end || (k >= end && piece.last)) {
-                block.finish(k);
-                block_end += work.weight.block_size;
+                    for (int r = 0; r < ROWS; ++r)
+                        for (int c = 0; c < COLUMNS; ++c) add(sums[r][c], weights[i][c], x[r] - Floats{});
             }
-        }
-        if (!piece.last) block.keep();
+        });
     }
 };
 
@@ -441,38 +442,35 @@ inline void prefetch_arrays(const PenstockWeight& w, const PanelArrays& panel, c
     if (panel.step_mins != nullptr) fetch(panel.step_mins, group * PANEL, bytes);
 }
 
-template <int ROWS, class Codes>
-inline void multiply_few(const MultiplyArgs& a, const Work& work, const Codes& codes) {
+// Multiply all rows of a tile that has few with the columns from pair HALF on.
+template <int ROWS, int HALF, class Codes>
+inline void multiply_few(const Work& work, const Codes& codes) {
+    constexpr int COLUMNS = ROWS <= Codes::WHOLE_ROWS ? PANEL / LANES : PAIR;
     const std::uint8_t* const quads = work.quads(Codes::BITS);
-    prefetch_arrays(work.weight, work.panel, work.piece, Codes::BITS);
-    (void)a;
-    codes.template add_rows<ROWS>(work, 0, 0, [&](int quad, typename Codes::Quad& to) __attribute__((always_inline)) {
+    codes.template add_rows<ROWS, HALF, COLUMNS>(work, 0, [&](int quad, auto& to) __attribute__((always_inline)) {
         const std::uint8_t* from = quads + quad * quad_bytes(Codes::BITS);
-        for (int byte = 0; byte < quad_bytes(Codes::BITS); byte += LINE) prefetch_to_l2(from + AHEAD_BYTES + byte);
-        codes.template unpack<0>(from, to);
+        if constexpr (HALF == 0)
+            for (int byte = 0; byte < quad_bytes(Codes::BITS); byte += LINE) prefetch_to_l2(from + AHEAD_BYTES + byte);
+        codes.template unpack<HALF, COLUMNS>(from, to);
     });
-    if constexpr (HALVES > 1)
-        codes.template add_rows<ROWS>(
-            work, 1, 0, [&](int quad, typename Codes::Quad& to) __attribute__((always_inline)) {
-                codes.template unpack<HALVES - 1>(quads + quad * quad_bytes(Codes::BITS), to);
-            });
+    if constexpr (HALF + COLUMNS / PAIR < HALVES) multiply_few<ROWS, HALF + 1>(work, codes);
 }
 
 template <int HALF, class Codes>
 inline void multiply_half(
     const MultiplyArgs& a, Work work, const Codes& codes, std::int64_t totals_stride, Prefetch& prefetch) {
-    typename Codes::Quad unpacked[Codes::PIECE / QUAD];
+    typename Codes::template Quad<PAIR> unpacked[Codes::PIECE / QUAD];
     const std::uint8_t* const quads = work.quads(Codes::BITS);
     for (int quad = 0; quad < work.piece.size / QUAD; ++quad)
-        codes.template unpack<HALF>(quads + quad * quad_bytes(Codes::BITS), unpacked[quad]);
-    const auto load = [&](int quad, typename Codes::Quad& to) __attribute__((always_inline)) {
+        codes.template unpack<HALF, PAIR>(quads + quad * quad_bytes(Codes::BITS), unpacked[quad]);
+    const auto load = [&](int quad, auto& to) __attribute__((always_inline)) {
         __builtin_memcpy(&to, &unpacked[quad], sizeof to);
     };
     for (int tile = 0; tile < a.tiles; ++tile) {
         for (int row = 0; row < work.rows; row += Codes::BLOCK_ROWS) {
             prefetch.fetch_some();
             with_constant<Codes::BLOCK_ROWS>(work.rows - row, [&](auto some) {
-                codes.template add_rows<decltype(some)::value>(work, HALF, row, load);
+                codes.template add_rows<decltype(some)::value, HALF, PAIR>(work, row, load);
             });
         }
         work.operands += a.tile_stride;
@@ -501,15 +499,15 @@ void multiply_codes(const MultiplyArgs& a) {
         each_piece(w, leaf, first_block, Codes::PIECE, [&](const Piece& piece) {
             for (int p = 0; p < a.panels; ++p) {
                 Work work{w, piece, panels[p], static_cast<const char*>(a.tile), sums, rows,
-                          totals + p * PANEL, partial + p * PANEL, columns};
+                          totals + p * PANEL, partial + p * PANEL, columns, w.group_size == GRANULE ? 4 : 5};
+                prefetch_arrays(w, panels[p], piece, Codes::BITS);
                 if (few) {
                     with_constant<FEW_ROWS>(
-                        rows, [&](auto some) { multiply_few<decltype(some)::value>(a, work, codes); });
+                        rows, [&](auto some) { multiply_few<decltype(some)::value, 0>(work, codes); });
                     continue;
                 }
                 const std::int64_t bytes = piece.size / QUAD * std::int64_t{quad_bytes(Codes::BITS)};
                 Prefetch prefetch{work.quads(Codes::BITS) + bytes, (bytes / parts + LINE - 1) / LINE * LINE};
-                prefetch_arrays(w, panels[p], piece, Codes::BITS);
                 multiply_half<0>(a, work, codes, totals_stride, prefetch);
                 if constexpr (HALVES > 1) multiply_half<HALVES - 1>(a, work, codes, totals_stride, prefetch);
             }
@@ -536,8 +534,9 @@ void multiply_integers(const MultiplyArgs& a) {
 }
 
 void multiply_floats(const MultiplyArgs& a) {
-    if (a.weight->code_bits == 8) return multiply_codes<FloatCodes<8>>(a);
-    multiply_codes<FloatCodes<4>>(a);
+    if (a.weight->code_bits == 4) return multiply_codes<FloatCodes<4, 0>>(a);
+    if (a.weight->mantissa_bits == 3) return multiply_codes<FloatCodes<8, 3>>(a);
+    multiply_codes<FloatCodes<8, 2>>(a);
 }
 
 }  // namespace
