@@ -28,8 +28,8 @@ constexpr int AHEAD_BYTES = 1024;               // prefetch distance in each of 
 
 constexpr int max_panels(int operand_rows) { return operand_rows <= FEW_ROWS ? MAX_PANELS : 1; }
 
-// The register of a panel's columns that is register c of those from pair `half` on: a pair has columns of the low, then
-// of the high nibbles.
+// The register of a panel's columns that is register c of those from pair `half` on: a pair has columns of the low,
+// then of the high nibbles.
 constexpr int register_of(int half, int c) { return half + c / PAIR + c % PAIR * HALVES; }
 
 inline Ints load_register(const void* from) {
@@ -338,7 +338,7 @@ struct IntegerCodes {
     }
 };
 
-// Codes with other levels, as float32: floats of 8 bits with MANTISSA bits of mantissa, or a table of 16 levels (4 bits).
+// Codes with other levels, as float32: floats of 8 bits with MANTISSA bits of mantissa, or 4 bits for a table.
 template <int CODE_BITS, int MANTISSA>
 struct FloatCodes {
     static constexpr int BITS = CODE_BITS;
