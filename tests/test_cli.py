@@ -372,3 +372,15 @@ def test_every_sampling_field_is_a_flag():
     assert found["early_stopping"] is True
     assert found["bad_words_ids"] == [[5, 6]]
     assert found["exponential_decay_length_penalty"] == [3.0, 1.2]
+
+
+def test_quantization_file_names_one_gguf_file_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The option, wherever it stands, chooses the file; without it, both are listed."""
+    for name in ("model-Q4_0.gguf", "model-Q8_0.gguf"):
+        (tmp_path / name).write_bytes(b"no GGUF file")
+    assert main(["generate", str(tmp_path), "-p", "x"]) == 2
+    assert "model-Q4_0.gguf, model-Q8_0.gguf" in capsys.readouterr().err
+    assert main(["generate", "--quantization-file", "Q8_0", str(tmp_path), "-p", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "model-Q8_0.gguf" in error
+    assert "Q4_0" not in error

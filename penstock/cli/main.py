@@ -149,6 +149,8 @@ def run(words: list[str]) -> int:
     """Run one command line and return the exit code. Raise OSError if standard output cannot be written."""
     parser = build_parser(words)
     args = parser.parse_args(dashed(words))
+    if "quantization_file" in args:
+        args.model = f"{args.model}:{args.quantization_file}"  # as weights/hub.py reads it
     # Until a command handles it, Ctrl-C simply ends the process: a KeyboardInterrupt in the middle of an import could
     # leave a library half initialised.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

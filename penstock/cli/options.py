@@ -159,9 +159,13 @@ class _Model(argparse.Action):
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the argument MODEL, and --model, which many scripts for vLLM have."""
     parser.set_defaults(model=DEFAULT_MODEL)
-    help_text = f"a Hugging Face directory, a hub name, or demo, the bundled model (default: {DEFAULT_MODEL})"
+    help_text = (
+        f"a Hugging Face directory, a GGUF file, a hub name, or demo, the bundled model (default: {DEFAULT_MODEL})"
+    )
     parser.add_argument("model", action=_Model, nargs="?", default=UNSET, metavar="MODEL", help=help_text)
     parser.add_argument("--model", action=_Model, default=UNSET, metavar="MODEL", help="the same as the argument MODEL")
+    help_text = "the GGUF file of a directory or repository that has several: MODEL:NAME says the same"
+    parser.add_argument("--quantization-file", default=UNSET, metavar="NAME", help=help_text)
 
 
 def add_log_level(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help_text: str) -> None:
