@@ -85,7 +85,7 @@ class CodedCheckpoint(Checkpoint):
         return coded_rows(self._codings[name], shape, seed, 1.5 * shape[-1] ** -0.5)
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+def open_checkpoint(directory: Path, _: object) -> Checkpoint:
     return CodedCheckpoint(directory) if (directory / PLACES).exists() else Checkpoint(directory)
 
 

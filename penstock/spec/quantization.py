@@ -48,79 +48,20 @@ class Quantization:
 
 
 # Keys that say how a file was made, which modules were left as they were, or how another engine computes with it.
-HARMLESS = frozenset(
-    [
-        "amp",
-        "autoround_version",
-        "backend",
-        "batch_size",
-        "block_name_to_quantize",
-        "bnb_4bit_compute_dtype",
-        "bnb_4bit_quant_storage",
-        "cache_block_outputs",
-        "damp_auto_increment",
-        "damp_percent",
-        "dataset",
-        "desc_act",
-        "disable_exllama",
-        "do_fuse",
-        "enable_alg_ext",
-        "enable_deterministic_algorithms",
-        "enable_minmax_tuning",
-        "enable_norm_bias_tuning",
-        "enable_quanted_input",
-        "exllama_config",
-        "exclude_modules",
-        "fuse_max_seq_len",
-        "global_compression_ratio",
-        "gradient_accumulate_steps",
-        "ignore",
-        "ignored_layers",
-        "iters",
-        "llm_int8_enable_fp32_cpu_offload",
-        "llm_int8_skip_modules",
-        "llm_int8_threshold",
-        "lm_head",
-        "low_cpu_mem_usage",
-        "low_gpu_mem_usage",
-        "lr",
-        "lr_scheduler",
-        "mappings",
-        "max_input_length",
-        "meta",
-        "minmax_lr",
-        "model_file_base_name",
-        "model_name_or_path",
-        "model_seqlen",
-        "module_name_preceding_first_block",
-        "modules_in_block_to_quantize",
-        "modules_to_convert",
-        "modules_to_fuse",
-        "modules_to_not_convert",
-        "moe_sparsity_config",
-        "nsamples",
-        "offload_to_disk",
-        "pack_impl",
-        "pad_token_id",
-        "producer",
-        "provider",
-        "quant_lm_head",
-        "quantization_status",
-        "run_compressed",
-        "scale_dtype",
-        "seqlen",
-        "static_groups",
-        "to_quant_block_names",
-        "tokenizer",
-        "true_sequential",
-        "use_cuda_fp16",
-        "use_exllama",
-        "use_optimized_inference",
-        "version",
-        "act_group_aware",
-        "activation_scale_ub",
-    ]
-)
+HARMLESS_KEYS = """
+    act_group_aware activation_scale_ub amp autoround_version backend batch_size block_name_to_quantize
+    bnb_4bit_compute_dtype bnb_4bit_quant_storage cache_block_outputs damp_auto_increment damp_percent dataset
+    desc_act disable_exllama do_fuse enable_alg_ext enable_deterministic_algorithms enable_minmax_tuning
+    enable_norm_bias_tuning enable_quanted_input exclude_modules exllama_config fuse_max_seq_len
+    global_compression_ratio gradient_accumulate_steps ignore ignored_layers iters llm_int8_enable_fp32_cpu_offload
+    llm_int8_skip_modules llm_int8_threshold lm_head low_cpu_mem_usage low_gpu_mem_usage lr lr_scheduler mappings
+    max_input_length meta minmax_lr model_file_base_name model_name_or_path model_seqlen
+    module_name_preceding_first_block modules_in_block_to_quantize modules_to_convert modules_to_fuse
+    modules_to_not_convert moe_sparsity_config nsamples offload_to_disk pack_impl pad_token_id producer provider
+    quant_lm_head quantization_status run_compressed scale_dtype seqlen static_groups to_quant_block_names tokenizer
+    true_sequential use_cuda_fp16 use_exllama use_optimized_inference version
+"""
+HARMLESS = frozenset(HARMLESS_KEYS.split())
 
 
 def find_quantization(directory: Path, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ from penstock.errors import ModelLoadError, shown
 from penstock.kernels.coding import CODE_BITS, CodedRows, Coding, PartRows
 from penstock.kernels.tensors import BFLOAT16, FLOAT16, FLOAT32, INT32, UINT8, Array
 from penstock.spec.quantization import KEY, WHOLE_ROW, Quantization
+from penstock.spec.text_part import IMAGE_TENSORS
 from penstock.weights.rows import TransposedRows
 from penstock.weights.safetensors import Checkpoint, FileRows, TensorEntry, num_bytes
 
@@ -589,7 +590,7 @@ class QuantizedCheckpoint(Checkpoint):
         formats = [item for item in FORMATS if self._quantization.method in item.methods.split()]
         result = {}
         for name, entry in self.entries.items():
-            for item in formats:
+            for item in formats if not IMAGE_TENSORS.match(name) else ():
                 weight = item.weight_of(name, entry)
                 tensors = {} if weight is None else item.tensors(weight, name, self.entries)
                 if weight is not None and tensors:

@@ -26,7 +26,7 @@ from penstock.models.registry import find_model
 from penstock.spec.gguf import is_gguf
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
-from penstock.spec.quantization import Quantization, read_quantization
+from penstock.spec.quantization import Quantization
 from penstock.spec.text_part import IMAGE_TENSORS, text_name
 from penstock.weights.gguf import GGUFCheckpoint
 from penstock.weights.quantized import QuantizedCheckpoint, usual_coding
@@ -152,7 +152,8 @@ def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, l
 
 def open_checkpoint_source(directory: str | Path | Checkpoint, model_config: ModelConfig) -> "CheckpointSource":
     """Match a checkpoint with its architecture. Raise ModelLoadError if it does not fit."""
-    checkpoint = directory if isinstance(directory, Checkpoint) else open_checkpoint(Path(directory))
+    coded = model_config.quantization
+    checkpoint = directory if isinstance(directory, Checkpoint) else open_checkpoint(Path(directory), coded)
     table = read_table(model_config)
     parameters = table.parameters(model_config)
     return CheckpointSource(checkpoint, table, parameters, is_text_part=model_config.is_text_part)
@@ -166,11 +167,13 @@ def has_weights(directory: str | Path | Checkpoint) -> bool:
         return False
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """Return the tensors of a model directory, in whichever format its files have. Raises as Checkpoint does."""
+def open_checkpoint(directory: Path, quantization: Quantization | None) -> Checkpoint:
+    """Return the tensors of a model directory, in whichever format its files have. Raises as Checkpoint does.
+
+    quantization: as config.json describes it.
+    """
     if is_gguf(directory):
         return GGUFCheckpoint(directory)
-    quantization = read_quantization(directory)
     return Checkpoint(directory) if quantization is None else QuantizedCheckpoint(directory, quantization)
 
 

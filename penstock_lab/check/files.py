@@ -80,8 +80,9 @@ def _structure(folder: Path) -> str:
     """Check sizes, offsets and keys in each file's header and, for a checkpoint, that its tensors fit the config."""
     files, packed = find_files(folder), find_packed(folder)
     if packed is None:
-        checkpoint = open_checkpoint(folder)
-        open_source(checkpoint, load_model_config(folder), "auto")
+        config = load_model_config(folder)
+        checkpoint = open_checkpoint(folder, config.quantization)
+        open_source(checkpoint, config, "auto")
         return f"{len(checkpoint.entries)} tensors in {len(files)} files"
     return f"{len(read_entries(packed))} tensors in {len(files)} files, packed: {read_info(packed)}"
 

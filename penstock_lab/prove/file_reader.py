@@ -21,7 +21,7 @@ from penstock.ranks.sharding_map import ShardingMap
 from penstock.spec.param_table import ParamTable
 from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.loader import load_model
-from penstock.weights.safetensors import FLOATS, Checkpoint, fingerprint, verify_checksums
+from penstock.weights.safetensors import CODES, fingerprint, verify_checksums
 from penstock.weights.sources import open_checkpoint, open_source, read_parameters
 
 CPU_S, MEMORY = 10.0, 2**30  # limits for one file; each file is smaller than a megabyte
@@ -49,13 +49,12 @@ def _use_tokenizer(place: Path) -> None:
 
 
 def read_checkpoint(file: Path) -> None:
-    checkpoint = Checkpoint(file.parent)
+    config = load_model_config(file.parent)
+    checkpoint = open_checkpoint(file.parent, config.quantization)
     for name, entry in checkpoint.entries.items():
-        if entry.dtype in FLOATS:
-            rows = checkpoint.rows(name)
-            if rows.shape:
-                rows.read(0, rows.shape[0])
-    open_source(checkpoint, load_model_config(file.parent), "auto")
+        if entry.dtype not in CODES and entry.shape:
+            checkpoint.rows(name).read(0, entry.shape[0])
+    open_source(checkpoint, config, "auto")
     fingerprint(file.parent)
     verify_checksums(file.parent)
 
@@ -63,7 +62,7 @@ def read_checkpoint(file: Path) -> None:
 def read_gguf(file: Path) -> None:
     """Read a GGUF file as a server does: configuration, tensors, tokenizer, fingerprint."""
     config = load_model_config(file)
-    checkpoint = open_checkpoint(file)
+    checkpoint = open_checkpoint(file, None)
     for name in checkpoint.entries:
         rows = checkpoint.rows(name)
         rows.read(0, rows.shape[0])

@@ -161,6 +161,7 @@ def make_targets(folder: Path, model: Path) -> list[Target]:
     checkpoint = _checkpoint(tiny)
     add("checkpoint", "model.safetensors", checkpoint, mutate_safetensors)
     _add_sharded(add, tiny, checkpoint, folder)
+    _add_quantized(add, checkpoint, folder)
     for quantization in (None, "int8"):
         packed = folder / f"packed-{quantization}"
         options = {"model": str(tiny), "load_format": "dummy", "quantization": quantization, "dtype": "float32"}
@@ -178,6 +179,27 @@ def _add_sharded(add: Callable[..., None], tiny: Path, checkpoint: bytes, folder
     place.mkdir()
     (place / "one.safetensors").write_bytes(checkpoint)
     add("checkpoint", "model.safetensors.index.json", json.dumps(index).encode(), mutate_json, place)
+
+
+def _add_quantized(add: Callable[..., None], floats: bytes, folder: Path) -> None:
+    """Add a GPTQ checkpoint whose tensors, and one whose description, is mutated."""
+    header = json.loads(floats[8 : 8 + int.from_bytes(floats[:8], "little")])
+    tensors: dict[str, tuple[list[int], str]] = {}
+    for name, item in header.items():
+        if "_proj." not in name:
+            tensors |= {name: (item["shape"], "F32")} if name != "__metadata__" else {}
+            continue
+        (n, k), module = item["shape"], name.removesuffix("weight")
+        tensors |= {module + "qweight": ([k // 8, n], "I32"), module + "qzeros": ([k // 16, n // 8], "I32")}
+        tensors[module + "scales"] = ([k // 16, n], "F32")
+    content, place = _safetensors(tensors), folder / "quantized"
+    place.mkdir()
+    description = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False, "checkpoint_format": "gptq_v2"}
+    config = json.dumps(TINY | {"quantization_config": description})
+    (place / "config.json").write_text(config)
+    (place / "model.safetensors").write_bytes(content)
+    add("checkpoint", "model.safetensors", content, mutate_safetensors, place)
+    add("checkpoint", "config.json", config.encode(), mutate_json, place)
 
 
 def _add_tables(add: Callable[..., None], tiny: Path) -> None:
