@@ -456,6 +456,15 @@ inline void multiply_few(const Work& work, const Codes& codes) {
     if constexpr (HALF + COLUMNS / PAIR < HALVES) multiply_few<ROWS, HALF + 1>(work, codes);
 }
 
+// Register by register: GCC copies larger memory through the stack in smaller parts, which stalls.
+template <class Register, int ROWS, int COLUMNS>
+PENSTOCK_INLINE void copy(const Register (&from)[ROWS][COLUMNS], Register (&to)[ROWS][COLUMNS]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) to[i][c] = from[i][c];
+}
+
 template <int HALF, class Codes>
 inline void multiply_half(
     const MultiplyArgs& a, Work work, const Codes& codes, std::int64_t totals_stride, Prefetch& prefetch) {
@@ -463,9 +472,7 @@ inline void multiply_half(
     const std::uint8_t* const quads = work.quads(Codes::BITS);
     for (int quad = 0; quad < work.piece.size / QUAD; ++quad)
         codes.template unpack<HALF, PAIR>(quads + quad * quad_bytes(Codes::BITS), unpacked[quad]);
-    const auto load = [&](int quad, auto& to) __attribute__((always_inline)) {
-        __builtin_memcpy(&to, &unpacked[quad], sizeof to);
-    };
+    const auto load = [&](int quad, auto& to) __attribute__((always_inline)) { copy(unpacked[quad], to); };
     for (int tile = 0; tile < a.tiles; ++tile) {
         for (int row = 0; row < work.rows; row += Codes::BLOCK_ROWS) {
             prefetch.fetch_some();
