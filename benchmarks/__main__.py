@@ -18,7 +18,7 @@ from benchmarks.machine import Machine, describe
 from benchmarks.peers import ALL, OURS, find
 from benchmarks.picture import draw, read_table
 from benchmarks.process import ROOT
-from benchmarks.runner import Plan, Runner
+from benchmarks.runner import PRECISIONS, Plan, Runner
 from benchmarks.store import Store
 from benchmarks.workloads import parse_workloads
 
@@ -30,6 +30,9 @@ def main(argv: list[str]) -> int:
         config = read_shape(args.shape)
         peers = [find(name) for name in dict.fromkeys([OURS, *args.peers.replace(",", " ").split()])]
         workloads = parse_workloads(args.workloads)
+        precisions = tuple(args.weights.replace(",", " ").split()) or PRECISIONS
+        if unknown := {*precisions} - {*PRECISIONS}:
+            raise ValueError(f"weights: {', '.join(sorted(unknown))}: none of {', '.join(PRECISIONS)}")
         model = f"Llama shape {args.shape}" if args.shape in SHAPES else f"the shape of {args.shape}"
         run = {"build": build_name(), "machine": describe(args.threads), "model": model, "config": config}
         store = Store(out, run)
@@ -38,7 +41,7 @@ def main(argv: list[str]) -> int:
         return 2
     for peer in peers:
         print(f"{peer.name}: {', '.join(peer.requirements) or run['build']}")
-    plan = Plan(workloads, args.threads, args.rounds, args.time_limit, args.patience)
+    plan = Plan(workloads, args.threads, args.rounds, args.time_limit, args.patience, precisions)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("starting")
@@ -84,6 +87,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--peers", default=others, metavar="NAMES", help=f"default: {others}")
     parser.add_argument("--shape", default="1b", help="1b, 3b, or a directory with the config.json of a Llama")
     parser.add_argument("--workloads", default="", help="W1 to W7, also with sizes: W3=8x64+32 (default: all)")
+    parser.add_argument("--weights", default="", metavar="NAMES", help=f"{', '.join(PRECISIONS)} (default: all)")
     parser.add_argument("--out", default="build/compare", metavar="DIR", help="default: build/compare")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, default=cores, metavar="N", help="of every engine (default: all cores)")

@@ -2,7 +2,7 @@
 
 CACHE/PEER/                       the peer's own environment
 CACHE/models/SHAPE/source/        the checkpoint
-CACHE/models/SHAPE/PEER-TYPE/     the checkpoint as converted for the peer
+CACHE/models/SHAPE/PEER-TYPE/     the checkpoint as converted for the peer, and for others that read the same files
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import SEED, make_checkpoint
+from benchmarks.peers import find
 from benchmarks.peers.base import LoadOptions, Peer
 from benchmarks.process import Worker, WorkerError
 
@@ -40,6 +41,7 @@ class Workshop:
         self.config, self._logs, self._cache = config, logs, cache or cache_directory()
         shape = hashlib.sha256(json.dumps([config, SEED], sort_keys=True).encode()).hexdigest()[:12]
         self._models = self._cache / "models" / shape
+        self._failed: dict[str, WorkerError] = {}  # so that a build that fails is not tried for every precision
 
     def make_source(self) -> None:
         make_checkpoint(self.config, self._models / "source")
@@ -49,7 +51,7 @@ class Workshop:
         return (self._models / "source" / "model.safetensors").stat().st_size
 
     def install(self, peer: Peer) -> None:
-        """Install the pinned versions, unless they are installed.
+        """Install the pinned versions, unless they are installed, or that has failed before.
 
         Raises:
             WorkerError: pip failed; its last line says why.
@@ -58,6 +60,8 @@ class Workshop:
         stamp = self._cache / peer.name / "installed.txt"
         if not peer.requirements or (stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted):
             return
+        if peer.name in self._failed:
+            raise self._failed[peer.name]
         venv.create(stamp.parent, clear=True, with_pip=True)
         log = self._logs / f"install-{peer.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,17 +71,23 @@ class Workshop:
             status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
         if status:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
-            raise WorkerError(f"pip install: {lines[-1][:300]}")
+            self._failed[peer.name] = WorkerError(f"pip install: {lines[-1][:300]}")
+            raise self._failed[peer.name]
         peer.finish_install(stamp.parent)
         stamp.write_text(wanted, encoding="utf-8")
 
     def convert(self, peer: Peer, precision: str) -> None:
-        """Convert the checkpoint, unless it was already converted with these versions.
+        """Convert the checkpoint, unless it was already converted with these versions. If the peer reads the files of
+        another one, that one is installed and converts.
 
         Raises:
             WorkerError, OverTimeError: the conversion failed.
         """
         target = self._converted(peer, precision)
+        name, precision = peer.files(precision)
+        if name != peer.name:
+            peer = find(name)
+            self.install(peer)
         stamp = target.with_name(f"{target.name}.versions")
         wanted = "\n".join(peer.requirements)
         if target.exists() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
@@ -95,10 +105,15 @@ class Workshop:
 
     def start(self, peer: Peer, precision: str, sizes: Mapping[str, int]) -> Worker:
         """Start a worker. Its first answer comes when it has loaded the model. `sizes`: the rest of LoadOptions."""
-        options = LoadOptions(directory=str(self._converted(peer, precision)), precision=precision, **sizes)
+        return self.open(
+            peer, LoadOptions(directory=str(self._converted(peer, precision)), precision=precision, **sizes)
+        )
+
+    def open(self, peer: Peer, options: LoadOptions) -> Worker:
+        """Start a worker with files from anywhere."""
         environment = peer.environment(self._cache / peer.name, options)
         command = self._command(peer, "serve", json.dumps(asdict(options)))
-        return Worker(command, environment, self._logs / f"{peer.name}-{precision}.log")
+        return Worker(command, environment, self._logs / f"{peer.name}-{options.precision}.log")
 
     def _command(self, peer: Peer, *arguments: str) -> list[str]:
         return [self._python(peer), "-m", "benchmarks.worker", peer.name, *arguments]
@@ -107,4 +122,4 @@ class Workshop:
         return str(self._cache / peer.name / "bin" / "python") if peer.requirements else sys.executable
 
     def _converted(self, peer: Peer, precision: str) -> Path:
-        return self._models / f"{peer.name}-{precision}"
+        return self._models / "-".join(peer.files(precision))

@@ -18,6 +18,7 @@ OURS = "Penstock"
 UNIT = ", tokens/s"
 NUMBERS = re.compile(r"([\d.]+)(?: \(([\d.]+)-([\d.]+)\))?([*~]*)")
 WIDTH, MARGIN, TITLE = 820, 16, 28
+USUAL_INDENT = 36  # of the engines' names, beside "int8"
 NAME_WIDTH, BAR_WIDTH, ROW, GROUP_GAP = 142, 170, 19, 8
 STYLE = """
   text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328 }
@@ -98,18 +99,20 @@ def draw(caption: str, bars: list[Bar]) -> str:
 
 def _panel(workload: str, bars: list[Bar], left: int, top: int) -> list[str]:
     """Return the SVG lines of one figure, with its bars grouped by type of weights."""
-    scale = BAR_WIDTH / max(bar.high for bar in bars)
+    indent = 12 + 6 * max(len(bar.weights) for bar in bars)
+    names = NAME_WIDTH - USUAL_INDENT + indent
+    scale = (BAR_WIDTH + NAME_WIDTH - names) / max(bar.high for bar in bars)
     lines = [f'<text class="title" x="{left}" y="{top - 8}">{escape(workload)}</text>']
     y, weights = top, None
     for bar in bars:
         y += GROUP_GAP if weights not in (None, bar.weights) else 0
         kind = "ours" if bar.engine == OURS else "other"
         shown = "" if bar.weights == weights else bar.weights
-        start, middle = left + NAME_WIDTH, y + ROW / 2 - 1.5
+        start, middle = left + names, y + ROW / 2 - 1.5
         low, median, high = (start + value * scale for value in (bar.low, bar.median, bar.high))
         lines += [
             f'<text class="quiet" x="{left}" y="{y + 12}">{shown}</text>',
-            f'<text x="{left + 36}" y="{y + 12}">{escape(bar.engine)}</text>',
+            f'<text x="{left + indent}" y="{y + 12}">{escape(bar.engine)}</text>',
             f'<rect class="{kind}" x="{start}" y="{y + 1}" width="{median - start:.1f}" height="{ROW - 5}" rx="2"/>',
             f'<line class="range" x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}"/>',
             f'<text x="{max(median, high) + 6:.1f}" y="{y + 12}">{bar.label}</text>',

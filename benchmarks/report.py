@@ -131,10 +131,11 @@ def find_ratio(figure: Figure, cells: Mapping[str, Cell]) -> tuple[float | None,
 def print_table(rows: Sequence[Row], engines: Sequence[str]) -> None:
     """Print the medians on the terminal, in 80 columns."""
     table = Table("", "", *engines, "ratio", padding=(0, 0, 0, 1))
-    for row in rows:
+    for row, following in zip(rows, [*rows[1:], *rows[-1:]], strict=True):
         cells = (row.cells[engine].short() for engine in engines)
         label = f"{row.figure.name.partition(' ')[0]} {row.figure.unit}"
-        table.add_row(label, row.precision, *cells, row.ratio_text(), end_section=row.precision == PRECISIONS[-1])
+        last = row.figure != following.figure
+        table.add_row(label, row.precision, *cells, row.ratio_text(), end_section=last)
     Console().print(table)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from benchmarks.environments import Workshop
 from benchmarks.machine import Machine
 from benchmarks.peers import OURS
-from benchmarks.peers.base import Peer
+from benchmarks.peers.base import GGUF_PRECISIONS, Peer
 from benchmarks.process import OverTimeError, Worker, WorkerError
 from benchmarks.store import Store
 from benchmarks.workloads import COLD_START, LONG_PROMPTS, Workload
 
-PRECISIONS = ("bf16", "int8", "int4")
+PRECISIONS = ("bf16", "int8", "int4", *GGUF_PRECISIONS)
 LOAD_CAP = 900.0  # seconds for loading and the first run, in which some engines compile
 COLD_CAP = 180.0  # seconds for a cold start
 LEAST_CAP = 30.0  # seconds that any sample may take
@@ -32,6 +32,7 @@ class Plan:
     Attributes:
         rounds: largest number of samples of each engine in each workload.
         minutes: time after which no new sample is begun; 0: no limit.
+        precisions: the types of weights, in the order in which they are measured.
         patience: a peer's sample is ended when it takes this many times as long as Penstock's.
     """
 
@@ -40,6 +41,7 @@ class Plan:
     rounds: int = 3
     minutes: float = 0.0
     patience: float = 3.0
+    precisions: Sequence[str] = PRECISIONS
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes for which every engine is loaded."""
@@ -91,7 +93,7 @@ class Runner:
         """Return (type of weights, workload) in the order of the run. Long prompts take longest and come last."""
         works = self._plan.workloads
         passes = ([w for w in works if w.name != LONG_PROMPTS], [w for w in works if w.name == LONG_PROMPTS])
-        return [(precision, work) for some in passes for precision in PRECISIONS for work in some]
+        return [(precision, work) for some in passes for precision in self._plan.precisions for work in some]
 
     def _having(self, precision: str) -> list[Peer]:
         return [peer for peer in self._peers if precision in peer.precisions]
@@ -100,7 +102,7 @@ class Runner:
         self._report("writing the checkpoint", 0, 1)
         self._workshop.make_source()
         for peer in self._peers:
-            for precision in peer.precisions:
+            for precision in (name for name in self._plan.precisions if name in peer.precisions):
                 try:
                     self._report(f"installing {peer.name}", 0, 1)
                     self._workshop.install(peer)

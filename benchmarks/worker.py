@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.peers import find
-from benchmarks.peers.base import Engine, LoadOptions, Record
+from benchmarks.peers.base import Engine, LoadOptions, RankingEngine, Record
 
 PR_SET_PDEATHSIG = 1
 WARM_UP = ((1, 64, 4), (32, 8, 2))  # streams, prompt, output
@@ -52,6 +52,11 @@ def _serve(engine: Engine, options: LoadOptions, request: dict[str, Any]) -> dic
             prompts = [[7 + stream + place for place in range(prompt)] for stream in range(streams)]
             engine.generate(prompts[: options.max_streams], output, 0, Record(streams, output))
         return {"warm": True}
+    if "rank" in request or "tokenize" in request:
+        assert isinstance(engine, RankingEngine), type(engine)
+        if "rank" in request:
+            return {"steps": engine.rank(request["rank"], request["output"], request["top"])}
+        return {"ids": engine.tokenize(request["tokenize"])}
     _forget_peak()
     record = Record(len(request["prompts"]), request["output"])
     engine.generate(request["prompts"], request["output"], request["shared"], record)

@@ -1,14 +1,15 @@
 """The engines that can be compared, each in a file of its own."""
 
 from benchmarks.peers.base import Peer
-from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.llama_cpp import IkLlamaCpp, LlamaCpp
 from benchmarks.peers.openvino import OpenVino
 from benchmarks.peers.penstock import Penstock
 from benchmarks.peers.transformers import Transformers
 from benchmarks.peers.vllm import Vllm
 
 OURS = Penstock.name
-ALL: dict[str, type[Peer]] = {peer.name: peer for peer in (Penstock, LlamaCpp, Vllm, OpenVino, Transformers)}
+PEERS: tuple[type[Peer], ...] = (Penstock, LlamaCpp, IkLlamaCpp, Vllm, OpenVino, Transformers)
+ALL = {peer.name: peer for peer in PEERS}
 
 
 def find(name: str) -> Peer:

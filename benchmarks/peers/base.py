@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# Files that llama.cpp quantises. "-int8": Penstock computes with int8 activations too, as the others always do.
+GGUF_PRECISIONS = ("Q8_0", "Q8_0-int8", "Q4_0", "Q4_0-int8", "Q4_K_M", "Q4_K_M-int8")
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -18,7 +21,7 @@ class LoadOptions:
 
     Attributes:
         directory: the directory that `convert` wrote.
-        precision: bf16, int8 or int4.
+        precision: one of the peer's precisions.
         threads: number of computing threads.
         max_length: tokens of the longest stream at its end.
         max_streams: number of streams that run at once.
@@ -87,6 +90,18 @@ class Engine(ABC):
         """Return the types that the engine really computes with (weights, activations, cache, head), and notes."""
 
 
+class RankingEngine(Engine):
+    """An engine that also shows how it reads a text and how likely it finds tokens, for benchmarks/real.py."""
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text, with those that the model expects around it. Names of control tokens are text."""
+
+    @abstractmethod
+    def rank(self, prompt: list[int], output: int, top: int) -> list[list[tuple[int, float]]]:
+        """Decode greedily. Return the `top` tokens of each step with their log-probabilities, the most likely first."""
+
+
 class Peer(ABC):
     """An engine that can be installed and measured.
 
@@ -115,6 +130,10 @@ class Peer(ABC):
         for packages in venv.glob("lib/python*/site-packages"):
             for place in (found for name in self.unwanted for found in packages.glob(f"{name}*")):
                 shutil.rmtree(place)
+
+    def files(self, precision: str) -> tuple[str, str]:
+        """Return the name of the peer that converts the checkpoint for this one, and the precision in which it does."""
+        return self.name, precision
 
     def environment(self, venv: Path, options: LoadOptions) -> dict[str, str]:
         """Return environment variables for the process that loads the model."""

@@ -1,16 +1,23 @@
-"""llama.cpp through the C API of its Python binding, with its own batches and sequences but without its server."""
+"""llama.cpp and its fork ik_llama.cpp through the C API of their Python bindings: own batches and sequences, no server.
+
+Both read the GGUF files that llama.cpp writes and quantises here; Penstock reads them too.
+"""
 
 import ctypes
+import importlib
 import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.base import Engine, LoadOptions, Peer, Record
+from benchmarks.peers.base import GGUF_PRECISIONS, LoadOptions, Peer, RankingEngine, Record
 
-FILE_TYPES = {"int8": 7, "int4": 2}  # LLAMA_FTYPE_MOSTLY_Q8_0, LLAMA_FTYPE_MOSTLY_Q4_0
+FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}  # llama.h's LLAMA_FTYPE_MOSTLY_Q8_0 and so on
+FILES = {"bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0", **{name: name.partition("-")[0] for name in GGUF_PRECISIONS}}
+HEADS = {"bf16": "bf16", "Q8_0": "q8_0", "Q4_0": "q6_K", "Q4_K_M": "q6_K"}  # type of the LM head in these files
 BATCH = 2048  # tokens in a call; llama.cpp computes them in pieces of 512
 FILE = "model.gguf"
 NAMES = {
@@ -30,14 +37,23 @@ OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", 
 class LlamaCpp(Peer):
     name = "llama.cpp"
     distribution = "llama-cpp-python"
-    requirements = ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0", "ml_dtypes==0.5.4")
-    pip_options = ("--no-binary", "llama-cpp-python")  # built here, for this processor
+    requirements: tuple[str, ...] = (
+        "llama-cpp-python==0.3.36",
+        "gguf==0.19.0",
+        "safetensors==0.8.0",
+        "ml_dtypes==0.5.4",
+    )
+    pip_options: tuple[str, ...] = ("--no-binary", "llama-cpp-python")  # built here, for this processor
+    precisions = tuple(FILES)
 
     def build_environment(self) -> dict[str, str]:
         left_out = ("TOOLS", "EXAMPLES", "TESTS", "SERVER")
         options = ["-DGGML_NATIVE=ON", "-DLLAVA_BUILD=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF"]
         options += [f"-DLLAMA_BUILD_{part}=OFF" for part in left_out]
         return {"CMAKE_ARGS": " ".join(options), "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
+
+    def files(self, precision: str) -> tuple[str, str]:
+        return LlamaCpp.name, FILES[precision]
 
     def convert(self, source: Path, target: Path, precision: str) -> None:
         target.mkdir(parents=True)
@@ -54,12 +70,22 @@ class LlamaCpp(Peer):
             if llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)):
                 raise RuntimeError(f"llama_model_quantize failed for {precision}")
 
-    def load(self, options: LoadOptions) -> Engine:
+    def load(self, options: LoadOptions) -> "_Engine":
         return _Engine(options)
 
 
+class IkLlamaCpp(LlamaCpp):
+    name = "ik_llama.cpp"
+    distribution = "ik-llama-cpp-python"
+    requirements = ("ik-llama-cpp-python==0.1.5",)
+    pip_options = ("--no-binary", "ik-llama-cpp-python")
+
+    def load(self, options: LoadOptions) -> "_Engine":
+        return _IkEngine(options)
+
+
 def write_gguf(source: Path, target: Path) -> None:
-    """Write a Transformers Llama as GGUF in bfloat16, with norms in float32. It needs no vocabulary for token ids."""
+    """Write a Transformers Llama and its byte-level BPE as GGUF in bfloat16, with norms in float32."""
     import gguf
     import ml_dtypes  # noqa: F401 (numpy learns bfloat16)
     import numpy as np
@@ -78,8 +104,15 @@ def write_gguf(source: Path, target: Path) -> None:
     writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads["q"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config["vocab_size"])
+    words = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["content"] for token in words["added_tokens"]}
+    tokens = sorted(words["model"]["vocab"], key=words["model"]["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if token in special else gguf.TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in words["model"]["merges"]])
     for name, weight in load_file(source / "model.safetensors").items():
         part = name.removesuffix(".weight")
         if part in OUTER_NAMES:
@@ -106,24 +139,30 @@ def _interleave(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-class _Engine(Engine):
-    def __init__(self, options: LoadOptions) -> None:
-        import llama_cpp
+class _Engine(RankingEngine):
+    binding = "llama_cpp"
 
-        self._api, self._options = llama_cpp, options
-        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # it would log every context
-        llama_cpp.llama_log_set(self._silent, None)
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        # llama.cpp's kernels for AMX tiles crash on repacked q8_0 and q4_0.
-        self._repack = options.precision == "bf16" or "amx_tile" not in Path("/proc/cpuinfo").read_text()
-        params.use_extra_bufts = self._repack
+    def __init__(self, options: LoadOptions) -> None:
+        self._api, self._options = importlib.import_module(self.binding), options
+        self._api.llama_backend_init()
         path = str(Path(options.directory) / FILE).encode()
-        self._model = llama_cpp.llama_model_load_from_file(path, params)
+        self._model = self._api.llama_model_load_from_file(path, self._model_params())
         if not self._model:
             raise RuntimeError("llama_model_load_from_file failed")
-        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        self._vocab_size = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
+        self._batch = self._api.llama_batch_init(BATCH, 0, 1)
+
+    def _model_params(self) -> Any:
+        self._silent = self._api.llama_log_callback(lambda level, text, data: None)  # it would log every context
+        self._api.llama_log_set(self._silent, None)
+        params = self._api.llama_model_default_params()
+        # llama.cpp's kernels for AMX tiles crash on repacked q8_0 and q4_0.
+        repack = FILES[self._options.precision] == "bf16" or "amx_tile" not in Path("/proc/cpuinfo").read_text()
+        params.use_extra_bufts = repack
+        built = re.findall(r"(AVX\w*|AMX\w*|LLAMAFILE|REPACK) = 1", self._api.llama_print_system_info().decode())
+        form = "repacked for this processor" if repack else "not repacked: crashes with AMX"
+        self._notes = f"{form}; built with {' '.join(built)}"
+        return params
 
     def generate(self, prompts: list[list[int]], output: int, shared: int, record: Record) -> None:
         context = self._new_context(len(prompts), max(map(len, prompts)) + output, shared)
@@ -137,7 +176,8 @@ class _Engine(Engine):
         params.n_ctx = shared + streams * (length - shared) if shared else streams * (-(-length // 256) * 256)
         params.n_seq_max, params.n_batch = streams, BATCH
         params.n_threads = params.n_threads_batch = self._options.threads
-        params.kv_unified = bool(shared)  # one buffer for all streams, so that they can share a prefix
+        if hasattr(params, "kv_unified"):
+            params.kv_unified = bool(shared)  # one buffer for all streams, so that they can share a prefix
         context = self._api.llama_init_from_model(self._model, params)
         if not context:
             raise RuntimeError("llama_init_from_model failed")
@@ -146,26 +186,49 @@ class _Engine(Engine):
     def _run(self, context: Any, prompts: list[list[int]], output: int, shared: int, record: Record) -> None:
         record.start()
         if shared:
-            self._decode(context, [(0, place, token, -1) for place, token in enumerate(prompts[0][:shared])], {})
-            memory = self._api.llama_get_memory(context)
+            for _ in self._decode(context, [(0, place, token, -1) for place, token in enumerate(prompts[0][:shared])]):
+                pass  # no token is wanted
             for stream in range(1, len(prompts)):
-                self._api.llama_memory_seq_cp(memory, 0, stream, -1, -1)
+                self._copy_cache(context, stream)
         rows = [
             (stream, place, prompt[place], stream if place == len(prompt) - 1 else -1)
             for stream, prompt in enumerate(prompts)
             for place in range(shared, len(prompt))
         ]
-        tokens: dict[int, int] = {}
-        self._decode(context, rows, tokens)
         for step in range(output):
+            tokens = {stream: int(logits.argmax()) for stream, logits in self._decode(context, rows)}
             for stream, token in tokens.items():
                 record.token(stream, token)
-            if step < output - 1:
-                rows = [(stream, len(prompts[stream]) + step, token, stream) for stream, token in tokens.items()]
-                self._decode(context, rows, tokens)
+            rows = [(stream, len(prompts[stream]) + step, token, stream) for stream, token in tokens.items()]
 
-    def _decode(self, context: Any, rows: list[tuple[int, int, int, int]], tokens: dict[int, int]) -> None:
-        """Compute rows of (stream, position, token, stream whose next token is wanted or -1). Put these in `tokens`."""
+    def _copy_cache(self, context: Any, stream: int) -> None:
+        """Let a stream begin with what stream 0 has in the cache."""
+        self._api.llama_memory_seq_cp(self._api.llama_get_memory(context), 0, stream, -1, -1)
+
+    def rank(self, prompt: list[int], output: int, top: int) -> list[list[tuple[int, float]]]:
+        import numpy as np
+
+        steps = []
+        context = self._new_context(1, len(prompt) + output, 0)
+        rows = [(0, place, token, 0 if place == len(prompt) - 1 else -1) for place, token in enumerate(prompt)]
+        for _ in range(output):
+            [(_, logits)] = self._decode(context, rows)
+            best = np.argsort(-logits, kind="stable")[:top]
+            total = np.logaddexp.reduce(logits.astype(np.float64))
+            steps.append([(int(token), float(logits[token] - total)) for token in best])
+            rows = [(0, len(prompt) + len(steps) - 1, steps[-1][0][0], 0)]
+        self._api.llama_free(context)
+        return steps
+
+    def tokenize(self, text: str) -> list[int]:
+        raw = text.encode()
+        ids = (self._api.llama_token * (len(raw) + 2))()
+        vocab = self._api.llama_model_get_vocab(self._model)
+        return list(ids[: self._api.llama_tokenize(vocab, raw, len(raw), ids, len(ids), True, False)])
+
+    def _decode(self, context: Any, rows: list[tuple[int, int, int, int]]) -> Iterator[tuple[int, Any]]:
+        """Compute rows of (stream, position, token, stream whose next token is wanted or -1). Yield (stream, logits)
+        for each wanted token; the logits are valid until the next one is asked for."""
         import numpy as np
 
         batch = self._batch
@@ -180,18 +243,31 @@ class _Engine(Engine):
             for row, (_, _, _, wanted) in enumerate(piece):
                 if wanted >= 0:
                     logits = self._api.llama_get_logits_ith(context, row)
-                    tokens[wanted] = int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+                    yield wanted, np.ctypeslib.as_array(logits, (self._vocab_size,))
 
     def facts(self) -> dict[str, str]:
-        types = {"bf16": "bf16", "int8": "q8_0, int8 per group of 32", "int4": "q4_0, int4 per group of 32"}
-        activations = {"bf16": "bf16", "int8": "int8 per group of 32", "int4": "int8 per group of 32"}
-        heads = {"bf16": "bf16", "int8": "q8_0", "int4": "q6_K"}
-        built = re.findall(r"(AVX\w*|AMX\w*|LLAMAFILE|REPACK) = 1", self._api.llama_print_system_info().decode())
+        file = FILES[self._options.precision]
+        types = {"Q8_0": "q8_0, int8 per group of 32", "Q4_0": "q4_0, int4 per group of 32", "Q4_K_M": "q4_K and q6_K"}
+        activations = {"bf16": "bf16", "Q4_K_M": "int8 per group of 256"}
         return {
-            "weights": types[self._options.precision],
-            "activations": activations[self._options.precision],
+            "weights": types.get(file, file),
+            "activations": activations.get(file, "int8 per group of 32"),
             "cache": "f16",
-            "head": heads[self._options.precision],
-            "notes": ("repacked for this processor" if self._repack else "not repacked: crashes with AMX")
-            + f"; built with {' '.join(built)}",
+            "head": HEADS[file],
+            "notes": self._notes,
         }
+
+
+class _IkEngine(_Engine):
+    binding = "ik_llama_cpp._ctypes_api"
+
+    def _model_params(self) -> Any:
+        params = self._api.llama_model_default_params()
+        params.repack_tensors = True
+        self._notes = "repacked while loading"
+        return params
+
+    def _copy_cache(self, context: Any, stream: int) -> None:
+        copy = self._api._lib.llama_kv_cache_seq_cp  # the binding declares it nowhere
+        copy.argtypes, copy.restype = (ctypes.c_void_p, *(4 * [ctypes.c_int32])), None
+        copy(context, 0, stream, -1, -1)

@@ -1,15 +1,20 @@
-"""Penstock, in the environment that runs the comparison, with weights from `penstock convert`."""
+"""Penstock, in the environment that runs the comparison, with weights from `penstock convert` or in GGUF files."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peers.base import Engine, LoadOptions, Peer, Record
+from benchmarks.peers.base import GGUF_PRECISIONS, Engine, LoadOptions, Peer, Record
+from benchmarks.peers.llama_cpp import FILE, FILES, HEADS, LlamaCpp
 
 
 class Penstock(Peer):
     name = "penstock"
     distribution = "penstock"
+    precisions = (*Peer.precisions, *GGUF_PRECISIONS)
+
+    def files(self, precision: str) -> tuple[str, str]:
+        return (LlamaCpp.name, FILES[precision]) if precision in GGUF_PRECISIONS else (self.name, precision)
 
     def convert(self, source: Path, target: Path, precision: str) -> None:
         quantization = [] if precision == "bf16" else ["--quantization", precision]
@@ -23,8 +28,10 @@ class _Engine(Engine):
     def __init__(self, options: LoadOptions) -> None:
         from penstock import LLM
 
+        is_gguf = options.precision in GGUF_PRECISIONS
         self._llm = LLM(
-            options.directory,
+            str(Path(options.directory) / FILE) if is_gguf else options.directory,
+            activation_dtype="int8" if options.precision.endswith("-int8") else "auto",
             threads=options.threads,
             max_model_len=options.max_length,
             max_num_seqs=options.max_streams,
@@ -48,11 +55,15 @@ class _Engine(Engine):
                 record.token(stream, token)
 
     def facts(self) -> dict[str, str]:
-        weights = {"bf16": "bf16", "int8": "int8 per channel", "int4": "int4 per group of 128"}[self._precision]
+        own = {"bf16": "bf16", "int8": "int8 per channel", "int4": "int4 per group of 128"}
+        file = FILES[self._precision]
+        activations = "bf16" if self._precision == "bf16" else "int8 per token"
+        if self._precision in GGUF_PRECISIONS:
+            activations = f"{self._llm.config.numerics.activation_dtype} per token"
         return {
-            "weights": weights,
-            "activations": "bf16" if self._precision == "bf16" else "int8 per token",
+            "weights": own.get(self._precision, f"as in the {file} file"),
+            "activations": activations,
             "cache": self._llm.config.cache.kv_cache_dtype.replace("bfloat", "bf"),
-            "head": "bf16" if self._precision == "bf16" else "int8 per channel",
+            "head": own["int8"] if self._precision in ("int8", "int4") else HEADS[file],
             "notes": f"kernels {self._llm.config.numerics.kernels}",
         }
