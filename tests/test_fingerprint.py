@@ -30,7 +30,8 @@ QUERIES = [
 MAY_CHANGE: dict[str, Any] = {  # option -> another value; a name in capitals stands for a file of the test's own
     "imports": ["OWN"], "kv_cache_dtype": "bfloat16", "kv_cache_scales": "SCALES", "dtype": "float32",
     "quantization": "int4-a16", "quantization_group_size": 64, "load_format": "dummy", "kernels": "reference",
-    "model_impl": "plain",
+    "model_impl": "plain", "hf_overrides": {"rms_norm_eps": 1e-3},
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }  # fmt: skip
 CANNOT_CHANGE: dict[str, Any] = {
     "model": "COPY", "block_size": 128, "kv_cache_memory_bytes": 2**22, "memory": 2**32, "enable_prefix_caching": True,
