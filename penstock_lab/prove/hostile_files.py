@@ -1,5 +1,7 @@
 """Proof that a model's file, however damaged or hostile, loads or is refused in one line, within limits."""
 
+import base64
+import io
 import json
 import math
 import select
@@ -8,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +29,11 @@ from penstock_lab.prove.proof import Trials
 
 DEADLINE_S = 60.0  # by the clock; the reader's own limit of 10 s of processor time comes first unless it is stuck
 MAX_JSON = 2**20  # maximum bytes of a mutated file of the user's model; the demo's file replaces a larger one
+TEKKEN = {
+    "config": {"pattern": r"\w+|\W", "default_vocab_size": 260, "default_num_special_tokens": 4},
+    "vocab": [{"rank": rank, "token_bytes": base64.b64encode(bytes([rank])).decode()} for rank in range(256)],
+    "special_tokens": [{"rank": rank, "token_str": token} for rank, token in enumerate(("<unk>", "<s>", "</s>"))],
+}
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
@@ -160,6 +168,9 @@ def make_targets(folder: Path, model: Path) -> list[Target]:
     add("gguf", "model.gguf", _gguf(), mutate_gguf)
     checkpoint = _checkpoint(tiny)
     add("checkpoint", "model.safetensors", checkpoint, mutate_safetensors)
+    add("checkpoint", "pytorch_model.bin", _pickled(tiny), mutate_bytes)
+    add("tokenizer", "tokenizer.model", _sentencepiece(), mutate_bytes)
+    add("tokenizer", "tekken.json", json.dumps(TEKKEN).encode(), mutate_json)
     _add_sharded(add, tiny, checkpoint, folder)
     _add_quantized(add, checkpoint, folder)
     for quantization in (None, "int8"):
@@ -231,6 +242,42 @@ def _safetensors(tensors: dict[str, tuple[list[int], str]]) -> bytes:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + b"\x00\x00\x80\x3f" * (end // 4)
+
+
+def _pickled(tiny: Path) -> bytes:
+    """Make a file as torch.save does, of tensors of ones."""
+    parameters = read_parameters(load_model_config(tiny))
+    shapes = {name: shape for item in parameters.values() for name, shape in item.sources.items()}
+
+    def number(value: int) -> bytes:
+        return b"J" + struct.pack("<i", value)
+
+    def word(text: str) -> bytes:
+        return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+    program, archive = b"\x80\x02}", io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as members:
+        for index, (name, shape) in enumerate(shapes.items()):
+            strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+            storage = b"(" + word("storage") + b"ctorch\nFloatStorage\n" + word(str(index)) + word("cpu")
+            storage += number(math.prod(shape)) + b"tQ"
+            sizes = b"".join(b"(" + b"".join(map(number, values)) + b"t" for values in (shape, strides))
+            program += word(name) + b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + number(0) + sizes + b"\x89}tRs"
+            members.writestr(f"archive/data/{index}", b"\x00\x00\x80\x3f" * math.prod(shape))
+        members.writestr("archive/data.pkl", program + b".")
+    return archive.getvalue()
+
+
+def _sentencepiece() -> bytes:
+    """Make a SentencePiece model with bytes for what its few pieces lack."""
+    kinds = {"<unk>": 2, "<s>": 3, "</s>": 3} | {f"<0x{byte:02X}>": 6 for byte in range(256)}
+    kinds |= {"\u2581": 1, "a": 1, "n": 1, "an": 1, "<note>": 4}
+    result = b""
+    for rank, (piece, kind) in enumerate(kinds.items()):
+        name = piece.encode()
+        item = b"\x0a" + bytes([len(name)]) + name + b"\x15" + struct.pack("<f", -rank) + b"\x18" + bytes([kind])
+        result += b"\x0a" + bytes([len(item)]) + item
+    return result + b"\x12\x02\x18\x02" + b"\x1a\x04\x18\x01\x20\x00"  # BPE; a space in front, and none removed
 
 
 def _gguf() -> bytes:
