@@ -175,7 +175,7 @@ def _read_pieces(data: bytes) -> Pieces:
         if number == 1:
             item = dict(_fields(value))
             pieces.append(_bytes_of(item, 1).decode())
-            scores.append(struct.unpack("<f", item[2])[0] if 2 in item else 0.0)
+            scores.append(struct.unpack("<f", _bytes_of(item, 2))[0] if 2 in item else 0.0)
             kinds.append(_number_of(item, 3, NORMAL))
         elif number == 2:
             trainer = dict(_fields(value))

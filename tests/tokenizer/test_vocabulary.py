@@ -144,6 +144,7 @@ class TestSentencePiece:
             (b"\x0a\x03\x0a\x01a\x12\x03\xc0\x01\x01", "spaces after words"),
             (b"\x0a\x08\x0a\x01a\x15\x00\x00\xc0\x7f", "score nan"),
             (b"\x0a\x03\x0a\x01\xff", "utf-8"),
+            (b"\x0a\x05\x0a\x01a\x10\x01", "field 2 is not a text"),
         ],
     )
     def test_damaged(self, tmp_path, data, message):
