@@ -249,7 +249,7 @@ template <int CODE_BITS, bool TABLE, int PARTS>
 struct IntegerCodes {
     static constexpr int BITS = CODE_BITS;
     static constexpr int PIECE = 256;
-    static constexpr int WHOLE_ROWS = 1;  // most rows that are multiplied with all columns of a panel at once
+    static constexpr int WHOLE_ROWS = 3 - PARTS;  // most rows that are multiplied with all columns of a panel at once
     static constexpr int BLOCK_ROWS = HALVES == 1 ? 6 : 3;  // most rows whose sums stay in registers
     template <int COLUMNS>
     using Quad = Ints[COLUMNS][PARTS];
