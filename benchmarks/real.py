@@ -190,7 +190,7 @@ def check_commands(report: Report, file: str, answers: Sequence[RequestOutput], 
     """Run the commands. What they generate must be what LLM has generated."""
     penstock = [sys.executable, "-m", "penstock"]
     done = subprocess.run([*penstock, "check", file], capture_output=True, text=True)
-    report.check("penstock check", done.returncode == 0, "\n".join((done.stdout + done.stderr).splitlines()[-3:]))
+    report.check("penstock check", done.returncode == 0, " ".join((done.stdout or done.stderr).splitlines()[-2:]))
     options = ["--max-model-len", str(LENGTH), "--max-num-seqs", "4"]
     sampling = ["--temperature", "0", "--max-tokens", str(OUTPUT), "--json"]
     command = [*penstock, "generate", file, "-p", TEXTS[0], *sampling, *options]
@@ -245,7 +245,7 @@ class Comparison:
         equal: steps before the first difference.
         gap: of the two tokens there, as the engine sees it that finds it larger; 0 if there are none.
         error: largest difference of a log-probability up to there.
-        whole: there is no difference.
+        whole: there is no difference in the steps that both have.
     """
 
     equal: int
@@ -261,7 +261,7 @@ class Comparison:
             a, b = next(iter(one)), next(iter(other))
             if a != b:  # a token that is not among an engine's best counts as impossible
                 return cls(index, max(one[a] - one.get(b, -1e9), other[b] - other.get(a, -1e9)), error)
-        return cls(len(theirs), 0.0, error, whole=True)
+        return cls(min(len(ours), len(theirs)), 0.0, error, whole=True)
 
 
 def compare_answers(
