@@ -39,7 +39,7 @@ PENSTOCK_INLINE void each_piece(
     const PenstockWeight& w, const LeafRange& leaf, std::int64_t first_block, int most, const Body& body) {
     const std::int64_t end = leaf.padded_first + leaf.padded;
     const std::int64_t size = w.block_size > 0 ? w.block_size : leaf.padded;
-    const std::int64_t together = size < most ? most / size : 1;
+    const std::int64_t together = 0 < size && size < most ? most / size : 1;  // a leaf may be empty
     std::int64_t block = first_block;
     for (std::int64_t begin = leaf.padded_first; begin < end; begin += together * size, block += together) {
         const std::int64_t stop = begin + together * size < end ? begin + together * size : end;
