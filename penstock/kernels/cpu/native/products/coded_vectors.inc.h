@@ -24,7 +24,6 @@ constexpr int PAIR = 2;
 constexpr int NIBBLE_BYTES = 64;                // of a quad
 constexpr int FEW_ROWS = 3;                     // most operand rows that read codes from memory
 constexpr int LINE = 64;
-constexpr int AHEAD_BYTES = 1024;               // prefetch distance in each of several panels
 
 constexpr int max_panels(int operand_rows) { return operand_rows <= FEW_ROWS ? MAX_PANELS : 1; }
 
@@ -423,37 +422,35 @@ struct Prefetch {
     }
 };
 
-// Prefetch the scales, mins and steps of as many elements as a piece has, AHEAD_BYTES of codes ahead.
-inline void prefetch_arrays(const PenstockWeight& w, const PanelArrays& panel, const Piece& piece, int bits) {
-    const std::int64_t ahead = AHEAD_BYTES * 8 / (PANEL * bits), group = (piece.k + ahead) / w.group_size;
+// Prefetch the scales, mins and steps of a piece as long as `piece` that begins with element k and block `block`.
+inline void prefetch_arrays(
+    const PenstockWeight& w, const PanelArrays& panel, const Piece& piece, std::int64_t k, std::int64_t block) {
     const auto fetch = [](const void* array, std::int64_t from, std::int64_t bytes) {
         const char* at = static_cast<const char*>(array) + from;
         for (std::int64_t byte = 0; byte < bytes; byte += LINE) prefetch_to_l2(at + byte);
     };
-    if (panel.scales != nullptr && piece.first) {
-        const std::int64_t of_block = PANEL * scale_bytes(w.scale_type);
-        const std::int64_t block = piece.block + (piece.k + ahead - piece.begin + w.block_size - 1) / w.block_size;
-        const std::int64_t bytes = (piece.size + w.block_size - 1) / w.block_size * of_block;
-        fetch(panel.scales, block * of_block, bytes);
-        if (panel.mins != nullptr) fetch(panel.mins, block * of_block, bytes);
-    }
-    const std::int64_t bytes = piece.size / w.group_size * PANEL;
-    if (panel.steps != nullptr) fetch(panel.steps, group * PANEL, bytes);
-    if (panel.step_mins != nullptr) fetch(panel.step_mins, group * PANEL, bytes);
+    const std::int64_t of_block = PANEL * scale_bytes(w.scale_type);
+    const std::int64_t blocks = panel.scales == nullptr ? 0 : piece.size / w.block_size;
+    const std::int64_t bytes = (blocks > 0 ? blocks : 1) * of_block;
+    if (panel.scales != nullptr) fetch(panel.scales, block * of_block, bytes);
+    if (panel.mins != nullptr) fetch(panel.mins, block * of_block, bytes);
+    const std::int64_t group = k / w.group_size, of_steps = piece.size / w.group_size * PANEL;
+    if (panel.steps != nullptr) fetch(panel.steps, group * PANEL, of_steps);
+    if (panel.step_mins != nullptr) fetch(panel.step_mins, group * PANEL, of_steps);
 }
 
-// Multiply all rows of a tile that has few with the columns from pair HALF on.
+// Multiply all rows of a tile that has few with the columns from pair HALF on, and prefetch the codes from `ahead` on.
 template <int ROWS, int HALF, class Codes>
-inline void multiply_few(const Work& work, const Codes& codes) {
+inline void multiply_few(const Work& work, const Codes& codes, const std::uint8_t* ahead) {
     constexpr int COLUMNS = ROWS <= Codes::WHOLE_ROWS ? PANEL / LANES : PAIR;
     const std::uint8_t* const quads = work.quads(Codes::BITS);
     codes.template add_rows<ROWS, HALF, COLUMNS>(work, 0, [&](int quad, auto& to) __attribute__((always_inline)) {
-        const std::uint8_t* from = quads + quad * quad_bytes(Codes::BITS);
+        const int at = quad * quad_bytes(Codes::BITS);
         if constexpr (HALF == 0)
-            for (int byte = 0; byte < quad_bytes(Codes::BITS); byte += LINE) prefetch_to_l2(from + AHEAD_BYTES + byte);
-        codes.template unpack<HALF, COLUMNS>(from, to);
+            for (int byte = 0; byte < quad_bytes(Codes::BITS); byte += LINE) prefetch_to_l2(ahead + at + byte);
+        codes.template unpack<HALF, COLUMNS>(quads + at, to);
     });
-    if constexpr (HALF + COLUMNS / PAIR < HALVES) multiply_few<ROWS, HALF + 1>(work, codes);
+    if constexpr (HALF + COLUMNS / PAIR < HALVES) multiply_few<ROWS, HALF + 1>(work, codes, ahead);
 }
 
 // Register by register: GCC copies larger memory through the stack in smaller parts, which stalls.
@@ -497,24 +494,33 @@ void multiply_codes(const MultiplyArgs& a) {
     const bool few = a.tiles == 1 && rows <= FEW_ROWS;
     alignas(64) float totals[MAX_TOTALS], partial[MAX_TOTALS];
     const OperandSums sums = operand_sums(w, const_cast<std::int32_t*>(a.sums), rows);
-    PanelArrays panels[MAX_PANELS];
-    for (int p = 0; p < a.panels; ++p) panels[p] = panel_of(w, a.first_panel + p, blocks);
+    PanelArrays panels[MAX_PANELS], next_panels[MAX_PANELS];
+    for (int p = 0; p < a.panels; ++p) {
+        panels[p] = panel_of(w, a.first_panel + p, blocks);
+        next_panels[p] = panel_of(w, a.first_panel + p + a.panels, blocks);
+    }
     const int parts = HALVES * a.tiles * ((rows + Codes::BLOCK_ROWS - 1) / Codes::BLOCK_ROWS);
     std::int64_t first_block = 0;
     each_leaf(w, [&](const LeafRange& leaf) {
         __builtin_memset(totals, 0, sizeof totals[0] * static_cast<std::size_t>(a.tiles * totals_stride));
         each_piece(w, leaf, first_block, Codes::PIECE, [&](const Piece& piece) {
+            // The piece that follows in the same panel, or the first of the panel that follows, is prefetched.
+            const std::int64_t k = piece.k + piece.size;
+            const bool ends = k >= w.padded_k;
+            const std::int64_t blocks_done = w.block_size > 0 ? (k - piece.begin) / w.block_size : 0;
             for (int p = 0; p < a.panels; ++p) {
-                Work work{w, piece, panels[p], static_cast<const char*>(a.tile), sums, rows,
-                          totals + p * PANEL, partial + p * PANEL, columns, w.group_size == GRANULE ? 4 : 5};
-                prefetch_arrays(w, panels[p], piece, Codes::BITS);
+                const Work work{w, piece, panels[p], static_cast<const char*>(a.tile), sums, rows,
+                                totals + p * PANEL, partial + p * PANEL, columns, w.group_size == GRANULE ? 4 : 5};
+                const std::int64_t bytes = piece.size / QUAD * std::int64_t{quad_bytes(Codes::BITS)};
+                const std::uint8_t* ahead = ends ? next_panels[p].values : work.quads(Codes::BITS) + bytes;
+                prefetch_arrays(
+                    w, ends ? next_panels[p] : panels[p], piece, ends ? 0 : k, ends ? 0 : piece.block + blocks_done);
                 if (few) {
                     with_constant<FEW_ROWS>(
-                        rows, [&](auto some) { multiply_few<decltype(some)::value, 0>(work, codes); });
+                        rows, [&](auto some) { multiply_few<decltype(some)::value, 0>(work, codes, ahead); });
                     continue;
                 }
-                const std::int64_t bytes = piece.size / QUAD * std::int64_t{quad_bytes(Codes::BITS)};
-                Prefetch prefetch{work.quads(Codes::BITS) + bytes, (bytes / parts + LINE - 1) / LINE * LINE};
+                Prefetch prefetch{ahead, (bytes / parts + LINE - 1) / LINE * LINE};
                 multiply_half<0>(a, work, codes, totals_stride, prefetch);
                 if constexpr (HALVES > 1) multiply_half<HALVES - 1>(a, work, codes, totals_stride, prefetch);
             }
