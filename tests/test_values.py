@@ -112,6 +112,8 @@ BAD_OPTIONS = {
     "kv_cache_scales": ["", 5, "scales.safetensors"],  # the last: without an int8 cache
     "model_impl": ["", None, 5, "x" * 100],
     "load_format": ["gguf", None],
+    "hf_overrides": ["{}", 1, [1]],
+    "rope_scaling": ["yarn", 1, [1]],
     "verify_files": [1, None, "yes"],
     "speculative_config": [5, "ngram", ["ngram"]],
     "pooler_config": [5, "MEAN", ["MEAN"]],
