@@ -66,7 +66,12 @@ BLOCKS = {name: (elements, size) for name, elements, size in TYPES.values()}
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where a tensor is stored. shape: slowest dimension first; offset: of its first byte in the file."""
+    """Place and type of a stored tensor.
+
+    Attributes:
+        shape: sizes of its dimensions, the slowest first.
+        offset: position of its first byte in the file.
+    """
 
     file: Path
     shape: tuple[int, ...]

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from penstock.kernels.coding import CodedRows, Coding
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing
+from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing, TensorRows
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import NAMES, Array, empty
+from penstock.kernels.tensors import NAMES, empty
 from penstock.spec.param_table import leaf_bounds
 from penstock_lab.bench.machine import MachineLimits, TimedCall, ring_length, time_in_rounds, uniform
 from penstock_lab.bench.samples import Work
@@ -113,25 +113,11 @@ def packed_copies(
     return copies
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayRows:
-    """One array of a coded weight."""
-
-    array: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    def read(self, start: int, stop: int) -> Array:
-        return self.array[start:stop]
-
-
 def random_codes(coding: Coding, n: int, k: int) -> CodedRows:
     """Make a weight of random codes, and of scales that make its values about as great as those of a model."""
     rng, parts = np.random.default_rng(n + k), {}
     for name, (shape, dtype) in coding.parts((n, k)).items():
         high = {"codes": min(2**coding.bits, 127 if coding.bits == 8 else 32), "steps": 64, "step_mins": 64}.get(name)
         values = rng.uniform(2.0**-12, 2.0**-11, shape) if high is None else rng.integers(0, high, shape, np.uint8)
-        parts[name] = ArrayRows(values.astype(NAMES[dtype]))
+        parts[name] = TensorRows(values.astype(NAMES[dtype]))
     return CodedRows(coding, parts)

@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 
 from penstock.kernels.coding import CodedRows, Coding
+from penstock.kernels.ops import TensorRows
 from penstock.kernels.tensors import NAMES
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # halves
@@ -53,18 +54,6 @@ FORMATS = {
 CODE_RANGES = {"Q2_K": 4, "Q3_K": 8, "Q5_0": 32, "Q5_1": 32, "Q5_K": 32, "Q6_K": 64}  # codes that a format has
 
 
-@dataclass
-class ArrayRows:
-    array: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.array[start:stop]
-
-
 def random_rows(coding: Coding, n: int, k: int, seed: int = 0, *, extreme: bool = False) -> CodedRows:
     """Return a weight of random codes. extreme: the codes, steps and step_mins are the ends of their ranges."""
     rng = np.random.default_rng([seed, n, k])
@@ -83,7 +72,7 @@ def random_rows(coding: Coding, n: int, k: int, seed: int = 0, *, extreme: bool 
             array = rng.choice([low, high], shape) if extreme else rng.integers(low, high + 1, shape)
         else:
             array = rng.uniform(0.5, 2, shape) * 2.0 ** (-14 if coding.steps else -8) * (-1 if name == "mins" else 1)
-        parts[name] = ArrayRows(array.astype(NAMES[dtype]))
+        parts[name] = TensorRows(array.astype(NAMES[dtype]))
     return CodedRows(coding, parts)
 
 

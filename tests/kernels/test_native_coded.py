@@ -121,7 +121,7 @@ def test_rows_that_are_looked_up_are_the_decoded_ones(backends: list[CpuOps], na
     """Guards against another order of the operations, and against a row of another panel or leaf."""
     coding, n, k = FORMATS[name], 70, 800
     weight = random_rows(coding, n, k)
-    ids = np.array([69, 0, 33, 16])
+    ids = np.tensor([69, 0, 33, 16])
     for ops in backends:
         packed = ops.pack_linear(weight, None, Packing(leaf_ends(coding, k, 3), coding=coding))
         assert np.array_equal(bits(ops.packed_embedding(ids, packed)), bits(weight.read(0, n)[ids]))
@@ -150,7 +150,7 @@ def test_gates_and_experts_are_products_of_their_rows(backends: list[CpuOps], na
            for seed in range(experts)]  # fmt: skip
     downs = [ops.pack_linear(random_rows(coding, k, inner, seed), None, Packing(coding=coding))
              for seed in range(experts)]  # fmt: skip
-    ids, weights = np.array([[0, 2], [1, 2], [2, 0], [1, 0], [0, 1]]), np.full((5, 2), 0.5, np.float32)
+    ids, weights = np.tensor([[0, 2], [1, 2], [2, 0], [1, 0], [0, 1]]), np.full((5, 2), 0.5, np.float32)
     total = np.zeros((5, k), np.float32)
     for row in range(5):
         for expert in sorted(ids[row]):
@@ -169,7 +169,7 @@ def test_a_packed_weight_is_restored_from_its_state(backends: list[CpuOps], name
     again = ops.restore_linear((n, k), packed.state(), packing)
     assert np.array_equal(bits(ops.linear(x, again)), bits(ops.linear(x, packed)))
     assert ops.packed_bytes((n, k), packing) == packed.num_bytes
-    stored = sum(part.array.nbytes * (coding.bits / 8 if part_name == "codes" else 1)
+    stored = sum(part.tensor.nbytes * (coding.bits / 8 if part_name == "codes" else 1)
                  for part_name, part in random_rows(coding, 96, k).parts.items())  # fmt: skip
     assert packed.num_bytes <= stored * 1.01 + 2048
 
@@ -180,8 +180,8 @@ def test_scales_of_every_type_are_exact(backends: list[CpuOps], scale_dtype: str
     coding = of_type(Coding("Q4_1", 4, mins=True), scale_dtype)
     weight = random_rows(coding, 32, 256)
     for name in ("scales", "mins"):
-        array = weight.parts[name].array
-        array.flat[:64] = np.array([2.0**-24, -(2.0**-20), 65504.0, -1.5]).repeat(16)  # half's ends
+        array = weight.parts[name].tensor
+        array.flat[:64] = np.tensor([2.0**-24, -(2.0**-20), 65504.0, -1.5]).repeat(16)  # half's ends
     x = activations(3, 256)
     want = product(weight, x, (256,), 2)
     for ops in backends:
@@ -232,7 +232,7 @@ def test_what_the_kernels_cannot_multiply_exactly_is_refused(backends: list[CpuO
 
 def _spoilt(name: str, part: str, value: float) -> CodedRows:
     weight = random_rows(FORMATS[name], 32, 256)
-    weight.parts[part].array.flat[5] = value
+    weight.parts[part].tensor.flat[5] = value
     return weight
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.coded import as_tree, sliced
 from tests.kernels.packed import Native, Packed, bf16_bits, levels, pack
 
 LEVELS = levels()
@@ -65,25 +66,6 @@ class Weight:
 
 def activations(rows: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def sliced(x: np.ndarray, slices: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """One leaf of rows [m, ..] -> integers, slice after slice, and the rows' scales [m, 1]."""
-    greatest = np.abs(x).max(axis=1, keepdims=True, initial=0)
-    scale = greatest / np.float32(127)
-    rest = x * np.divide(np.float32(127), greatest, out=np.zeros_like(greatest), where=greatest > 0)
-    result = []
-    for _ in range(slices):
-        result.append(np.rint(rest))
-        rest = (rest - result[-1]) * np.float32(254)
-    return [part.astype(np.int64) for part in result], scale
-
-
-def as_tree(leaves: list[np.ndarray]) -> np.ndarray:
-    while len(leaves) > 1:
-        pairs = [leaves[i : i + 2] for i in range(0, len(leaves), 2)]
-        leaves = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
-    return leaves[0]
 
 
 def by_definition(x: torch.Tensor, weight: Weight) -> np.ndarray:

@@ -56,7 +56,7 @@ def test_keys_of_phi4_mini() -> None:
 
 
 def test_rotary_keys_beside_those_of_each_kind_of_layer() -> None:
-    """Guards against refusing a null, and against a base or scaling that is read by nobody."""
+    """Guards against refusing a null, and against a base or scaling that is accepted and has no effect."""
     both = {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
     gemma3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_key_value_heads": 4}
     fields = LLAMA | gemma3 | {"rope_parameters": both}

@@ -76,7 +76,7 @@ def _quantize(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _converted(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np.ndarray]]:
-    """What the converter makes of one tensor: names of Transformers, and values."""
+    """Convert one tensor as llama.cpp's converter does, and return its parts as (name in Transformers, values)."""
     kind, heads = config.model_type, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     part = name.split(".")[-2]
