@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -496,13 +497,20 @@ class ChildClient(StepClient):
         if self._is_copy():
             raise EngineDeadError("a process that was forked cannot use the engine of its parent; make one of its own")
         future: Future[T] | None = None
+        # Signals arrive only in `get`. A handler that raises inside a method of the future could leave its lock taken,
+        # and the thread of the event loop would then wait for ever.
+        done: SimpleQueue[Future[T]] = SimpleQueue()
         try:
             with HeldSignals():
                 future = asyncio.run_coroutine_threadsafe(work(*args, **options), self._loop)
-            return future.result()
+                future.add_done_callback(done.put)
+            done.get()
+            with HeldSignals():
+                return future.result()
         except BaseException:
             if future is not None:
-                future.cancel()
+                with HeldSignals():
+                    future.cancel()
             raise
 
     def _is_copy(self) -> bool:

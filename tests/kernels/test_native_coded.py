@@ -121,7 +121,7 @@ def test_rows_that_are_looked_up_are_the_decoded_ones(backends: list[CpuOps], na
     """Guards against another order of the operations, and against a row of another panel or leaf."""
     coding, n, k = FORMATS[name], 70, 800
     weight = random_rows(coding, n, k)
-    ids = np.tensor([69, 0, 33, 16])
+    ids = np.array([69, 0, 33, 16])
     for ops in backends:
         packed = ops.pack_linear(weight, None, Packing(leaf_ends(coding, k, 3), coding=coding))
         assert np.array_equal(bits(ops.packed_embedding(ids, packed)), bits(weight.read(0, n)[ids]))
@@ -150,7 +150,7 @@ def test_gates_and_experts_are_products_of_their_rows(backends: list[CpuOps], na
            for seed in range(experts)]  # fmt: skip
     downs = [ops.pack_linear(random_rows(coding, k, inner, seed), None, Packing(coding=coding))
              for seed in range(experts)]  # fmt: skip
-    ids, weights = np.tensor([[0, 2], [1, 2], [2, 0], [1, 0], [0, 1]]), np.full((5, 2), 0.5, np.float32)
+    ids, weights = np.array([[0, 2], [1, 2], [2, 0], [1, 0], [0, 1]]), np.full((5, 2), 0.5, np.float32)
     total = np.zeros((5, k), np.float32)
     for row in range(5):
         for expert in sorted(ids[row]):
@@ -181,7 +181,7 @@ def test_scales_of_every_type_are_exact(backends: list[CpuOps], scale_dtype: str
     weight = random_rows(coding, 32, 256)
     for name in ("scales", "mins"):
         array = weight.parts[name].tensor
-        array.flat[:64] = np.tensor([2.0**-24, -(2.0**-20), 65504.0, -1.5]).repeat(16)  # half's ends
+        array.flat[:64] = np.array([2.0**-24, -(2.0**-20), 65504.0, -1.5]).repeat(16)  # half's ends
     x = activations(3, 256)
     want = product(weight, x, (256,), 2)
     for ops in backends:
