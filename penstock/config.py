@@ -32,12 +32,12 @@ from penstock.errors import (
     string_tuple,
 )
 from penstock.interface.pooling import PoolerConfig
-from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.host import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
 
 if TYPE_CHECKING:
+    from penstock.kernels.coding import Coding
     from penstock.spec.model_config import ModelConfig
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model"
@@ -426,7 +426,7 @@ class NumericsConfig:
         """The number of int8 rows that represent a row of activations for a coded weight."""
         return SLICES[CODED_ACTIVATIONS if self.activation_dtype == "auto" else self.activation_dtype]
 
-    def with_codings(self, codings: tuple[Coding, ...]) -> tuple["NumericsConfig", dict[str, str]]:
+    def with_codings(self, codings: "tuple[Coding, ...]") -> tuple["NumericsConfig", dict[str, str]]:
         """Choose what fits the codings of a checkpoint's weights, and give the reason of each choice.
 
         Raises:

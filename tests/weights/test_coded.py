@@ -306,7 +306,7 @@ def test_a_plan_counts_codes(mixed: tuple[Path, Path], tmp_path: Path) -> None:
     """Guards against a plan that counts floats, offers to quantise once more, or cuts a block."""
     options = {"model": str(mixed[0]), "threads": 1, "max_num_seqs": 2}
     found = _plan(2**30, 1, **options)
-    built = build_engine(EngineConfig.from_options(**options, memory=2**30))
+    built = build_engine(EngineConfig.from_options(**options, memory=2**33))
     layers = [layer for _, layer in weight_layers(built.model)]
     held = {id(tensor): tensor.nbytes for layer in layers for tensor in layer.state().values()}
     assert found["devices"][0]["weights_bytes"] == sum(held.values()) == sum(found["weights"].values())

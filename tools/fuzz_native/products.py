@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.kernels.coding import Coding, decode
 from penstock.kernels.cpu.library import ABI, PenstockWeight
 from penstock.kernels.cpu.packed import KIND_INT8, CpuLinear, Layout
 from penstock.kernels.ops import Packing
 from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
-from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT64, Array, ArrayType
+from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT64, NAMES, Array, ArrayType
 from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz, same_bits
 
 NOT_QUANTISABLE = ABI.constants["STATUS_NOT_QUANTISABLE"]
@@ -19,6 +20,15 @@ ACTIVATIONS = {
     ABI.constants["ACT_SILU"]: lambda x: x / (1 + np.exp(-x)),
 }
 OTHER_ACTIVATIONS = ABI.constants["ACT_GELU"], ABI.constants["ACT_GELU_TANH"]
+CODINGS = (
+    Coding("Q4_1", 4, mins=True),
+    Coding("Q8_0", 8, zero=128),
+    Coding("Q4_K", 4, 32, 256, steps=True, mins=True, step_mins=True),
+    Coding("Q6_K", 6, 16, 256, zero=32, steps=True),
+    Coding("table", 4, levels=tuple(range(-8, 8)), scale_dtype="bfloat16"),
+    Coding("curve", 4, 64, 64, levels=tuple((np.linspace(-1, 1, 16) ** 3).tolist()), scale_dtype="float32"),
+    Coding("columns", 4, 32, None, zero=8, column_scales=True),
+)
 INT4_CLIPS = 1.1  # factor on half a step as the error bound, because int4 may clip the largest weights of a group
 
 
@@ -116,6 +126,35 @@ def pack_rows(fuzz: Fuzz) -> None:
         assert (error <= weight.error(unit_values) + 2**-7 * np.abs(weight.values.T))[:, finite].all(), "not the weight"
 
 
+def pack_codes(fuzz: Fuzz) -> None:
+    """Pack a coded weight in two parts, the second part first. Its rows must be those of `decode`, bit for bit."""
+    coding = fuzz.random.choice(CODINGS)
+    n, k = fuzz.size(1, 129), fuzz.size(1, 129)
+    ends = (fuzz.random.randint(0, k) // (coding.block or 1) * (coding.block or 1), k) if fuzz.chance(0.5) else ()
+    layout = Layout.of((n, k), FLOAT32, Packing(ends, coding=coding))
+    parts: dict[str, Array] = {}
+    for name, (shape, dtype) in coding.parts((n, k)).items():
+        whole = {"codes": (0, 2**coding.bits), "steps": (-128, 128), "step_mins": (0, 256)}.get(name)
+        values = fuzz.numbers.standard_normal(shape) if whole is None else fuzz.numbers.integers(*whole, shape)
+        parts[name] = values.astype(NAMES[dtype])
+    poisoned = "scales" in parts and fuzz.chance(0.3)
+    if poisoned:
+        parts["scales"][fuzz.random.randrange(n), 0] = np.inf
+    linear = CpuLinear(layout, {name: fuzz.out(shape, kind).values for name, (shape, kind) in layout.arrays().items()})
+    blocks, groups = (parts[name].shape[1] if name in parts else 0 for name in ("scales", "steps"))
+    names = "codes", "scales", "mins", "steps", "step_mins", "column_scales"
+    cut = fuzz.random.randint(0, n)
+    for first, end in ((cut, n), (0, cut)):
+        bad = poisoned and not np.isfinite(parts["scales"][first:end].astype(np.float32)).all()
+        given = [fuzz.array(parts[name][first:end]) if name in parts else None for name in names]
+        status = NOT_QUANTISABLE if bad else OK
+        fuzz.call("pack_codes", linear.address, *given, blocks, groups, first, end - first, expected=status)
+    if not poisoned:
+        ids, out = fuzz.array(np.arange(n)), fuzz.out((n, k))
+        fuzz.call("packed_embedding", ids, linear.address, n, 1.0, out)
+        same_bits(out.values, decode(coding, parts))
+
+
 def linear(fuzz: Fuzz) -> None:
     scheme, dtype, gated = _scheme(fuzz), fuzz.dtype(), fuzz.chance(0.3)
     n, k = fuzz.size(1, 129) * (2 if gated else 1), fuzz.random.choice((fuzz.size(1, 129), fuzz.size(1)))
@@ -201,6 +240,6 @@ def packed_embedding(fuzz: Fuzz) -> None:
 
 
 TARGETS = {
-    "pack_rows": pack_rows, "linear": linear, "experts": experts, "expert_counts": expert_counts,
-    "packed_embedding": packed_embedding,
+    "pack_rows": pack_rows, "pack_codes": pack_codes, "linear": linear, "experts": experts,
+    "expert_counts": expert_counts, "packed_embedding": packed_embedding,
 }  # fmt: skip
