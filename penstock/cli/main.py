@@ -88,10 +88,14 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     for name, (package, help_text) in (known if is_known else known | added_commands()).items():
         command = commands.add_parser(name, help=help_text, formatter_class=raw)
         if name == chosen:
+            from penstock.cli import settings
+
             module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
             command.description, command.epilog = module.DESCRIPTION, module.EXAMPLES
             command.set_defaults(run=module.run)
             module.configure(command)
+            settings.add_config(command)
+            settings.settle(command, argv)
     return parser
 
 
@@ -104,13 +108,14 @@ def dashed(words: list[str]) -> list[str]:
 
 
 def error_line(error: PenstockError, args: argparse.Namespace) -> str:
-    """Write the error with its field as the user has to write it: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
+    """Write the error with its field as the user wrote it: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
     from penstock.cli.options import FLAGS, flag_of
 
     text, name = str(error), getattr(error, "param", None) or ""
     if not hasattr(args, FLAGS.get(name, name)) or not text.startswith(f"{name}:"):
         return text
-    return POSITIONAL.get(name, flag_of(name)) + text[len(name) :]
+    written = args.sources.get(FLAGS.get(name, name)) or POSITIONAL.get(name, flag_of(name))
+    return str(written) + text[len(name) :]
 
 
 def open_standard_streams() -> None:
@@ -147,8 +152,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(words: list[str]) -> int:
     """Run one command line and return the exit code. Raise OSError if standard output cannot be written."""
-    parser = build_parser(words)
-    args = parser.parse_args(dashed(words))
+    words = dashed(words)
+    args = build_parser(words).parse_args(words)
     if "quantization_file" in args:
         args.model = f"{args.model}:{args.quantization_file}"  # as weights/hub.py reads it
     # Until a command handles it, Ctrl-C simply ends the process: a KeyboardInterrupt in the middle of an import could
@@ -161,7 +166,7 @@ def run(words: list[str]) -> int:
         print(f"penstock {__version__} ({f'native kernels: {level}' if level else 'no native library'})")
         return 0
     if args.command is None:
-        parser.print_help()
+        build_parser(words).print_help()
         return 0
     try:
         return int(args.run(args))

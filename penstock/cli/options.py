@@ -151,9 +151,11 @@ class _Model(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        if namespace.model not in (DEFAULT_MODEL, values):
-            parser.error(f"--model: {namespace.model} and {values} are two models; give one")
-        namespace.model = values
+        before = getattr(namespace, "given_model", values)  # in words before; namespace.model may come from a file
+        if before not in (DEFAULT_MODEL, values):
+            parser.error(f"--model: {before} and {values} are two models; give one")
+        namespace.model = namespace.given_model = values
+        getattr(namespace, "sources", {}).pop("model", None)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,6 @@
 """`penstock serve`: serves one model over the OpenAI API. Does not import torch."""
 
 import argparse
-import os
 import time
 from typing import Any
 
@@ -18,7 +17,7 @@ from penstock.cli.options import (
 )
 from penstock.errors import InvalidRequestError
 from penstock.interface import entry_points
-from penstock.server.options import API_KEY_VARIABLE, ServerOptions
+from penstock.server.options import ServerOptions
 
 CLIENT_OPTIONS = (  # options of AsyncLLM that are not engine options
     "standby",
@@ -41,6 +40,7 @@ DESCRIPTION = "Serve a model over the OpenAI API. SIGTERM lets open requests fin
 EXAMPLES = """examples:
   penstock serve                                        the demo model on http://127.0.0.1:8000
   penstock serve /models/llama --port 9000 --api-key secret --served-model-name llama
+  penstock serve --config penstock.yaml                 options from a file, named like the flags
   curl http://127.0.0.1:8000/v1/models
 """
 
@@ -50,8 +50,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     late = ("otlp_traces_endpoint", "request_timeout_s")
     add_fields(group, ServerOptions, [name for name in given_names(ServerOptions) if name not in late])
-    if key := os.environ.get(API_KEY_VARIABLE):
-        parser.set_defaults(api_key=key)
     help_text = "keep a second engine process loaded, which takes over at once when the first dies"
     group.add_argument("--standby", action="store_true", help=help_text)
     help_text = "engines that share the requests, each with the whole model and its part of the machine (default: 1)"

@@ -76,6 +76,7 @@ class BoundaryMiddleware:
             return await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return
+        self._strip_root(scope)
         headers = Headers(scope=scope)
         log = RequestLog(visible_request_id(headers.get("x-request-id")))
         log.traceparent, log.tracestate = headers.get("traceparent"), headers.get("tracestate")
@@ -94,6 +95,12 @@ class BoundaryMiddleware:
             await _report_failure(sent, scope, receive)
         finally:
             self._record(scope, status, log)
+
+    def _strip_root(self, scope: Scope) -> None:
+        """Take the prefix out of the path that a proxy has left there, before any decision depends on the path."""
+        root, path = self._options.root_path, scope["path"]
+        if root and path.startswith(f"{root}/"):
+            scope["path"] = path[len(root) :]
 
     def _record(self, scope: Scope, status: int, log: RequestLog) -> None:
         refused_early = scope["path"] if scope["path"] in GENERATING_PATHS else "other"

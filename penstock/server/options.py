@@ -3,6 +3,7 @@
 A field states its default, the values it allows and, if it is a flag of `penstock serve`, its help text.
 """
 
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,8 @@ MIB = 1 << 20
 SECONDS = Interval(0.0, 86400.0, low_open=True)
 DEFAULT_KWARGS = "default_chat_template_kwargs"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as written in the Host header
+MAX_SOCKET_PATH = 107  # bytes, as the system limits it
 LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")  # as written for --host
-API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -56,6 +57,20 @@ def _key_file(name: str, value: Any) -> str:
     return str(value)
 
 
+def _root_path(name: str, value: Any) -> str:
+    check_str(name, value)
+    if not value.startswith("/") or value.endswith("/") or not value.isascii() or not value.isprintable():
+        raise fail(name, value, "a path like /llm: with a slash before, and none after it")
+    return str(value)
+
+
+def _socket_path(name: str, value: Any) -> str:
+    check_str(name, value)
+    if len(str(value).encode(errors="replace")) > MAX_SOCKET_PATH:
+        raise fail(name, value, f"a path of at most {MAX_SOCKET_PATH} bytes")
+    return str(value)
+
+
 def _template_kwargs(name: str, value: Any) -> Mapping[str, Any]:
 
     check_template_kwargs(value, name)
@@ -77,6 +92,14 @@ class ServerOptions:
         tool_call_parser: auto chooses by the chat template; none leaves calls in the text.
         reasoning_parser: qwen3 takes the text between <think> and </think> out of an answer; deepseek_r1 does so even
             if no <think> comes first; auto is qwen3 if the chat template contains </think>; none leaves it in the text.
+        ssl_certfile, ssl_keyfile: PEM files, read again on SIGHUP; the key may be in the file of the certificate.
+        uds: path of a socket that every user of the machine may connect to, as to a port of loopback; the permissions
+            of its directory can forbid that.
+        root_path: requests are served below this path too, for a proxy that leaves the prefix in the path.
+        timeout_keep_alive: a connection without a request is closed after this many seconds. A proxy that keeps
+            connections must close them first, or it sends requests into closed ones: nginx and Caddy keep them for
+            60 and 120 s unless they are told otherwise, and balancers of cloud providers for 60 s.
+        require_key: refuse to start without a key if other machines may connect.
         request_timeout_s: how long a call may take from its first byte to its last; None: no limit.
         otlp_traces_endpoint: URL (OTLP over HTTP, like http://host:4318/v1/traces); None:
             OTEL_EXPORTER_OTLP_TRACES_ENDPOINT from the environment, if it is set.
@@ -99,10 +122,25 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", str, "address to listen on (default: 127.0.0.1)")
     port: int = option(8000, range(65536), "port to listen on; 0 takes a free one (default: 8000)")
+    uds: str | None = option(
+        None, _socket_path, "listen on a Unix socket at this path, instead of a port (default: none)", metavar="PATH"
+    )
+    ssl_certfile: str | None = option(
+        None, str, "PEM file of a certificate: serve HTTPS (read again on SIGHUP; default: HTTP)", metavar="FILE"
+    )
+    ssl_keyfile: str | None = option(
+        None, str, "PEM file of the certificate's key (default: in --ssl-certfile)", metavar="FILE"
+    )
+    root_path: str = option(
+        "", _root_path, "path under which a proxy offers the server, like /llm (default: none)", metavar="PATH"
+    )
+    timeout_keep_alive: float = option(
+        125.0, SECONDS, "seconds after which an idle connection is closed (default: 125)", metavar="S"
+    )
     api_key: str | None = option(
         None,
         _key,
-        f"key that every request must carry (default: ${API_KEY_VARIABLE}, which other users cannot see)",
+        "key that every request must carry (better as $PENSTOCK_API_KEY, which other users cannot see)",
         metavar="KEY",
     )
     api_key_file: str | None = option(
@@ -110,6 +148,9 @@ class ServerOptions:
         _key_file,
         "TOML file of named keys with limits; read again on SIGHUP (see the page on serving)",
         metavar="FILE",
+    )
+    require_key: bool = option(
+        False, bool, "do not listen on an address that other machines can reach without a key (default: warn)"
     )
     cache_salt_by_key: bool = option(
         False, bool, "keys share no cached prefixes, so that no client can tell what another has sent (default: off)"
@@ -184,12 +225,17 @@ class ServerOptions:
         check_options(self)
         if self.cache_salt_by_key and self.api_key_file is None:
             raise fail("cache_salt_by_key", True, "false: only an api_key_file has keys to tell apart")
+        if self.require_key and self.is_open_to_all:
+            raise fail("require_key", True, f"false: there is no key, and {self.host} may be reached from elsewhere")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise fail("ssl_keyfile", self.ssl_keyfile, "left out: there is no ssl_certfile")
 
     def hosts(self) -> tuple[str, ...] | None:
         """List the names that the Host header may have; None for any."""
         if self.allowed_hosts is not None:
             return self.allowed_hosts
-        return LOOPBACK if not self.has_key and self.host in LOOPBACK_ADDRESSES else None
+        is_loopback = self.uds is None and self.host in LOOPBACK_ADDRESSES  # no browser connects to a Unix socket
+        return LOOPBACK if not self.has_key and is_loopback else None
 
     @property
     def has_key(self) -> bool:
@@ -198,4 +244,23 @@ class ServerOptions:
     @property
     def is_open_to_all(self) -> bool:
         """True if other machines may use the API without a key."""
-        return not self.has_key and self.host not in LOOPBACK_ADDRESSES
+        return not self.has_key and self.uds is None and self.host not in LOOPBACK_ADDRESSES
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Make the context of HTTPS; None for HTTP. Raise InvalidRequestError if a file cannot be used."""
+        if self.ssl_certfile is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
+        self.load_certificate(context)
+        return context
+
+    def load_certificate(self, context: ssl.SSLContext) -> None:
+        """Read the certificate and its key for new connections. Raise InvalidRequestError if they cannot be used."""
+        assert self.ssl_certfile is not None
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
+        except OSError as error:  # ssl.SSLError is one; with a password of its own, the key cannot be read
+            files = " and ".join(file for file in (self.ssl_certfile, self.ssl_keyfile) if file)
+            message = f"ssl_certfile: {files} cannot be used: {getattr(error, 'strerror', None) or error}"
+            raise InvalidRequestError(message, param="ssl_certfile") from None

@@ -18,6 +18,8 @@ import queue
 import select
 import signal
 import socket
+import ssl
+import stat
 import sys
 import threading
 import time
@@ -44,6 +46,29 @@ WATCH_INTERVAL_S = 0.02  # seconds between checks of whether the engine is ready
 CLOSE_TIMEOUT_S = 3  # seconds that clients have to read the end of their answers
 BACKLOG = 2048
 LOGGER = logging.getLogger("penstock")
+
+
+def open_unix_socket(path: str) -> socket.socket:
+    """Open a listening Unix socket, in place of one that nobody listens on any more. Raise OSError if that fails."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_over(path):
+            os.unlink(path)
+        sock.bind(path)
+        os.chmod(path, 0o666)  # as with a port of loopback; the permissions of the directory may exclude users
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_left_over(path: str) -> bool:
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -73,16 +98,16 @@ async def run_server(client: EngineClient, options: ServerOptions) -> int:
     """
     started_at = time.monotonic() if options.started_at is None else options.started_at
     try:
-        sock = open_socket(options.host, options.port)
+        sock = open_socket(options.host, options.port) if options.uds is None else open_unix_socket(options.uds)
     except (OSError, UnicodeError) as exc:
-        reason = getattr(exc, "strerror", None) or exc
-        print(f"penstock: cannot listen on {options.host}:{options.port}: {reason}", file=sys.stderr)
+        reason, address = getattr(exc, "strerror", None) or exc, options.uds or f"{options.host}:{options.port}"
+        print(f"penstock: cannot listen on {address}: {reason}", file=sys.stderr)
         await client.shutdown()
         return EXIT_CANNOT_LISTEN
     with sock:
         try:
             serving = Serving(client, options, sock, started_at)
-        except PenstockError:  # the journal cannot be used
+        except PenstockError:  # the journal or the certificate cannot be used
             await client.shutdown()
             raise
         return await serving.run()
@@ -107,6 +132,7 @@ class Serving:
         self._options = options
         self._sock = sock
         self._started_at = started_at
+        self._ssl = options.ssl_context()
         self._app = create_app(client, options)
         self._server = uvicorn.Server(self._config())
         self._stop = asyncio.Event()
@@ -127,6 +153,7 @@ class Serving:
             access_log=False,
             server_header=False,
             date_header=True,
+            timeout_keep_alive=options.timeout_keep_alive,  # type: ignore[arg-type]  # a timer's seconds
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
 
@@ -164,17 +191,20 @@ class Serving:
         server.lifespan = config.lifespan_class(config)
         await server.startup(sockets=[])
         own = {"config": config, "server_state": server.server_state, "app_state": server.lifespan.state}
-        acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own))
+        acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own), self._ssl)
         acceptor.start()
         await server.main_loop()
         if not self._hurry.is_set():
             await acceptor.linger()
         acceptor.close()
+        if self._options.uds is not None:
+            with suppress(OSError):
+                os.unlink(self._options.uds)
         await server.shutdown(sockets=[self._sock])
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Drain on SIGTERM or SIGINT, end the drain on a second one, and read the key file again on SIGHUP.
+        """Drain on SIGTERM or SIGINT, end the drain on a second one, and read keys and certificates again on SIGHUP.
 
         Works in the main thread only.
         """
@@ -184,7 +214,8 @@ class Serving:
             with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
                 loop.add_signal_handler(number, self.stop)
                 caught.append(number)
-        if self._options.api_key_file is not None:  # otherwise SIGHUP ends the process, as when its terminal closes
+        # without files to read again, SIGHUP ends the process, as when its terminal closes
+        if self._options.api_key_file is not None or self._ssl is not None:
             with contextlib.suppress(AttributeError, ValueError, RuntimeError, NotImplementedError):
                 loop.add_signal_handler(signal.SIGHUP, self.reload)
                 caught.append(signal.SIGHUP)
@@ -199,14 +230,23 @@ class Serving:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
     def reload(self) -> None:
-        """Read the key file again. A file with an error changes nothing, and the log says why."""
+        """Read the key file and the certificate again. A file with an error changes nothing, and the log says why."""
         notify_reloading()
-        try:
-            number = self._app.state.context.keys.reload()
-        except InvalidRequestError as exc:
-            LOGGER.error("the API keys stay as they were: %s", exc)
-        else:
-            LOGGER.info("%s: %d API keys read", self._options.api_key_file, number)
+        if self._options.api_key_file is not None:
+            try:
+                number = self._app.state.context.keys.reload()
+            except InvalidRequestError as exc:
+                LOGGER.error("the API keys stay as they were: %s", exc)
+            else:
+                LOGGER.info("%s: %d API keys read", self._options.api_key_file, number)
+        if self._ssl is not None:
+            try:
+                self._options.ssl_context()  # a certificate without its key would leave the context without either
+                self._options.load_certificate(self._ssl)
+            except InvalidRequestError as exc:
+                LOGGER.error("the certificate stays as it was: %s", exc)
+            else:
+                LOGGER.info("%s: certificate read", self._options.ssl_certfile)
         notify("READY=1")
 
     async def _watch_engine(self) -> None:
@@ -260,8 +300,11 @@ class Serving:
         notify(f"READY=1\nSTATUS=serving {name} at {self._url()}")
 
     def _url(self) -> str:
+        if self._options.uds is not None:
+            return f"unix:{self._options.uds}"
+        scheme = "http" if self._ssl is None else "https"
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
-        return f"http://{host}:{self._sock.getsockname()[1]}"
+        return f"{scheme}://{host}:{self._sock.getsockname()[1]}{self._options.root_path}"
 
     async def _stop_on_request(self) -> None:
         """Refuse new requests, wait for the open ones, then shut down the engine, which fails those still open."""
@@ -309,8 +352,14 @@ class Acceptor:
     clients before it have been served.
     """
 
-    def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        make_protocol: Callable[[], asyncio.BaseProtocol],
+        context: ssl.SSLContext | None = None,
+    ) -> None:
         self._sock = sock
+        self._ssl = context
         self._make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -357,8 +406,8 @@ class Acceptor:
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection)
-        except OSError:  # the connection has ended meanwhile
+            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._ssl)
+        except OSError:  # the connection has ended meanwhile, or its client speaks no TLS
             connection.close()
 
     def _pause(self, exc: OSError) -> None:

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
-from penstock.server.serve import Serving, open_socket
+from penstock.server.serve import Serving, open_socket, open_unix_socket
 from penstock_lab.prove.servers import QUICK
 from tests.server.fakes import FakeEngineClient
 
@@ -43,8 +43,8 @@ class RunningServer:
         self.client = client
         self.options = options
         self.exit_code: int | None = None
-        self._sock = open_socket(options.host, 0)
-        self.port: int = self._sock.getsockname()[1]
+        self._sock = open_socket(options.host, 0) if options.uds is None else open_unix_socket(options.uds)
+        self.port: int = 0 if options.uds is not None else self._sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run)
