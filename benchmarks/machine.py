@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.tensors import BFLOAT16
 from penstock_lab.bench.machine import MachineLimits
 from penstock_lab.bench.samples import READ
 
@@ -41,7 +40,7 @@ class Machine:
 
     def __init__(self, threads: int) -> None:
         self.cores = len(os.sched_getaffinity(0))
-        self._limits = MachineLimits(CpuOps(torch.bfloat16, threads=threads))
+        self._limits = MachineLimits(CpuOps(BFLOAT16, threads=threads))
 
     def limits(self) -> Limits:
         """Return the limits at this moment."""

@@ -30,6 +30,9 @@ MAX_SHOWN = 80  # characters of a wrong value that an error shows
 MAX_LISTED = 8  # most names that an error lists
 MAX_NESTING = 128  # objects and lists of a JSON value that is read recursively
 
+# The libraries that Penstock works without, and the extra of pyproject.toml that installs each.
+EXTRAS = {"matplotlib": "plot", "opentelemetry": "otel", "ray": "ray", "torch": "torch", "transformers": "transformers"}
+
 
 class PenstockError(Exception):
     """The base class of every error below."""
@@ -148,6 +151,19 @@ def invalid(param: str, problem: str, code: str | None = None) -> InvalidRequest
 def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
     """Make the error for a value that is out of range or of the wrong type."""
     return invalid(name, f"{shown(value)} is not allowed; it must be {allowed}")
+
+
+def missing(what: str, library: str) -> str:
+    """Say that something needs one of the libraries of EXTRAS, and how to install it."""
+    return f'{what} needs {library}, which is not installed: pip install "penstock[{EXTRAS[library]}]"'
+
+
+def check_installed(name: str, what: str, library: str) -> None:
+    """Raise InvalidRequestError if a library of EXTRAS, which the value `what` of a field needs, is not installed."""
+    from importlib.util import find_spec  # here, because most processes need none of them
+
+    if find_spec(library) is None:
+        raise invalid(name, missing(what, library))
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -1,11 +1,15 @@
-"""Serving a bundled family with native kernels imports no torch, from the weights to the sampled tokens."""
+"""Penstock is installed without torch: everything but the reference kernels, the checks and users' own models works."""
 
 import asyncio
 import json
+import os
+import re
 import subprocess
 import sys
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +45,41 @@ with LLM(max_num_seqs=8, threads=2, kv_cache_memory_bytes=2**22, **options) as l
         (output,) = llm.generate([prompt], SamplingParams(max_tokens=4, detokenize=False, **kind))
         assert output.error is None and len(output.outputs[0].token_ids) == 4, output
 """
+
+
+IMPORT_ALL = """
+import importlib, json, pkgutil
+import penstock, penstock_lab
+failed = []
+for package in (penstock, penstock_lab):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith(("__main__", "penstock_cpu")) and ".ray_app." not in module.name:
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                assert error.name.partition(".")[0] in ("torch", "transformers"), error
+                failed.append(module.name)
+print(json.dumps(failed))
+"""
+NEED_TORCH = {
+    "penstock.kernels.reference", "penstock.kernels.cpu.torch_watch", "penstock.layers.swap",
+    "penstock_lab.bench.attention", "penstock_lab.bench.contention", "penstock_lab.bench.experts",
+    "penstock_lab.bench.loading", "penstock_lab.bench.ops", "penstock_lab.bench.perf_log",
+    "penstock_lab.bench.products", "penstock_lab.bench.ranks", "penstock_lab.check", "penstock_lab.compat.jetstream",
+    "penstock_lab.conventions", "penstock_lab.training",
+}  # fmt: skip
+
+
+@pytest.fixture
+def hidden(tmp_path: Path) -> dict[str, str]:
+    """Make an environment in which no process of a command can import torch or Transformers."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(torch=None, transformers=None)\n")
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}:{structure.ROOT}"}
+
+
+def penstock(words: list[str], env: dict[str, str], **options: Any) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "penstock", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=200, **options)
 
 
 def run(script: str, options: dict[str, object]) -> None:
@@ -97,3 +136,85 @@ def test_a_model_of_a_users_own_gets_torch(tmp_path: Path) -> None:
         register_model("LlamaForCausalLM", table=str(ARCHITECTURES["LlamaForCausalLM"].versions["default"].table_file),
                        version="own")(type("Own", (LlamaForCausalLM,), {"__module__": __name__}))  # fmt: skip
         assert is_torch(dtype_for(replace(config, model_impl="own"), "cpu", "bfloat16"))
+
+
+def test_the_modules_that_need_torch_are_few() -> None:
+    """Guards against an import of torch that breaks another command where torch is not installed."""
+    command = [sys.executable, "-c", BLOCKED + IMPORT_ALL]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=structure.ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name for name in found if name not in NEED_TORCH and name.rpartition(".")[0] not in NEED_TORCH} == set()
+
+
+def test_commands_without_torch(hidden: dict[str, str], tmp_path: Path) -> None:
+    """Guards against a command, or a process that it starts, which works only where torch is installed."""
+    done = penstock(["generate", "demo", "-p", "Once", "--max-tokens", "2", "--json", "--temperature", "0"], hidden)
+    assert json.loads(done.stdout)["token_ids"], done.stderr
+    done = penstock(["convert", "demo", str(tmp_path / "packed"), "--quantization", "int8"], hidden)
+    assert done.returncode == 0, done.stderr
+    done = penstock(["chat", str(tmp_path / "packed"), "--max-tokens", "4"], hidden, input="What is 3 + 4?\n")
+    assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr
+    words = ["--num-prompts", "1", "--input-len", "4", "--output-len", "2", "--warmup", "0", "--json", "-"]
+    done = penstock(["bench", "offline", "demo", *words], hidden)
+    assert json.loads(done.stdout)["output_tokens_per_s"] > 0, done.stderr
+
+
+def test_a_server_without_torch(hidden: dict[str, str]) -> None:
+    """Guards against torch in the server, its engine or its text process."""
+    command = [sys.executable, "-m", "penstock", "serve", "demo", "--port", "0"]
+    with subprocess.Popen(command, env=hidden, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = re.search(r"http://\S+", server.stdout.readline())
+        assert url is not None
+        body = json.dumps({"prompt": "Once", "max_tokens": 2, "response_format": {"type": "json_object"}}).encode()
+        request = urllib.request.Request(f"{url[0]}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["choices"][0]["text"]
+        server.terminate()
+    assert server.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "demo", "-p", "x", "--kernels", "reference"], "--kernels: reference needs torch"),
+        (["serve", "demo", "--kernels", "reference"], "--kernels: reference needs torch"),
+        (
+            ["generate", "demo", "-p", "x", "--model-impl", "plain"],
+            "--model-impl: LlamaForCausalLM (plain) needs torch",
+        ),
+        (["bench", "ops"], "bench ops needs torch"),
+        (["check", "demo"], "check needs torch"),
+    ],
+    ids=str,
+)
+def test_what_needs_torch_says_so(words: list[str], message: str, hidden: dict[str, str]) -> None:
+    """Guards against a traceback where only a package is missing."""
+    done = penstock(words, hidden)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f'penstock: {message}, which is not installed: pip install "penstock[torch]"'
+    )
+
+
+def test_a_users_file_that_needs_torch(hidden: dict[str, str], tmp_path: Path) -> None:
+    """Guards against an ImportError of a user's file without the command that helps, and against a logits processor
+    that fails at its first token."""
+    wanted = 'torch, which is not installed: pip install "penstock[torch]"'
+    register = "import penstock\n@penstock.register_logits_processor('p')\ndef p(logits, args): return logits\n"
+    for text in ("import torch\n", register):
+        (tmp_path / "own.py").write_text(text)
+        done = penstock(["generate", "demo", "-p", "x", "--import", str(tmp_path / "own.py")], hidden)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].endswith(wanted), done.stderr
+
+
+def test_without_torch_and_without_the_native_library(hidden: dict[str, str], tmp_path: Path) -> None:
+    """Guards against advice to install gigabytes where a compiler is missing."""
+    env = {**hidden, "PENSTOCK_CPU_LIBRARY": str(tmp_path / "none.so")}
+    last = penstock(["generate", "demo", "-p", "x"], env).stderr.splitlines()[-1]
+    assert last.startswith("penstock: kernels: the native library cannot be used")
+    assert last.endswith(
+        '; computing without it, slowly, needs torch, which is not installed: pip install "penstock[torch]"'
+    )

@@ -8,14 +8,24 @@ Nothing heavy is imported here, so `--version` and `--help` work without importi
 import argparse
 import importlib
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from penstock import __version__
-from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, PenstockError
+from penstock.errors import (
+    EXTRAS,
+    EngineError,
+    InvalidRequestError,
+    ModelLoadError,
+    PenstockError,
+    hint,
+    missing,
+    shown,
+)
 from penstock.interface import entry_points
 
 COMMANDS = {
@@ -46,7 +56,12 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse all arguments; unknown ones end the process with an error."""
-        found, unknown = super().parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        # Other engines' short flags of several letters, which argparse would take apart: -hf is not -h with an f.
+        other = next(
+            (word for word in words[: end_of_flags(words)] if re.match("-[a-z]{2}", word) and self._hint(word)), ""
+        )
+        found, unknown = (argparse.Namespace(), [other]) if other else super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(map(self._hint, unknown))}")
         return found, unknown
@@ -54,11 +69,11 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, word: str) -> str:
         """Write advice about an unknown flag as a further part of the error; "" if there is none."""
         from penstock.cli.options import flag_of
-        from penstock.config import hint  # here, because a command line without a mistake needs no advice
+        from penstock.config import hint as advice  # here, because a command line without a mistake needs no advice
 
         flag = word.partition("=")[0]
         known = [name.lstrip("-").replace("-", "_") for name in self._option_string_actions]
-        found = hint(flag.lstrip("-").replace("-", "_"), known, flag_of) if flag.startswith("-") else ""
+        found = advice(flag.lstrip("-").replace("-", "_"), known, flag_of) if flag.startswith("-") else ""
         return f"; {flag}: {found}" if found else ""
 
     def error(self, message: str) -> NoReturn:
@@ -83,9 +98,12 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and the level of the native kernels")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    is_known = chosen in COMMANDS or "--version" in argv
     known = {name: ("penstock.cli", help_text) for name, help_text in COMMANDS.items()}
-    for name, (package, help_text) in (known if is_known else known | added_commands()).items():
+    if chosen not in COMMANDS and "--version" not in argv:
+        known |= added_commands()
+    if chosen is not None and chosen not in known and "--version" not in argv:
+        parser.error(not_a_command(chosen, known))
+    for name, (package, help_text) in known.items():
         command = commands.add_parser(name, help=help_text, formatter_class=raw)
         if name == chosen:
             from penstock.cli import settings
@@ -99,9 +117,23 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def not_a_command(word: str, commands: Iterable[str]) -> str:
+    """Say what to write in place of a word that is no command."""
+    if word == "demo" or "/" in word or word.endswith(".gguf") or os.path.isdir(word):
+        return (
+            f"{shown(word)} is a model, and a command comes before it: penstock chat {word}, or penstock serve {word}"
+        )
+    return f"{shown(word)} is not a command{hint(word, commands)}; there are {', '.join(commands)}"
+
+
+def end_of_flags(words: Sequence[str]) -> int:
+    """Find the place of "--", after which no word is a flag."""
+    return words.index("--") if "--" in words else len(words)
+
+
 def dashed(words: list[str]) -> list[str]:
     """Put dashes in the flags of a command line, where vLLM and Falcon also allow underscores."""
-    end = words.index("--") if "--" in words else len(words)
+    end = end_of_flags(words)
     split = [word.partition("=") for word in words[:end]]
     parts = [(name.replace("_", "-") if name.startswith("--") else name, *rest) for name, *rest in split]
     return ["".join(part) for part in parts] + words[end:]
@@ -173,6 +205,13 @@ def run(words: list[str]) -> int:
     except (InvalidRequestError, ModelLoadError, EngineError) as error:
         print(f"penstock: {error_line(error, args)}", file=sys.stderr)
         return 1 if isinstance(error, EngineError) else 2
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in EXTRAS:
+            raise
+        what = f"{args.command} {args.kind}" if "kind" in args else args.command  # "bench ops"
+        print(f"penstock: {missing(what, library)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -13,7 +13,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import invalid
+from penstock.errors import EXTRAS, invalid, missing
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -46,9 +46,6 @@ def load(group: str, name: str, option: str) -> Any:
 
 
 def _missing(entry: "EntryPoint", error: ImportError, option: str) -> Exception:
-    """Make the error for a library that the extra would install; an error of the entry point's own code stays."""
+    """Make the error for a library that an extra would install; an error of the entry point's own code stays."""
     library = (error.name or "").split(".")[0]
-    if not entry.extras or library in ("", "penstock", "penstock_lab"):
-        return error
-    extra = entry.extras[0]
-    return invalid(option, f"{extra.capitalize()} is not installed: pip install 'penstock[{extra}]'")
+    return invalid(option, missing(entry.name, library)) if library in EXTRAS else error

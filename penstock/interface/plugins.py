@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from penstock.errors import InvalidRequestError, check_str, invalid
+from penstock.errors import EXTRAS, InvalidRequestError, check_installed, check_str, invalid, missing
 
 OPTION = "imports"  # the engine option that names the files
 LogitsProcessor = TypeVar("LogitsProcessor", bound=Callable[..., Any])
@@ -58,6 +58,7 @@ def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsPr
             raise invalid(
                 "name", f"the logits processor {name!r} must take (logits, args) or (logits, args, token_ids)"
             )
+        check_installed("name", f"the logits processor {name!r}", "torch")  # it gets tensors
         PROCESSORS[name] = function
         return function
 
@@ -146,6 +147,8 @@ def _line_of(file: Path, error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        return missing("it", error.name)
     text = " ".join(str(error).split())
     return text if isinstance(error, InvalidRequestError) else f"{type(error).__name__}: {text}"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from penstock.errors import InvalidRequestError, shown
+from penstock.errors import InvalidRequestError, invalid, missing, shown
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.timeline import Interval, IntervalKind, RequestMetrics, Timeline
 
@@ -332,8 +332,7 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
-            message = "otlp_traces_endpoint: traces need two more packages: pip install 'penstock[otel]'"
-            raise InvalidRequestError(message, param="otlp_traces_endpoint") from None
+            raise invalid("otlp_traces_endpoint", missing("it", "opentelemetry")) from None
         logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").addFilter(_Once(endpoint))
         name = os.environ.get("OTEL_SERVICE_NAME", "penstock")
         self._provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)

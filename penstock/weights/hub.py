@@ -101,13 +101,9 @@ def gguf_patterns(wanted: str) -> list[str]:
 
 
 def _download(name: str, patterns: list[str], *, folders: bool = False) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        raise ModelLoadError(
-            f"model: there is no directory {shown(name)}; to download from the hub, install penstock[hub]"
-        ) from None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=None if folders else FOLDERS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config import EngineConfig
-from penstock.errors import ModelLoadError, NotSupportedError, check_choice, listed
+from penstock.errors import ModelLoadError, NotSupportedError, check_choice, check_installed, listed
 from penstock.kernels.backends import load_ops
 from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.host import pinned_cores
+from penstock.kernels.cpu.library import why_missing
 from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.scheme import scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
@@ -237,10 +238,20 @@ def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> Causa
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
     """Choose the dtype "float32" or "bfloat16" for a model's backend: torch's if the model or the kernels compute with
-    torch, otherwise numpy's."""
+    torch, otherwise numpy's.
+
+    Raises:
+        InvalidRequestError: torch is needed and not installed.
+    """
     entry = find_model(model_config.architecture, model_config.model_impl)
     if kernels == "cpu" and not entry.needs_torch:
         return NAMES[name]
+    if kernels == "cpu":
+        check_installed("model_impl", f"{model_config.architecture} ({model_config.model_impl})", "torch")
+    else:
+        why = why_missing()
+        what = f"{why}; computing without it, slowly," if why else "reference"
+        check_installed("kernels", what, "torch")
     import torch
 
     return getattr(torch, name)

@@ -20,8 +20,9 @@ from torch.nn import functional
 
 from penstock.kernels.cpu.ops import CpuKVCache, CpuOps
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
-from penstock_lab.bench.machine import MachineLimits, TimedCall, ring_length, time_in_rounds, uniform
+from penstock_lab.bench.machine import MachineLimits, TimedCall, ring_length, time_in_rounds
 from penstock_lab.bench.native import describe_key
+from penstock_lab.bench.products import uniform
 from penstock_lab.bench.samples import Work
 
 DTYPES = ("bf16", "int8")  # of caches

@@ -21,8 +21,7 @@ from torch.nn import functional
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
 from penstock_lab.bench import available_threads
-from penstock_lab.bench.machine import uniform
-from penstock_lab.bench.products import DOWN_1B, O_PROJ_1B, packed_copies
+from penstock_lab.bench.products import DOWN_1B, O_PROJ_1B, packed_copies, uniform
 from penstock_lab.bench.startup import python_process
 
 LAYERS = 8  # 350 MB of weights, more than any cache holds

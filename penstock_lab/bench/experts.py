@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES
-from penstock_lab.bench.machine import MachineLimits, TimedCall, time_in_rounds, uniform
-from penstock_lab.bench.products import packed_copies
+from penstock_lab.bench.machine import MachineLimits, TimedCall, time_in_rounds
+from penstock_lab.bench.products import packed_copies, uniform
 from penstock_lab.bench.samples import Work
 
 DTYPES = ("bf16", "int8")  # of weights

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
-from penstock_lab.bench.machine import uniform
+from penstock_lab.bench.products import uniform
 from penstock_lab.bench.startup import python_process
 
 CONFIG = {

@@ -11,12 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.tensors import empty
+from penstock.kernels.tensors import UINT8, address_of, empty
 from penstock_lab.bench.native import limit_multiply, limit_read
 from penstock_lab.bench.samples import READ, Rates, Sample, Work, settled, spread, summary
 
@@ -48,7 +45,8 @@ class MachineLimits:
     def __init__(self, ops: CpuOps) -> None:
         """Choose the fastest way to read and the lengths of probes, then probe every limit CALIBRATIONS times."""
         self._ops = ops
-        self._memory = empty((READ_BYTES,), torch.uint8).fill_(1)  # in huge pages, like weights
+        self._memory = empty((READ_BYTES,), UINT8)  # in huge pages, like weights
+        self._memory.fill(1)
         self._place = 0
         self.seen: dict[str, list[float]] = {name: [] for name in FIGURES}
         self._read_bytes, self._loop = READ_BYTES // 8, 0
@@ -77,7 +75,7 @@ class MachineLimits:
         """Read the next part of the ring, and return the seconds it took."""
         if self._place + self._read_bytes > READ_BYTES:
             self._place = 0
-        seconds = limit_read(self._ops, loop, self._memory.data_ptr() + self._place, self._read_bytes)
+        seconds = limit_read(self._ops, loop, address_of(self._memory) + self._place, self._read_bytes)
         self._place += self._read_bytes
         return seconds
 
@@ -175,8 +173,3 @@ def time_in_rounds(calls: Sequence[TimedCall], work: Work, limits: MachineLimits
 def ring_length(operand_bytes: int) -> int:
     """Compute how many operands of this size make a ring."""
     return RING_BYTES // operand_bytes + 1
-
-
-def uniform(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Draw operands in [-0.5, 0.5)."""
-    return torch.rand(tuple(shape), generator=generator).sub_(0.5).to(dtype)

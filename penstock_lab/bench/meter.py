@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import TypeVar, cast
-
-from torch import nn
+from typing import TypeVar
 
 from penstock.assembly import BuiltEngine
 from penstock.engine.observer import EngineObserver
@@ -131,7 +129,7 @@ class StepMeter(EngineObserver):
             raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to measure")
         self._prompts, self._prompt_tokens = PromptTokens(), 0  # prompt tokens of the last step
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
-        self._costs = ModelCosts(cast(nn.Module, built.model), built.model_config, built.config)
+        self._costs = ModelCosts(built.model, built.model_config, built.config)
         self._meter: CallMeter | None = None
         self._profile: Profile | None = None
         self._spans = (PenstockSpan * 0)()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from penstock import InvalidRequestError
-from penstock.errors import check_choice, check_float, check_int
+from penstock.errors import check_choice, check_float, check_int, invalid, missing
 
 METRICS = {"ttft": "Time to first token", "tpot": "Time per output token (but for the first)",
            "itl": "Inter-token latency", "e2el": "End-to-end latency"}  # fmt: skip
@@ -270,6 +270,5 @@ def figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        message = "plot: needs matplotlib: pip install 'penstock[plot]'"
-        raise InvalidRequestError(message, param="plot") from None
+        raise invalid("plot", missing("it", "matplotlib")) from None
     return Figure

@@ -23,7 +23,7 @@ from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing, Tensor
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import NAMES, empty
 from penstock.spec.param_table import leaf_bounds
-from penstock_lab.bench.machine import MachineLimits, TimedCall, ring_length, time_in_rounds, uniform
+from penstock_lab.bench.machine import MachineLimits, TimedCall, ring_length, time_in_rounds
 from penstock_lab.bench.samples import Work
 
 DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")
@@ -111,6 +111,11 @@ def packed_copies(
         state = {name: empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in first.state().items()}
         copies.append(ops.restore_linear(weight.shape, state, packing))
     return copies
+
+
+def uniform(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Draw operands in [-0.5, 0.5)."""
+    return torch.rand(tuple(shape), generator=generator).sub_(0.5).to(dtype)
 
 
 def random_codes(coding: Coding, n: int, k: int) -> CodedRows:

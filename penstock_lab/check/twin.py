@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ModelLoadError, NotSupportedError
+from penstock.errors import missing
 from penstock.layers.module import named_modules, replaced
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_architecture
 
 Tensors = tuple[Tensor, ...]
-INSTALL = "check: the comparison needs Transformers, which is not installed; pip install 'penstock[check]'"
 # Plain torch comes first. If the two differ, the one that agrees with our model counts, and the report names it.
 ATTENTIONS = ("eager", "sdpa")
 
@@ -131,7 +131,7 @@ def transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ModelLoadError(INSTALL) from None
+        raise ModelLoadError(f"check: {missing('the comparison', 'transformers')}") from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

@@ -1,9 +1,7 @@
 """Finding a model's files."""
 
-import builtins
 import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
@@ -31,20 +29,6 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelLoadError, match="is a file"):
         resolve_model(str(tmp_path / "model.safetensors"))
-
-
-def test_hub_names_without_the_hub_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against an ImportError where a word of advice is wanted."""
-    original = builtins.__import__
-
-    def no_hub(name: str, *args: Any, **options: Any) -> Any:
-        if name.startswith("huggingface_hub"):
-            raise ImportError(name)
-        return original(name, *args, **options)
-
-    monkeypatch.setattr(builtins, "__import__", no_hub)
-    with pytest.raises(ModelLoadError, match=r"penstock\[hub\]"):
-        resolve_model("owner/model")
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, files: list[str], folder: Path) -> list[str]:

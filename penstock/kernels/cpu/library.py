@@ -119,7 +119,9 @@ MAX_LEAVES = ABI.constants["MAX_LEAVES"]
 MAX_ARGUMENTS = ABI.constants["MAX_CALL_ARGUMENTS"]
 RECORDABLE = tuple("penstock_" + name.removeprefix("RECORD_").lower() for name in ABI.enums["Recordable"])
 NOT_QUANTISABLE, OUT_OF_RANGE = ABI.constants["STATUS_NOT_QUANTISABLE"], ABI.constants["STATUS_OUT_OF_RANGE"]
-NOT_BUILT = "the native library is not installed, because there was no C++ compiler"
+NOT_BUILT = (
+    "the native library is not installed, because there was no C++ compiler; install one, and install the package again"
+)
 
 
 class PenstockWeight(ctypes.Structure):

@@ -269,6 +269,6 @@ def test_without_transformers(
     _, directory = MAKERS["llama"](tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["check", str(directory)]) == 2
-    assert "pip install 'penstock[check]'" in capsys.readouterr().err.splitlines()[-1]
+    assert 'pip install "penstock[transformers]"' in capsys.readouterr().err.splitlines()[-1]
     if levels():
         assert main(["check", str(directory), "--verify"]) == 0
