@@ -33,8 +33,8 @@ ALLOWED: dict[str, set[str]] = {
                "weights"},
     "__init__": {"client", "config", "errors", "interface", "models"},
     "server": {"__init__", "client", "errors", "interface", "tokenizer"},
-    "cli": {"__init__", "client", "config", "errors", "interface", "kernels", "server", "spec", "tokenizer",
-            "weights"},
+    "cli": {"__init__", "assembly", "client", "config", "errors", "interface", "kernels", "models", "server", "spec",
+            "tokenizer", "weights"},
     "__main__": {"cli"},
 }  # fmt: skip
 # The laboratory's rooms, in the same way, and the modules of the engine that they may import. Whoever opens another one

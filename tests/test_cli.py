@@ -178,12 +178,12 @@ def test_output_that_nobody_takes_is_no_traceback(words, is_unbuffered):
 def test_chat_keeps_the_conversation():
     """Guards against commands that are sent to the model, and a full conversation that can only be forgotten."""
     lines = ["/retry", "What is 2 + 3?", "/retry", "/help", "/what", "/reset", "Hello", "What is 2 + 3?", "/system"]
-    lines += ["Hello", *["What is 2 + 3? " * 12] * 6, "x" * 9000, "//x", "/exit", "Hello"]
+    lines += ["Hello", *["What is 2 + 3? " * 12] * 14, "x" * 9000, "//x", "/exit", "Hello"]
     done = penstock("chat", "--temperature", "0", "--max-tokens", "20", stdin="\n".join(lines))
     assert done.returncode == 0
     first, again, hello, _, hello_again, *others = done.stdout.splitlines()
     assert (first, hello) == (again, hello_again)  # after /reset and /system the same question gets the same answer
-    assert len(others) == 6 + 1
+    assert len(others) == 14 + 1
     for text in ("no message to answer yet", "there is no command /what", "/retry    ", "are left out", "not sent:"):
         assert text in done.stderr
 
@@ -244,7 +244,7 @@ def test_chat_in_a_terminal_edits_lines_and_remembers_them(tmp_path: Path):
         child.kill()
         child.wait()
         os.close(terminal)
-    assert b"Ctrl-D or /exit leaves" in seen
+    assert b"Ctrl-D or /bye leaves" in seen
     assert history.read_text() == "Helo\nHello\n"
 
 

@@ -4,6 +4,7 @@ engine   directory -> ModelConfig -> resolved EngineConfig -> backend -> model -
 drafts   what guesses tokens ahead, if enabled    offload  blocks beyond the cache
 info     the description for clients, with the fingerprint
 memory   the bytes of an engine by purpose, and the size of its cache; sizes: those of a model's weights
+fitting  the precision and the context at which a model fits this machine, for one conversation
 convert  directory -> directory of packed weights, for one process or for several ranks
 """
 
@@ -16,6 +17,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 from penstock.assembly.engine import BuiltEngine, PlannedEngine, build_engine, plan_engine
+from penstock.assembly.fitting import Fitting, fit_here, fittings
 from penstock.assembly.sizes import model_sizes
 
-__all__ = ["BuiltEngine", "PlannedEngine", "build_engine", "model_sizes", "plan_engine"]
+__all__ = [
+    "BuiltEngine",
+    "Fitting",
+    "PlannedEngine",
+    "build_engine",
+    "fit_here",
+    "fittings",
+    "model_sizes",
+    "plan_engine",
+]

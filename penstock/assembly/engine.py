@@ -54,11 +54,17 @@ UNLIMITED = 2**62  # bytes
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """Everything of an engine except its executor, for simulations, which read no weights and allocate nothing."""
+    """Everything of an engine except its executor, for simulations, which read no weights and allocate nothing.
+
+    memory is its ledger; None if torch computes, because torch's memory cannot be planned. codings names how the
+    checkpoint codes its weights; it is empty if it does not.
+    """
 
     config: EngineConfig
     model_config: ModelConfig
     groups: list[CacheGroup]
+    memory: MemoryPlan | None = None
+    codings: str = ""
 
     def make(self, executor: Executor, clock: Clock = time.monotonic, kv_cache: KVCacheManager | None = None) -> Engine:
         """Build the engine that `build_engine` would build, but with these parts and without drafts."""
@@ -76,8 +82,10 @@ def plan_engine(config: EngineConfig) -> PlannedEngine:
     import_files(config.imports)
     model_config, weights = _find(config, None, needs_weights=False)
     config, stored = _resolve(config, model_config, weights, is_complete=False)
-    config, plan, _ = _plan(config, model_config, stored, make_ops(config, model_config), free_memory_bytes())
-    return PlannedEngine(config, model_config, plan.groups)
+    ops = make_ops(config, model_config)
+    config, plan, memory = _plan(config, model_config, stored, ops, free_memory_bytes())
+    codings = ", ".join(dict.fromkeys(coding.name for coding in stored.codings))
+    return PlannedEngine(config, model_config, plan.groups, memory, codings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,15 +29,20 @@ from penstock.errors import (
 from penstock.interface import entry_points
 
 COMMANDS = {
-    "generate": "generate text from prompts",
-    "chat": "talk to a model in the terminal",
+    "run": "from a name to a conversation: fetch a model, choose what fits, talk to it",
+    "chat": "talk to a model, or to any OpenAI-compatible server, in the terminal",
     "serve": "serve a model over the OpenAI API",
+    "pull": "download a model from the Hugging Face hub",
+    "list": "list the downloaded models, and what fits this machine",
+    "show": "show what a model is, and how it fits this machine",
+    "rm": "delete downloaded models",
+    "generate": "generate text from prompts",
     "run-batch": "answer a file of OpenAI's batch requests",
 }
 POSITIONAL = {"model": "model", "prompt": "prompt", "src": "SRC", "dst": "DST", "bundle": "BUNDLE"}  # as errors name it
 EPILOG = """examples:
+  penstock run qwen3:0.6b                          fetch a model, and talk to it
   penstock generate -p "Once upon a time"          the bundled demo model tells a story
-  penstock chat                                    talk to it
   penstock serve /models/llama --port 8000         the OpenAI API on http://127.0.0.1:8000/v1
   penstock bench offline /models/llama --json out.json
 """
@@ -62,6 +67,8 @@ class Parser(argparse.ArgumentParser):
             (word for word in words[: end_of_flags(words)] if re.match("-[a-z]{2}", word) and self._hint(word)), ""
         )
         found, unknown = (argparse.Namespace(), [other]) if other else super().parse_known_args(words, namespace)
+        if len(unknown) == 1 and not unknown[0].startswith("-") and getattr(found, "prompt", "") is None:
+            found.prompt = unknown.pop()  # argparse takes all arguments without a flag from one place
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(map(self._hint, unknown))}")
         return found, unknown

@@ -132,7 +132,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {  # fields whose flags are spelt in a wa
     "forced_eos_token_id": {"type": int, "nargs": "+", "metavar": "ID"},
     "logit_bias": {"type": parse_bias, "action": "append", "metavar": "ID=BIAS"},
     "logits_processors": {"type": parse_object, "metavar": "JSON"},
-    "max_tokens": {**INTEGER, "default": DEFAULT_MAX_TOKENS},
+    "max_tokens": INTEGER,
     "sequence_bias": {"type": parse_list, "metavar": "JSON"},
     "structured_outputs": {"type": read_schema, "metavar": "FILE", "dest": "structured_outputs"},
 }
@@ -212,16 +212,25 @@ def _flag_kind(item: Field[Any]) -> dict[str, Any]:
     return {"type": type(choices[0]), "metavar": "{" + ",".join(map(str, choices)) + "}"}
 
 
-def add_generation_options(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and the sampling and engine flags of a command that generates in process. --seed is the request's."""
+def add_generation_options(parser: argparse.ArgumentParser, max_tokens: int | None = DEFAULT_MAX_TOKENS) -> None:
+    """Add MODEL and the sampling and engine flags of a command that generates in process. --seed is the request's.
+
+    max_tokens: how many tokens an answer has at most unless the user says so; None: all that the context has room for.
+    """
     add_model(parser)
-    group = parser.add_argument_group("sampling")
-    for item in sampling_fields():
-        kind = SPELLINGS.get(item.name) or KINDS.get(TYPES[item.name]) or _switch(item)
-        help_text = item.metadata["help"] + (f" (default: {kind['default']})" if "default" in kind else "")
-        group.add_argument(flag_of(item.name), help=help_text, **{"default": UNSET, **kind})
+    add_sampling_options(parser.add_argument_group("sampling"), max_tokens)
     add_engine_options(parser, [name for name in option_names() if name != "seed"])
     add_log_level(parser, "notes on standard error: info has the choices made and the speed; above it, errors only")
+
+
+def add_sampling_options(group: argparse._ActionsContainer, max_tokens: int | None) -> None:
+    """Add the flags of SamplingParams."""
+    for item in sampling_fields():
+        kind = SPELLINGS.get(item.name) or KINDS.get(TYPES[item.name]) or _switch(item)
+        if item.name == "max_tokens" and max_tokens is not None:
+            kind = {**kind, "default": max_tokens}
+        help_text = item.metadata["help"] + (f" (default: {kind['default']})" if "default" in kind else "")
+        group.add_argument(flag_of(item.name), help=help_text, **{"default": UNSET, **kind})
 
 
 def sampling_fields() -> list[Field[Any]]:
@@ -287,10 +296,13 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def load_llm(args: argparse.Namespace) -> "LLM":
-    """Load the model of a command that generates in process; wrong flags are refused before torch is imported."""
+def load_llm(args: argparse.Namespace, **chosen: Any) -> "LLM":
+    """Load the model of a command that generates in process; wrong flags are refused before torch is imported.
+
+    chosen: engine options that were chosen for the user.
+    """
     sampling_options(args)
-    options = engine_options(args, seed=False)
+    options = engine_options(args, seed=False) | chosen
     find_local(args.model)
     LOGGER.setLevel(args.log_level.upper())
     with saying(f"penstock: loading {args.model} ..."):

@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
 UNLIMITED = 2**62  # bytes; v1 writes a number above this for no limit
+USABLE_SHARE = 0.85  # of the free memory
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
@@ -44,6 +45,11 @@ def free_memory_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, memory_left())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # other systems do not say what is free
+
+
+def usable_memory_bytes() -> int:
+    """Count the bytes that a model may take if it leaves some for other programs, and for the pages of files."""
+    return int(USABLE_SHARE * free_memory_bytes())
 
 
 def resident_bytes(*, peak: bool = False) -> int:
