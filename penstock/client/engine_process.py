@@ -4,7 +4,7 @@ client/engine_handle.py starts it through ranks/child_main.py, with one end of a
 
     reader thread: frames -> inbox; when the connection ends, the process exits at once, whatever it is doing,
                    so that no engine outlives its client
-    main thread:   handle the frames in the inbox, compute a step, send its outputs; heartbeats while the engine is idle
+    main thread:   handle the frames in the inbox, compute a step, send its outputs; while idle, a heartbeat each second
     heartbeats:    every half second while a build or a step computes or reads files (Outbox). So silence means that a
                    process is stopped or in a deadlock, however long its steps take: a long prompt takes minutes
     forms:         compiles the forms that answers must have, so that streams go on meanwhile
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from penstock.tokenizer.grammars import Grammars
 
 HEARTBEAT_S = 0.5
-HEARTBEATS_TO_CHECK = 4
+IDLE_HEARTBEATS = 2  # an idle engine sends one heartbeat in the time of so many
+HEARTBEATS_TO_CHECK = 2
 STDERR = 2
 EXIT_CANNOT_START = 2
 EXIT_INVALID_FRAME = 3
@@ -140,7 +141,7 @@ class EngineServer:
         """Serve until the reader thread ends the process."""
         while True:
             was_idle = not self.engine.has_work
-            self._take_frames(HEARTBEAT_S if was_idle else 0.0)
+            self._take_frames(IDLE_HEARTBEATS * HEARTBEAT_S if was_idle else 0.0)
             if self.engine.has_work:
                 if was_idle:  # the client should know of the work before a first, perhaps long, step
                     self.outbox.send(frames.Heartbeat(self.outbox.epoch, self._stats()))

@@ -24,7 +24,7 @@ from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.step import TokenLogprobs
-from penstock.interface.timeline import IntervalKind, Timeline
+from penstock.interface.timeline import Arrivals, IntervalKind, Timeline
 from penstock.tokenizer.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 
 LOGGER = logging.getLogger("penstock")
@@ -118,8 +118,10 @@ class OpenRequests:
             the engine.
         """
         by_request: dict[OpenRequest, list[EngineOutput]] = {}
+        now = time.monotonic()
         for output in outputs:
             if (choice := self._running.get(output.request_id)) is not None:
+                choice.arrivals.note(len(output.new_token_ids), now)
                 by_request.setdefault(choice.owner, []).append(output)
                 if output.num_cached_tokens and output.start_index == len(choice.request.output_token_ids):
                     self.prefixes.note(choice.request, output.num_cached_tokens)
@@ -239,6 +241,7 @@ class OpenRequest:
             of_choices = [replace(of_choices[0], choice=choice) for choice in range(params.n)]
         self.choices = [Choice(self, request) for request in of_choices]
         self._timelines = tuple(choice.timeline for choice in self.choices)
+        self._arrivals = tuple(choice.arrivals for choice in self.choices)
         self._kind = params.output_kind
         self.mailbox = Mailbox(self._kind)
         self.paused = self.is_closed = False
@@ -302,7 +305,7 @@ class OpenRequest:
         output.num_cached_tokens = self._num_cached_tokens or 0
         output.seed, output.error, output.pooled = self.params.seed, self.error, self._pooled
         output.num_accepted_tokens, output.num_rejected_tokens = self._num_accepted_tokens, self._num_rejected_tokens
-        output.timelines = self._timelines
+        output.timelines, output.arrivals = self._timelines, self._arrivals
         return output
 
     def failed(self, error: str) -> RequestOutput:
@@ -334,6 +337,7 @@ class Choice:
         token_ids: outputs received so far; `request` with these as output_token_ids resumes the choice on any engine.
         sampler_state: the sampler's after them; the engine sends both together.
         timeline: where its time went, as far as engines have reported.
+        arrivals: when its tokens came.
         finish_reason: None while it runs.
         changed: whether there is something that make_output has not returned yet.
         cumulative_logprob: sum over the tokens so far; None if log-probabilities are not requested.
@@ -346,6 +350,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.sampler_state = request.sampler_state
         self.timeline = Timeline(time.monotonic() if request.arrived_at is None else request.arrived_at)
+        self.arrivals = Arrivals()
         self.finish_reason: FinishReason | None = None
         self.changed = False
         self._detokenizer = None

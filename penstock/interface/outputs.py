@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from penstock.interface.timeline import RequestMetrics, Timeline
+from penstock.interface.timeline import Arrivals, RequestMetrics, Timeline
 
 
 class FinishReason(StrEnum):
@@ -75,6 +75,7 @@ class RequestOutput:
             the answer, and the others.
         pooled: the result of a request with SamplingParams.pooling (RequestStepOutput.pooled).
         timelines: where the time of each choice has gone so far; they grow while the request is open.
+        arrivals: when the tokens of each choice reached the client; they grow too.
     """
 
     request_id: str
@@ -90,6 +91,7 @@ class RequestOutput:
     num_rejected_tokens: int = 0
     pooled: bytes | None = None
     timelines: Sequence[Timeline] = field(default=(), repr=False, compare=False)
+    arrivals: Sequence[Arrivals] = field(default=(), repr=False, compare=False)
 
     @property
     def metrics(self) -> RequestMetrics | None:

@@ -7,6 +7,7 @@ At every moment a request is in one state, and an interval is the time that it s
 to the wall time by construction. All times are from time.monotonic(), which the processes of a machine share.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -148,6 +149,29 @@ class Timeline:
 
     def seconds(self, kind: IntervalKind) -> float:
         return sum(interval.duration for interval in self.intervals if interval.kind is kind)
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """When the tokens of a choice reached the client.
+
+    Attributes:
+        first: when the first one did.
+        gaps: seconds before each later one; tokens of the same step share the time since the step before.
+    """
+
+    first: float = 0.0
+    gaps: "array[float]" = field(default_factory=lambda: array("d"))
+    last: float | None = None
+
+    def note(self, count: int, now: float) -> None:
+        """Note that a step brought this many tokens."""
+        if self.last is None and count:
+            self.first = self.last = now
+            count -= 1
+        if count and self.last is not None:
+            self.gaps.extend([(now - self.last) / count] * count)
+            self.last = now
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from penstock import errors
 
@@ -37,6 +38,11 @@ class ApiError(Exception):
         param = self.param and self.param[:MAX_PARAM]
         error = {"message": self.message[:MAX_MESSAGE], "type": kind, "param": param, "code": self.code}
         return msgspec.json.encode({**self.beside, "error": error})
+
+    def noted(self, scope: Scope) -> "ApiError":
+        """Note the error in the request's log, and return it."""
+        scope["state"]["log"].error = self
+        return self
 
     def response(self) -> Response:
         return Response(self.body, self.status, headers=self.headers, media_type="application/json")
@@ -91,4 +97,4 @@ def _from_http(exc: HTTPException) -> ApiError:
 
 async def handle(request: Request, exc: Exception) -> Response:
     """Answer an exception that no route has handled; Starlette calls this."""
-    return from_exception(exc).response()
+    return from_exception(exc).noted(request.scope).response()

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -38,7 +37,6 @@ from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.completions import create_chat_completion, create_completion, source_of
 from penstock.server.context import (
-    Metrics,
     ServerContext,
     check_administrator,
     context_of,
@@ -56,6 +54,7 @@ from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, completion_prompts, decode, salted, tokenize
 from penstock.server.kept_calls import KeptCalls
 from penstock.server.keys import KeyRing
+from penstock.server.metrics import Metrics
 from penstock.server.middleware import (
     BodyLimitMiddleware,
     BoundaryMiddleware,
@@ -259,7 +258,12 @@ def _reader(request: Request) -> str | None:
 
 async def metrics(request: Request) -> Response:
     """Answer with the metrics in the Prometheus text format."""
-    body = generate_latest(context_of(request).metrics.registry)
+    context = context_of(request)
+    try:
+        model = context.model_names()[0]
+    except (ApiError, PenstockError):  # it is not known before the engine is ready
+        model = ""
+    body = context.metrics.exposition(model, context.options.metrics_names)
     return Response(body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 

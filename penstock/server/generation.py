@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.client.input_processor import PromptRequest
 from penstock.errors import EngineOverloadedError, PenstockError, RequestFailedError
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
-from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.sampling_params import SamplingParams
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
 from penstock.server.context import ServerContext
 from penstock.server.openai_responses import Seed, Usage
@@ -64,7 +64,6 @@ class Generation:
     only_prompt: bool = False
     timeline: CallTimeline = field(init=False)
     _latest: list[RequestOutput | None] = field(init=False)  # per prompt
-    _last_token_at: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._latest = [None] * len(self.prompts)
@@ -180,18 +179,8 @@ class Generation:
         self.log.num_cached_tokens += output.num_cached_tokens - (0 if before is None else before.num_cached_tokens)
         for choice in output.outputs:
             self.log.num_completion_tokens += len(choice.token_ids)
-            if self.params.output_kind is RequestOutputKind.DELTA and choice.token_ids:
-                self._note_time((index, choice.index), choice)
             if choice.finish_reason is not None:
                 self.context.metrics.outcomes.labels(choice.finish_reason.value).inc()
-
-    def _note_time(self, key: tuple[int, int], choice: CompletionOutput) -> None:
-        now = time.monotonic()
-        if not self._last_token_at:
-            self.context.metrics.first_token.observe(self.log.age_s())
-        if key in self._last_token_at:
-            self.context.metrics.inter_token.observe((now - self._last_token_at[key]) / len(choice.token_ids))
-        self._last_token_at[key] = now
 
 
 def _raise_failure(output: RequestOutput) -> None:
@@ -296,9 +285,9 @@ class EventStream(Response):
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._run(send))
+        await until_disconnect(receive, self._run(scope, send))
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:
             event = await anext(events, _END)
             await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
@@ -310,7 +299,7 @@ class EventStream(Response):
                     await self._send(send, event)
                     event = await anext(events, _END)
             except (PenstockError, ApiError) as exc:
-                await self._send(send, sse_data(from_exception(exc).body))
+                await self._send(send, sse_data(from_exception(exc).noted(scope).body))
             else:
                 await self._send(send, self._done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -13,6 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection
+from email.utils import formatdate
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,11 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import EngineOverloadedError, PenstockError
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, internal_error
-from penstock.server.context import Metrics, ServerContext
+from penstock.server.context import ServerContext
 from penstock.server.generation import EVENT_STREAM, sse_data
 from penstock.server.keys import Account, KeyRing
+from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
-from penstock.server.timelines import RequestLog
+from penstock.server.timelines import RequestLog, error_text
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
@@ -53,6 +55,7 @@ class _SentResponse:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
+            headers["Date"] = formatdate(usegmt=True)
             headers["X-Request-Id"] = self._request_id
             headers["X-Content-Type-Options"] = "nosniff"
             self.status = message["status"]
@@ -106,13 +109,16 @@ class BoundaryMiddleware:
         refused_early = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
         route = getattr(scope.get("route"), "path", refused_early)
         self._metrics.requests.labels(route, str(status)).inc()
+        if log.error is not None:
+            self._metrics.errors.labels(log.error.code or str(log.error.status)).inc()
         if log.timeline is not None:
             log.timeline.answered(status)
         if not self._options.access_log or (status == TOO_MANY and not self._refusals.may_write()):
             return
         parts = [scope["method"], ascii(scope["path"])[1:-1][:200], str(status), f"{log.age_s() * 1000:.0f}ms"]
         key = f"key={log.key}" if log.key else ""
-        parts += [part for part in (key, log.tokens(), log.labels) if part]
+        error = error_text(log.error) if log.error is not None else ""
+        parts += [part for part in (error, key, log.tokens(), log.labels) if part]
         level = logging.DEBUG if status < 400 and scope["path"] in QUIET_PATHS else logging.INFO
         access_logger.log(level, "%s id=%s", " ".join(parts), log.request_id)
 
@@ -140,7 +146,7 @@ class _RefusalLines:
 async def _report_failure(sent: _SentResponse, scope: Scope, receive: Receive) -> None:
     """Report an internal error to the client, unless the response is already complete."""
     if sent.status is None:
-        await internal_error().response()(scope, receive, sent)
+        await internal_error().noted(scope).response()(scope, receive, sent)
     elif not sent.ended:
         body = sse_data(internal_error().body) if sent.streams else b""
         await sent({"type": "http.response.body", "body": body, "more_body": False})
@@ -168,7 +174,7 @@ class SiteMiddleware:
         problem = None if scope["path"] in OPEN_PATHS else self._problem(Headers(scope=scope))
         if problem is None:
             return await self._app(scope, receive, send)
-        await ApiError(403, problem, code="site_not_allowed").response()(scope, receive, send)
+        await ApiError(403, problem, code="site_not_allowed").noted(scope).response()(scope, receive, send)
 
     def _problem(self, headers: Headers) -> str | None:
         host = headers.get("host", "").lower()
@@ -199,7 +205,7 @@ class BodyLimitMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = Headers(scope=scope).get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > self.max_bytes:
-            return await self.too_large().response()(scope, receive, send)
+            return await self.too_large().noted(scope).response()(scope, receive, send)
         body = _LimitedBody(receive, self)
         try:
             await self._app(scope, body, send)
@@ -270,7 +276,7 @@ class KeyMiddleware:
         sent = Headers(scope=scope).getlist("authorization")
         account = self._keys.find(sent_key(sent[0]) if len(sent) == 1 else b"")
         if account is None:
-            return await _wrong_key(scope["path"]).response()(scope, receive, send)
+            return await _wrong_key(scope["path"]).noted(scope).response()(scope, receive, send)
         log: RequestLog = scope["state"]["log"]
         scope["state"]["account"], log.key = account, account.name
         if scope["method"] != "POST":
@@ -281,7 +287,7 @@ class KeyMiddleware:
             self._metrics.key_refusals.labels(account.name).inc()
             error = from_exception(exc)
             error.code = "rate_limit_exceeded"
-            return await error.response()(scope, receive, send)
+            return await error.noted(scope).response()(scope, receive, send)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -340,7 +346,7 @@ class OverloadMiddleware:
         log: RequestLog = scope["state"]["log"]
         refusal = None if "last-event-id" in Headers(scope=scope) else _refusal(context, log)
         if refusal is not None:
-            return await from_exception(refusal).response()(scope, receive, send)
+            return await from_exception(refusal).noted(scope).response()(scope, receive, send)
         try:
             await self._app(scope, receive, send)
         finally:

@@ -28,6 +28,7 @@ MIB = 1 << 20
 SECONDS = Interval(0.0, 86400.0, low_open=True)
 DEFAULT_KWARGS = "default_chat_template_kwargs"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as written in the Host header
+METRICS_NAMES = ("penstock", "vllm")
 MAX_SOCKET_PATH = 107  # bytes, as the system limits it
 LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")  # as written for --host
 
@@ -206,6 +207,12 @@ class ServerOptions:
         str,
         "OpenTelemetry collector that gets a trace of each request (needs penstock[otel]; default: none)",
         metavar="URL",
+    )
+    metrics_names: str = option(
+        "penstock",
+        METRICS_NAMES,
+        "names of the metrics at /metrics: penstock (default), or vllm, for dashboards made for vLLM",
+        metavar="{" + ",".join(METRICS_NAMES) + "}",
     )
     max_body_bytes: int = option(8 * MIB, range(1, 2**40 + 1))
     max_inflight_body_bytes: int = option(64 * MIB, range(2**50 + 1))

@@ -42,7 +42,8 @@ OPEN_TO_ALL = "no API key is set, so anyone who can reach %s may use the API (--
 EXIT_OK = 0
 EXIT_CANNOT_LISTEN = 1
 EXIT_ENGINE_FAILED = 70
-WATCH_INTERVAL_S = 0.02  # seconds between checks of whether the engine is ready or has failed
+WATCH_INTERVAL_S = 0.02  # seconds between checks of whether the engine is ready
+IDLE_WATCH_INTERVAL_S = 1.0  # and then, of whether it has failed
 CLOSE_TIMEOUT_S = 3  # seconds that clients have to read the end of their answers
 BACKLOG = 2048
 LOGGER = logging.getLogger("penstock")
@@ -137,6 +138,7 @@ class Serving:
         self._server = uvicorn.Server(self._config())
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._exit = asyncio.Event()
         self._failure: PenstockError | None = None
 
     def _config(self) -> uvicorn.Config:
@@ -152,7 +154,7 @@ class Serving:
             log_config=None,
             access_log=False,
             server_header=False,
-            date_header=True,
+            date_header=False,  # middleware.py adds it: uvicorn's main_loop, which does not run, would have to renew it
             timeout_keep_alive=options.timeout_keep_alive,  # type: ignore[arg-type]  # a timer's seconds
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
@@ -193,7 +195,7 @@ class Serving:
         own = {"config": config, "server_state": server.server_state, "app_state": server.lifespan.state}
         acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own), self._ssl)
         acceptor.start()
-        await server.main_loop()
+        await self._exit.wait()  # uvicorn's main_loop would wake ten times a second
         if not self._hurry.is_set():
             await acceptor.linger()
         acceptor.close()
@@ -259,14 +261,14 @@ class Serving:
             state = self._client.status().state
             if state is EngineState.FAILED:
                 self._failure = self._reason()
-                self._server.should_exit = True
+                self._exit.set()
                 return
             if state is EngineState.READY and not announced:
                 try:
                     self._check_variables()
                 except InvalidRequestError as error:
                     self._failure = error
-                    self._server.should_exit = True
+                    self._exit.set()
                     return
                 resume(self._app.state.context)
                 self._announce()
@@ -274,7 +276,7 @@ class Serving:
             if watchdog_s is not None and time.monotonic() - notified_at >= watchdog_s:
                 notified_at = time.monotonic()
                 notify("WATCHDOG=1")
-            await asyncio.sleep(WATCH_INTERVAL_S if not announced else 10 * WATCH_INTERVAL_S)
+            await asyncio.sleep(min(IDLE_WATCH_INTERVAL_S, watchdog_s or math.inf) if announced else WATCH_INTERVAL_S)
 
     def _check_variables(self) -> None:
         """Raise InvalidRequestError for a default variable that the model's chat template does not read."""
@@ -324,7 +326,7 @@ class Serving:
         try:
             await self._client.shutdown()
         finally:
-            self._server.should_exit = True
+            self._exit.set()
 
     async def _drain(self) -> None:
         """Wait until the requests that have arrived are with the engine or refused, and then for the open ones."""

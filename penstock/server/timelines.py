@@ -16,7 +16,8 @@ from typing import Any
 
 from penstock.errors import InvalidRequestError, invalid, missing, shown
 from penstock.interface.outputs import RequestOutput
-from penstock.interface.timeline import Interval, IntervalKind, RequestMetrics, Timeline
+from penstock.interface.timeline import Arrivals, Interval, IntervalKind, RequestMetrics, Timeline
+from penstock.server.api_errors import ApiError
 
 MAX_LABEL = 64  # characters of a label in the log
 MAX_LABEL_ITEMS = 6  # items kept of an object or a list, one more than `shown` prints
@@ -37,6 +38,7 @@ class RequestLog:
         priority, timeout_s: the request's priority, and how long it may take.
         traceparent, tracestate: the W3C headers that identify the caller's span.
         timeline: of the call, set when its generation begins.
+        error: what the client was told went wrong.
         is_arriving: whether the request is counted in ServerContext.num_arriving.
     """
 
@@ -49,6 +51,7 @@ class RequestLog:
     traceparent: str | None = None
     tracestate: str | None = None
     timeline: "CallTimeline | None" = None
+    error: ApiError | None = None
     is_arriving: bool = False
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -69,6 +72,11 @@ class RequestLog:
         return (
             f"prompt={self.num_prompt_tokens} cached={self.num_cached_tokens} completion={self.num_completion_tokens}"
         )
+
+
+def error_text(error: ApiError) -> str:
+    """Write the code and the field of an error as part of a log line. The field is named as the client spelt it."""
+    return f"code={error.code}" + (f" param={_label(error.param)}" if error.param else "")
 
 
 def label_text(parsed: Any) -> str:
@@ -141,6 +149,7 @@ class CallTimeline:
         arrived_at: when its first byte arrived, in seconds since 1970.
         begun: time.monotonic() when preparing it was finished and the engine client took it over.
         timelines: of its choices, set when it has ended.
+        arrivals: of the tokens of its choices, and prompt_lengths, set then too.
     """
 
     table: TimelineTable
@@ -154,6 +163,8 @@ class CallTimeline:
     status: int | None = None
     timelines: list[Timeline] = field(default_factory=list)
     metrics: RequestMetrics | None = None
+    arrivals: list[Arrivals] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
     _latest: dict[int, RequestOutput] = field(default_factory=dict)
@@ -190,10 +201,14 @@ class CallTimeline:
             now = time.monotonic()
             self.metrics = RequestMetrics.of([line for output in self._latest.values() for line in output.timelines])
             self.timelines = self._divided(now)
+            arrivals = [tokens for output in self._latest.values() for tokens in output.arrivals]
+            self.arrivals = [tokens for tokens in arrivals if tokens.last is not None]
+            self.prompt_lengths = [len(output.prompt_token_ids) for output in self._latest.values()]
             self._count_drafts()
             self.ended = now
             self._latest.clear()
             self.table.finish(self)
+            self.arrivals.clear()
 
     def _count_drafts(self) -> None:
         if self._latest:

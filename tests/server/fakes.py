@@ -8,6 +8,7 @@ import asyncio
 import codecs
 import itertools
 import random
+import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock.interface.timeline import Arrivals
 from penstock.tokenizer.chat_template import ChatTemplate
 
 BOS, EOS = 256, 257
@@ -164,12 +166,15 @@ class FakeEngineClient:
         seed = next(self._arrivals) + 1000 if params.seed is None else params.seed
         choices = [self._choice(ids, params, seed, index) for index in range(params.n)]
         base = RequestOutput(request_id, None, ids, num_cached_tokens=len(ids) // 16 * 16, seed=seed)
+        base.arrivals = [Arrivals() for _ in choices]
         if params.prompt_logprobs is not None:
             rest = [self._logprobs_at(i, params.prompt_logprobs) for i in ids[1:]]
             base = replace(base, prompt_logprobs=[None, *rest])
         for step in range(max(len(choice.token_ids) for choice in choices)):
             await self._wait(step)
             self.num_tokens += 1
+            for choice, arrivals in zip(choices, base.arrivals, strict=True):
+                arrivals.note(step < len(choice.token_ids), time.monotonic())
             if params.output_kind is RequestOutputKind.DELTA:
                 moved = [self._delta(choice, step) for choice in choices if step < len(choice.token_ids)]
                 yield replace(base, outputs=moved, finished=all(choice.finished for choice in moved))

@@ -101,3 +101,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
         time.sleep(0.005)
+
+
+def samples(text: str, model: str = "fake") -> dict[str, float]:
+    """Read the metrics, without the label that all of them have."""
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    label = f'model_name="{model}"'
+    assert all(label in name for name, _ in lines)
+    return {
+        name.replace(f"{label},", "").replace(f",{label}", "").replace(f"{{{label}}}", ""): float(value)
+        for name, value in lines
+    }

@@ -16,7 +16,7 @@ from penstock.kernels.cpu.library import load_library
 from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model
 from penstock_lab.prove import servers
-from tests.server.harness import QUIET, WAIT_S, RunningServer, call, get, send, wait_until
+from tests.server.harness import QUIET, WAIT_S, RunningServer, call, get, samples, send, wait_until
 
 PROMPT = list(range(3, 60))
 SPARE = {"temperature": 1, "ignore_eos": True, "max_tokens": 80}
@@ -69,10 +69,11 @@ def test_each_engine_is_shown_and_their_sum(server: RunningServer) -> None:
     assert found["generated_tokens_total"] == one["generated_tokens_total"] + other["generated_tokens_total"] > 0
     assert found["kv_blocks"]["total"] == 2 * one["kv_blocks"]["total"] == 2 * other["kv_blocks"]["total"]
     assert one["pid"] != other["pid"]
-    metrics = get(f"{server.url}/metrics").text
+    metrics = samples(get(f"{server.url}/metrics").text, "demo")
     for index in (0, 1):
-        assert f'penstock_slots{{engine="{index}"}} 4.0' in metrics
-        assert f'penstock_engine_state{{engine="{index}",state="ready"}} 1.0' in metrics
+        assert metrics[f'penstock_slots{{engine="{index}"}}'] == 4
+        assert metrics[f'penstock_engine_state{{engine="{index}",state="ready"}}'] == 1
+        assert metrics[f'penstock_engine_process_resident_memory_bytes{{engine="{index}"}}'] > 10**7
         assert send(f"{server.url}/status/record?engine={index}").status_code == 200
     for wrong in ("2", "-1", "x", "9" * 5000):
         assert send(f"{server.url}/status/record", params={"engine": wrong}).status_code == 400

@@ -263,3 +263,20 @@ def test_what_is_no_half_character() -> None:
         assert whole.status_code == 200
         broken = app_client().post("/tokenize", content=b'{"prompt": "%s"' % text.encode(), headers=json_header)
         assert "surrogate" not in broken.json()["error"]["message"]
+
+
+def test_the_log_says_what_was_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a log from which an operator cannot tell why clients get 400, and against a field's name, which
+    the client chooses, that forges a line."""
+    client = app_client(options=ServerOptions(port=0))
+    with caplog.at_level(logging.INFO, "penstock.access"):
+        client.post("/v1/completions", json={"prompt": "a", "temperature": -1})
+        client.post("/v1/completions", json={"prompt": "a", "odd\nname": 1})
+        client.get("/nowhere")
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    wrong, odd, nowhere, fine = (record.getMessage() for record in caplog.records)
+    assert "code=invalid_value param='temperature'" in wrong
+    assert "param='odd\\nname'" in odd
+    assert "\n" not in odd
+    assert "code=unknown_url" in nowhere
+    assert "code=" not in fine
