@@ -8,7 +8,7 @@ SOURCES := penstock penstock_lab tests tools examples benchmarks
 # The tests start Python some hundred times: what is not kept compiled is compiled anew by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check format readme prove matrix structure docs bench compare real clean sanitize
+.PHONY: demo test check format readme pictures prove matrix structure docs bench compare real clean sanitize
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
@@ -28,6 +28,10 @@ format: $(VENV)/.installed-test
 
 readme: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.refresh_readme
+
+# make pictures [MODEL=DIR]: the pictures of docs/page.md, taken by Chromium
+pictures: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.page_pictures $(or $(MODEL),demo)
 
 # make prove [MODEL=DIR] [MINUTES=N]: the promises of docs/guarantees.md, at the length that README.md's table has
 prove: $(VENV)/.installed

@@ -6,15 +6,11 @@ only, because a block is computed from a user's prompt. Knows nothing about sock
 """
 
 import asyncio
-import base64
-import hashlib
 import os
-import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -73,6 +69,7 @@ from penstock.server.openai_requests import (
     TokenizeRequest,
 )
 from penstock.server.options import ServerOptions
+from penstock.server.page import page_file, settings
 from penstock.server.responses import (
     ResponseSource,
     cancel_response,
@@ -118,7 +115,9 @@ def create_app(client: EngineClient, options: ServerOptions | None = None) -> St
 
 def _routes() -> list[Route]:
     return [
-        Route("/", page),
+        Route("/", page_file),
+        Route("/page/settings", settings),
+        Route("/page/{file:path}", page_file),
         Route("/v1/completions", create_completion, methods=["POST"]),
         Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
         Route("/v1/completions/{id}", partial(continue_stream, kind="completions")),
@@ -476,37 +475,3 @@ async def _compute(context: ServerContext, log: RequestLog, body: PrefillRequest
 async def not_built(request: Request) -> Response:
     """Refuse a route that clients know but this server does not have yet."""
     raise not_found(f"{request.scope['path'][:100]} is not built yet.", "not_implemented")
-
-
-# --- the web page -----------------------------------------------------------------------------------------------------
-
-
-STATIC = Path(__file__).parent / "static"
-PARTS = re.compile(r"<(style|script)>(.*?)</\1>")  # in index.html; holds the names of the files to insert
-POLICY = (
-    "default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-
-
-async def page(request: Request) -> Response:
-    """Answer with the web page."""
-    html, policy = await asyncio.to_thread(_page)
-    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-    return Response(html, media_type="text/html", headers=headers)
-
-
-@cache
-def _page() -> tuple[str, str]:
-    """Read the document, and make its content security policy."""
-    hashes: dict[str, str] = {}
-
-    def put_in(found: re.Match[str]) -> str:
-        kind, names = found.groups()
-        text = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in names.split())
-        text = f'"use strict";\n{text}' if kind == "script" else text
-        hashes[kind] = f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-        return f"<{kind}>{text}</{kind}>"
-
-    html = PARTS.sub(put_in, (STATIC / "index.html").read_text(encoding="utf-8"))
-    return html, POLICY.format(**hashes)

@@ -7,8 +7,6 @@ No decision depends on a URL built from the Host header.
 """
 
 import asyncio
-import base64
-import binascii
 import logging
 import re
 import time
@@ -27,9 +25,11 @@ from penstock.server.generation import EVENT_STREAM, sse_data
 from penstock.server.keys import Account, KeyRing
 from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
+from penstock.server.page import PAGE_PATHS
 from penstock.server.timelines import RequestLog, error_text
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
+HEALTH_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})  # for orchestrators, which know no host name
+OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS  # need no key
 QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
 MAX_REQUEST_ID = 128
 HOST = re.compile(r"(?P<name>\[[^]]*\]|[^:]*)(:\d*)?")
@@ -171,7 +171,7 @@ class SiteMiddleware:
         self._origins = set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = None if scope["path"] in OPEN_PATHS else self._problem(Headers(scope=scope))
+        problem = None if scope["path"] in HEALTH_PATHS else self._problem(Headers(scope=scope))
         if problem is None:
             return await self._app(scope, receive, send)
         await ApiError(403, problem, code="site_not_allowed").noted(scope).response()(scope, receive, send)
@@ -258,7 +258,9 @@ class _LimitedBody:
 
 
 class KeyMiddleware:
-    """Answers 401 unless the request carries a known key, as a bearer token or, for browsers, as a Basic password.
+    """Answers 401 unless the request carries a known key as a bearer token.
+
+    No other scheme is known: a browser would add a Basic password by itself, also to requests of other sites' pages.
 
     Only a path that is exactly one of OPEN_PATHS needs no key; paths are compared as the router compares them. The
     owner of the key is the request's `state.account`. A POST beyond a limit gets 429; other methods are not
@@ -276,7 +278,7 @@ class KeyMiddleware:
         sent = Headers(scope=scope).getlist("authorization")
         account = self._keys.find(sent_key(sent[0]) if len(sent) == 1 else b"")
         if account is None:
-            return await _wrong_key(scope["path"]).noted(scope).response()(scope, receive, send)
+            return await _wrong_key().noted(scope).response()(scope, receive, send)
         log: RequestLog = scope["state"]["log"]
         scope["state"]["account"], log.key = account, account.name
         if scope["method"] != "POST":
@@ -301,25 +303,15 @@ class KeyMiddleware:
             self._metrics.key_tokens.labels(account.name, "completion").inc(log.num_completion_tokens)
 
 
-def _wrong_key(path: str) -> ApiError:
-    # Basic makes a browser ask its user for the key, which only the web page needs
-    challenge = 'Basic realm="penstock: the API key as password"' if path == "/" else "Bearer"
+def _wrong_key() -> ApiError:
     message = 'The API key is missing or wrong; send it as "Authorization: Bearer KEY".'
-    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def sent_key(header: str) -> bytes:
     """Find the key in an Authorization header; b"" if it has none."""
     scheme, _, value = header.partition(" ")
-    sent = value.strip().encode("latin-1", "replace")
-    if scheme.lower() == "bearer":
-        return sent
-    if scheme.lower() != "basic":
-        return b""
-    try:
-        return base64.b64decode(sent, validate=True).partition(b":")[2]
-    except binascii.Error:
-        return b""
+    return value.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
 # --- overload ---------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_tricks_with_the_host(client: TestClient, host: str) -> None:
         f"Token {KEY}",
         "Basic",
         "Basic !!!",
-        "Basic c2s=",
+        f"Basic {base64.b64encode(f'anyone:{KEY}'.encode()).decode()}",  # a browser sends it for other sites' pages too
         "Bearer \u00e4",
     ],
 )
@@ -78,11 +78,9 @@ def test_wrong_keys(client: TestClient, header: str) -> None:
 
 
 def test_right_keys(client: TestClient) -> None:
-    """Guards against a scheme that only works in one spelling, and a web page no browser can open."""
-    basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
-    for header in (f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY} ", f"Basic {basic}"):
+    """Guards against a scheme that only works in one spelling."""
+    for header in (f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY} "):
         assert client.get("/v1/models", headers={"Authorization": header}).status_code == 200
-    assert "Basic" in client.get("/").headers["www-authenticate"]
 
 
 def test_two_keys_are_none(client: TestClient) -> None:

@@ -1,257 +1,208 @@
-// The conversation that is shown: sending, answering, editing, copying.
+// The open conversation: sending, answering, editing, answering again.
 
-function el(id) { return document.getElementById(id); }
-function set(id, text) { el(id).textContent = text; }
+import { figures, isFull, readAnswer } from "./answer.js";
+import { messagesToLeaveOut } from "./context.js";
+import { addMessage, branch, contentFor, newConversation, removeMessage, showBranch, titleOf } from "./conversation.js";
+import { announce, find, notify } from "./dom.js";
+import { model } from "./engine.js";
+import { attached, setAttached } from "./files.js";
+import { dropConversation, markOpen, touchConversation } from "./list.js";
+import { maxTokens, requestFields, systemMessage } from "./settings.js";
+import { complain, paintMessage, scrollToEnd, showTalk } from "./talk.js";
 
-function button(text, act) {
-  const node = element("button", text);
-  node.type = "button";
-  node.className = "plain";
-  node.onclick = () => act(node);
-  return node;
+const DRAFT = "penstock.draft", ONE_ANSWER = "An answer is being written: stop it first.";
+let current = newConversation();
+let answering = null;   // {conversation, message, stop} of the answer in progress
+let editing = null;     // the message of `current` whose text is in the box
+
+const actions = { edit, regenerate, proceed, show: showVersion };
+const box = () => find("input");
+
+// --- what is shown ---
+
+export const openConversation = () => current;
+
+export function open(conversation, { remember = true } = {}) {
+  current = conversation;
+  stopEditing({ keepText: true });
+  const address = conversation.messages.length ? "#" + conversation.id : location.pathname + location.search;
+  if (remember) history.pushState(null, "", address);
+  show();
 }
 
-async function copyText(text, where) {
-  const label = where.textContent;
-  try {
-    await navigator.clipboard.writeText(text);
-    where.textContent = "Copied";
-  } catch { where.textContent = "Not allowed here"; }   // pages without https, other than this machine's
-  setTimeout(() => { where.textContent = label; }, 1200);
+export function startNew() {
+  open(newConversation());
+  box().focus();
 }
 
-let answer = null;           // {stop: AbortController, turn} of the answer in progress
-let editing = null;          // the turn of `current` whose text is in the box
-const views = new WeakMap(); // of the turns that are shown: {box, under}
-
-function showSide(shown) {
-  el("side").classList.toggle("shown", shown);
-  el("menu").setAttribute("aria-expanded", shown);
+function show() {
+  showTalk(current, actions, answering?.conversation === current ? answering.message.id : undefined);
+  markOpen(current.id);
 }
 
-function showConversation() {
-  const hint = element("p", "Send the model a message.");
-  hint.className = "hint";
-  el("talk").replaceChildren(...(current.turns.length ? [] : [hint]));
-  for (const turn of current.turns) showTurn(turn);
-  toEnd(true);
+function paint(message) {
+  const isOpen = answering?.message === message;
+  if (answering === null || isOpen) paintMessage(current, message, actions, isOpen ? message.id : undefined);
 }
 
-function showTurn(turn) {
-  const box = element("div"), under = element("div");
-  views.set(turn, { box, under });
-  el("talk").append(box, under);
-  paint(turn);
+function showVersion(message) {
+  showBranch(current, message);
+  touchConversation(current, { isNewer: false });
+  show();
 }
 
-// Show a turn as it is now: its text, and under it what can be done with it.
-function paint(turn) {
-  const view = views.get(turn);
-  if (!view) return;
-  const open = answer !== null && answer.turn === turn;
-  view.box.className = "turn " + turn.role + (open ? " open" : "");
-  view.under.className = turn.role === "user" ? "under user-side" : "under";
-  if (turn.role === "user") view.box.textContent = turn.content;
-  else view.box.replaceChildren(...reasoning(turn, open), ...renderMarkdown(turn.content));
-  const note = element("span", turn.note ?? "");
-  note.className = turn.bad ? "note bad" : "note";
-  const actions = [];
-  if (turn.content) actions.push(button("Copy", where => copyText(turn.content, where)));
-  if (turn.role === "user") actions.push(button("Edit", () => edit(turn)));
-  else if (turn === current.turns.at(-1)) actions.push(button("Regenerate", () => regenerate(turn)));
-  view.under.replaceChildren(note, ...(open ? [] : actions));
-}
+// --- answering ---
 
-function reasoning(turn, open) {
-  if (!turn.reasoning) return [];
-  const details = element("details", element("summary", "Thinking"), turn.reasoning);
-  details.open = open && !turn.content;
-  return [details];
-}
-
-function toEnd(always) {
-  const talk = el("talk");
-  if (always || talk.scrollHeight - talk.scrollTop - talk.clientHeight < 120) talk.scrollTop = talk.scrollHeight;
-}
-
-// --- the request ---
-
-function headers(more) {
-  const key = el("key").value;
-  return Object.assign(key ? { Authorization: "Bearer " + key } : {}, more);
-}
-
-function options() {
-  const given = {};
-  for (const name of ["temperature", "max_tokens", "seed"]) {
-    const text = el(name).value.trim();
-    if (text === "") continue;
-    if (!/^-?\d+(\.\d+)?$/.test(text)) throw new Error(name + ": " + text + " is not a number");
-    given[name] = text;   // sent as typed: a 64-bit seed does not fit a JavaScript number
-  }
-  return given;
-}
-
-function body(turns) {
-  const system = el("system").value.trim();
-  const messages = turns.map(({ role, content }) => ({ role, content }));
-  if (system) messages.unshift({ role: "system", content: system });
-  const rest = JSON.stringify({ messages, stream: true, stream_options: { include_usage: true } });
-  const numbers = Object.entries(options()).map(([name, text]) => `,"${name}":${text}`).join("");
-  return rest.slice(0, -1) + numbers + "}";
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts)
-      if (part.startsWith("data: ") && part !== "data: [DONE]") yield part.slice(6);
-  }
-}
-
-async function problem(response) {
-  if (response.status === 401) el("keyLabel").hidden = false;
-  try { return (await response.json()).error.message; } catch { return "HTTP " + response.status; }
-}
-
-// Read an answer into `turn` as it comes. Throw an Error whose message says why it broke off.
-async function stream(request, turn, found) {
-  const response = await fetch("/v1/chat/completions", {
-    method: "POST", signal: answer.stop.signal, headers: headers({ "Content-Type": "application/json" }), body: request,
-  });
-  if (!response.ok) throw new Error(await problem(response));
-  let waiting = false;
-  for await (const line of events(response)) {
-    const event = JSON.parse(line);
-    if (event.error) throw new Error(event.error.message);
-    if (event.usage) found.usage = event.usage;
-    const choice = event.choices[0];
-    if (!choice) continue;
-    const { content, reasoning_content } = choice.delta;
-    if (content || reasoning_content) {
-      found.first ??= performance.now();
-      turn.content += content ?? "";
-      if (reasoning_content) turn.reasoning = (turn.reasoning ?? "") + reasoning_content;
-      if (!waiting) requestAnimationFrame(() => { waiting = false; paint(turn); toEnd(false); });
-      waiting = true;
-    }
-    if (choice.finish_reason) {
-      found.reason = choice.finish_reason;
-      found.seed = (line.match(/"seed":(-?\d+)/) || [])[1];
-    }
-  }
-}
-
-function figures(found, begin) {
-  const notes = [], { usage, first } = found;
-  if (usage) {
-    const seconds = (performance.now() - (first ?? begin)) / 1000;
-    notes.push(usage.completion_tokens + " tokens", (usage.completion_tokens / Math.max(seconds, 1e-3)).toFixed(1) + " tokens/s");
-    if (usage.prompt_tokens_details.cached_tokens) notes.push(usage.prompt_tokens_details.cached_tokens + " prompt tokens cached");
-  }
-  if (first) notes.push("first token after " + Math.round(first - begin) + " ms");
-  if (found.reason === "length") notes.push("stopped at max tokens");
-  if (!found.reason) notes.push("stopped");
-  if (found.seed) notes.push("seed " + found.seed);
-  return notes.join(" · ");
-}
-
-// Answer the turns of a conversation. Return what went wrong before anything was answered, or null.
-async function answerTurns(conversation) {
-  const request = body(conversation.turns), turn = { role: "assistant", content: "" }, begin = performance.now(), found = {};
-  conversation.turns.push(turn);
-  answer = { stop: new AbortController(), turn };
-  set("send", "Stop");
-  if (conversation === current) { showTurn(turn); toEnd(true); }
-  let failure = null;
-  try { await stream(request, turn, found); } catch (error) {
+// Answer a message: with a new one, or by continuing `answer`. Return what went wrong if nothing was answered, or null.
+async function answerTo(conversation, asked, answer) {
+  const continues = answer !== undefined;
+  const message = answer ?? addMessage(conversation, asked.id, "assistant", "");
+  answering = { conversation, message, stop: new AbortController() };
+  find("send").textContent = "Stop";
+  announce("The model is answering.");
+  if (conversation === current) show();
+  let found = {}, failure = null;
+  const before = message.content;
+  try { found = await request(conversation, message, continues); } catch (error) {
     if (error.name !== "AbortError") failure = error.message;
   }
-  answer = null;
-  set("send", "Send");
-  const answered = turn.content !== "" || turn.reasoning !== undefined || (failure === null && found.reason !== undefined);
-  if (!answered) conversation.turns.pop();
-  else if (failure === null) turn.note = figures(found, begin);
-  else [turn.note, turn.bad] = [failure, true];
-  if (answered) paint(turn);
-  saveConversations();
-  return answered ? null : failure ?? "stopped";
+  answering = null;
+  find("send").textContent = "Send";
+  const isAnswered = message.content !== before || message.reasoning !== undefined || found.reason !== undefined;
+  if (isAnswered) finish(message, found, failure);
+  else if (!continues) removeMessage(conversation, message);
+  if (isAnswered) touchConversation(conversation);
+  if (conversation === current && isAnswered) show();
+  return isAnswered ? null : failure ?? "stopped";
+}
+
+function finish(message, found, failure) {
+  message.note = failure ?? figures(found, model.context);
+  message.bad = failure !== null;
+  message.isCut = found.reason !== "stop" && !isFull(found.usage, model.context);   // can be continued
+  announce(failure ?? "The answer is complete.");
+}
+
+async function request(conversation, message, continues) {
+  const path = branch({ ...conversation, leaf: continues ? message.id : message.parent });
+  const system = systemMessage() ? [{ role: "system", content: systemMessage() }] : [];
+  const messages = path.map(one => ({ role: one.role, content: contentFor(one) }));
+  const fields = [...requestFields()];
+  if (continues) fields.push(["continue_final_message", "true"], ["add_generation_prompt", "false"]);
+  let isScheduled = false;
+  const changed = () => {
+    if (!isScheduled) requestAnimationFrame(() => { isScheduled = false; paint(message); scrollToEnd(false); });
+    isScheduled = true;
+  };
+  const { signal } = answering.stop;
+  for (let mustShorten = false; ; mustShorten = true) {
+    const limits = { context: model.context, maxTokens: maxTokens(), mustShorten };
+    const leftOut = model.context ? await messagesToLeaveOut(system, messages, limits, signal) : 0;
+    if (leftOut) message.leftOut = leftOut; else delete message.leftOut;
+    if (leftOut && conversation === current) show();
+    try {
+      return await readAnswer([...system, ...messages.slice(leftOut)], model.name, fields, message, changed, signal);
+    } catch (error) {
+      if (error.code !== "context_length_exceeded" || mustShorten || messages.length < 2 || !model.context) throw error;
+    }
+  }
 }
 
 // --- what the user does ---
 
-async function say(text) {
-  body([]);   // a wrong number is said before anything changes
-  const conversation = current, from = editing === null ? current.turns.length : current.turns.indexOf(editing);
-  const replaced = conversation.turns.splice(from);
-  conversation.turns.push({ role: "user", content: text });
+async function say(text, files) {
+  requestFields();   // a wrong setting is said before anything changes
+  const conversation = current, before = current.leaf;
+  const parent = editing ? editing.parent : before;
+  const asked = addMessage(conversation, parent, "user", text, files.length ? { files } : {});
+  conversation.title ||= titleOf(text || files[0].name);
   stopEditing();
-  showConversation();
   touchConversation(conversation);
-  const failure = await answerTurns(conversation);
+  history.replaceState(null, "", "#" + conversation.id);
+  const failure = await answerTo(conversation, asked);
   if (failure === null) return;
-  conversation.turns.splice(from, 1, ...replaced);   // nothing was answered: the message goes back to where it can be sent again
-  if (!conversation.turns.length) conversations.splice(conversations.indexOf(conversation), 1);
-  saveConversations();
-  listConversations();
+  removeMessage(conversation, asked);   // nothing was answered: the message goes back to where it can be sent again
+  conversation.leaf = before;
+  if (conversation.messages.length) touchConversation(conversation); else dropConversation(conversation);
   if (conversation !== current) return;
-  showConversation();
-  el("input").value = text + (el("input").value ? "\n" + el("input").value : "");
+  show();
+  box().value = text + (box().value ? "\n" + box().value : "");
+  setAttached([...files, ...attached()]);
   if (failure !== "stopped") complain(failure);
 }
 
-async function regenerate(turn) {
-  if (answer) return;
-  body([]);
-  const conversation = current, from = conversation.turns.indexOf(turn), replaced = conversation.turns.splice(from);
-  showConversation();
-  const failure = await answerTurns(conversation);
+async function again(message, answer) {
+  if (answering) return notify(ONE_ANSWER);
+  const conversation = current, before = conversation.leaf;
+  try { requestFields(); } catch (error) { return complain(error.message); }
+  const asked = conversation.messages.find(other => other.id === message.parent);
+  const failure = await answerTo(conversation, asked, answer);
   if (failure === null) return;
-  conversation.turns.push(...replaced);   // the old answer stays
-  saveConversations();
+  conversation.leaf = before;   // the old answer stays
   if (conversation !== current) return;
-  showConversation();
+  show();
   if (failure !== "stopped") complain(failure);
 }
 
-function complain(text) {
-  const note = element("p", text);
-  note.className = "note bad";
-  note.setAttribute("role", "alert");
-  el("talk").append(note);
-  toEnd(true);
+function regenerate(message) { return again(message); }
+function proceed(message) { return again(message, message); }
+
+function edit(message) {
+  if (answering) return notify(ONE_ANSWER);
+  editing = message;
+  find("editing").hidden = false;
+  box().value = message.content;
+  setAttached(message.files ?? []);
+  box().focus();
 }
 
-function edit(turn) {
-  if (answer) return;
-  editing = turn;
-  el("editing").hidden = false;
-  el("input").value = turn.content;
-  el("input").focus();
-}
-
-function stopEditing() {
+function stopEditing({ keepText = false } = {}) {
+  if (editing === null && keepText) return;
   editing = null;
-  el("editing").hidden = true;
-  el("input").value = "";
+  find("editing").hidden = true;
+  box().value = "";
+  sessionStorage.removeItem(DRAFT);
+  setAttached([]);
 }
 
-el("form").onsubmit = event => {
-  event.preventDefault();
-  if (answer) return answer.stop.abort();
-  const text = el("input").value.trim();
-  if (text) say(text).catch(error => complain(error.message));
-};
-el("input").onkeydown = event => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); if (!answer) el("form").requestSubmit(); }
-  if (event.key === "Escape" && editing !== null) stopEditing();
-};
-el("keep").onclick = stopEditing;
-el("new").onclick = () => { newConversation(); el("input").focus(); };
-el("menu").onclick = () => showSide(el("menu").getAttribute("aria-expanded") !== "true");
-newConversation();
+export function stop() { answering?.stop.abort(); }
+
+// Esc: end what is going on. Return whether there was anything.
+export function escape() {
+  const something = editing !== null || answering !== null;
+  if (editing !== null) stopEditing(); else stop();
+  return something;
+}
+
+function send() {
+  const text = box().value.trim();
+  if (text || attached().length) say(text, attached()).catch(error => complain(error.message));
+}
+
+// Another tab has changed a conversation.
+export function changedElsewhere(id, conversation) {
+  if (id !== current.id || answering?.conversation === current) return;
+  current = conversation ?? newConversation();
+  stopEditing({ keepText: true });
+  show();
+}
+
+export function startChat() {
+  box().value = sessionStorage.getItem(DRAFT) ?? "";
+  find("form").onsubmit = event => {
+    event.preventDefault();
+    if (answering) stop(); else send();
+  };
+  box().oninput = () => sessionStorage.setItem(DRAFT, box().value);
+  box().onkeydown = event => {
+    if (event.isComposing) return;
+    if (event.key === "Enter" && !event.shiftKey) {
+      event.preventDefault();
+      if (!answering) send();
+    } else if (event.key === "ArrowUp" && !box().value) {
+      const last = branch(current).findLast(message => message.role === "user");
+      if (last) { event.preventDefault(); edit(last); }
+    }
+  };
+  find("keep").onclick = () => stopEditing();
+}
