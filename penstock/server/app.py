@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,7 +45,14 @@ from penstock.server.context import (
     shown_replica,
     shown_stats,
 )
-from penstock.server.embeddings import create_embeddings, create_ranking, create_scores
+from penstock.server.embeddings import (
+    EmbeddingRequest,
+    RankingRequest,
+    ScoreRequest,
+    create_embeddings,
+    create_ranking,
+    create_scores,
+)
 from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, completion_prompts, decode, salted, tokenize
 from penstock.server.kept_calls import KeptCalls
@@ -68,9 +75,13 @@ from penstock.server.openai_requests import (
     PrefillRequest,
     TokenizeRequest,
 )
+from penstock.server.openai_responses import ChatChoice, CompletionChoice
+from penstock.server.openapi import POLICY, describe
+from penstock.server.openapi import page as described_page
 from penstock.server.options import ServerOptions
 from penstock.server.page import page_file, settings
 from penstock.server.responses import (
+    ResponseRequest,
     ResponseSource,
     cancel_response,
     create_response,
@@ -148,6 +159,8 @@ def _routes() -> list[Route]:
         Route("/status/requests", list_timelines),
         Route("/status/requests/{id}", retrieve_timeline),
         Route("/metrics", metrics),
+        Route("/openapi.json", openapi),
+        Route("/docs", docs),
         *(Route(path, not_built, methods=["GET", "POST", "DELETE"]) for path in UNSUPPORTED_ROUTES),
     ]
 
@@ -195,6 +208,7 @@ async def ready(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
+    """Answer with the version of Penstock."""
     return json_response({"version": __version__})
 
 
@@ -270,11 +284,13 @@ async def metrics(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
+    """List the model under each of its names."""
     context = context_of(request)
     return json_response({"data": [_card(context, name) for name in context.model_names()], "object": "list"})
 
 
 async def retrieve_model(request: Request) -> Response:
+    """Describe the model."""
     context = context_of(request)
     return json_response(_card(context, context.check_model(request.path_params["model"])))
 
@@ -296,7 +312,7 @@ def _card(context: ServerContext, name: str) -> dict[str, Any]:
 
 
 async def create_tokens(request: Request) -> Response:
-    """Handle POST /tokenize."""
+    """Handle POST /tokenize: turn a text, or a conversation, into token ids."""
     context = context_of(request)
     body = await read_body(request, TokenizeRequest)
     info = context.info()
@@ -310,7 +326,7 @@ async def create_tokens(request: Request) -> Response:
 
 
 async def create_text(request: Request) -> Response:
-    """Handle POST /detokenize."""
+    """Handle POST /detokenize: turn token ids into a text."""
     context = context_of(request)
     body = await read_body(request, DetokenizeRequest)
     info = context.info()
@@ -363,12 +379,14 @@ async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> 
 
 
 async def list_pins(request: Request) -> Response:
+    """List the pinned prefixes."""
     check_administrator(request)
     pins = context_of(request).client.pinned_prefixes()
     return json_response({"object": "list", "data": [pin_object(use) for use in pins]})
 
 
 async def delete_pin(request: Request) -> Response:
+    """Let go of a pinned prefix."""
     check_administrator(request)
     name = request.path_params["name"]
     if not context_of(request).client.unpin_prefix(name):
@@ -475,3 +493,38 @@ async def _compute(context: ServerContext, log: RequestLog, body: PrefillRequest
 async def not_built(request: Request) -> Response:
     """Refuse a route that clients know but this server does not have yet."""
     raise not_found(f"{request.scope['path'][:100]} is not built yet.", "not_implemented")
+
+
+# --- the description of the API ---------------------------------------------------------------------------------------
+
+
+BODIES: dict[Any, tuple[type, type | None]] = {  # handler -> the body that it reads, and the choices in its answer
+    create_completion: (CompletionRequest, CompletionChoice),
+    create_chat_completion: (ChatRequest, ChatChoice),
+    create_response: (ResponseRequest, None),
+    create_embeddings: (EmbeddingRequest, None),
+    create_scores: (ScoreRequest, None),
+    create_ranking: (RankingRequest, None),
+    create_tokens: (TokenizeRequest, None),
+    create_text: (DetokenizeRequest, None),
+    create_pin: (PinRequest, None),
+    create_prefill: (PrefillRequest, None),
+    create_blocks: (BlocksRequest, None),
+}
+
+
+@cache
+def _description(root_path: str) -> dict[str, Any]:
+    shown = [route for route in _routes() if route.endpoint not in (page_file, settings, not_built)]
+    return describe(shown, BODIES, root_path)
+
+
+async def openapi(request: Request) -> Response:
+    """Answer with this description as an OpenAPI document."""
+    return json_response(_description(context_of(request).options.root_path))
+
+
+async def docs(request: Request) -> Response:
+    """Answer with this description as a page."""
+    html = described_page(_description(context_of(request).options.root_path))
+    return Response(html, media_type="text/html", headers={"Content-Security-Policy": POLICY})

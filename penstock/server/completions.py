@@ -43,10 +43,12 @@ Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 
 async def create_completion(request: Request) -> Response:
+    """Complete prompts, as one answer or as a stream of server-sent events."""
     return await _create(request, "completions", CompletionRequest, completion_params, completion_prompts)
 
 
 async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation, as one answer or as a stream of server-sent events."""
     return await _create(request, "chat", ChatRequest, chat_params, chat_prompts)
 
 

@@ -93,7 +93,7 @@ MakeAnswer = Callable[[list[RequestOutput]], dict[str, Any]]  # the answer's own
 
 
 async def create_embeddings(request: Request) -> Response:
-    """Handle POST /v1/embeddings."""
+    """Handle POST /v1/embeddings: compute the vectors of texts."""
     body = await read_body(request, EmbeddingRequest)
     encoding = body.encoding_format or "float"
 

@@ -29,8 +29,8 @@ from penstock.server.page import PAGE_PATHS
 from penstock.server.timelines import RequestLog, error_text
 
 HEALTH_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})  # for orchestrators, which know no host name
-OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS  # need no key
-QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
+OPEN_PATHS = HEALTH_PATHS | PAGE_PATHS | {"/docs", "/openapi.json"}  # need no key, and show nothing of this server
+QUIET_PATHS = HEALTH_PATHS | PAGE_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
 MAX_REQUEST_ID = 128
 HOST = re.compile(r"(?P<name>\[[^]]*\]|[^:]*)(:\d*)?")
 FREE_BODY_BYTES = 64 * 1024  # bytes of each body that are not counted against the common budget

@@ -83,7 +83,7 @@ class ServerOptions:
     """Options of the server: its addresses and limits. A field with a help text is a flag of `penstock serve`.
 
     Attributes:
-        api_key: if given, every route but /health, /ping, /live and /ready requires it.
+        api_key: if given, every route but those of OPEN_PATHS (server/middleware.py) requires it.
         api_key_file: more keys, with names and limits (server/keys.py).
         cache_salt_by_key: requests find only the public pins and the cached prefixes of requests with the same key.
         served_model_names: with None it is the model as the user named it. Answers to requests without a name carry the

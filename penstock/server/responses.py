@@ -538,7 +538,7 @@ TRUE, FALSE = ("true", "True", "1"), ("false", "False", "0")
 
 
 async def create_response(request: Request) -> Response:
-    """Handle POST /v1/responses."""
+    """Handle POST /v1/responses: answer an input, at once, as events or in the background."""
     context = context_of(request)
     body = await read_body(request, ResponseRequest)
     body.check()
@@ -639,7 +639,7 @@ def _query(request: Request) -> dict[str, Any]:
 
 
 async def cancel_response(request: Request) -> Response:
-    """Handle POST /v1/responses/{id}/cancel. A response that has ended is returned unchanged."""
+    """Handle POST /v1/responses/{id}/cancel: stop a response. One that has ended is returned unchanged."""
     call = _fetch(request)
     if call.begun.grace_s is not None:
         raise ApiError(400, "Only a response in the background can be cancelled.", code="not_in_background")
@@ -648,7 +648,7 @@ async def cancel_response(request: Request) -> Response:
 
 
 async def delete_response(request: Request) -> Response:
-    """Handle DELETE /v1/responses/{id}; a running response is stopped."""
+    """Handle DELETE /v1/responses/{id}: delete a response; one that runs is stopped."""
     call = _fetch(request)
     await context_of(request).kept.delete(call)
     return json_response({"id": call.begun.id, "object": "response", "deleted": True})

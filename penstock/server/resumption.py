@@ -162,7 +162,7 @@ def continued(request: Request, kind: str, body: Strict, last_event_id: str) -> 
 
 
 async def continue_stream(request: Request, kind: str) -> Response:
-    """Handle GET /v1/completions/{id}?stream=true, from the beginning or after Last-Event-ID."""
+    """Send a resumable stream again (?stream=true), from the beginning or after Last-Event-ID."""
     if request.query_params.get("stream") not in ("true", "True", "1"):
         message = "stream: only ?stream=true is built: whole completions are not stored"
         raise ApiError(400, message, param="stream", code="not_implemented")
