@@ -28,6 +28,8 @@ format: $(VENV)/.installed-test
 
 readme: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.refresh_readme
+	@$(BIN)/python tools/vllm_page.py --write
+	@$(BIN)/python tools/model_table.py --write
 
 # make pictures [MODEL=DIR]: the pictures of docs/page.md, taken by Chromium
 pictures: $(VENV)/.installed-test
