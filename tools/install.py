@@ -88,14 +88,14 @@ def run(command, doing, log):
     thread = threading.Thread(target=report)
     thread.start()
     try:
-        process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for line in process.stdout:
-            text = line.decode("utf-8", "replace")
-            log.write(text)
-            for pattern, step in STEPS:
-                found = pattern.search(text)
-                doing = step.format(*found.groups()) if found else doing
-        return process.wait()
+        with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            for line in process.stdout:
+                text = line.decode("utf-8", "replace")
+                log.write(text)
+                for pattern, step in STEPS:
+                    found = pattern.search(text)
+                    doing = step.format(*found.groups()) if found else doing
+        return process.returncode
     finally:
         ended.set()
         thread.join()

@@ -1,0 +1,87 @@
+"""tools/install.py: what `make demo` says, and what it does about an old Python or a broken .venv."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tools import install
+
+
+def test_an_old_python_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a SyntaxError or an error of pip as the first words of Penstock."""
+    monkeypatch.setattr(install.sys, "version_info", (3, 10, 4))
+    monkeypatch.setattr(install, "works", lambda python, code: False)
+    with pytest.raises(SystemExit) as stopped:
+        install.use_new_python()
+    assert stopped.value.code == 2
+    said = capsys.readouterr().out
+    assert "needs Python 3.11 or newer" in said
+    assert "make demo PYTHON=" in said
+
+
+def test_a_newer_python_of_the_machine_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a refusal where python3 is old and python3.12 is beside it."""
+    called: list[list[str]] = []
+    monkeypatch.setattr(install.sys, "version_info", (3, 10, 4))
+    monkeypatch.setattr(install, "works", lambda python, code: python == "python3.12")
+    monkeypatch.setattr(install.os, "execvp", lambda name, words: called.append(words))
+    monkeypatch.setattr(install, "stop", lambda text: None)  # reached here only, because nothing was executed
+    install.use_new_python()
+    assert called == [["python3.12", *sys.argv]]
+
+
+def test_a_broken_venv_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a second try that fails like the first."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to("/nowhere/python3.10")
+    monkeypatch.setattr(install, "VENV", str(tmp_path / ".venv"))
+    monkeypatch.setattr(install, "PYTHON", str(python))
+    made: list[list[str]] = []
+    monkeypatch.setattr(install, "run", lambda command, doing, log: made.append(command))
+    install.make_venv()
+    assert not python.is_symlink()
+    assert made == [[sys.executable, "-m", "venv", str(tmp_path / ".venv")]]
+    assert "it is made anew" in capsys.readouterr().out
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    install.make_venv()
+    assert len(made) == 1  # one that works is kept
+
+
+def test_a_silent_command_is_not_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against minutes without a line, and against lines that say what was done long ago."""
+    monkeypatch.setattr(install, "SILENCE_S", 0.2)
+    script = (
+        "import time; print('Collecting numpy', flush=True); time.sleep(0.7); print('[3/33] Building x', flush=True)"
+    )
+    with tempfile.TemporaryFile("w+") as log:
+        assert install.run([sys.executable, "-c", script + "; time.sleep(0.7)"], "starting", log) == 0
+    said = capsys.readouterr().out
+    assert "looking for numpy" in said
+    assert "compiling: 3 of 33 files" in said
+
+
+def test_an_extra_is_all_of_its_packages() -> None:
+    """Guards against an extra that installs itself from an index, and compiles the package once more."""
+    packages = install.requirements_of("test")
+    assert not [line for line in packages if line.startswith("penstock")]
+    assert {"torch", "transformers", "matplotlib", "pytest"} <= {line.partition(">")[0] for line in packages}
+
+
+def test_one_compilation_for_all_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against minutes of compiling what was compiled before, and against a library of other sources."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert install.library_settings("a", "this")[0].endswith("PENSTOCK_THIS_MACHINE=ON")
+    assert install.library_settings("a", "all")[0].endswith("PENSTOCK_THIS_MACHINE=OFF")
+    (tmp_path / "built.so").write_text("x")
+    install.keep_library(str(tmp_path / "built.so"), install.kept_library("a", "this"))
+    assert install.library_settings("a", "this")[0].endswith("PENSTOCK_LIBRARY=" + install.kept_library("a", "this"))
+    assert install.library_settings("a", "all")[0].endswith("PENSTOCK_THIS_MACHINE=OFF")  # it has too few levels
+    assert install.library_settings("b", "this")[0].endswith("PENSTOCK_THIS_MACHINE=ON")
+    install.keep_library(str(tmp_path / "built.so"), install.kept_library("a", "all"))
+    assert install.library_settings("a", "this")[0].endswith("PENSTOCK_LIBRARY=" + install.kept_library("a", "all"))
