@@ -16,6 +16,7 @@ import time
 import zipfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tools import install
 
@@ -32,9 +33,9 @@ PROMPT = ("generate", "demo", "-p", "Once upon a time", "--max-tokens", "20", "-
 SHELL_TOOLS = ("sh", "env", "dirname", "basename", "uname", "cat", "rm", "mkdir", "ls", "sed", "grep")
 
 
-def call(*words: object, **options: object) -> str:
+def call(*words: object, **options: Any) -> str:
     """Run a command and return its output. Print what it said and end if it fails."""
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, check=False, **options)
     if done.returncode:
         print(f"{done.stdout[-2000:]}{done.stderr[-2000:]}")
         raise SystemExit(f"wheel: failed: {' '.join(map(str, words))}")

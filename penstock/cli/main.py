@@ -127,7 +127,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
 def not_a_command(word: str, commands: Iterable[str]) -> str:
     """Say what to write in place of a word that is no command."""
     if word == "demo" or "/" in word or word.endswith(".gguf") or os.path.isdir(word):
-        return f"{shown(word)} is a model, and a command comes before it: penstock run {word}, or penstock serve {word}"
+        return f"{shown(word)} is a model; a command comes before it: penstock run {word}, or penstock serve {word}"
     return f"{shown(word)} is not a command{hint(word, commands)}; there are {', '.join(commands)}"
 
 
