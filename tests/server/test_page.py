@@ -313,8 +313,9 @@ def test_the_open_conversation_survives_a_reload(page: Page, server: RunningServ
     say(page, "One", answering("**a**"))
     page.run("document.querySelector('#input').focus()")
     page.type("A draft")
+    page.run("document.body.dataset.old = 'true'")
     page.call("Page.reload")
-    page.wait("!document.body?.dataset.left && document.body?.dataset.ready === 'true' && !window.sent?.length")
+    page.wait("document.body?.dataset.ready === 'true' && !document.body.dataset.old")
     assert (turns(page), box(page)) == (["One", "a"], "A draft")
     page.click("New conversation")
     assert turns(page) == []
@@ -504,6 +505,38 @@ def test_an_answer_can_be_stopped_and_continued(chromium: Browser) -> None:
         rest(page)
         assert turns(page) == ["One", "abcdefgh"]
         assert page.value("sent.at(-1).continue_final_message") is True
+
+
+@pytest.mark.parametrize("hang_at", [0, 3])
+def test_a_reload_keeps_what_was_answered_so_far(chromium: Browser, hang_at: int) -> None:
+    """Guards against an answer that is lost with its page, and a message that nothing can answer any more."""
+    client = FakeEngineClient(Behaviour(text="abcdefgh", hang_at=hang_at), max_model_len=600)
+    with running(client) as server, chromium.page() as page:
+        opened(page, server)
+        page.run("document.querySelector('#input').focus()")
+        page.type("One")
+        page.press("Enter")
+        page.wait(f"document.querySelector('.assistant > .text')?.innerText === {json.dumps('abc'[:hang_at])}")
+        page.run("document.body.dataset.old = 'true'")
+        page.call("Page.reload")
+        page.wait("document.body?.dataset.ready === 'true' && !document.body.dataset.old")
+        page.wait("document.querySelector('#state').innerText === 'ready'")
+        question, *answers = turns(page)
+        assert question == "One"
+        assert "abc".startswith(*answers) if hang_at else answers == []
+        client.behaviour = Behaviour(text="xyz")
+        page.click("Continue" if hang_at else "Answer")
+        rest(page)
+        assert turns(page) == ["One", "".join(answers) + "xyz"]
+
+
+def test_formulas_look_as_they_should_in_spite_of_the_policy(chromium: Browser, server: RunningServer) -> None:
+    """Guards against formulas whose style attributes the policy has blocked."""
+    with chromium.page() as page:
+        opened(page, server)
+        say(page, "One", answering("$\\vec{v}$"))
+        page.wait("document.querySelector('.katex svg[style]')")
+        assert page.value("[...document.querySelectorAll('.katex [style]')].filter(e => !e.style.length).length") == 0
 
 
 def test_reasoning_is_shown_apart(page: Page) -> None:

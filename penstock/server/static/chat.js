@@ -10,12 +10,13 @@ import { dropConversation, markOpen, touchConversation } from "./list.js";
 import { maxTokens, requestFields, systemMessage } from "./settings.js";
 import { complain, paintMessage, scrollToEnd, showTalk } from "./talk.js";
 
+const KEEP_EVERY_MS = 2000;   // of an answer that is being written, so that a reload does not lose it
 const DRAFT = "penstock.draft", ONE_ANSWER = "An answer is being written: stop it first.";
 let current = newConversation();
 let answering = null;   // {conversation, message, stop} of the answer in progress
 let editing = null;     // the message of `current` whose text is in the box
 
-const actions = { edit, regenerate, proceed, show: showVersion };
+const actions = { edit, answer, regenerate, proceed, show: showVersion };
 const box = () => find("input");
 
 // --- what is shown ---
@@ -56,7 +57,7 @@ function showVersion(message) {
 // Answer a message: with a new one, or by continuing `answer`. Return what went wrong if nothing was answered, or null.
 async function answerTo(conversation, asked, answer) {
   const continues = answer !== undefined;
-  const message = answer ?? addMessage(conversation, asked.id, "assistant", "");
+  const message = answer ?? addMessage(conversation, asked.id, "assistant", "", { isCut: true });
   answering = { conversation, message, stop: new AbortController() };
   find("send").textContent = "Stop";
   announce("The model is answering.");
@@ -89,8 +90,12 @@ async function request(conversation, message, continues) {
   const messages = path.map(one => ({ role: one.role, content: contentFor(one) }));
   const fields = [...requestFields()];
   if (continues) fields.push(["continue_final_message", "true"], ["add_generation_prompt", "false"]);
-  let isScheduled = false;
+  let isScheduled = false, lastKept = 0;
   const changed = () => {
+    if (Date.now() - lastKept > KEEP_EVERY_MS) {
+      lastKept = Date.now();
+      touchConversation(conversation);
+    }
     if (!isScheduled) requestAnimationFrame(() => { isScheduled = false; paint(message); scrollToEnd(false); });
     isScheduled = true;
   };
@@ -131,11 +136,10 @@ async function say(text, files) {
   if (failure !== "stopped") complain(failure);
 }
 
-async function again(message, answer) {
+async function again(asked, answer) {
   if (answering) return notify(ONE_ANSWER);
   const conversation = current, before = conversation.leaf;
   try { requestFields(); } catch (error) { return complain(error.message); }
-  const asked = conversation.messages.find(other => other.id === message.parent);
   const failure = await answerTo(conversation, asked, answer);
   if (failure === null) return;
   conversation.leaf = before;   // the old answer stays
@@ -144,8 +148,11 @@ async function again(message, answer) {
   if (failure !== "stopped") complain(failure);
 }
 
-function regenerate(message) { return again(message); }
-function proceed(message) { return again(message, message); }
+const askedBy = message => current.messages.find(other => other.id === message.parent);
+
+function answer(message) { return again(message); }
+function regenerate(message) { return again(askedBy(message)); }
+function proceed(message) { return again(askedBy(message), message); }
 
 function edit(message) {
   if (answering) return notify(ONE_ANSWER);

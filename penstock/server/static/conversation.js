@@ -92,7 +92,7 @@ function readConversation(found) {
   const made = { ...newConversation(), id: String(found.id), title: titleOf(String(found.title ?? "")) };
   for (const field of ["created", "updated"]) if (Number.isFinite(found[field])) made[field] = found[field];
   const ids = new Set();
-  for (const { id, parent, role, content, reasoning, note, bad, leftOut, files } of found.messages) {
+  for (const { id, parent, role, content, reasoning, note, bad, isCut, leftOut, files } of found.messages) {
     const isKnown = isText(id) && isText(content) && ["user", "assistant"].includes(role);
     if (!isKnown) throw new Error("a message is broken");
     if (parent !== null && !ids.has(parent)) throw new Error("a message answers one that is not there");
@@ -101,7 +101,7 @@ function readConversation(found) {
     const kept = (Array.isArray(files) ? files : []).filter(file => isText(file?.name) && isText(file?.text));
     const message = { id, parent, role, content, ...Object.fromEntries(more) };
     if (kept.length) message.files = kept.map(({ name, text }) => ({ name, text }));
-    if (bad === true) message.bad = true;
+    for (const [name, value] of Object.entries({ bad, isCut })) if (value === true) message[name] = true;
     if (Number.isInteger(leftOut)) message.leftOut = leftOut;
     made.messages.push(message);
   }

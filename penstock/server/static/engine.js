@@ -23,7 +23,7 @@ export function startEngine(known) {
     localStorage.setItem(CHOSEN, model.name);
   };
   watch();
-  setInterval(() => { if (!document.hidden) watch(); }, 1000);
+  setInterval(() => { if (!document.hidden && !find("login").open) watch(); }, 1000);
 }
 
 export async function watch() {
