@@ -102,8 +102,8 @@ class BoundaryMiddleware:
     def _strip_root(self, scope: Scope) -> None:
         """Take the prefix out of the path that a proxy has left there, before any decision depends on the path."""
         root, path = self._options.root_path, scope["path"]
-        if root and path.startswith(f"{root}/"):
-            scope["path"] = path[len(root) :]
+        if root and f"{path}/".startswith(f"{root}/"):
+            scope["path"] = path[len(root) :] or "/"
 
     def _record(self, scope: Scope, status: int, log: RequestLog) -> None:
         refused_early = scope["path"] if scope["path"] in GENERATING_PATHS else "other"

@@ -37,8 +37,11 @@ ONE_ANSWER = {"n", "prompt_logprobs", "use_beam_search", "length_penalty", "earl
 async def page_file(request: Request) -> Response:
     """Answer with a file of the page, or with 304 if the browser has it."""
     name = request.path_params.get("file", INDEX)
-    if name != INDEX and name not in FILES:
+    asked = request.scope["raw_path"].decode("latin-1")
+    if "file" in request.path_params and name not in FILES:
         raise not_found("The page has no such file.", "unknown_url")
+    if name == INDEX and not asked.endswith("/"):  # the value of --root-path, below which the page's own paths are
+        return Response(status_code=307, headers={"Location": asked.rpartition("/")[2] + "/"})
     content, tag = await asyncio.to_thread(_read, name)
     headers = {"ETag": tag, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
     if name == INDEX:

@@ -87,7 +87,7 @@ def test_files_are_served_with_their_types_and_kept_by_browsers() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "x.js", "../page.py", "..%2Fpage.py", "vendor", "vendor/vendor.json", "//main.js"]
+    "name", ["", "x.js", "index.html", "../page.py", "..%2Fpage.py", "vendor", "vendor/vendor.json", "//main.js"]
 )
 def test_nothing_else_is_served(name: str) -> None:
     """Guards against paths that lead out of the folder, or to files in it that are not the page's."""
@@ -100,6 +100,21 @@ def test_files_need_no_key_and_the_settings_do() -> None:
     assert {path: client.get(path).status_code for path in PAGE_PATHS} == dict.fromkeys(PAGE_PATHS, 200)
     answer = client.get("/page/settings")
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+
+
+def test_page_below_another_path(chromium: Browser) -> None:
+    """Guards against paths on the page that lead past a proxy's prefix."""
+    options = ServerOptions(port=0, access_log=False, root_path="/llm")
+    client = app_client(options=options)
+    moved = client.get("/llm?x=1", follow_redirects=False)
+    assert (moved.status_code, moved.headers["location"]) == (307, "llm/")
+    with running(FakeEngineClient(Behaviour(text="Yes.")), options) as server, chromium.page() as page:
+        opened(page, server, "/llm")
+        say(page, "One")
+        assert turns(page) == ["One", "Yes."]
+        assert page.value("location.pathname") == "/llm/"
+        loaded = page.value("performance.getEntriesByType('resource').map(entry => new URL(entry.name).pathname)")
+        assert [path for path in loaded if not path.startswith("/llm/")] == []
 
 
 def test_settings_are_the_chats_with_the_models_defaults() -> None:
