@@ -277,6 +277,7 @@ def test_markdown_of_any_text_ends(markdown_page: Page) -> None:
         ((502, "<html>"), "HTTP 502"),
         ((200, f"data: {ERROR}\n\n"), "the queue is full"),
         (None, "Failed to fetch"),
+        ((200, ""), "The connection ended before the answer did."),
     ],
 )
 def test_refused_message_stays_in_the_box(page: Page, answer: Any, note: str) -> None:
@@ -321,6 +322,13 @@ def test_other_versions_of_messages_and_answers_stay(page: Page) -> None:
     page.click("Regenerate")
     rest(page)
     assert turns(page)[-1] == "e"  # the old answer stays
+    page.press("ArrowUp")
+    page.run("document.querySelector('#input').value = ''")
+    say(page, "Five", (429, ERROR))
+    assert (box(page), turns(page)[-2:]) == ("Five", ["Four", "e"])
+    page.press("Enter")
+    rest(page)
+    assert sent(page)[-1] == ["One", "a", "Two", "b", "Five"]  # it is still an edit
 
 
 def test_the_open_conversation_survives_a_reload(page: Page, server: RunningServer) -> None:
@@ -357,6 +365,13 @@ def test_conversations_are_kept_apart(page: Page) -> None:
     assert turns(page) == []
     page.click("One", ".name")
     assert turns(page) == ["One", "a"]
+    page.run(f"letGo = null; confirm = () => true; answers.push({json.dumps(answering('b'))})")
+    page.click("Regenerate")
+    page.wait("window.letGo")
+    page.click("Delete")
+    page.run("letGo()")
+    rest(page)
+    assert page.text("#conversations .name") == []  # the answer does not bring it back
 
 
 def test_search_finds_what_was_said(page: Page) -> None:

@@ -64,7 +64,10 @@ async function answerTo(conversation, asked, answer) {
   if (conversation === current) show();
   let found = {}, failure = null;
   const before = message.content;
-  try { found = await request(conversation, message, continues); } catch (error) {
+  try {
+    found = await request(conversation, message, continues);
+    if (found.reason === undefined) failure = "The connection ended before the answer did.";
+  } catch (error) {
     if (error.name !== "AbortError") failure = error.message;
   }
   answering = null;
@@ -117,8 +120,8 @@ async function request(conversation, message, continues) {
 
 async function say(text, files) {
   requestFields();   // a wrong setting is said before anything changes
-  const conversation = current, before = current.leaf;
-  const parent = editing ? editing.parent : before;
+  const conversation = current, before = current.leaf, edited = editing;
+  const parent = edited ? edited.parent : before;
   const asked = addMessage(conversation, parent, "user", text, files.length ? { files } : {});
   conversation.title ||= titleOf(text || files[0].name);
   stopEditing();
@@ -131,8 +134,9 @@ async function say(text, files) {
   if (conversation.messages.length) touchConversation(conversation); else dropConversation(conversation);
   if (conversation !== current) return;
   show();
-  box().value = text + (box().value ? "\n" + box().value : "");
-  setAttached([...files, ...attached()]);
+  if (edited && !editing) edit(edited);
+  setText(text + (box().value && !edited ? "\n" + box().value : ""));
+  setAttached(edited ? files : [...files, ...attached()]);
   if (failure !== "stopped") complain(failure);
 }
 
@@ -158,7 +162,7 @@ function edit(message) {
   if (answering) return notify(ONE_ANSWER);
   editing = message;
   find("editing").hidden = false;
-  box().value = message.content;
+  setText(message.content);
   setAttached(message.files ?? []);
   box().focus();
 }
@@ -167,9 +171,13 @@ function stopEditing({ keepText = false } = {}) {
   if (editing === null && keepText) return;
   editing = null;
   find("editing").hidden = true;
-  box().value = "";
-  sessionStorage.removeItem(DRAFT);
+  setText("");
   setAttached([]);
+}
+
+function setText(text) {
+  box().value = text;
+  sessionStorage.setItem(DRAFT, text);
 }
 
 export function stop() { answering?.stop.abort(); }

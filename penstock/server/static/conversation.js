@@ -83,6 +83,8 @@ export function imported(text) {
   let found;
   try { found = JSON.parse(text); } catch { throw new Error("it is not JSON"); }
   if (found?.format !== FORMAT || found.version !== 1) throw new Error("it was not exported from this page");
+  const isWhole = Array.isArray(found.conversations) && found.conversations.every(one => Array.isArray(one?.messages));
+  if (!isWhole) throw new Error("a conversation has no messages");
   return found.conversations.map(readConversation);
 }
 
@@ -92,18 +94,19 @@ function readConversation(found) {
   const made = { ...newConversation(), id: String(found.id), title: titleOf(String(found.title ?? "")) };
   for (const field of ["created", "updated"]) if (Number.isFinite(found[field])) made[field] = found[field];
   const ids = new Set();
-  for (const { id, parent, role, content, reasoning, note, bad, isCut, leftOut, files } of found.messages) {
+  for (const message of found.messages) {
+    const { id, parent, role, content, reasoning, note, bad, isCut, leftOut, files } = message ?? {};
     const isKnown = isText(id) && isText(content) && ["user", "assistant"].includes(role);
     if (!isKnown) throw new Error("a message is broken");
     if (parent !== null && !ids.has(parent)) throw new Error("a message answers one that is not there");
     ids.add(id);
     const more = Object.entries({ reasoning, note }).filter(([, value]) => isText(value));
     const kept = (Array.isArray(files) ? files : []).filter(file => isText(file?.name) && isText(file?.text));
-    const message = { id, parent, role, content, ...Object.fromEntries(more) };
-    if (kept.length) message.files = kept.map(({ name, text }) => ({ name, text }));
-    for (const [name, value] of Object.entries({ bad, isCut })) if (value === true) message[name] = true;
-    if (Number.isInteger(leftOut)) message.leftOut = leftOut;
-    made.messages.push(message);
+    const read = { id, parent, role, content, ...Object.fromEntries(more) };
+    if (kept.length) read.files = kept.map(({ name, text }) => ({ name, text }));
+    for (const [name, value] of Object.entries({ bad, isCut })) if (value === true) read[name] = true;
+    if (Number.isInteger(leftOut)) read.leftOut = leftOut;
+    made.messages.push(read);
   }
   made.leaf = ids.has(found.leaf) ? found.leaf : made.messages.at(-1)?.id ?? null;
   return made;

@@ -6,6 +6,7 @@ import { button, element, find, notify } from "./dom.js";
 import { forget, keep, onChange, openStore } from "./store.js";
 
 let conversations = [], openId = null, open = () => {};
+const deleted = new WeakSet();   // an answer to one of them may still be on its way
 
 // Read the conversations. `act` has `open(conversation)`, and `changed(id, conversation)` for what another tab does.
 export async function startList(act) {
@@ -35,6 +36,7 @@ export function markOpen(id) {
 
 // A conversation has changed: keep it, and list it. With isNewer it moves to the top.
 export function touchConversation(conversation, { isNewer = true } = {}) {
+  if (deleted.has(conversation)) return;
   if (isNewer) conversation.updated = Date.now();
   if (!conversations.includes(conversation)) {
     conversations = [...conversations.filter(one => one.id !== conversation.id), conversation];
@@ -81,6 +83,7 @@ function rename(conversation) {
 
 function remove(conversation) {
   if (!confirm(`Delete “${conversation.title}”?`)) return;
+  deleted.add(conversation);
   dropConversation(conversation);
   open(null);
 }

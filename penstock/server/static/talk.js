@@ -7,8 +7,8 @@ import { showMarkdown } from "./markdown.js";
 const LEFT_OUT = "the model sees what is below";
 const views = new Map();   // id of a message that is shown -> {box, text, under}
 
-// Show a conversation. `actions` are functions of a message: edit, answer, regenerate, proceed, show; `open` is the id of
-// the message that is being written.
+// Show a conversation. `actions` are functions of a message: edit, answer, regenerate, proceed, show; `open` is the id
+// of the message that is being written.
 export function showTalk(conversation, actions, open) {
   views.clear();
   const messages = branch(conversation);
@@ -76,7 +76,8 @@ function possibilities(conversation, message, actions) {
   const isLast = message.id === conversation.leaf;
   if (message.role === "user") found.push(button("Edit", () => actions.edit(message)));
   else found.push(button("Regenerate", () => actions.regenerate(message)));
-  if (message.role === "user" && isLast) found.push(button("Answer", () => actions.answer(message)));   // after a reload
+  const isUnanswered = message.role === "user" && isLast;   // after a reload
+  if (isUnanswered) found.push(button("Answer", () => actions.answer(message)));
   if (message.isCut && isLast) found.push(button("Continue", () => actions.proceed(message)));
   return found;
 }
