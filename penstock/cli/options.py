@@ -253,7 +253,7 @@ def add_fields(group: argparse._ArgumentGroup, kind: type, names: Sequence[str])
         if item.name in names:
             how: dict[str, Any] = {"metavar": item.metadata.get("metavar")}
             if item.metadata["allowed"] is bool:
-                how = {"action": "store_true"}
+                how = {"action": argparse.BooleanOptionalAction}
             elif isinstance(item.metadata["allowed"], Interval | range):
                 how["type"] = float if isinstance(item.metadata["allowed"], Interval) else int
             elif how["metavar"] == "JSON":

@@ -69,6 +69,8 @@ class Metrics:
         self.errors = Counter(
             "penstock_http_errors", "Errors that clients got, by code", ("code",), registry=self.registry
         )
+        for code in ("engine_overloaded", "rate_limit_exceeded"):  # from 0 on, so that a first increase is seen
+            self.errors.labels(code)
         self.key_requests = self._by_key("requests", "Requests of a named API key that were admitted")
         self.key_refusals = self._by_key("refusals", "Requests of a named API key that exceeded one of its limits")
         self.key_tokens = self._by_key("tokens", "Tokens of a named API key", "kind")

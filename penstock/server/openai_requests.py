@@ -608,8 +608,6 @@ UNSUPPORTED_ROUTES = (
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/load",
-    "/openapi.json",
-    "/docs",
 )
 
 
