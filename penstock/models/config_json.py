@@ -84,7 +84,10 @@ def load_model_config(
     try:
         return parse_model_config(config, generation)
     except ModelLoadError as error:
-        raise ModelLoadError(f"{directory}: {error}") from None
+        problem = str(error)
+        if is_gguf(directory):  # which has these keys under names of its own
+            problem = problem.removeprefix("generation_").removeprefix("config.json: ")
+        raise ModelLoadError(f"{directory}: {problem}") from None
 
 
 def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any] | None = None) -> ModelConfig:

@@ -383,6 +383,6 @@ def check_memory(needs: Mapping[str, int], free: int) -> None:
     for what, needed in needs.items():
         if needed > free:
             raise ModelLoadError(
-                f"the {what} need {needed / 2**20:,.1f} MiB according to config.json; only {free / 2**20:,.1f} MiB "
-                f"are free"
+                f"the {what} need {needed / 2**20:,.1f} MiB according to its configuration; only "
+                f"{free / 2**20:,.1f} MiB are free"
             )

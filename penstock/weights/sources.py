@@ -112,7 +112,7 @@ def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entr
             entry = entries[stored[name]]
             if entry.shape != shape:
                 raise ModelLoadError(
-                    f"{entry.file.name}: {stored[name]} has the shape {list(entry.shape)}; config.json requires "
+                    f"{entry.file.name}: {stored[name]} has the shape {list(entry.shape)}; the configuration requires "
                     f"{list(shape)}"
                 )
 

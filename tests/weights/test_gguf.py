@@ -125,6 +125,8 @@ def test_fingerprint_changes_with_the_weights(tmp_path: Path) -> None:
         ({"general__type": "adapter"}, "general.type = 'adapter'"),
         ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type = 'longrope' is not allowed"),
         ({"llama__vocab_size": 7}, "vocab_size = 7 is not allowed; it must be 199"),
+        ({"llama__attention__layer_norm_rms_epsilon": -1.0}, "model.gguf: rms_norm_eps = -1.0 is not allowed"),
+        ({"general__sampling__top_p": 7.0}, "model.gguf: top_p = 7.0 is not allowed"),
     ],
 )
 def test_what_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -142,6 +144,7 @@ def test_what_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path)
     with pytest.raises(ModelLoadError, match=message.replace(".", r"\.")) as found:
         load_model_config(path)
     assert "\n" not in str(found.value)
+    assert "config.json" not in str(found.value)  # there is none
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
