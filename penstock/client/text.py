@@ -111,13 +111,13 @@ class IsolatedTokenizer:
         self._fitting: OrderedDict[bytes, None] = OrderedDict()  # digests of checked forms
 
     def load(self) -> None:
-        """Load the files in the text process, then in this process.
+        """Load the files in the text process, then in this process, which only decodes.
 
         Raises:
             ModelLoadError: a file is missing or damaged, or takes too much time or memory.
         """
         self._short.load()
-        local = self._local = load_tokenizer(self._folder)
+        local = self._local = load_tokenizer(self._folder, only_decodes=True)
         self.bos_token_id, self.eos_token_id = local.bos_token_id, local.eos_token_id
         self.special_ids = local.special_ids
         self.token_to_text, self.token_to_bytes = local.token_to_text, local.token_to_bytes

@@ -26,12 +26,12 @@ integer (FP8, NF4), activations keep the model's type, and a block's products ar
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from penstock.kernels.tensors import FLOAT32, Array, as_array
+from penstock.kernels.tensors import BFLOAT16, FLOAT16, FLOAT32, INT8, INT32, UINT8, Array, as_array
 
 CODE_BITS = (4, 6, 8)  # in which a code can be stored
 SCALE_TYPES = ("float16", "bfloat16", "float32")
@@ -118,26 +118,104 @@ class Coding:
 
 
 @dataclass(frozen=True, slots=True)
+class Bits:
+    """Bits of neighbouring bytes, and the values of 8 bits that they belong to, which are 0 before:
+
+    value[to + i * stride] |= (byte[first + i] >> right & mask) << left    for i < count
+    """
+
+    first: int
+    count: int
+    to: int = 0
+    stride: int = 1
+    right: int = 0
+    left: int = 0
+    mask: int = 255
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """How a file stores a block, with all its parts in neighbouring bytes.
+
+    Attributes:
+        codes, steps, step_mins: where their bits are.
+        scale: the first byte of the scale, a float16 number.
+        min: the first byte of the min, a float16 number; None: there is none.
+        code_offset, step_offset: what is added to each code and step, modulo 256.
+        is_exponent: the scale is one byte e and stands for 2^(e - 128), as bfloat16.
+        is_subtracted: the min is stored with the opposite sign.
+    """
+
+    codes: tuple[Bits, ...]
+    scale: int = 0
+    min: int | None = None
+    steps: tuple[Bits, ...] = ()
+    step_mins: tuple[Bits, ...] = ()
+    code_offset: int = 0
+    step_offset: int = 0
+    is_exponent: bool = False
+    is_subtracted: bool = False
+
+    def unpack(self, coding: Coding, stored: Array) -> dict[str, Array]:
+        """Take blocks [rows, blocks, bytes] apart, into the arrays that Coding.parts lists."""
+        assert coding.block is not None, coding
+
+        def values(fields: tuple[Bits, ...], size: int, offset: int = 0) -> Array:
+            found: Array = np.zeros((*stored.shape[:2], (coding.block or 0) // size), UINT8)
+            for item in fields:
+                part = stored[..., item.first : item.first + item.count] >> item.right & item.mask
+                found[..., item.to : item.to + item.count * item.stride : item.stride] |= part << item.left
+            return (found + UINT8.type(offset % 256)).reshape(len(stored), -1)
+
+        def half(first: int) -> Array:
+            return np.ascontiguousarray(stored[..., first : first + 2]).view(FLOAT16)[..., 0]
+
+        parts: dict[str, Array] = {"codes": values(self.codes, 1, self.code_offset)}
+        if self.is_exponent:
+            exponents = stored[..., self.scale].astype(INT32) - 128
+            parts["scales"] = np.ldexp(FLOAT32.type(1.0), exponents).astype(BFLOAT16)
+        else:
+            parts["scales"] = half(self.scale)
+        if self.min is not None:
+            parts["mins"] = -half(self.min) if self.is_subtracted else half(self.min)
+        if self.steps:
+            parts["steps"] = values(self.steps, coding.group, self.step_offset).view(INT8)
+        if self.step_mins:
+            parts["step_mins"] = values(self.step_mins, coding.group)
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
 class CodedRows:
     """A coded weight as a kernels.ops.RowSource: `read` gives its values in float32, `read_parts` its arrays.
 
     Attributes:
         parts: the arrays that Coding.parts lists, each readable in pieces. `order` is not by rows: it is read whole.
+        form: None, or how `parts` has all of them in one array instead, `blocks` [rows, blocks, bytes of a block].
     """
 
     coding: Coding
     parts: Mapping[str, PartRows]
+    form: BlockForm | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.parts["codes"].shape)
+        if self.form is None:
+            return tuple(self.parts["codes"].shape)
+        rows, blocks, _ = self.parts["blocks"].shape
+        return rows, blocks * (self.coding.block or 0)
 
-    def read_parts(self, start: int, stop: int) -> dict[str, Array]:
-        """Read rows start .. stop-1 of every array, and all of `order`."""
+    def read_stored(self, start: int, stop: int) -> dict[str, Array]:
+        """Read rows start .. stop-1 of every array in `parts`, and all of `order`."""
         return {
             name: as_array(part.read(0, part.shape[0]) if name == "order" else part.read(start, stop))
             for name, part in self.parts.items()
         }
+
+    def read_parts(self, start: int, stop: int) -> dict[str, Array]:
+        """Read rows start .. stop-1 of every array that Coding.parts lists, and all of `order`."""
+        stored = self.read_stored(start, stop)
+        return stored if self.form is None else self.form.unpack(self.coding, stored["blocks"])
 
     def read(self, start: int, stop: int) -> Array:
         """Decode the values of rows start .. stop-1, [stop - start, K] float32."""
@@ -145,9 +223,8 @@ class CodedRows:
 
     def map_rows(self, change: Callable[[PartRows], PartRows]) -> "CodedRows":
         """Apply a change of the weight's rows (a permutation, a range) to every array that has rows."""
-        return CodedRows(
-            self.coding, {name: part if name == "order" else change(part) for name, part in self.parts.items()}
-        )
+        changed = {name: part if name == "order" else change(part) for name, part in self.parts.items()}
+        return replace(self, parts=changed)
 
 
 def decode(coding: Coding, parts: Mapping[str, Array]) -> Array:

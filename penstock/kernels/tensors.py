@@ -15,6 +15,7 @@ import contextlib
 import math
 import mmap
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -79,13 +80,51 @@ def empty(shape: tuple[int, ...], dtype: Dtype) -> Tensor:
         memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
         start = -address_of(memory) % ALIGNMENT
         return memory[start : start + num_bytes].view(dtype).reshape(shape)
+    return np.frombuffer(_pages(num_bytes), dtype=dtype).reshape(shape)  # the array keeps the mapping alive
+
+
+def _pages(num_bytes: int) -> mmap.mmap:
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"not enough memory for an array of {num_bytes} bytes") from error
     with contextlib.suppress(AttributeError, OSError):  # a system without huge pages provides small ones
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, dtype=dtype).reshape(shape)  # the array keeps the mapping alive
+    return pages
+
+
+class Buffers:
+    """Allocates arrays that are soon freed again, and gives the pages of freed ones to the next ones.
+
+    The system clears every new page, which takes longer than to copy rows of a file into it.
+    """
+
+    KEPT = 3  # so many freed arrays' pages, the largest ones
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: ArrayType) -> Array:
+        """Allocate as `empty` does."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < OWN_PAGES:
+            found: Array = empty(shape, dtype)
+            return found
+        pages = min((pages for pages in self._free if len(pages) >= num_bytes), key=len, default=None)
+        if pages is None:
+            pages = _pages(num_bytes)
+        else:
+            self._free.remove(pages)
+        whole = np.frombuffer(pages, dtype=dtype, count=math.prod(shape))  # the base of all its views
+        weakref.finalize(whole, self._take_back, pages).atexit = False
+        return whole.reshape(shape)
+
+    def clear(self) -> None:
+        """Give the pages back to the system."""
+        self._free.clear()
+
+    def _take_back(self, pages: mmap.mmap) -> None:
+        self._free = sorted([pages, *self._free], key=len, reverse=True)[: self.KEPT]
 
 
 def address_of(tensor: Tensor) -> int:

@@ -92,8 +92,10 @@ WORDS = {
 }
 
 
-def gguf_backend(path: Path) -> tuple[Backend, dict[str, Any]]:
+def gguf_backend(path: Path, *, only_decodes: bool = False) -> tuple[Backend, dict[str, Any]]:
     """Return the backend, and the keys that tokenizer_config.json would have.
+
+    only_decodes: leave out what only encoding needs, the merges.
 
     Raises:
         ModelLoadError: the file is damaged, or describes a tokenizer that is not supported.
@@ -104,12 +106,13 @@ def gguf_backend(path: Path) -> tuple[Backend, dict[str, Any]]:
     kinds = read.numbers("token_type", len(tokens)) or [NORMAL] * len(tokens)
     model = read.values.get("model")
     if model == "llama":
-        backend, adds_bos = _sentencepiece(read, tokens, kinds), True
+        backend, adds_bos = _sentencepiece(read, tokens, kinds, only_decodes=only_decodes), True
     elif model == "gpt2":
         words = WORDS.get(read.values.get("pre", ""))
         if words is None:
             raise read.fail("pre", f"one of {', '.join(WORDS)}")
-        backend, adds_bos = _byte_level(read, tokens, kinds, words), words.adds_bos
+        backend = _byte_level(read, tokens, kinds, words, only_decodes=only_decodes)
+        adds_bos = words.adds_bos
     else:
         raise read.fail("model", "llama (a SentencePiece BPE) or gpt2 (a byte-level BPE)")
     named = {name: read.token(key, tokens) for name, key in NAMED.items()}
@@ -164,7 +167,7 @@ class _Keys:
         return tokens[found]
 
 
-def _sentencepiece(read: _Keys, tokens: list[str], kinds: Sequence[int]) -> Backend:
+def _sentencepiece(read: _Keys, tokens: list[str], kinds: Sequence[int], *, only_decodes: bool) -> Backend:
     scores = read.numbers("scores", len(tokens))
     if not scores:
         raise read.fail("scores", f"an array of {len(tokens)} numbers")
@@ -172,11 +175,13 @@ def _sentencepiece(read: _Keys, tokens: list[str], kinds: Sequence[int]) -> Back
         if kind == USER_DEFINED:  # the file has them as they look
             tokens[index] = tokens[index].replace(" ", SPACE)
     prefix = read.flag("add_space_prefix", True)
-    return sentencepiece_backend(Pieces(tokens, scores, kinds, add_prefix=prefix), every_part=True)
+    pieces = Pieces(tokens, scores, kinds, add_prefix=prefix)
+    return sentencepiece_backend(pieces, every_part=True, only_decodes=only_decodes)
 
 
-def _byte_level(read: _Keys, tokens: list[str], kinds: Sequence[int], words: Words) -> Backend:
-    parts = [merge.partition(" ") for merge in read.strings("merges")]
+def _byte_level(read: _Keys, tokens: list[str], kinds: Sequence[int], words: Words, *, only_decodes: bool) -> Backend:
+    merges = read.strings("merges")
+    parts = [merge.partition(" ") for merge in (() if only_decodes else merges)]
     pairs = [(left, right) for left, _, right in parts]
     if not all(left and right for left, right in pairs):
         raise read.fail("merges", "an array of pairs of tokens")

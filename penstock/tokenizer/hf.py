@@ -169,8 +169,11 @@ def clean_up_spaces(text: str) -> str:
     return text
 
 
-def load_tokenizer(directory: str | Path) -> HFTokenizer:
+def load_tokenizer(directory: str | Path, *, only_decodes: bool = False) -> HFTokenizer:
     """Read the tokenizer of a model directory.
+
+    only_decodes: it may leave out what only `encode` needs, which takes most of the time for other files than
+        tokenizer.json.
 
     Raises:
         ModelLoadError: a file is missing or damaged; the message names it.
@@ -183,7 +186,7 @@ def load_tokenizer(directory: str | Path) -> HFTokenizer:
     if file is None:
         raise ModelLoadError(_missing_message(folder))
     is_json = file.name == JSON
-    backend, own_names = (read_backend(file), {}) if is_json else read_original(file, config)
+    backend, own_names = (read_backend(file), {}) if is_json else read_original(file, config, only_decodes)
     config = own_names | config
     named = _named_tokens(config)
     _add_declared_tokens(backend, config, named)
@@ -329,7 +332,7 @@ def find_tokenizer_file(folder: Path) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def read_original(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
+def read_original(path: Path, config: Mapping[str, Any], only_decodes: bool = False) -> tuple[Backend, dict[str, Any]]:
     """Read tekken.json, a SentencePiece model or a GGUF file, and which tokens are bos_token, eos_token, ...
 
     config: of tokenizer_config.json; add_prefix_space and legacy say where a text gets a space in front.
@@ -339,19 +342,20 @@ def read_original(path: Path, config: Mapping[str, Any]) -> tuple[Backend, dict[
     """
     if path.name == TEKKEN:
         with _load_errors(path):
-            backend = tekken_backend(path, read_text(path))
+            backend = tekken_backend(path, read_text(path), only_decodes=only_decodes)
         named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         return backend, {name: token for name, token in named.items() if backend.token_to_id(token) is not None}
     if is_gguf(path):
         with _load_errors(path):
-            return gguf_backend(path)
+            return gguf_backend(path, only_decodes=only_decodes)
     words = read_sentencepiece(path, _read_bytes(path))
     with _load_errors(path):
         if words.charsmap and not _is_charsmap(base64.b64encode(words.charsmap).decode()):
             raise ValueError("precompiled_charsmap is damaged")
         prefix = config.get("add_prefix_space")
         words = words if prefix is None else replace(words, add_prefix=bool(prefix))
-        backend = sentencepiece_backend(words, every_part=bool(config.get("legacy", False)))
+        legacy = bool(config.get("legacy", False))
+        backend = sentencepiece_backend(words, every_part=legacy, only_decodes=only_decodes)
         _probe(backend)
     return backend, dict(words.named)
 

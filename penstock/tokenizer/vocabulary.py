@@ -57,12 +57,13 @@ class Pieces:
     named: Mapping[str, str] = field(default_factory=dict)
 
 
-def sentencepiece_backend(words: Pieces, *, every_part: bool = False) -> Backend:
+def sentencepiece_backend(words: Pieces, *, every_part: bool = False, only_decodes: bool = False) -> Backend:
     """Build the backend of a SentencePiece vocabulary.
 
     Control pieces and the unknown one become special tokens. A text is one word; BOS is not added.
 
     every_part: whether the text after a special token gets a space in front, too, not only the beginning.
+    only_decodes: leave out what only encoding needs, the merges of a BPE.
 
     Raises:
         ValueError: the vocabulary contradicts itself.
@@ -79,7 +80,7 @@ def sentencepiece_backend(words: Pieces, *, every_part: bool = False) -> Backend
     unknown = by_kind[UNKNOWN][0] if by_kind[UNKNOWN] else None
     scores = dict(zip(words.pieces, words.scores, strict=True))
     if words.model == BPE:
-        ranked = sorted(by_kind[NORMAL], key=scores.__getitem__, reverse=True)
+        ranked = [] if only_decodes else sorted(by_kind[NORMAL], key=scores.__getitem__, reverse=True)
         has_bytes = bool(by_kind[BYTE])
         model: models.Model = models.BPE(
             vocab, merges_of(ranked), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes
@@ -267,20 +268,22 @@ def _is_tiktoken(data: bytes) -> bool:
 # --- tekken.json -----------------------------------------------------------------------------------------------------
 
 
-def tekken_backend(path: Path, text: str) -> Backend:
+def tekken_backend(path: Path, text: str, *, only_decodes: bool = False) -> Backend:
     """Build the backend of Mistral's tekken.json: special tokens have the first ids, then the tokens by their ranks.
+
+    only_decodes: as in sentencepiece_backend.
 
     Raises:
         ModelLoadError: the file is damaged.
     """
     try:
-        return _tekken_backend(json.loads(text))
+        return _tekken_backend(json.loads(text), only_decodes=only_decodes)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         problem = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
         raise ModelLoadError(f"{path}: is not a valid tekken.json: {problem}") from None
 
 
-def _tekken_backend(contents: Any) -> Backend:
+def _tekken_backend(contents: Any, *, only_decodes: bool) -> Backend:
     config = contents["config"]
     size, num_special, pattern = (
         config[key] for key in ("default_vocab_size", "default_num_special_tokens", "pattern")
@@ -295,7 +298,7 @@ def _tekken_backend(contents: Any) -> Backend:
         ordinary[word] = num_special + token["rank"]
     if sorted(ordinary.values()) != list(range(num_special, size)):
         raise ValueError(f"vocab does not hold {size - num_special} different tokens with the ranks from 0 on")
-    ranked = sorted(ordinary.keys() - set(special), key=ordinary.__getitem__)
+    ranked = [] if only_decodes else sorted(ordinary.keys() - set(special), key=ordinary.__getitem__)
     vocab = ordinary | {token: token_id for token_id, token in enumerate(special)}
     backend = Backend(models.BPE(vocab, merges_of(ranked), ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,6 +1,6 @@
 """A checkpoint in GGUF files: tensors under the names of Transformers, quantised ones in the codes of the file.
 
-FORMATS says how the blocks of each type hold the parts of a CodedRows, NAMES what each tensor is called. What
+FORMATS says where the blocks of each type have the parts of a CodedRows, NAMES what each tensor is called. What
 llama.cpp's converter changes is turned back as rows are read: Llama's queries and keys are stored in pairs, Gemma's
 norms with 1 added, experts in one tensor. Other changes (GPT-2's transposed weights, Falcon's regrouped queries, keys
 and values) give the parameter as the model has it, so it is found under the name of the table.
@@ -10,210 +10,105 @@ a file that becomes shorter would end the process.
 """
 
 import math
-import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from penstock.errors import ModelLoadError, shown
-from penstock.kernels.coding import CodedRows, Coding
+from penstock.kernels.coding import Bits, BlockForm, CodedRows, Coding
 from penstock.kernels.ops import RowSource
-from penstock.kernels.tensors import BFLOAT16, FLOAT32, UINT8, Array, empty
+from penstock.kernels.tensors import FLOAT32, Array
 from penstock.spec.gguf import BLOCKS, GGUFTensor, read_model
 from penstock.weights.quantized import MXFP4
 from penstock.weights.rows import HalvedRows, read_rows
 from penstock.weights.safetensors import FLOATS, Checkpoint, FileRows, TensorEntry
 
-Unpack = Callable[[Array], Array]  # blocks [rows, blocks, bytes] uint8 -> [rows, blocks, values of a block]
-
 IQ4_LEVELS = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 
 
-def _field(blocks: Array, first: int, length: int) -> Array:
-    """Return the bytes from `first` on of every block, one after the other, [rows, blocks * length] uint8."""
-    field: Any = {"names": ["field"], "formats": [f"V{length}"], "offsets": [first], "itemsize": blocks.shape[2]}
-    return np.ascontiguousarray(blocks.view(np.dtype(field))["field"][..., 0]).view(UINT8)
-
-
-def _bits(*fields: tuple[int, int, int, int]) -> Unpack:
-    """Return what assembles values from fields of bits, the lowest bits first. It works on words of several bytes.
+def _bits(*fields: tuple[int, int, int, int]) -> tuple[Bits, ...]:
+    """Return where values are that are made of several fields, the lowest bits first.
 
     fields: (first byte, runs of bytes, bytes of a run, bits). A run holds the lowest bits of its first values, then the
         next bits of the next values.
     """
-
-    def unpack_field(blocks: Array, field: tuple[int, int, int, int], shift: int) -> Array:
-        first, runs, width, bits = field
-        data = _field(blocks, first, runs * width)
-        if bits == width == 1:
-            return np.unpackbits(data, axis=1, bitorder="little") << shift
-        word = np.dtype(f"u{math.gcd(runs * width, 8)}")
-        words, mask = data.view(word), word.type((1 << bits) - 1) * word.type(int.from_bytes(b"\1" * word.itemsize))
-        values = np.empty((blocks.shape[0], blocks.shape[1] * runs, 8 // bits), f"V{width}")
-        for index in range(8 // bits):
-            part = ((words >> word.type(index * bits)) & mask) << word.type(shift)
-            values[..., index] = part.view(values.dtype)
-        return values.view(UINT8).reshape(len(blocks), -1)
-
-    def unpack(blocks: Array) -> Array:
-        result, shift = unpack_field(blocks, fields[0], 0), fields[0][3]
-        for field in fields[1:]:
-            result |= unpack_field(blocks, field, shift)
-            shift += field[3]
-        return result.reshape(*blocks.shape[:2], -1)
-
-    return unpack
+    found, left = [], 0
+    for first, runs, width, bits in fields:
+        each, mask = 8 // bits, (1 << bits) - 1
+        for index in range(each):
+            if width == 1:
+                found.append(Bits(first, runs, index, each, index * bits, left, mask))
+                continue
+            for run in range(runs):
+                to = (run * each + index) * width
+                found.append(Bits(first + run * width, width, to, 1, index * bits, left, mask))
+        left += bits
+    return tuple(found)
 
 
-def _half(first: int, sign: int = 1) -> Unpack:
-    """Return what reads a float16 number, negated if sign is -1."""
-
-    def unpack(blocks: Array) -> Array:
-        values = _field(blocks, first, 2).view(np.float16)[..., None]
-        return values if sign > 0 else -values
-
-    return unpack
+def _k_steps(own: int, right: int) -> tuple[Bits, ...]:
+    """Return where the 8 steps, or steps of mins, of Q4_K and Q5_K are: 6 bits each, the last four in two places."""
+    return Bits(own, 4, mask=63), Bits(12, 4, 4, right=right, mask=15), Bits(own, 4, 4, right=6, left=4, mask=3)
 
 
-def _less(unpack: Unpack, offset: int) -> Unpack:
-    """Return what gives int8 values `offset` smaller."""
-    return lambda blocks: (unpack(blocks) - UINT8.type(offset)).view(np.int8)
-
-
-def _k_steps(blocks: Array, first: int) -> Array:
-    """Read 8 steps (first: 0) or steps of the minima (1) of Q4_K and Q5_K: 6 bits each, the last four in two places."""
-    words = _field(blocks, 4, 12).view(np.uint32).reshape(*blocks.shape[:2], 3)
-    own, rest = words[..., first], words[..., 2]
-    low = own & np.uint32(0x3F3F3F3F)
-    high = (rest >> np.uint32(4 * first)) & np.uint32(0x0F0F0F0F) | (own >> np.uint32(2)) & np.uint32(0x30303030)
-    return np.stack([low, high], axis=-1).view(UINT8)
-
-
-def _power(blocks: Array) -> Array:
-    """Read half the power of two whose exponent is the first byte (E8M0), because the levels are doubled."""
-    exponents = blocks[..., :1].astype(np.int32) - 128
-    return np.ldexp(FLOAT32.type(1.0), exponents).astype(BFLOAT16)
-
-
-_K: dict[str, Unpack] = {
-    "scales": _half(0),
-    "mins": _half(2, -1),
-    "steps": lambda blocks: _k_steps(blocks, 0).view(np.int8),
-    "step_mins": lambda blocks: _k_steps(blocks, 1),
-}
-# Name -> the coding, and what unpacks each part of a block.
-FORMATS: dict[str, tuple[Coding, dict[str, Unpack]]] = {
-    "Q4_0": (Coding("Q4_0", 4, zero=8), {"codes": _bits((2, 1, 16, 4)), "scales": _half(0)}),
-    "Q4_1": (Coding("Q4_1", 4, mins=True), {"codes": _bits((4, 1, 16, 4)), "scales": _half(0), "mins": _half(2)}),
-    "Q5_0": (Coding("Q5_0", 6, zero=16), {"codes": _bits((6, 1, 16, 4), (2, 4, 1, 1)), "scales": _half(0)}),
-    "Q5_1": (
-        Coding("Q5_1", 6, mins=True),
-        {"codes": _bits((8, 1, 16, 4), (4, 4, 1, 1)), "scales": _half(0), "mins": _half(2)},
-    ),
-    "Q8_0": (
-        Coding("Q8_0", 8, zero=128),
-        {"codes": lambda blocks: _field(blocks, 2, 32) ^ UINT8.type(128), "scales": _half(0)},
-    ),
+_K: dict[str, Any] = {"min": 2, "is_subtracted": True, "steps": _k_steps(4, 0), "step_mins": _k_steps(8, 4)}
+# Name -> the coding, and where a block has its parts.
+FORMATS: dict[str, tuple[Coding, BlockForm]] = {
+    "Q4_0": (Coding("Q4_0", 4, zero=8), BlockForm(_bits((2, 1, 16, 4)))),
+    "Q4_1": (Coding("Q4_1", 4, mins=True), BlockForm(_bits((4, 1, 16, 4)), min=2)),
+    "Q5_0": (Coding("Q5_0", 6, zero=16), BlockForm(_bits((6, 1, 16, 4), (2, 4, 1, 1)))),
+    "Q5_1": (Coding("Q5_1", 6, mins=True), BlockForm(_bits((8, 1, 16, 4), (4, 4, 1, 1)), min=2)),
+    "Q8_0": (Coding("Q8_0", 8, zero=128), BlockForm((Bits(2, 32),), code_offset=128)),
     "Q2_K": (
         Coding("Q2_K", 4, 16, 256, steps=True, mins=True, step_mins=True),
-        {
-            "codes": _bits((16, 2, 32, 2)),
-            "scales": _half(80),
-            "mins": _half(82, -1),
-            "steps": lambda blocks: (_field(blocks, 0, 16) & UINT8.type(15)).view(np.int8),
-            "step_mins": lambda blocks: _field(blocks, 0, 16) >> UINT8.type(4),
-        },
+        BlockForm(
+            _bits((16, 2, 32, 2)),
+            scale=80,
+            min=82,
+            is_subtracted=True,
+            steps=(Bits(0, 16, mask=15),),
+            step_mins=(Bits(0, 16, right=4),),
+        ),
     ),
     "Q3_K": (
         Coding("Q3_K", 4, 16, 256, zero=4, steps=True),
-        {
-            "codes": _bits((32, 2, 32, 2), (0, 1, 32, 1)),
-            "scales": _half(108),
-            "steps": _less(_bits((96, 1, 8, 4), (104, 1, 4, 2)), 32),
-        },
+        BlockForm(
+            _bits((32, 2, 32, 2), (0, 1, 32, 1)),
+            scale=108,
+            steps=_bits((96, 1, 8, 4), (104, 1, 4, 2)),
+            step_offset=-32,
+        ),
     ),
     "Q4_K": (
         Coding("Q4_K", 4, 32, 256, steps=True, mins=True, step_mins=True),
-        {"codes": _bits((16, 4, 32, 4)), **_K},
+        BlockForm(_bits((16, 4, 32, 4)), **_K),
     ),
     "Q5_K": (
         Coding("Q5_K", 6, 32, 256, steps=True, mins=True, step_mins=True),
-        {"codes": _bits((48, 4, 32, 4), (16, 1, 32, 1)), **_K},
+        BlockForm(_bits((48, 4, 32, 4), (16, 1, 32, 1)), **_K),
     ),
     "Q6_K": (
         Coding("Q6_K", 6, 16, 256, zero=32, steps=True),
-        {
-            "codes": _bits((0, 2, 64, 4), (128, 2, 32, 2)),
-            "scales": _half(208),
-            "steps": lambda blocks: _field(blocks, 192, 16).view(np.int8),
-        },
+        BlockForm(_bits((0, 2, 64, 4), (128, 2, 32, 2)), scale=208, steps=(Bits(192, 16),)),
     ),
-    "IQ4_NL": (Coding("IQ4_NL", 4, levels=IQ4_LEVELS), {"codes": _bits((2, 1, 16, 4)), "scales": _half(0)}),
+    "IQ4_NL": (Coding("IQ4_NL", 4, levels=IQ4_LEVELS), BlockForm(_bits((2, 1, 16, 4)))),
     "IQ4_XS": (
         Coding("IQ4_XS", 4, 32, 256, levels=IQ4_LEVELS, steps=True),
-        {
-            "codes": _bits((8, 8, 16, 4)),
-            "scales": _half(0),
-            "steps": _less(_bits((4, 4, 1, 4), (2, 2, 1, 2)), 32),
-        },
+        BlockForm(_bits((8, 8, 16, 4)), steps=_bits((4, 4, 1, 4), (2, 2, 1, 2)), step_offset=-32),
     ),
-    "MXFP4": (MXFP4, {"codes": _bits((1, 1, 16, 4)), "scales": _power}),
+    "MXFP4": (MXFP4, BlockForm(_bits((1, 1, 16, 4)), is_exponent=True)),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRows:
-    """The blocks of a quantised matrix as they are stored: rows of [blocks, bytes of a block] uint8."""
-
-    name: str
-    entry: TensorEntry
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        elements, size = BLOCKS[self.entry.dtype]
-        return self.entry.shape[0], self.entry.shape[1] // elements, size
-
-    def read(self, start: int, stop: int) -> Array:
-        """Read rows start .. stop-1. Raise ModelLoadError if the file cannot be read or has become shorter."""
-        rows: Array = empty((stop - start, *self.shape[1:]), UINT8)
-        at = self.entry.offset + start * math.prod(self.shape[1:])
-        buffer = rows.reshape(-1).data
-        try:
-            with self.entry.file.open("rb", buffering=0) as stream:
-                while buffer:
-                    count = os.preadv(stream.fileno(), [buffer], at)
-                    if not count:
-                        raise ModelLoadError(f"{self.entry.file}: {self.name} is cut short")
-                    buffer, at = buffer[count:], at + count
-        except OSError as error:
-            raise ModelLoadError(f"{self.entry.file}: {self.name} cannot be read: {error}") from None
-        return rows
-
-
-@dataclass(frozen=True, slots=True)
-class UnpackedRows:
-    """One part of a quantised matrix (kernels.coding.PartRows), unpacked from `blocks` as it is read."""
-
-    blocks: BlockRows
-    unpack: Unpack
-    shape: tuple[int, ...]
-
-    def read(self, start: int, stop: int) -> Array:
-        return self.unpack(self.blocks.read(start, stop)).reshape(stop - start, self.shape[1])
-
-
 def coded_rows(name: str, entry: TensorEntry) -> CodedRows:
-    """Return a quantised matrix."""
-    coding, unpackers = FORMATS[entry.dtype]
-    blocks = BlockRows(name, entry)
-    shapes = coding.parts(entry.shape)
-    return CodedRows(
-        coding, {part: UnpackedRows(blocks, unpackers[part], shape) for part, (shape, _) in shapes.items()}
-    )
+    """Return a quantised matrix, whose blocks are read as they are stored."""
+    coding, form = FORMATS[entry.dtype]
+    elements, size = BLOCKS[entry.dtype]
+    rows, k = entry.shape
+    blocks = FileRows(name, replace(entry, shape=(rows, k // elements, size), dtype="U8"))
+    return CodedRows(coding, {"blocks": blocks}, form)
 
 
 # Architecture -> the names in the file, without .weight, .bias and blk.N, and Transformers', where * is the layer and #

@@ -32,7 +32,7 @@ from penstock.spec.param_table import Parameter
 from penstock.weights.instance import Weights
 from penstock.weights.packed import find_packed, read_info, restore_packed
 from penstock.weights.rows import RoundedRows
-from penstock.weights.safetensors import Checkpoint
+from penstock.weights.safetensors import BUFFERS, Checkpoint
 from penstock.weights.sources import (
     CheckpointSource,
     DescribedSource,
@@ -226,6 +226,7 @@ def _load_values(model: Any, make: LayerFactory, stored: Stored, place: Place) -
         restore_packed(stored.packed, make.ops, make.scheme, layers, part=place.prefix, is_whole=place.is_whole)
     else:
         _fill(model, make, place.source(stored.source))
+        BUFFERS.clear()
     for embedding, tied in tied_embeddings(model, make).values():
         embedding.share(tied.packed[0])
 

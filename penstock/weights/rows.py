@@ -13,7 +13,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -194,7 +194,7 @@ def cut(source: RowSource, begin: int, end: int, axis: int = 0) -> RowSource:
         size = {"codes": 1, "steps": coding.group, "step_mins": coding.group}.get(name, coding.block or source.shape[1])
         columns = begin // size, -(-end // size)
         parts[name] = part if name == "column_scales" else CutRows(part, *columns, axis)
-    return CodedRows(coding, parts)
+    return replace(source, parts=parts)
 
 
 def is_cut_between_blocks(coding: Coding, begin: int, end: int, k: int) -> bool:
@@ -235,8 +235,8 @@ def _alike(sources: Sequence[RowSource]) -> list[list[RowSource]]:
 def _is_alike(one: RowSource, other: RowSource) -> bool:
     if not isinstance(one, CodedRows) or not isinstance(other, CodedRows):
         return not isinstance(one, CodedRows) and not isinstance(other, CodedRows)
-    if one.coding != other.coding or not one.coding.order:
-        return one.coding == other.coding
+    if (one.coding, one.form) != (other.coding, other.form) or not one.coding.order:
+        return (one.coding, one.form) == (other.coding, other.form)
     k, first, second = one.shape[1], one.parts["order"], other.parts["order"]
     return first is second or np.array_equal(first.read(0, k), second.read(0, k))
 
@@ -250,7 +250,7 @@ def _one_piece(sources: Sequence[RowSource]) -> RowSource:
         name: part if name == "order" else JoinedRows([item.parts[name] for item in coded])
         for name, part in coded[0].parts.items()
     }
-    return CodedRows(coded[0].coding, parts)
+    return replace(coded[0], parts=parts)
 
 
 def parameter_rows(layout: Layout, find: FindRows) -> RowSource:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelLoadError, one_line, shown
 from penstock.kernels.coding import CodedRows
-from penstock.kernels.tensors import NAMES, UINT8, Array, empty
+from penstock.kernels.tensors import NAMES, UINT8, Array, Buffers, empty
 from penstock.spec.config_file import OTHER_KINDS
 from penstock.spec.config_reader import read_json
 from penstock.spec.gguf import find_parts, header_bytes, is_gguf, read_file
@@ -49,6 +49,7 @@ SAMPLES = 16  # places in each file that a fingerprint reads
 SAMPLE_BYTES = 4096
 CHECKSUMS = "crc32"  # key of the header's metadata
 CHUNK = 2**22  # bytes of a tensor summed at once
+BUFFERS = Buffers()  # for rows that are read; whoever reads many of them clears it afterwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class FileRows:
 
     def read(self, start: int, stop: int) -> Array:
         """Read rows start .. stop-1. Raise ModelLoadError if the file cannot be read or has become shorter."""
-        rows: Array = empty((stop - start, *self.shape[1:]), TYPES[self.entry.dtype])
+        rows = BUFFERS.empty((stop - start, *self.shape[1:]), TYPES[self.entry.dtype])
         buffer = rows.reshape(-1).view(UINT8).data
         try:
             with self.entry.file.open("rb", buffering=0) as stream:

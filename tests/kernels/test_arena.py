@@ -2,7 +2,18 @@
 
 import pytest
 
-from penstock.kernels.tensors import BFLOAT16, FIXED_ROWS, NAMES, Arena, Array, address_of, empty
+from penstock.kernels.tensors import (
+    BFLOAT16,
+    FIXED_ROWS,
+    NAMES,
+    OWN_PAGES,
+    UINT8,
+    Arena,
+    Array,
+    Buffers,
+    address_of,
+    empty,
+)
 
 
 def allocate(shape: tuple[int, ...], dtype: str) -> Array:
@@ -39,3 +50,23 @@ def test_a_slot_has_one_kind_of_rows() -> None:
     for columns, dtype in (((5,), "float32"), ((4,), "bfloat16")):
         with pytest.raises(ValueError, match="a: "):
             arena.slot("a", columns, dtype)
+
+
+def test_buffers_use_pages_again_but_only_freed_ones() -> None:
+    """Guards against rows that change when others are read, as long as any view of them is used, and against new pages
+    for each read."""
+    buffers = Buffers()
+    first = buffers.empty((4, OWN_PAGES), UINT8)
+    first[:] = 1
+    part, where = first[1:3, 5:].view(), address_of(first)
+    del first
+    second = buffers.empty((OWN_PAGES,), UINT8)
+    second[:] = 2
+    assert (part == 1).all()
+    del part
+    third = buffers.empty((OWN_PAGES // 4, 2), BFLOAT16)
+    assert address_of(third) == where
+    assert (second == 2).all()
+    del third
+    buffers.clear()
+    assert buffers.empty((OWN_PAGES // 2,), UINT8).shape == (OWN_PAGES // 2,)

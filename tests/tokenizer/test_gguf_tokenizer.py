@@ -11,7 +11,7 @@ from penstock.client.text import choose_tokenizer
 from penstock.errors import ModelLoadError
 from penstock.tokenizer.gguf import WORDS
 from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
-from tests.tokenizer.vocabularies import BOS, END, EOS, NOTE, TEXT, byte_level, pieces
+from tests.tokenizer.vocabularies import BOS, END, EOS, NOTE, TEXT, byte_level, check_only_decodes, pieces
 from tests.weights.gguf_files import add_vocabulary
 
 HARD = [
@@ -103,6 +103,12 @@ def test_pieces_with_scores(strip: bool, tmp_path: Path) -> None:
         backend.normalizer = normalizers.Replace(" ", "▁")
     path = _write(tmp_path / "model.gguf", backend, ggml__add_space_prefix=strip)
     _check(load_tokenizer(path), backend, [text for text in HARD if "▁" not in text])
+
+
+@pytest.mark.parametrize("backend", [byte_level, pieces])
+def test_decoding_needs_no_merges(backend: Any, tmp_path: Path) -> None:
+    """Guards against streams whose text depends on what only prompts need, and against loading that."""
+    check_only_decodes(_write(tmp_path / "model.gguf", backend()), HARD)
 
 
 @pytest.mark.parametrize("adds", [(False, False), (True, False), (False, True), (True, True)])

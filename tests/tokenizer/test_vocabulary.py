@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from penstock.client.text import TextWorker
 from penstock.errors import ModelLoadError
 from penstock.tokenizer.hf import load_tokenizer
-from tests.tokenizer.vocabularies import TEXT
+from tests.tokenizer.vocabularies import TEXT, check_only_decodes
 
 MODELS = {
     "as Llama 2": {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
@@ -104,6 +104,10 @@ class TestSentencePiece:
         tok = load_tokenizer(write(tmp_path, llama, add_eos_token=True, bos_token="<s>"))
         assert tok.encode("a fox") == [1, *ids, 2]
         assert tok.encode("a fox", add_special_tokens=False) == ids
+
+    def test_decoding_needs_no_merges(self, tmp_path, llama):
+        """Guards against streams whose text depends on what only prompts need, and against loading that."""
+        check_only_decodes(write(tmp_path, llama), HARD)
 
     def test_control_tokens(self, tmp_path, llama):
         """Guards against templates whose control tokens are split, and spaces added after each of them."""
@@ -212,6 +216,10 @@ class TestTekken:
         ids = [token_id for word in words for token_id in by_ranks(ranks, word.encode())]
         assert small.encode(text) == [1, *ids]
         assert small.decode([1, *ids]) == text
+
+    def test_decoding_needs_no_merges(self, tmp_path):
+        """Guards against streams whose text depends on what only prompts need, and against loading that."""
+        check_only_decodes(write(tmp_path, json.dumps(tekken()).encode(), "tekken.json"), HARD)
 
     def test_special_tokens(self, tmp_path):
         """Guards against special tokens at the wrong ids: listed, those of older files, without a name."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from penstock.tokenizer.hf import HFTokenizer
+from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog.",
@@ -16,6 +16,18 @@ TEXT = [
     "def f(x):\n    return x + 1\n\n# it's fine, isn't it?",
 ] * 3
 BOS, EOS, END, NOTE = "<s>", "</s>", "<|end|>", "<note>"  # NOTE is an added token that is not special
+
+
+def check_only_decodes(place: Path, texts: list[str]) -> None:
+    """Load a tokenizer that only decodes. Its texts are those of the whole one, and it has no merges."""
+    whole, part = load_tokenizer(place), load_tokenizer(place, only_decodes=True)
+    ids = range(whole.vocab_size)
+    assert [part.token_to_bytes(token) for token in ids] == [whole.token_to_bytes(token) for token in ids]
+    assert part.special_ids == whole.special_ids
+    for found in map(whole.encode, texts):
+        for skips in (False, True):
+            assert part.decode(found, skip_special_tokens=skips) == whole.decode(found, skip_special_tokens=skips)
+    assert json.loads(part.to_json())["model"]["merges"] == []
 
 
 def byte_level() -> Tokenizer:

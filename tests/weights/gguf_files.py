@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, quants
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = {
     "falcon": "falcon", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2", "llama": "llama",
@@ -60,6 +60,28 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str = "F32", **options:
     for length in ("short", "long"):
         if factors := getattr(config, "rope_parameters", {}).get(f"{length}_factor"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(factors, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_zeros(config: PreTrainedConfig, path: Path, kind: str) -> Path:
+    """Write a model of any size quickly: all its matrices are blocks of zeros."""
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
+    _add_config(writer, config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], config.num_hidden_layers)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        shape = tuple(parameter.shape)
+        if len(shape) == 1:
+            writer.add_tensor(found, np.zeros(shape, np.float32))
+        else:
+            stored = gguf.quant_shape_to_byte_shape(shape, _type(kind))
+            writer.add_tensor(found, np.zeros(stored, np.uint8), raw_dtype=_type(kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
+from penstock.kernels.backends import load_ops
+from penstock.kernels.coding import CodedRows
+from penstock.kernels.ops import Packing, TensorRows
+from penstock.kernels.tensors import FLOAT32
 from penstock.spec.gguf import BLOCKS
 from penstock.weights.gguf import FORMATS, coded_rows
 from penstock.weights.safetensors import TensorEntry
+from tests.kernels import packed
 
 ROWS, K = 5, 512
 
@@ -51,6 +56,23 @@ def test_parts_have_the_shapes_and_types_of_the_coding(name: str, tmp_path: Path
     parts = {part: (array.shape, str(array.dtype)) for part, array in rows.read_parts(0, ROWS).items()}
     assert parts == rows.coding.parts((ROWS, K))
     assert rows.read_parts(0, ROWS)["codes"].max() < 2**rows.coding.bits
+
+
+@pytest.mark.skipif(not packed.levels(), reason="needs the native library")
+@pytest.mark.parametrize("ends", [(), (256, 512)])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_blocks_are_packed_as_their_parts(name: str, ends: tuple[int, ...], tmp_path: Path) -> None:
+    """Guards against native code that reads a block otherwise than its specification, BlockForm.unpack."""
+    file = tmp_path / "blocks"
+    file.write_bytes(_random_blocks(name).tobytes())
+    rows = coded_rows("weight", TensorEntry(file, (ROWS, K), name, 0))
+    parts = {part: TensorRows(array) for part, array in rows.read_parts(0, ROWS).items()}
+    packing = Packing(ends, slices=2 if rows.coding.is_integer else 0, coding=rows.coding)
+    ops = load_ops("cpu", FLOAT32, threads=2)
+    found, expected = (ops.pack_linear(item, None, packing).state() for item in (rows, CodedRows(rows.coding, parts)))
+    assert found.keys() == expected.keys()
+    for array in expected:
+        np.testing.assert_array_equal(found[array], expected[array])
 
 
 def test_sizes_of_blocks_are_those_of_the_format() -> None:

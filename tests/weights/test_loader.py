@@ -57,7 +57,7 @@ def test_sharded_checkpoints_of_transformers(tmp_path: Path) -> None:
         ({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, r"unknown: model\.layers\.0\.self_attn\.q_norm"),
         ({"model.layers.7.mlp.up_proj.weight": torch.ones(8)}, r"unknown: model\.layers\.7"),
         ({Q: None, Q.replace("q_proj", "query"): torch.ones(8)}, r"is .*query.weight meant"),
-        ({Q: torch.ones(48, 47)}, rf"{Q} has the shape \[48, 47\]; config\.json requires \[48, 48\]"),
+        ({Q: torch.ones(48, 47)}, rf"{Q} has the shape \[48, 47\]; the configuration requires \[48, 48\]"),
         ({"lm_head.weight": None}, "missing: lm_head"),
     ],
 )
@@ -282,7 +282,7 @@ def test_a_checkpoint_may_mix_layouts(tmp_path: Path, monkeypatch: pytest.Monkey
         load(directory)
     rewrite(directory, {f"{layer}v_proj.weight": None, Q.replace("q_proj", "fused"): fused.t().contiguous()})
     with pytest.raises(
-        ModelLoadError, match=r"fused.weight has the shape \[80, 48\]; config\.json requires \[48, 80\]"
+        ModelLoadError, match=r"fused.weight has the shape \[80, 48\]; the configuration requires \[48, 80\]"
     ):
         load(directory)
 

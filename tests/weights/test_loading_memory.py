@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 from penstock.models.config_json import load_model_config
 from penstock.weights.safetensors import SINGLE
 from penstock.weights.sources import read_parameters
 from tests.hf_models import make_llama
 from tests.kernels import packed
+from tests.weights.gguf_files import write_zeros
 
 pytestmark = pytest.mark.skipif(
     not packed.levels() or not Path("/proc/self/status").exists(), reason="needs the native library and /proc"
@@ -39,9 +41,9 @@ def peak():
 
 directory, ops = Path(sys.argv[1]), load_ops("cpu", torch.bfloat16, threads=2)
 config, before = load_model_config(directory), peak()
-model = load_model(directory, config, ops, sys.argv[2], scheme=Scheme.parse("int8"))
+model = load_model(directory, config, ops, sys.argv[2], scheme=Scheme.parse(*sys.argv[3:] or [None]), slices=2)
 layers = [layer for _, layer in weight_layers(model)]
-print(sum(layer.packed[0].num_bytes if hasattr(layer, "packed") else layer.weight.nbytes for layer in layers))
+print(sum(tensor.nbytes for layer in layers for tensor in layer.state().values()))
 print(peak() - before)
 """
 
@@ -64,9 +66,24 @@ def test_loading_never_holds_a_second_copy(load_format: str, checkpoint: Path) -
     the checkpoint alone is far larger than what is allowed beside the packed weights. Small layers leave their holes
     in the heap."""
     assert (checkpoint / SINGLE).stat().st_size > 2 * ALLOWANCE
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(checkpoint), load_format], capture_output=True, text=True, check=False
-    )
+    weights, peak = _loaded(checkpoint, load_format, "int8")
+    assert weights < peak <= weights + ALLOWANCE
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q8_0"])
+def test_a_gguf_file_takes_its_own_size(kind: str, tmp_path: Path) -> None:
+    """Guards against codes of a byte each beside the packed weights, and against a file whose pages count."""
+    config = LlamaConfig(**SIZES["large layers"], **HEADS, vocab_size=256, tie_word_embeddings=False)
+    path = write_zeros(config, tmp_path / "model.gguf", kind)
+    weights, peak = _loaded(path, "auto")
+    assert weights < 1.1 * path.stat().st_size
+    assert weights < peak <= weights + ALLOWANCE / 2
+
+
+def _loaded(place: Path, *arguments: str) -> tuple[int, int]:
+    """Run PROGRAM. Return the bytes of the weights, and of what the process took in addition at its peak."""
+    command = [sys.executable, "-c", PROGRAM, str(place), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     weights, peak = map(int, done.stdout.split())
-    assert weights < peak <= weights + ALLOWANCE
+    return weights, peak

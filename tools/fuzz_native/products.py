@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.kernels.coding import Coding, decode
+from penstock.kernels.coding import Bits, BlockForm, Coding, decode
 from penstock.kernels.cpu.library import ABI, PenstockWeight
-from penstock.kernels.cpu.packed import KIND_INT8, CpuLinear, Layout
+from penstock.kernels.cpu.packed import KIND_INT8, CpuLinear, Layout, native_form
 from penstock.kernels.ops import Packing
 from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT64, NAMES, Array, ArrayType
@@ -155,6 +155,60 @@ def pack_codes(fuzz: Fuzz) -> None:
         same_bits(out.values, decode(coding, parts))
 
 
+def pack_blocks(fuzz: Fuzz) -> None:
+    """Pack blocks of a random form in two parts, the second part first. Rows must be those of BlockForm.unpack."""
+    coding = fuzz.random.choice([item for item in CODINGS if item.block and item.scale_dtype != "float32"])
+    block, is_exponent = coding.block or 0, coding.scale_dtype == "bfloat16"
+    size, n, blocks = fuzz.random.randint(8, 2 * block), fuzz.size(1, 129), fuzz.size(1, 5)
+    form = BlockForm(
+        _bits(fuzz, size, block, coding.bits),
+        scale=fuzz.random.randint(0, 1),
+        min=fuzz.random.randint(2, 4) if coding.mins else None,
+        steps=_bits(fuzz, size, block // coding.group, 8) if coding.steps else (),
+        step_mins=_bits(fuzz, size, block // coding.group, 8) if coding.step_mins else (),
+        step_offset=fuzz.random.randint(-128, 127) if coding.steps else 0,
+        is_exponent=is_exponent,
+        is_subtracted=fuzz.chance(0.5),
+    )
+    layout = Layout.of((n, blocks * block), FLOAT32, Packing(coding=coding))
+    stored = fuzz.numbers.integers(0, 256, (n, blocks, size), dtype=np.uint8)
+    stored[..., :6] &= 0x77  # scales and mins are finite
+    poisoned = not is_exponent and fuzz.chance(0.3)
+    if poisoned:
+        stored[fuzz.random.randrange(n), fuzz.random.randrange(blocks), form.scale : form.scale + 2] = 0xFF
+    parts = form.unpack(coding, stored)
+    linear = CpuLinear(layout, {name: fuzz.out(shape, kind).values for name, (shape, kind) in layout.arrays().items()})
+    native, _ = native_form(form, size)
+    cut = fuzz.random.randint(0, n)
+    for first, end in ((cut, n), (0, cut)):
+        finite = np.isfinite(parts["scales"][first:end].astype(np.float32)).all()
+        given = fuzz.array(stored[first:end])
+        status = OK if finite else NOT_QUANTISABLE
+        fuzz.call("pack_blocks", linear.address, given, ctypes.addressof(native), first, end - first, expected=status)
+    if not poisoned:
+        ids, out = fuzz.array(np.arange(n)), fuzz.out((n, blocks * block))
+        fuzz.call("packed_embedding", ids, linear.address, n, 1.0, out)
+        same_bits(out.values, decode(coding, parts))
+
+
+def _bits(fuzz: Fuzz, size: int, count: int, bits: int) -> tuple[Bits, ...]:
+    """Take any bits of a block of `size` bytes, for some of `count` values of so many bits."""
+    found = []
+    for _ in range(fuzz.random.randint(1, 4)):
+        length, stride, left = (
+            fuzz.random.randint(1, min(size, count)),
+            fuzz.random.randint(1, 4),
+            fuzz.random.randrange(bits),
+        )
+        length = min(length, -(-count // stride))
+        to = fuzz.random.randint(0, count - 1 - (length - 1) * stride)
+        mask = 2 ** fuzz.random.randint(1, bits - left) - 1
+        found.append(
+            Bits(fuzz.random.randint(0, size - length), length, to, stride, fuzz.random.randrange(8), left, mask)
+        )
+    return tuple(found)
+
+
 def linear(fuzz: Fuzz) -> None:
     scheme, dtype, gated = _scheme(fuzz), fuzz.dtype(), fuzz.chance(0.3)
     n, k = fuzz.size(1, 129) * (2 if gated else 1), fuzz.random.choice((fuzz.size(1, 129), fuzz.size(1)))
@@ -240,6 +294,6 @@ def packed_embedding(fuzz: Fuzz) -> None:
 
 
 TARGETS = {
-    "pack_rows": pack_rows, "pack_codes": pack_codes, "linear": linear, "experts": experts,
+    "pack_rows": pack_rows, "pack_codes": pack_codes, "pack_blocks": pack_blocks, "linear": linear, "experts": experts,
     "expert_counts": expert_counts, "packed_embedding": packed_embedding,
 }  # fmt: skip

@@ -128,6 +128,14 @@ class PenstockWeight(ctypes.Structure):
     _fields_ = ABI.structs["PenstockWeight"]
 
 
+class PenstockBits(ctypes.Structure):
+    _fields_ = ABI.structs["PenstockBits"]
+
+
+class PenstockBlockForm(ctypes.Structure):
+    _fields_ = ABI.structs["PenstockBlockForm"]
+
+
 class PenstockSampling(ctypes.Structure):
     _fields_ = ABI.structs["PenstockSampling"]
 

@@ -16,6 +16,7 @@ import numpy as np
 from penstock.errors import NotSupportedError
 from penstock.kernels.attention.items import GRANULE, MAX_HEAD_DIM, AttentionShape, cache_token_bytes, padded_head_dim
 from penstock.kernels.attention.plan import Planner
+from penstock.kernels.coding import BlockForm, CodedRows, Coding
 from penstock.kernels.cpu.calls import (
     TYPES,
     NativeCalls,
@@ -37,7 +38,16 @@ from penstock.kernels.cpu.library import (
     PenstockSampling,
     check_status,
 )
-from penstock.kernels.cpu.packed import FLOAT_KINDS, CpuLinear, Layout, NativeExperts, own_linear, pack
+from penstock.kernels.cpu.packed import (
+    FLOAT_KINDS,
+    CpuLinear,
+    Layout,
+    NativeExperts,
+    Pack,
+    native_form,
+    own_linear,
+    pack,
+)
 from penstock.kernels.metadata import (
     AttentionMetadata,
     AttentionParams,
@@ -58,6 +68,7 @@ from penstock.kernels.tensors import (
     INT32,
     INT64,
     NAMES,
+    UINT8,
     Array,
     ArrayType,
     Dtype,
@@ -243,14 +254,13 @@ class CpuOps(NativeCalls):
     ) -> PackedLinear:
         source = weight if hasattr(weight, "read") else TensorRows(weight)
         layout = Layout.of(source.shape, self.element, packing)
-        return pack(layout, source, bias, self.dtype, self._pack_rows if layout.coding is None else self._pack_codes)
+        return pack(layout, source, bias, self.dtype, self._packer(layout, source))
 
     def pack_part(
         self, weight: RowSource, magnitudes: Array | None, packing: Packing
     ) -> tuple[PackedLinear, Array | None]:
         layout = Layout.of(weight.shape, self.element, packing)
-        pack_rows = partial(self._pack_rows, magnitudes=magnitudes) if layout.coding is None else self._pack_codes
-        packed = pack(layout, weight, None, self.dtype, pack_rows)
+        packed = pack(layout, weight, None, self.dtype, self._packer(layout, weight, magnitudes))
         return packed, packed.take_scales()
 
     def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
@@ -260,6 +270,13 @@ class CpuOps(NativeCalls):
         self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
     ) -> PackedLinear:
         return CpuLinear(Layout.of(shape, self.element, packing), state)
+
+    def _packer(self, layout: Layout, source: RowSource, magnitudes: Array | None = None) -> Pack:
+        """Return what packs rows of a source."""
+        if layout.coding is None:
+            return partial(self._pack_rows, magnitudes=magnitudes)
+        form = source.form if isinstance(source, CodedRows) else None
+        return self._pack_codes if form is None else partial(self._pack_blocks, form=form)
 
     def _pack_rows(self, weight: CpuLinear, rows: Tensor, first: int, *, magnitudes: Array | None = None) -> None:
         at = address(rows, (len(rows), weight.depth), self.element, "weight")
@@ -275,8 +292,20 @@ class CpuOps(NativeCalls):
         at = {name: address(arrays[name], shape, NAMES[dtype], name) for name, (shape, dtype) in expected.items()}
         names = "codes", "scales", "mins", "steps", "step_mins", "column_scales"
         second = [expected[name][0][-1] if name in expected else 0 for name in ("scales", "steps")]
+        self._pack_call(coding, "penstock_pack_codes", weight.address, *map(at.get, names), *second, first, rows)
+
+    def _pack_blocks(self, weight: CpuLinear, parts: Mapping[str, Array], first: int, *, form: BlockForm) -> None:
+        coding, blocks = weight.layout.coding, np.ascontiguousarray(parts["blocks"])
+        assert coding is not None
+        assert coding.block is not None
+        rows, _, size = blocks.shape
+        at = address(blocks, (rows, weight.depth // coding.block, size), UINT8, "blocks")
+        native, _ = native_form(form, size)
+        self._pack_call(coding, "penstock_pack_blocks", weight.address, at, ctypes.addressof(native), first, rows)
+
+    def _pack_call(self, coding: Coding, name: str, *arguments: int | None) -> None:
         try:
-            self._call("penstock_pack_codes", (), weight.address, *map(at.get, names), *second, first, rows)
+            self._call(name, (), *arguments)
         except ValueError:
             raise ValueError(f"{coding.name}: a scale or a level is not a number, or a code is too large") from None
 

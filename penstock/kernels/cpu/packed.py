@@ -8,16 +8,16 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import astuple, dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.coding import SCALE_TYPES, CodedRows, Coding
+from penstock.kernels.coding import SCALE_TYPES, BlockForm, CodedRows, Coding
 from penstock.kernels.cpu.calls import address
-from penstock.kernels.cpu.library import ABI, MAX_LEAVES, PenstockWeight
+from penstock.kernels.cpu.library import ABI, MAX_LEAVES, PenstockBits, PenstockBlockForm, PenstockWeight
 from penstock.kernels.metadata import own
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
 from penstock.kernels.scheme import GROUP_SIZES
@@ -55,7 +55,7 @@ LARGEST_OPERAND = 127
 ZERO_POINT = 128  # of stored int8 weights
 MINIFLOAT_MANTISSAS = (3, 2)  # bits, of E4M3 and E5M2
 
-# weight, rows (or the arrays of a coded weight), index of the first row
+# weight, rows (or what CodedRows.read_stored returns), index of the first row
 Pack = Callable[["CpuLinear", Any, int], None]
 
 
@@ -250,6 +250,27 @@ def _minifloat(coding: Coding) -> dict[str, Any]:
     raise NotSupportedError(f"quantization: the levels of {coding.name} are not supported", param="quantization")
 
 
+@cache
+def native_form(form: BlockForm, size: int) -> tuple[PenstockBlockForm, Any]:
+    """Return a form of blocks of `size` bytes for native calls, and the array that it points to."""
+    bits = [PenstockBits(*astuple(item)) for item in (*form.codes, *form.steps, *form.step_mins)]
+    array = (PenstockBits * len(bits))(*bits)
+    native = PenstockBlockForm(
+        bits=ctypes.addressof(array),
+        codes=len(form.codes),
+        steps=len(form.steps),
+        step_mins=len(form.step_mins),
+        code_offset=form.code_offset,
+        step_offset=form.step_offset,
+        bytes=size,
+        scale=form.scale,
+        min=form.min or 0,
+        is_exponent=form.is_exponent,
+        is_subtracted=form.is_subtracted,
+    )
+    return native, array
+
+
 class CpuLinear:
     """A PenstockWeight and the tensors it points to.
 
@@ -328,7 +349,7 @@ def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
 
 def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: Dtype, pack_rows: Pack) -> CpuLinear:
     """Pack a weight, reading a few rows at a time. Weight and bias are first rounded to dtype, which also gives the
-    kind of the packed tensors. Of a coded weight, pack_rows is given the arrays of its rows."""
+    kind of the packed tensors. Of a coded weight, pack_rows is given the stored arrays of its rows."""
     tensors = {name: empty(shape, dtype_of(str(element), dtype)) for name, (shape, element) in layout.arrays().items()}
     if bias is not None:
         tensors["bias"] = empty((layout.panels * PANEL,), dtype_of("float32", dtype))
@@ -343,7 +364,7 @@ def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: Dtype, p
                 pack_rows(packed, rounded(as_array(source.read(start, stop)), dtype), start)
                 continue
             assert isinstance(source, CodedRows), source
-            parts = source.read_parts(start, stop)
+            parts = source.read_stored(start, stop)
             if layout.coding.order and start == 0:
                 as_array(tensors["order"])[:] = parts["order"]
             pack_rows(packed, parts, start)

@@ -22,7 +22,7 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 10;        // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 11;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
@@ -138,6 +138,21 @@ struct PenstockWeight {
     float factor;                 // the value of such a code, less its sign: its bits, as a float32's exponent and
                                   // mantissa, times factor
     float levels[penstock::MAX_LEVELS];
+};
+
+// Bits of neighbouring bytes of a block and the values that they belong to, as kernels/coding.py describes them.
+struct PenstockBits {
+    std::int32_t first, count, to, stride, right, left, mask;
+};
+
+// How a file stores the blocks of a coded weight that has float16 scales, or exponents as scales.
+struct PenstockBlockForm {
+    const PenstockBits* bits;               // of codes, then of steps, then of step_mins
+    std::int32_t codes, steps, step_mins;   // how many there are
+    std::int32_t code_offset, step_offset;  // what is added to each, modulo 256
+    std::int32_t bytes;                     // of a block
+    std::int32_t scale, min;                // their first bytes
+    std::int32_t is_exponent, is_subtracted;
 };
 
 // The keys and values of one layer. attention/attention.h describes the layout.
@@ -292,6 +307,11 @@ PENSTOCK_API std::int32_t penstock_pack_codes(
     penstock::Context* context, PenstockWeight* weight, const std::uint8_t* codes, const void* scales,
     const void* mins, const std::int8_t* steps, const std::uint8_t* step_mins, const float* column_scales,
     std::int64_t blocks, std::int64_t groups, std::int64_t first_row, std::int64_t num_rows);
+
+// The same from blocks as a file stores them: [num_rows, k / block_size, bytes of a block].
+PENSTOCK_API std::int32_t penstock_pack_blocks(
+    penstock::Context* context, PenstockWeight* weight, const std::uint8_t* blocks, const PenstockBlockForm* form,
+    std::int64_t first_row, std::int64_t num_rows);
 
 // x [rows, k] -> out [rows, n], or [rows, n / 2] if the weight is gated. out_stride is the number of elements from one
 // row of out to the next. The activation of a gated weight applies to the gate.
