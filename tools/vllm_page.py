@@ -5,7 +5,8 @@
 
 vLLM's names are in tools/vllm_names.toml. What they are here is not written down for this page: it is read from the
 parser of `penstock serve`, from the advice that the command line gives (penstock/option_hints.toml), from the request
-bodies and from the table of refused fields. A name that none of them knows is an error.
+bodies, from the table of refused fields, and from the table of `--metrics-names vllm`. A flag or field that none of
+them knows is an error.
 """
 
 import argparse
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from penstock.cli.main import build_parser  # noqa: E402
 from penstock.cli.options import flag_of  # noqa: E402
 from penstock.config import read_hints  # noqa: E402
+from penstock.server.metrics import VLLM_NAMES  # noqa: E402
 from penstock.server.openai_requests import UNSUPPORTED, ChatRequest, CompletionRequest  # noqa: E402
 
 NAMES = ROOT / "tools" / "vllm_names.toml"
@@ -130,7 +132,7 @@ def page() -> str:
     for route, text in names["fields"].items():
         known = {item.encode_name for item in msgspec.structs.fields(BODIES[route])}
         parts.append(_table(f"`{route}`", field_rows(text, known)) + "\n")
-    parts.append(METRICS)
+    parts += [METRICS, *map(metric_rows, names["metrics"].values())]
     return "".join(parts)
 
 
@@ -149,8 +151,22 @@ A field that is absent may be null, or have the value that changes nothing.
 METRICS = """\
 ## Metrics
 
-[Metrics](metrics.md) has the table of vLLM's metrics beside Penstock's.
+With `--metrics-names vllm`, the metrics that vLLM has too get its names and labels; the buckets of histograms are
+Penstock's. [Metrics](metrics.md) describes each.
+
+| in vLLM | here |
+|---|---|
 """
+
+
+def metric_rows(names: str) -> str:
+    """Write the rows of the table of metrics. Raise ValueError if one that Penstock has is not in the list."""
+    ours = {theirs.removeprefix("vllm:"): name for name, theirs in VLLM_NAMES.items()}
+    if unlisted := ours.keys() - set(names.split()):
+        raise ValueError(f"{sorted(unlisted)}: not in {NAMES.name}")
+    rows = [f"| `vllm:{name}` | `{ours[name]}` |\n" for name in names.split() if name in ours]
+    absent = ", ".join(f"`vllm:{name}`" for name in names.split() if name not in ours)
+    return "".join(rows) + f"| {absent} | absent |\n"
 
 
 def main() -> int:
