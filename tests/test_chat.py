@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import terminal
+from penstock.cli.answers import Piece, Pieces
+from penstock.cli.conversation import show
 from tests.pages import serving
 from tests.test_cli import called, penstock
 
@@ -102,6 +104,20 @@ def test_a_conversation_with_a_server() -> None:
     gone = penstock("chat", "--url", url, stdin=QUESTION)
     assert gone.returncode == 1
     assert "cannot be reached" in gone.stderr
+
+
+def test_thoughts_are_shown_and_not_sent_back(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against reasoning in the history, where a template does not expect it, and one that runs into the
+    answer."""
+    thoughts = [Piece("Hm, "), Piece("well.")]
+
+    def pieces() -> Pieces:
+        yield from (Piece(piece.text, is_thought=True) for piece in thoughts)
+        yield Piece("")
+        yield Piece("Seven.", 9)
+
+    assert show(pieces()) == "Seven."
+    assert capsys.readouterr().out == "Hm, well.\n\nSeven.\n"
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,15 @@ MAX_EVENT = 2**24  # bytes of an event of a stream, or of another answer
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer, and the number of its tokens; the last one may say why the answer ends."""
+    """A piece of an answer, and the number of its tokens; the last one may say why the answer ends.
+
+    is_thought: reasoning that a server separates from its answer. It is shown, and not sent back.
+    """
 
     text: str
     num_tokens: int = 0
     finish_reason: str | None = None
+    is_thought: bool = False
 
 
 Pieces = Generator[Piece, None, None]
@@ -166,7 +170,8 @@ class Server:
                     for choice in event.get("choices") or ():
                         reason = choice.get("finish_reason") or reason
                         delta = choice.get("delta") or {}
-                        yield Piece(delta.get("reasoning_content") or delta.get("content") or "")
+                        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                        yield Piece(thought, is_thought=True) if thought else Piece(delta.get("content") or "")
                     if event.get("usage"):
                         yield Piece("", int(event["usage"].get("completion_tokens") or 0))
             except (OSError, ValueError) as error:

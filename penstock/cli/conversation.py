@@ -132,9 +132,9 @@ class Conversation:
 
 
 def show(pieces: Pieces) -> str:
-    """Print an answer as it comes, and its speed; return its text. Ctrl-C stops it."""
+    """Print an answer as it comes, and its speed; return its text without thoughts. Ctrl-C stops it."""
     texts: list[str] = []
-    out, count, is_stopped, reason = WordWrap(), 0, False, None
+    out, count, is_stopped, is_thinking, reason = WordWrap(), 0, False, False, None
     started, first = time.perf_counter(), 0.0
     try:
         with closing(pieces):
@@ -142,7 +142,10 @@ def show(pieces: Pieces) -> str:
                 if piece.text or piece.num_tokens:
                     first = first or time.perf_counter()
                 count, reason = count + piece.num_tokens, piece.finish_reason or reason
-                texts.append(piece.text)
+                if piece.text and is_thinking and not piece.is_thought:
+                    out.write("\n\n")
+                is_thinking = piece.is_thought or (is_thinking and not piece.text)
+                texts.append("" if piece.is_thought else piece.text)
                 out.write(piece.text)
     except KeyboardInterrupt:
         is_stopped = True

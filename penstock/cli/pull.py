@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from penstock.cli.terminal import handle_signals, note, size_text
 from penstock.errors import ModelLoadError
@@ -41,23 +43,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pull(model: str) -> tuple[str, str]:
-    """Download a model, with progress bars on a terminal; return its full name and its place.
+    """Download a model, with a progress bar on a terminal; return its full name and its place.
 
     Raises:
         ModelLoadError: there is no such model, or the download fails.
     """
+    from huggingface_hub.utils import disable_progress_bars
+
     from penstock.kernels.cpu.host import usable_memory_bytes
     from penstock.weights.hub import full_name, pull_model
 
-    if not sys.stderr.isatty():
-        from huggingface_hub.utils import disable_progress_bars
-
-        disable_progress_bars()
+    disable_progress_bars()  # one for all files is shown instead
     if full_name(model) != model:
         note(f"penstock: {model} is {full_name(model)}")
     try:
-        name, place = pull_model(model, usable_memory_bytes())
+        name, place = pull_model(model, usable_memory_bytes(), _progress)
     except KeyboardInterrupt:
         note(f"\npenstock: interrupted; `penstock pull {model}` goes on where it stopped")
         raise
     return name, str(place)
+
+
+@contextmanager
+def _progress(total: int, here: int) -> Iterator[Callable[[int], None]]:
+    """Show how much of a download has arrived: a bar on a terminal, a line elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    if not sys.stderr.isatty():
+        note(f"penstock: fetching {size_text(total - here)}")
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=total, completed=here)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -11,15 +11,19 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import ModelLoadError, one_line, shown
 
 BROKEN = ".penstock.incomplete"  # the end of the name of a file that is not complete
 GIB = 2**30
+
+Advance = Callable[[int], None]
+Watch = Callable[[int, int], AbstractContextManager[Advance]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +119,14 @@ def list_repository(name: str) -> Repository:
     return Repository(name, str(found.sha), tuple(files))
 
 
-def fetch(repository: Repository, files: Sequence[RemoteFile]) -> None:
+def fetch(repository: Repository, files: Sequence[RemoteFile], watch: Watch) -> None:
     """Download large files into the cache. What an earlier attempt left is continued, and checked then.
 
     Files above the limit of plain HTTP, and small ones, are left to huggingface_hub.
+
+    Args:
+        watch: shows the progress: a context manager for (all bytes, bytes that are here), which yields a function for
+            the bytes that arrive.
 
     Raises:
         ModelLoadError: the download fails, or the disk is too small.
@@ -133,16 +141,17 @@ def fetch(repository: Repository, files: Sequence[RemoteFile]) -> None:
         return
     with hub_errors(repository.name):
         folder.mkdir(parents=True, exist_ok=True)
+        total, free = sum(file.size for file, _ in missing), shutil.disk_usage(folder).free
         here = sum(part.stat().st_size for _, blob in missing if (part := Path(f"{blob}{BROKEN}")).exists())
-        needed, free = sum(file.size for file, _ in missing) - here, shutil.disk_usage(folder).free
-        if needed > free:
-            sizes = f"{needed / GIB:.1f} GiB are to be fetched, but {free / GIB:.1f} GiB are free in {folder}"
+        if total - here > free:
+            sizes = f"{(total - here) / GIB:.1f} GiB are to be fetched, but {free / GIB:.1f} GiB are free in {folder}"
             raise ModelLoadError(f"model: {repository.name}: {sizes}; HF_HUB_CACHE names another place")
-        for file, blob in missing:
-            _fetch_one(repository, file, blob)
+        with watch(total, here) as advance:
+            for file, blob in missing:
+                _fetch_one(repository, file, blob, advance)
 
 
-def _fetch_one(repository: Repository, file: RemoteFile, blob: Path) -> None:
+def _fetch_one(repository: Repository, file: RemoteFile, blob: Path, advance: Advance) -> None:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
@@ -156,13 +165,31 @@ def _fetch_one(repository: Repository, file: RemoteFile, blob: Path) -> None:
         if begun > file.size:
             begun = opened.truncate(0)
         url = hf_hub_url(repository.name, file.name, revision=repository.commit)
-        headers = build_hf_headers()
-        http_get(url, opened, resume_size=begun, headers=headers, expected_size=file.size, displayed_filename=file.name)
+        bar: Any = type("Bar", (_Bar,), {"advance": staticmethod(advance)})
+        http_get(url, opened, resume_size=begun, headers=build_hf_headers(), expected_size=file.size, tqdm_class=bar)
         opened.flush()
         if begun and _digest(opened) != file.digest:
             partial.unlink()
             raise ModelLoadError(f"model: {repository.name}: {file.name} arrived damaged; fetch it again")
         partial.rename(blob)
+
+
+class _Bar:
+    """Stands for a progress bar of tqdm, which huggingface_hub makes; a subclass says where the bytes are shown."""
+
+    advance: Advance
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Take tqdm's arguments."""
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the bar to its owner."""
+
+    def update(self, num_bytes: float = 1) -> None:
+        self.advance(int(num_bytes))
 
 
 def _digest(file: BufferedRandom) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock.errors import ModelLoadError, listed, shown
 from penstock.spec.config_file import has_config
 from penstock.spec.gguf import SPLIT_NAME, SUFFIX, is_gguf
-from penstock.weights.downloads import Repository, fetch, list_repository, snapshot
+from penstock.weights.downloads import Repository, Watch, fetch, list_repository, snapshot
 
 # What is fetched from the hub: no pickles, no code, and no folders, which hold the weights in other formats.
 LIGHT_FILES = ["*.json", "*.jinja", "tokenizer.model*"]
@@ -64,11 +64,11 @@ def resolve_model(name: str, *, weights: bool = True, is_local: bool = False) ->
     return directory
 
 
-def pull_model(name: str, free_bytes: int) -> tuple[str, Path]:
+def pull_model(name: str, free_bytes: int, watch: Watch) -> tuple[str, Path]:
     """Download a model as far as Hugging Face's cache lacks it; return the name and the place of what was chosen.
 
     If the repository has GGUF files and no others, and the name has no file, USUAL is chosen if it fits into
-    `free_bytes` of memory, otherwise the largest that does.
+    `free_bytes` of memory, otherwise the largest that does. `watch` is as in downloads.fetch.
 
     Raises:
         ModelLoadError: there is no such model, or the download fails.
@@ -86,7 +86,7 @@ def pull_model(name: str, free_bytes: int) -> tuple[str, Path]:
     else:
         others = not any(file.startswith("model") and file.endswith(".safetensors") for file in names)
         patterns, ignored = LIGHT_FILES + WEIGHTS + (OTHER_WEIGHTS if others else []), FOLDERS
-    fetch(repository, repository.chosen(patterns, ignored))
+    fetch(repository, repository.chosen(patterns, ignored), watch)
     full = f"{owner}:{wanted}" if wanted else owner
     return full, resolve_model(full)
 
