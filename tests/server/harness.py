@@ -96,6 +96,18 @@ def running(client: FakeEngineClient, options: ServerOptions = QUIET) -> Iterato
         server.stop()
 
 
+@contextlib.contextmanager
+def running_anywhere(client: FakeEngineClient, options: ServerOptions) -> Iterator[RunningServer]:
+    """A server that the functions above cannot talk to, because it is on a Unix socket or speaks TLS."""
+    server = RunningServer(client, options)
+    server._thread.start()
+    try:
+        assert server._ready.wait(WAIT_S)
+        yield server
+    finally:
+        server.stop()
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + WAIT_S
     while not condition():

@@ -1,13 +1,11 @@
 """Where a server can be reached: TLS, a Unix socket, a path behind a proxy, connections that are kept."""
 
-import contextlib
 import dataclasses
 import os
 import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +16,7 @@ from penstock.errors import InvalidRequestError
 from penstock.server.options import ServerOptions
 from penstock.server.serve import open_unix_socket
 from tests.server.fakes import FakeEngineClient
-from tests.server.harness import QUIET, WAIT_S, RunningServer, app_client, running
+from tests.server.harness import QUIET, WAIT_S, app_client, running, running_anywhere
 
 BODY = {"prompt": "a", "max_tokens": 4}
 
@@ -38,18 +36,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return certificate(tmp_path_factory.mktemp("tls"))
 
 
-@contextlib.contextmanager
-def serving(client: FakeEngineClient, options: ServerOptions) -> Iterator[RunningServer]:
-    """A server that the harness's clients cannot talk to; it may be used once its socket accepts connections."""
-    server = RunningServer(client, options)
-    server._thread.start()
-    try:
-        assert server._ready.wait(WAIT_S)
-        yield server
-    finally:
-        server.stop()
-
-
 def served_certificate(port: int) -> str:
     return ssl.get_server_certificate(("127.0.0.1", port), timeout=WAIT_S)
 
@@ -60,7 +46,7 @@ def test_https_answers_streams_and_reads_a_new_certificate(files: dict[str, str]
     mine = {name: str(tmp_path / Path(file).name) for name, file in files.items()}
     for name, file in files.items():
         Path(mine[name]).write_bytes(Path(file).read_bytes())
-    with serving(FakeEngineClient(), dataclasses.replace(QUIET, **cast(Any, mine))) as server:
+    with running_anywhere(FakeEngineClient(), dataclasses.replace(QUIET, **cast(Any, mine))) as server:
         url = f"https://127.0.0.1:{server.port}"
         context = ssl.create_default_context(cafile=files["ssl_certfile"])
         with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as plain:
@@ -101,7 +87,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     path = str(tmp_path / "penstock.sock")
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(path)
-    with serving(FakeEngineClient(), dataclasses.replace(QUIET, uds=path)):
+    with running_anywhere(FakeEngineClient(), dataclasses.replace(QUIET, uds=path)):
         assert os.stat(path).st_mode & 0o777 == 0o666
         with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=WAIT_S) as client:
             url = "http://any.name/v1/completions"  # the proxy in front decides about names
