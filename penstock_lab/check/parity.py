@@ -32,7 +32,6 @@ from penstock_lab.check.twin import Call, Trace, Twin
 # rounding errors add up like a random walk over the blocks. A wrong weight, epsilon or angle causes far larger errors.
 LAYER_TOLERANCE = 1e-5
 KERNEL_TOLERANCE = {"float32": LAYER_TOLERANCE, "bfloat16": 5e-3}  # a bfloat16 rounding is at most 2^-9
-LOGPROB_TOLERANCE = 1e-4  # absolute, the project's bound for every family in float32
 ATTENTION, ACTIVATION, STREAM = "attention (rotary, mask, scale)", "activation", "residual stream"
 LOGPROBS, TABLE, EXPERTS = "log-probabilities", "(all rows)", "(weights of all experts)"
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of this attribute in Transformers' modules
@@ -96,9 +95,21 @@ def compare(ours: OurModel, twin: Twin, ids: list[int]) -> Comparison:
     their_trace, their_logits = twin.run(ids)
     source = open_checkpoint_source(ours.directory, ours.config)
     places = tuple(_Walk(ours.model, source, twin.model, their_trace, len(ids)).places(our_trace))
-    found = errors(our_logits.cpu().log_softmax(dim=-1), their_logits.log_softmax(dim=-1))
-    last = Row(None, LOGPROBS, "logits", *found, LOGPROB_TOLERANCE, absolute=True)
-    return Comparison(ours, source, twin, their_trace, places, (*rows_of(places, LAYER_TOLERANCE), last))
+    rows = tuple(rows_of(places, LAYER_TOLERANCE))
+    theirs = their_logits.log_softmax(dim=-1)
+    found = errors(our_logits.cpu().log_softmax(dim=-1), theirs)
+    allowed = logprob_tolerance(twin, ids, theirs, rows[-1])
+    last = Row(None, LOGPROBS, "logits", *found, allowed, absolute=True)
+    return Comparison(ours, source, twin, their_trace, places, (*rows, last))
+
+
+def logprob_tolerance(twin: Twin, ids: list[int], logprobs: Tensor, norm: Row) -> float:
+    """Measure the largest difference of a log-probability that an error allowed in the final norm's result causes.
+
+    How large it is depends on the weights: on the norm of the head's rows, and on how large its input is. So random
+    noise with the bound of the row `norm` is added to that result, and Transformers' own head makes logits of it.
+    """
+    return errors(twin.logits(ids, norm.theirs, norm.allowed).log_softmax(dim=-1), logprobs)[0]
 
 
 def compare_kernels(directory: Path, dtype: str, ids: list[int]) -> tuple[Row, ...]:

@@ -121,6 +121,23 @@ class Twin:
             logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
         return trace, logits.float()
 
+    @torch.inference_mode()
+    def logits(self, ids: list[int], module: str, noise: float) -> Tensor:
+        """Compute the logits with random noise on the result of a module. noise: its RMS over that of the result."""
+        hook = self.model.get_submodule(module).register_forward_hook(partial(_noise, noise))
+        try:
+            with replaced(Tensor, "bfloat16", Tensor.float):
+                logits: Tensor = self.model(torch.tensor([ids]), use_cache=False).logits[0]
+        finally:
+            hook.remove()
+        return logits.float()
+
+
+def _noise(size: float, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Add noise to the result of a module; its RMS is `size` times that of the result."""
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    return output + size * output.square().mean().sqrt() * noise
+
 
 def transformers() -> Any:
     """Import the package `transformers`.

@@ -153,7 +153,7 @@ def test_the_certificate_comes_and_goes(
     file.write_text(text)
     assert info_certificate(directory) is not None
 
-    monkeypatch.setattr("penstock_lab.check.parity.LOGPROB_TOLERANCE", 0.0)
+    monkeypatch.setattr("penstock_lab.check.parity.logprob_tolerance", lambda *_: 0.0)
     code, report = check(capsys, str(directory))
     assert (code, report["certificate"], report["first_difference"]["name"]) == (1, None, "log-probabilities")
     assert info_certificate(directory) is None

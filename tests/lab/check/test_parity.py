@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.layers.module import get_submodule
 from penstock.models.registry import ARCHITECTURES
@@ -11,12 +12,12 @@ from penstock.spec.param_table import Parameter
 from penstock.weights.sources import read_parameters
 from penstock_lab.check.ours import OurModel
 from penstock_lab.check.pairs import BLOCK
-from penstock_lab.check.parity import ATTENTION, EPSILONS, Comparison, compare, find_cause
+from penstock_lab.check.parity import ATTENTION, EPSILONS, LOGPROBS, TABLE, Comparison, compare, find_cause
 from penstock_lab.check.proofs import NUM_TOKENS, Setting, ask, make_prompts
 from penstock_lab.check.target import find_target
 from penstock_lab.check.twin import ATTENTIONS, Twin
 from tests.families.case import Case, all_cases
-from tests.hf_models import random_ids
+from tests.hf_models import make_llama, random_ids
 from tests.kernels.packed import levels
 
 KERNELS = "cpu" if levels() else "reference"
@@ -46,6 +47,7 @@ def test_every_layer_agrees_and_each_is_compared(case: Case, tmp_path: Path) -> 
     found = compare(ours, twin, IDS)
     assert all(row.passed for row in found.rows), first(found)
     assert find_cause(found) is None
+    assert found.rows[-1].max_error < 1e-4  # the bound of tests/families, whatever the check allows for these weights
     rows = [row.name for row in found.rows]
     for name, parameter in read_parameters(ours.config).items():
         layer = name.rpartition(".")[0]
@@ -70,6 +72,34 @@ def test_a_changed_parameter_is_named(index: int, case: Case, tmp_path: Path) ->
     layer, name = parameter.name.rpartition(".")[0], first(found)
     assert name.partition(" ")[0] == layer or layer.startswith(f"{name}."), f"{source} was changed"
     assert "has different values" in (find_cause(found) or "")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.fields.get("tie_word_embeddings")], ids=str)
+def test_a_changed_head_is_named(case: Case, tmp_path: Path) -> None:
+    """Guards against a bound of the log-probabilities that lets an error of the head pass: one row is 1 % larger."""
+    ours, twin = load(case, tmp_path)
+    twin.model.get_output_embeddings().weight.data[7].mul_(1.01)
+    found = compare(ours, twin, IDS)
+    assert first(found) == LOGPROBS or first(found).endswith(TABLE)  # tied: the embedding has changed too
+    assert not found.rows[-1].passed
+
+
+@pytest.mark.parametrize("factor", [1, 1000])
+def test_large_logits_may_differ_more(factor: int, tmp_path: Path) -> None:
+    """Guards against a bound that fits the logits of a tiny model only: the head of Gemma 3 270M makes more of the same
+    rounding errors. An error beyond these is found at every size."""
+    _, directory = make_llama(tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": factor * tensors["lm_head.weight"]}, directory / "model.safetensors")
+    ours = OurModel.load(directory, dtype="float32", kernels=KERNELS, tokens=len(IDS))
+    found = compare(ours, twin := Twin.load(directory), IDS)
+    assert all(row.passed for row in found.rows)
+    assert 2 < found.rows[-1].allowed / found.rows[-1].max_error < 100
+    assert (found.rows[-1].max_error > 1e-4) == (factor > 1)
+    twin.model.get_submodule("model.norm").weight.data.mul_(1 + 1e-4)
+    found = compare(ours, twin, IDS)
+    assert not found.rows[-1].passed
+    assert first(found) == "model.norm"
 
 
 def held(parameter: Parameter, state: dict[str, torch.Tensor]) -> str:
