@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a directory, a config.json, a hub name, or demo")
+    parser.add_argument("model", metavar="MODEL", help="a directory, a GGUF file, a config.json, a hub name, or demo")
     parser.add_argument("--sharding", action="store_true", help="print a sharding file: NAME : AXIS #  TYPE SHAPE")
     add_imports(parser)
 

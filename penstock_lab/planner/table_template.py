@@ -16,9 +16,12 @@ from penstock.models.config_json import parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_model
 from penstock.spec.config_file import has_config, modern_falcon, read_config
 from penstock.spec.config_reader import read_json
+from penstock.spec.gguf import is_gguf
+from penstock.spec.gguf_config import config_of_gguf
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, Row
-from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
+from penstock.weights.safetensors import FLOATS, PACKED, TensorEntry
+from penstock.weights.sources import open_checkpoint
 from penstock_lab.planner.planned import num_elements
 
 LINE = 120  # columns
@@ -66,13 +69,15 @@ class Line:
 
 
 def table_text(model: Path, *, sharding: bool = False) -> str:
-    """Write the parameter table, or the sharding map, of a model directory or of a config.json.
+    """Write the parameter table, or the sharding map, of a model directory, a GGUF file or a config.json.
 
     Raises:
         ModelLoadError: there is neither a config.json of a known architecture nor a checkpoint.
     """
     directory, config = model, dict[str, Any]()
-    if model.is_file():
+    if is_gguf(model):
+        config, _ = config_of_gguf(model)
+    elif model.is_file():
         directory, config = model.parent, modern_falcon(read_json(model))
     elif has_config(model):
         config = read_config(model)
@@ -90,7 +95,7 @@ def table_text(model: Path, *, sharding: bool = False) -> str:
 def _known(directory: Path, config: dict[str, Any]) -> tuple[list[str], list[Line], list[str]]:
     model = parse_model_config(config)
     table = find_model(model.architecture).read_table()
-    entries = _entries(directory)
+    entries = _entries(directory, model)
     parameters = table.parameters(model)
     head = [
         f"# {model.architecture}: {model.num_hidden_layers} layers, {num_elements(parameters.values()):,} parameters",
@@ -133,7 +138,7 @@ def _value(value: Any) -> str:
 
 
 def _unknown(directory: Path, config: dict[str, Any], name: Any) -> tuple[list[str], list[Line], list[str]]:
-    entries = _entries(directory)
+    entries = _entries(directory, None)
     if not entries:
         raise ModelLoadError(
             f"{directory}: architectures = {name!s:.80} is not known, and there is no checkpoint to make a template "
@@ -197,7 +202,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _entries(directory: Path) -> dict[str, TensorEntry]:
+def _entries(directory: Path, model: ModelConfig | None) -> dict[str, TensorEntry]:
     """Read the tensors of a checkpoint if there is one; the directory of a hub name may hold only an index."""
-    stored = any(directory.glob("*.safetensors")) and not (directory / PACKED).is_file()
-    return Checkpoint(directory).entries if stored else {}
+    stored = is_gguf(directory) or (any(directory.glob("*.safetensors")) and not (directory / PACKED).is_file())
+    return open_checkpoint(directory, None if model is None else model.quantization).entries if stored else {}
