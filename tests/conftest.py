@@ -26,6 +26,9 @@ def empty_home(tmp_path_factory):
 
 def pytest_addoption(parser):
     parser.addoption("--may-skip", metavar="REGEX", help="fail if a test is skipped for a reason that does not match")
+    parser.addoption(
+        "--mutations", metavar="N", type=int, default=20, help="damaged files of each format (default: 20)"
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -16,11 +17,14 @@ from penstock.ranks.sharding_map import ShardingMap
 from penstock.spec.param_table import ParamTable
 from penstock.tokenizer.hf import load_tokenizer
 from penstock.weights.hub import MODEL_DIR
-from penstock_lab.prove.hostile_files import HostileFiles, Reader
+from penstock_lab.prove.file_mutations import mutate_gguf
+from penstock_lab.prove.hostile_files import HostileFiles, Reader, Target, make_targets
 from penstock_lab.prove.proof import Outcome, Subject, Trials
 from tests.hf_models import make_llama
 from tests.server.harness import send
+from tests.weights.files import gguf
 
+TOKENIZERS = ["`tokenizer.json`", "`tokenizer.model`", "`tekken.json`", "GGUF, byte-level BPE", "GGUF, SentencePiece"]
 YAML = st.text(st.sampled_from("[]{}:,-?&*!|>'\"%@#\n\t ax1.~<"), max_size=200)
 
 
@@ -31,6 +35,27 @@ def test_a_sample_of_mutated_files() -> None:
     assert outcome.wrong == []
     assert outcome.passed
     assert {"loaded", "refused"} <= set(outcome.figures)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory) -> dict[str, Target]:
+    """Files with tokenizers, by their rows in docs/files.md."""
+    found = make_targets(tmp_path_factory.mktemp("tokenizers"), MODEL_DIR)
+    targets = {f"`{target.file.name}`": target for target in found if target.kind == "tokenizer"}
+    targets["GGUF, SentencePiece"] = next(target for target in found if target.kind == "gguf")
+    file, _ = gguf("Q8_0", tmp_path_factory.mktemp("gguf"))
+    return targets | {"GGUF, byte-level BPE": Target("gguf", file, file.read_bytes(), mutate_gguf)}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.matrix("damaged", row)) for row in TOKENIZERS])
+def test_mutated_tokenizers(row, targets, pytestconfig) -> None:
+    """Guards against a traceback, a crash or a hang for a vocabulary, a merge or a special token that is none."""
+    target, random = targets[row], Random(row)
+    with Reader() as reader:
+        assert reader.read(target.kind, target.file) == "loaded"
+        for _ in range(pytestconfig.getoption("--mutations")):
+            target.file.write_bytes(target.mutate(random, target.content))
+            assert reader.read(target.kind, target.file) in ("loaded", "refused")
 
 
 def test_the_proof_sees_what_it_looks_for(tmp_path) -> None:

@@ -12,7 +12,6 @@ import yaml
 from benchmarks import picture
 from penstock.cli.main import build_parser, dashed
 from tests import support_matrix
-from tests.families.case import all_cases
 from tests.pages import CONSOLE, PAGES, ROOT, SERVE, commands, name_of, programs, run, serving
 
 README = ROOT / "README.md"
@@ -135,7 +134,8 @@ def test_the_picture_of_speed_is_that_of_the_table():
     assert picture.PICTURE.read_text(encoding="utf-8") == drawn
 
 
-def test_the_support_matrix_is_that_of_the_tests():
-    """Guards against a cell by hand, and against a family that is missing: the table has exactly the architectures and
+@pytest.mark.parametrize("matrix", support_matrix.MATRICES, ids=lambda matrix: matrix.name)
+def test_tables_of_what_works_are_those_of_the_tests(matrix):
+    """Guards against a cell by hand, and against a family or a format that is missing: a table has exactly the rows and
     cells that the tests define, and says of each that it passed when `make matrix` wrote it."""
-    assert support_matrix.written() == support_matrix.table(support_matrix.defined(), all_cases())
+    assert matrix.written() == matrix.table(matrix.defined())

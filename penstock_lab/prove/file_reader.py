@@ -22,7 +22,7 @@ from penstock.spec.param_table import ParamTable
 from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import CODES, fingerprint, verify_checksums
-from penstock.weights.sources import open_checkpoint, open_source, read_parameters
+from penstock.weights.sources import STACKED_DIMENSIONS, open_checkpoint, open_source, read_parameters
 
 CPU_S, MEMORY = 10.0, 2**30  # limits for one file; each file is smaller than a megabyte
 SAMPLE = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -53,7 +53,9 @@ def read_checkpoint(file: Path) -> None:
     checkpoint = open_checkpoint(file.parent, config.quantization)
     for name, entry in checkpoint.entries.items():
         if entry.dtype not in CODES and entry.shape:
-            checkpoint.rows(name).read(0, entry.shape[0])
+            first_expert = 0 if len(entry.shape) == STACKED_DIMENSIONS and entry.shape[0] else None
+            rows = checkpoint.rows(name, first_expert)
+            rows.read(0, rows.shape[0])
     open_source(checkpoint, config, "auto")
     fingerprint(file.parent)
     verify_checksums(file.parent)

@@ -86,6 +86,8 @@ PUBLISHED: dict[str, Any] = {
 }
 
 
+@pytest.mark.matrix("ids", "GGUF, byte-level BPE")
+@pytest.mark.matrix("texts", "GGUF, byte-level BPE")
 @pytest.mark.parametrize("pre", PUBLISHED)
 def test_byte_level_vocabularies(pre: str, tmp_path: Path) -> None:
     """Guards against words that are cut elsewhere, and an unlike treatment of added tokens."""
@@ -95,6 +97,9 @@ def test_byte_level_vocabularies(pre: str, tmp_path: Path) -> None:
     _check(load_tokenizer(_write(tmp_path / "model.gguf", backend, pre)), backend)
 
 
+@pytest.mark.matrix("ids", "GGUF, SentencePiece")
+@pytest.mark.matrix("texts", "GGUF, SentencePiece")
+@pytest.mark.matrix("BOS and EOS", "GGUF, SentencePiece")
 @pytest.mark.parametrize("strip", [False, True])
 def test_pieces_with_scores(strip: bool, tmp_path: Path) -> None:
     """Guards against merges in another order than the scores', a space too many in front, and lost bytes."""
@@ -111,6 +116,7 @@ def test_decoding_needs_no_merges(backend: Any, tmp_path: Path) -> None:
     check_only_decodes(_write(tmp_path / "model.gguf", backend()), HARD)
 
 
+@pytest.mark.matrix("BOS and EOS", "GGUF, byte-level BPE")
 @pytest.mark.parametrize("adds", [(False, False), (True, False), (False, True), (True, True)])
 def test_flags_say_what_is_added(adds: tuple[bool, bool], tmp_path: Path) -> None:
     """Guards against a BOS that is lost or doubled."""
@@ -122,6 +128,7 @@ def test_flags_say_what_is_added(adds: tuple[bool, bool], tmp_path: Path) -> Non
     assert found.encode("Once upon") == [bos] * adds[0] + ids + [eos] * adds[1]
 
 
+@pytest.mark.matrix("chat template", "GGUF, byte-level BPE")
 def test_the_chat_template_is_read(tmp_path: Path) -> None:
     """Guards against conversations that are refused, or rendered without the special tokens."""
     path = _write(tmp_path / "model.gguf", byte_level(), chat_template=TEMPLATE)

@@ -36,6 +36,7 @@ def both(request, tmp_path_factory):
 
 
 class TestOracle:
+    @pytest.mark.matrix("ids", "`tokenizer.json`")
     @pytest.mark.covers("M27")
     def test_encode(self, both):
         """Guards against a lost BOS, a truncation setting left on, an added token not seen."""
@@ -44,6 +45,7 @@ class TestOracle:
             for special in (True, False):
                 assert ours.encode(text, add_special_tokens=special) == theirs.encode(text, add_special_tokens=special)
 
+    @pytest.mark.matrix("texts", "`tokenizer.json`")
     def test_decode(self, both):
         """Guards against special tokens shown or dropped in the wrong place, and ids that do not exist."""
         ours, theirs = both
@@ -59,6 +61,7 @@ class TestOracle:
         ids = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=12))
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
+    @pytest.mark.matrix("BOS and EOS", "`tokenizer.json`")
     def test_attributes(self, both):
         """Guards against a vocabulary size without added tokens, and special ids that are only added ones."""
         ours, theirs = both
@@ -294,6 +297,7 @@ def test_clean_up():
 
 
 class TestChatTemplateFiles:
+    @pytest.mark.matrix("chat template", "`tokenizer.json`")
     def test_order(self, tmp_path):
         """Guards against an outdated template in tokenizer_config.json winning over the file."""
         voc.write(tmp_path, "byte_level", {"bos_token": voc.BOS})

@@ -78,6 +78,8 @@ def write(folder, data, name="tokenizer.model", **config):
 
 
 class TestSentencePiece:
+    @pytest.mark.matrix("ids", "`tokenizer.model`")
+    @pytest.mark.matrix("texts", "`tokenizer.model`")
     @settings(max_examples=200, deadline=None)
     @given(
         text=st.one_of(
@@ -94,6 +96,7 @@ class TestSentencePiece:
         if 0 not in ids:  # an unknown character, for which the library writes two question marks
             assert ours.decode(ids) == theirs.decode(ids)
 
+    @pytest.mark.matrix("BOS and EOS", "`tokenizer.model`")
     def test_bos_is_kept(self, tmp_path, llama):
         """Guards against prompts without BOS, which a conversion by Transformers gives."""
         ids = sentencepiece.SentencePieceProcessor(model_proto=llama).encode("a fox")
@@ -205,6 +208,8 @@ def small(tmp_path_factory):
 
 
 class TestTekken:
+    @pytest.mark.matrix("ids", "`tekken.json`")
+    @pytest.mark.matrix("texts", "`tekken.json`")
     @settings(max_examples=200, deadline=None)
     @given(text=st.text("abcdefghijklmnopqrstuvwxyz\u00e9\u4f60", min_size=1, max_size=30))
     def test_merges_by_ranks(self, small, text):
@@ -221,6 +226,7 @@ class TestTekken:
         """Guards against streams whose text depends on what only prompts need, and against loading that."""
         check_only_decodes(write(tmp_path, json.dumps(tekken()).encode(), "tekken.json"), HARD)
 
+    @pytest.mark.matrix("BOS and EOS", "`tekken.json`")
     def test_special_tokens(self, tmp_path):
         """Guards against special tokens at the wrong ids: listed, those of older files, without a name."""
         tok = load_tokenizer(write(tmp_path, json.dumps(tekken()).encode(), "tekken.json"))

@@ -4,6 +4,9 @@ Names of tensors come from that package's own table, quantised values from its q
 """
 
 import json
+import math
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,18 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }  # fmt: skip
 ON_THEIR_SIDE = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's
+# Where a block has numbers in float16, if it is not at its beginning only.
+SCALES = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,),
+}  # fmt: skip
+MIDDLE = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}  # of the codes, which the second number takes back
 SCALINGS = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
 
 
-def write_gguf(model: PreTrainedModel, path: Path, kind: str = "F32", **options: Any) -> Path:
-    """Write a model, its matrices in the type `kind`; the model gets the values that the file then holds.
+def write_gguf(model: PreTrainedModel, path: Path, kinds: str | Mapping[str, str] = "F32", **options: Any) -> Path:
+    """Write a model, its matrices in a type; the model gets the values that the file then holds.
 
+    kinds: the type, or one for each part of a name.
     options: tokenizer (a backend), template, split_max_tensors, and further metadata with __ for a dot.
     """
     config = model.config
@@ -38,21 +47,17 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str = "F32", **options:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], config.num_hidden_layers)
     for name, parameter in model.named_parameters():  # each once: a head that is the embedding is left out
         values = parameter.detach().float().numpy()
-        is_matrix = values.ndim > 1 and "position" not in name and ".wpe." not in name
-        if is_matrix and kind != "F32" and "gate.weight" not in name:
-            on_its_side = config.model_type == "gpt2" and name.endswith(ON_THEIR_SIDE)
-            values = quants.dequantize(quantized := _quantize(values.T if on_its_side else values, kind), _type(kind))
-            assert np.array_equal(_quantize(values, kind), quantized)  # so that the file holds what the model has
-            values = values.T if on_its_side else values
-            parameter.data.copy_(torch.from_numpy(np.ascontiguousarray(values)))
-        for target, array in _converted(name, values, config):
+        on_its_side = config.model_type == "gpt2" and name.endswith(ON_THEIR_SIDE)
+        values, kind = values.T if on_its_side else values, _kind(name, values, kinds)
+        blocks = values if kind == "F32" else quantise(values, kind)  # rows, which may be put in another order
+        if kind != "F32":
+            values = quants.dequantize(blocks, GGMLQuantizationType[kind])
+            parameter.data.copy_(torch.from_numpy(np.ascontiguousarray(values.T if on_its_side else values)))
+        for target, array in _converted(name, blocks, config):
             found = names.get_name(target, try_suffixes=(".weight", ".bias"))
             assert found is not None, target
-            array = np.ascontiguousarray(array, dtype=np.float32)
-            if is_matrix and kind != "F32" and "gate.weight" not in name:
-                writer.add_tensor(found, _quantize(array, kind), raw_dtype=_type(kind))
-            else:
-                writer.add_tensor(found, array)
+            raw = None if kind == "F32" else GGMLQuantizationType[kind]
+            writer.add_tensor(found, np.ascontiguousarray(array), raw_dtype=raw)
     if getattr(config, "rope_parameters", {}).get("rope_type") == "llama3":
         inverse = model.model.rotary_emb.inv_freq.numpy()
         plain = config.rope_parameters["rope_theta"] ** -(np.arange(len(inverse)) / len(inverse))
@@ -80,8 +85,8 @@ def write_zeros(config: PreTrainedConfig, path: Path, kind: str) -> Path:
         if len(shape) == 1:
             writer.add_tensor(found, np.zeros(shape, np.float32))
         else:
-            stored = gguf.quant_shape_to_byte_shape(shape, _type(kind))
-            writer.add_tensor(found, np.zeros(stored, np.uint8), raw_dtype=_type(kind))
+            stored = gguf.quant_shape_to_byte_shape(shape, GGMLQuantizationType[kind])
+            writer.add_tensor(found, np.zeros(stored, np.uint8), raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -89,16 +94,60 @@ def write_zeros(config: PreTrainedConfig, path: Path, kind: str) -> Path:
     return path
 
 
-def _type(kind: str) -> GGMLQuantizationType:
-    return GGMLQuantizationType[kind]
+def _kind(name: str, values: np.ndarray, kinds: str | Mapping[str, str]) -> str:
+    """The type that a tensor gets: F32 for vectors, routers, and GPT-2's positions."""
+    if values.ndim == 1 or "position" in name or ".wpe." in name or "gate.weight" in name:
+        return "F32"
+    return kinds if isinstance(kinds, str) else next(kind for part, kind in kinds.items() if part in name)
 
 
-def _quantize(values: np.ndarray, kind: str) -> np.ndarray:
-    return quants.quantize(np.ascontiguousarray(values), _type(kind))
+def quantise(values: np.ndarray, kind: str) -> np.ndarray:
+    """Return blocks, [.., bytes] uint8, of these values, or random ones as large if the package only reads a type."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    try:
+        return quants.quantize(values, GGMLQuantizationType[kind])
+    except NotImplementedError:
+        *rows, k = values.shape
+        blocks = random_blocks(kind, math.prod(rows), k, zlib.crc32(values))
+        if kind == "MXFP4":
+            blocks[..., 0] += round(math.log2(values.std()))
+        else:
+            _scale(blocks, kind, values.std() / dequantised(blocks, kind).std())
+        return blocks.reshape(*rows, -1)
+
+
+def random_blocks(kind: str, rows: int, k: int, seed: int = 0) -> np.ndarray:
+    """Return random bytes as blocks, [rows, blocks, bytes] uint8, with finite numbers where the format has float16."""
+    elements, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    random = np.random.default_rng([*kind.encode(), seed])
+    blocks = random.integers(0, 256, (rows, k // elements, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = random.integers(124, 128, blocks.shape[:2])
+    else:
+        numbers = random.normal(0, 0.01, blocks.shape[:2])
+        for at in SCALES.get(kind, (0,)):
+            blocks[..., at : at + 2] = numbers.astype(np.float16)[..., None].view(np.uint8)
+            numbers *= MIDDLE.get(kind, 1) * random.uniform(0.8, 1.2, numbers.shape)
+    return blocks
+
+
+def _scale(blocks: np.ndarray, kind: str, factor: float) -> None:
+    """Multiply the scales in blocks."""
+    for at in SCALES.get(kind, (0,)):
+        numbers = np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16) * np.float16(factor)
+        blocks[..., at : at + 2] = numbers.view(np.uint8)
+
+
+def dequantised(blocks: np.ndarray, kind: str) -> np.ndarray:
+    """Return the values of blocks, [rows, k] float32, as the package reads them."""
+    return quants.dequantize(blocks.reshape(len(blocks), -1), GGMLQuantizationType[kind])
 
 
 def _converted(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np.ndarray]]:
-    """Convert one tensor as llama.cpp's converter does, and return its parts as (name in Transformers, values)."""
+    """Convert one tensor as llama.cpp's converter does, and return its parts as (name in Transformers, values).
+
+    values: or blocks, because only rows change places.
+    """
     kind, heads = config.model_type, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     part = name.split(".")[-2]
@@ -114,8 +163,6 @@ def _converted(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np
         return [(name, turned.reshape(values.shape))]
     if kind.startswith("gemma") and name.endswith("norm.weight"):
         return [(name, values + 1)]
-    if kind == "gpt2" and name.endswith(ON_THEIR_SIDE):
-        return [(name, values.T)]
     if kind == "falcon" and "query_key_value" in name:
         kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
         grouped = values.reshape(kv_heads, heads // kv_heads + 2, config.head_dim, -1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType
 
 from penstock.kernels.backends import load_ops
 from penstock.kernels.coding import CodedRows
@@ -15,33 +15,19 @@ from penstock.spec.gguf import BLOCKS
 from penstock.weights.gguf import FORMATS, coded_rows
 from penstock.weights.safetensors import TensorEntry
 from tests.kernels import packed
+from tests.weights.gguf_files import dequantised, random_blocks
 
 ROWS, K = 5, 512
-
-
-def _random_blocks(name: str) -> np.ndarray:
-    """Random bytes, with finite numbers where the format has float16."""
-    elements, size = BLOCKS[name]
-    random = np.random.default_rng(sum(name.encode()))
-    blocks = random.integers(0, 256, (ROWS, K // elements, size), dtype=np.uint8)
-    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}
-    first = places.get(name, (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,))
-    for at in first:
-        numbers = random.normal(0, 0.01, blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = numbers[..., None].view(np.uint8)
-    if name == "MXFP4":
-        blocks[..., 0] = random.integers(100, 140, blocks.shape[:2])
-    return blocks
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_values_equal_the_reference(name: str, tmp_path: Path) -> None:
     """Guards against a nibble, a high bit or a step that is read from another place in the block."""
-    blocks = _random_blocks(name)
+    blocks = random_blocks(name, ROWS, K)
     file = tmp_path / "blocks"
     file.write_bytes(b"skipped" + blocks.tobytes())
     rows = coded_rows("weight", TensorEntry(file, (ROWS, K), name, 7))
-    expected = quants.dequantize(blocks.reshape(ROWS, -1), GGMLQuantizationType[name])
+    expected = dequantised(blocks, name)
     # The reference multiplies scale and step first, so that a product may be rounded differently.
     np.testing.assert_allclose(rows.read(0, ROWS), expected, rtol=3e-6, atol=np.abs(expected).max() * 3e-7)
     np.testing.assert_array_equal(rows.read(2, 4), rows.read(0, ROWS)[2:4])
@@ -51,7 +37,7 @@ def test_values_equal_the_reference(name: str, tmp_path: Path) -> None:
 def test_parts_have_the_shapes_and_types_of_the_coding(name: str, tmp_path: Path) -> None:
     """Guards against a part that the kernels would read in another type."""
     file = tmp_path / "blocks"
-    file.write_bytes(_random_blocks(name).tobytes())
+    file.write_bytes(random_blocks(name, ROWS, K).tobytes())
     rows = coded_rows("weight", TensorEntry(file, (ROWS, K), name, 0))
     parts = {part: (array.shape, str(array.dtype)) for part, array in rows.read_parts(0, ROWS).items()}
     assert parts == rows.coding.parts((ROWS, K))
@@ -64,7 +50,7 @@ def test_parts_have_the_shapes_and_types_of_the_coding(name: str, tmp_path: Path
 def test_blocks_are_packed_as_their_parts(name: str, ends: tuple[int, ...], tmp_path: Path) -> None:
     """Guards against native code that reads a block otherwise than its specification, BlockForm.unpack."""
     file = tmp_path / "blocks"
-    file.write_bytes(_random_blocks(name).tobytes())
+    file.write_bytes(random_blocks(name, ROWS, K).tobytes())
     rows = coded_rows("weight", TensorEntry(file, (ROWS, K), name, 0))
     parts = {part: TensorRows(array) for part, array in rows.read_parts(0, ROWS).items()}
     packing = Packing(ends, slices=2 if rows.coding.is_integer else 0, coding=rows.coding)

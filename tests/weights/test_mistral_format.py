@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from penstock import LLM, AsyncLLM
@@ -18,60 +17,17 @@ from penstock.weights.safetensors import INDEX, MISTRAL, SINGLE
 from penstock_lab.convert.rewrite import rewrite_model
 from penstock_lab.planner.table_template import table_text
 from tests.families.case import Case
-from tests.hf_models import TINY, hf_logprobs, make_llama, make_mistral, random_ids
+from tests.hf_models import hf_logprobs, make_llama, make_mistral, random_ids
 from tests.paged import PagedModel
 from tests.test_cli import called
-
-PARAMS: dict[str, Any] = {
-    "dim": TINY["hidden_size"],
-    "n_layers": TINY["num_hidden_layers"],
-    "head_dim": TINY["hidden_size"] // TINY["num_attention_heads"],
-    "hidden_dim": TINY["intermediate_size"],
-    "n_heads": TINY["num_attention_heads"],
-    "n_kv_heads": TINY["num_key_value_heads"],
-    "norm_eps": 1e-6,
-    "vocab_size": TINY["vocab_size"],
-    "sliding_window": 16,
-    "max_seq_len": 512,
-}
-NAMES = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "model.layers": "layers",
-    "block_sparse_moe": "feed_forward",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def as_mistral(name: str, value: Tensor) -> tuple[str, Tensor]:
-    """A tensor of Transformers in Mistral's format: elements i and i + D/2 of a rotated head become neighbours."""
-    head = PARAMS["head_dim"]
-    if "q_proj" in name or "k_proj" in name:
-        value = torch.stack(value.unflatten(0, (-1, head)).split(head // 2, dim=1), dim=2).reshape(value.shape)
-    for theirs, ours in NAMES.items():
-        name = name.replace(theirs, ours)
-    return name, value.contiguous()
+from tests.weights.mistral_files import PARAMS, as_mistral, write_mistral
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> tuple[Any, Path, Path]:
     """Transformers' model, its directory, and one in Mistral's format."""
     hf_model, directory = make_mistral(tmp_path)
-    own = tmp_path / "own"
-    own.mkdir()
-    tensors = dict(as_mistral(name, value) for name, value in load_file(directory / SINGLE).items())
-    save_file(tensors, own / MISTRAL)
-    (own / "params.json").write_text(json.dumps(PARAMS))
-    return hf_model, directory, own
+    return hf_model, directory, write_mistral(directory, tmp_path / "own")
 
 
 @pytest.mark.covers("M1")

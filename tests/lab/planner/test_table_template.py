@@ -15,6 +15,7 @@ from penstock.weights.safetensors import INDEX, SINGLE
 from penstock_lab.planner.table_template import guess_axis, row_fields, table_text
 from tests.hf_models import TINY, make_llama
 from tests.test_cli import called
+from tests.weights.files import FILES
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMA = {
@@ -106,6 +107,13 @@ def test_every_table_is_written_as_it_is_read(architecture: str) -> None:
     text = "\n".join(f"{row.pattern}: {{{', '.join(row_fields(row))}}}" for row in table.rows)
     again = ParamTable.from_text(text, "printed.yaml")
     assert again.rows == table.rows
+
+
+@pytest.mark.parametrize(("name", "coding"), [("Q8_0", "Q8_0"), ("gptq", "GPTQ int4")])
+def test_codes_have_the_name_of_their_format(name: str, coding: str, tmp_path: Path) -> None:
+    """Guards against a GGUF file that is read as JSON, and codes that are said to be floats."""
+    place, _ = next(file for file in FILES if file.name == name).make(tmp_path)
+    assert f"model.layers.*.mlp.down_proj.weight:  # {coding} [" in table_text(place)
 
 
 def test_an_index_without_its_files_is_no_checkpoint(tmp_path: Path) -> None:
