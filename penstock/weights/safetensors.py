@@ -129,12 +129,12 @@ class FileRows:
         return rows
 
     def read_columns(self, start: int, stop: int, begin: int, end: int) -> Array:
-        """Read only columns begin .. end-1 of rows start .. stop-1 of a matrix. Raises the same errors as `read`."""
-        columns: Array = empty((stop - start, end - begin), TYPES[self.entry.dtype])
-        element = columns.itemsize
+        """Read only begin .. end-1 of the second axis of rows start .. stop-1. Raises the same errors as `read`."""
+        columns: Array = empty((stop - start, end - begin, *self.shape[2:]), TYPES[self.entry.dtype])
+        element = columns.itemsize * math.prod(self.shape[2:])
         try:
             with self.entry.file.open("rb", buffering=0) as stream:
-                for row, buffer in enumerate(columns.view(UINT8), start):
+                for row, buffer in enumerate(columns.reshape(len(columns), -1).view(UINT8), start):
                     at = self.entry.offset + (row * self.shape[1] + begin) * element
                     if os.preadv(stream.fileno(), [buffer.data], at) < len(buffer):
                         raise ModelLoadError(f"{self.entry.file}: {self.name} is cut short")
