@@ -70,7 +70,7 @@ def use_new_python():
             say(f"{sys.executable} is Python {platform.python_version()}; {name} is used instead")
             os.execvp(name, [name, *sys.argv])
     stop(
-        "Penstock needs Python {}.{} or newer, and {} is Python {}. Install a one (Debian 12 and Ubuntu 24.04: sudo "
+        "Penstock needs Python {}.{} or newer, and {} is Python {}. Install a newer one (Debian 12 and Ubuntu 24.04: sudo "
         "apt install python3-venv) and name it: make demo PYTHON=/usr/bin/python3".format(
             *OLDEST, sys.executable, platform.python_version()
         )
@@ -192,9 +192,10 @@ def for_cpus(requirements):
 
 
 def run_pip(words):
-    """Install packages with pip. If it fails, show the end of its output."""
+    """Install packages with pip, which compiles none of their Python: what is imported is compiled then. If pip fails,
+    show the end of its output."""
     began = time.time()
-    command = [PYTHON, "-m", "pip", "install", "--verbose", "--disable-pip-version-check", *words]
+    command = [PYTHON, "-m", "pip", "install", "--verbose", "--no-compile", "--disable-pip-version-check", *words]
     with open(LOG, "w+", encoding="utf-8") as log:
         if run(command, "starting pip", log):
             log.seek(0)
