@@ -70,8 +70,8 @@ def use_new_python():
             say(f"{sys.executable} is Python {platform.python_version()}; {name} is used instead")
             os.execvp(name, [name, *sys.argv])
     stop(
-        "Penstock needs Python {}.{} or newer, and {} is Python {}. Install a newer one (Debian 12 and Ubuntu 24.04: sudo "
-        "apt install python3-venv) and name it: make demo PYTHON=/usr/bin/python3".format(
+        "Penstock needs Python {}.{} or newer, and {} is Python {}. Install a newer one (Debian 12 and Ubuntu 24.04: "
+        "sudo apt install python3-venv) and name it: make demo PYTHON=/usr/bin/python3".format(
             *OLDEST, sys.executable, platform.python_version()
         )
     )
