@@ -201,7 +201,6 @@ def say(page: Page, text: str, *answers: tuple[int, str] | None) -> None:
 
 def rest(page: Page) -> None:
     page.wait("document.querySelector('#send').innerText === 'Send'")
-    page.run("await new Promise(requestAnimationFrame)")
 
 
 def turns(page: Page) -> list[str]:
@@ -372,6 +371,23 @@ def test_conversations_are_kept_apart(page: Page) -> None:
     page.run("letGo()")
     rest(page)
     assert page.text("#conversations .name") == []  # the answer does not bring it back
+
+
+def test_tabs_show_the_same_conversations(chromium: Browser, server: RunningServer) -> None:
+    """Guards against a tab that writes an old state over what another one has added."""
+    with chromium.page() as first:
+        opened(first, server)
+        say(first, "One", answering("a"))
+        second = chromium.tab(first.context)
+        opened(second, server, first.value("'/' + location.hash"))
+        say(first, "Two", answering("b"))
+        second.wait("document.querySelectorAll('.turn').length === 4")
+        say(second, "Three", answering("c"))
+        assert sent(second) == [["One", "a", "Two", "b", "Three"]]
+        first.wait("document.querySelectorAll('.turn').length === 6")
+        second.run("confirm = () => true")
+        second.click("Delete")
+        first.wait("document.querySelectorAll('.turn, #conversations li').length === 0")
 
 
 def test_search_finds_what_was_said(page: Page) -> None:
