@@ -13,9 +13,11 @@ from penstock.assembly.engine import PlannedEngine, plan_engine
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.host import resident_bytes, usable_memory_bytes
+from penstock.kernels.cpu.library import chosen_level
 
 PRECISIONS = (None, "int8", "int4")
-ENOUGH, MOST = 4096, 32768  # tokens of a context
+ENOUGH, MOST, LEAST = 4096, 32768, 64  # tokens of a context
+GIB, UNLIMITED = 2**30, 2**50
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,30 @@ def fit_here(options: Mapping[str, Any]) -> Fitting:
         elif best is None or found[0].max_model_len > best.max_model_len:
             best = found[0]
     if best is None:
-        raise refusal or InvalidRequestError("model: nothing was planned", param="model")
+        raise (
+            _too_large(options) if _is_open(options, refusal) else refusal or InvalidRequestError("nothing was planned")
+        )
     return best
+
+
+def _is_open(options: Mapping[str, Any], refusal: InvalidRequestError) -> bool:
+    """Tell whether a model is too large for the machine, rather than for a limit that the user has set."""
+    return refusal.param == "memory" and not {"memory", "kv_cache_memory_bytes"} & set(options)
+
+
+def _too_large(options: Mapping[str, Any]) -> InvalidRequestError:
+    """Make the error for a model that fits at no precision: it says what the smallest one takes."""
+    for precision in reversed(PRECISIONS):
+        smallest = {"max_model_len": LEAST, **options, "max_num_seqs": 1, "memory": UNLIMITED}
+        try:
+            planned = plan_engine(EngineConfig.from_options(**{"quantization": precision} | smallest))
+        except InvalidRequestError:
+            continue  # the weights are quantised already, or not even the cache fits
+        total = 0 if planned.memory is None else planned.memory.total
+        name = planned.config.numerics.quantization or planned.codings or planned.config.numerics.dtype
+        sizes = f"{total / GIB:.1f} GiB as {name}, and may have {usable_memory_bytes() / GIB:.1f} GiB here"
+        return InvalidRequestError(f"model: it is too large for this machine: it takes {sizes}", param="model")
+    return InvalidRequestError("model: it is too large for this machine", param="model")
 
 
 def fittings(options: Mapping[str, Any]) -> list[Fitting]:
@@ -72,7 +96,8 @@ def _each(options: Mapping[str, Any]) -> Iterator[tuple[Fitting, bool] | Invalid
     for precision in PRECISIONS if "quantization" not in options else (options["quantization"],):
         given = {"max_num_seqs": 1, **options} | ({} if precision is None else {"quantization": precision})
         is_limited = "memory" in given or "kv_cache_memory_bytes" in given
-        limit = {} if is_limited else {"memory": resident_bytes() + usable_memory_bytes()}
+        can_plan = given.get("kernels") != "reference" and chosen_level() is not None  # torch's memory is its own
+        limit = {} if is_limited or not can_plan else {"memory": resident_bytes() + usable_memory_bytes()}
         try:
             planned = plan_engine(EngineConfig.from_options(**given | limit))
             length = planned.config.scheduler.max_model_len or 0

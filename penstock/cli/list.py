@@ -45,10 +45,8 @@ def _fit(place: str) -> dict[str, Any]:
 
     try:
         found = fit_here({"model": place})
-    except InvalidRequestError as error:
-        return {"fits": False, "reason": "too large" if error.param == "memory" else str(error)}
-    except ModelLoadError as error:
-        return {"fits": False, "reason": str(error).removeprefix(f"{place}: ")}
+    except (InvalidRequestError, ModelLoadError) as error:
+        return {"fits": False, "reason": str(error).removeprefix(f"{place}: ").removeprefix("model: ")}
     return {
         "fits": True,
         "precision": found.precision,
