@@ -55,10 +55,10 @@ def fit_here(options: Mapping[str, Any]) -> Fitting:
             return found[0]
         elif best is None or found[0].max_model_len > best.max_model_len:
             best = found[0]
+    if best is None and refusal is not None:
+        raise _too_large(options) if _is_open(options, refusal) else refusal
     if best is None:
-        raise (
-            _too_large(options) if _is_open(options, refusal) else refusal or InvalidRequestError("nothing was planned")
-        )
+        raise InvalidRequestError("model: no precision was planned", param="model")
     return best
 
 
