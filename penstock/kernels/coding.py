@@ -21,8 +21,10 @@ Arithmetic. If all levels are integers, a product is computed in integers: activ
 weights (native/products/products.h), the products of a group are summed exactly, multiplied by the group's step and
 summed exactly over the block; the block's sum is converted to float32, multiplied by its scale, and added to the total
 of its leaf, with each operation rounded separately. The sum of step_mins times the sums of the activations is exact
-too; it is multiplied by `mins` and added after it. So all instruction levels give the same bits. If a level is not an
-integer (FP8, NF4), activations keep the model's type, and a block's products are added in float32 in ascending k.
+too; it is multiplied by `mins` and added after it. So all instruction levels give the same bits. Two slices q0 and q1
+are joined (Coding.joins) where the sums of 254 q0 + q1 fit in an int32: the total is then that of this operand, and the
+leaf's is total * (1/254) * scale. If a level is not an integer (FP8, NF4), activations keep the model's type, and a
+block's products are added in float32 in ascending k.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,6 +37,7 @@ from penstock.kernels.tensors import BFLOAT16, FLOAT16, FLOAT32, INT8, INT32, UI
 
 CODE_BITS = (4, 6, 8)  # in which a code can be stored
 SCALE_TYPES = ("float16", "bfloat16", "float32")
+MAX_JOINED_BLOCK = 256  # elements: so many products of 254 q0 + q1 and codes up to 255 fit in an int32
 
 
 class PartRows(Protocol):
@@ -94,6 +97,11 @@ class Coding:
     def is_integer(self) -> bool:
         """Tell whether every level is an integer of 8 bits, so that products are exact in integers."""
         return all(level == int(level) and -128 <= level <= 127 for level in self.levels)
+
+    def joins(self, slices: int) -> bool:
+        """Tell whether the int8 slices of an activation are multiplied as one integer of 16 bits."""
+        short = self.block is not None and self.block <= MAX_JOINED_BLOCK
+        return self.is_integer and slices == 2 and short and not self.steps
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
         """List shape and type of every array of a weight [N, K], by the names that CodedRows.parts has.

@@ -112,6 +112,8 @@ def product(weight: CodedRows, x: np.ndarray, ends: Sequence[int], slices: int) 
     leaves = []
     for start, end in itertools.pairwise((0, *ends)):
         rows, row_scale = sliced(x[:, start:end], slices)
+        if coding.joins(slices):
+            rows = [254 * rows[0] + rows[1]]
         totals = [np.zeros((len(x), n), np.float32) for _ in rows]
         for first in range(start, end, coding.block or max(end, 1)):
             stop, block = min(first + (coding.block or end), end), first // (coding.block or end)
@@ -131,6 +133,8 @@ def product(weight: CodedRows, x: np.ndarray, ends: Sequence[int], slices: int) 
         leaf = totals[0]
         for total, ratio in zip(totals[1:], (254, 254 * 254), strict=False):
             leaf = leaf + total * (np.float32(1) / np.float32(ratio))
+        if coding.joins(slices):
+            leaf = leaf * (np.float32(1) / np.float32(254))
         leaves.append(leaf * row_scale)
     result = as_tree(leaves)
     return result * parts["column_scales"] if coding.column_scales else result

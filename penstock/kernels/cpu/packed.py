@@ -225,6 +225,7 @@ def _largest_code(coding: Coding) -> int:
 def _coding_fields(layout: Layout, coding: Coding) -> dict[str, Any]:
     """Return the fields of a PenstockWeight that describe a coding (native/abi.h)."""
     levels, fields = coding.levels, {"code_bits": coding.bits, "block_size": layout.block_size, "zero": coding.zero}
+    fields["joined"] = int(coding.joins(layout.slices))
     fields["scale_type"] = SCALE_TYPES.index(coding.scale_dtype)
     fields["largest_code"] = _largest_code(coding)
     if len(levels) == MAX_LEVELS:

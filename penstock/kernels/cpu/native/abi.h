@@ -131,6 +131,7 @@ struct PenstockWeight {
     const std::int32_t* order;    // [k] column of each stored column, or null
     std::int32_t scale_type;      // ScaleType
     std::int32_t code_bits;       // 4, 6 or 8
+    std::int32_t joined;          // coded: whether the two slices of a row are multiplied as one integer (coding.py)
     std::int32_t zero;            // coded: the code of 0; with levels, a number that makes each level a byte, 0 .. 255
     std::int32_t has_levels;      // 4 bits: whether levels are the values of the codes, which else are code - zero
     std::int32_t largest_code;    // without the sign of a float of 8 bits; larger ones are not packed

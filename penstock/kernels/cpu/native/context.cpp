@@ -17,7 +17,9 @@ constexpr std::int64_t PAGE = 4096, HUGE_PAGE = std::int64_t{2} << 20;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 
 bool has_avx512f() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

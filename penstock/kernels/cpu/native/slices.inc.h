@@ -10,6 +10,7 @@ namespace {
 constexpr float LARGEST_SLICE = 127.0f;
 constexpr float SLICE_RATIO = 254.0f;  // the rest after rounding is at most 1/2, which is 127 in the next slice
 constexpr float SECOND_SLICE = 1.0f / 254.0f;
+constexpr int JOINED_SLICE = 254;      // two slices are joined as 254 q0 + q1, which fits in 16 bits
 constexpr float THIRD_SLICE = 1.0f / (254.0f * 254.0f);
 constexpr int ZERO_POINT = 128;        // stored int8 values are unsigned: value + 128
 

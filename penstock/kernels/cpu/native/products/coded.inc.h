@@ -77,6 +77,11 @@ inline Floats load_scales(const char* array, std::int32_t type, std::int64_t blo
     if (type == SCALE_F32) return same_bits<Floats>(load_bits(reinterpret_cast<const float*>(from)));
     const Ints high = load_bits(reinterpret_cast<const std::uint16_t*>(from));  // a half in the upper 16 bits
     if (type == SCALE_BF16) return same_bits<Floats>(high);
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#endif
     const Ints magnitude = (high & MAGNITUDE_BITS) >> 3;  // its exponent is less than that of float32 by 127 - 15
     const Floats value = same_bits<Floats>(magnitude) * 0x1p112f;
     return same_bits<Floats>(same_bits<Ints>(value) | (high & ~MAGNITUDE_BITS));
@@ -90,16 +95,25 @@ inline int largest_code(const PenstockWeight& w) {
     return static_cast<int>(largest) + w.zero;
 }
 
-// The parts of which codes consist: at levels that multiply bytes in words of 16 bits, a large code is its low four
-// bits and its high four bits. Two products of codes up to 129 and operands fit into a word.
-inline int parts_of(const PenstockWeight& w) {
+// Whether operands are words: levels that add products of bytes in words of 16 bits multiply large codes as words. Two
+// products of codes up to 129 and operands fit into a word.
+inline bool has_word_operands(const PenstockWeight& w) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    return largest_code(w) > 129 ? 2 : 1;
+    return largest_code(w) > 129;
 #else
     (void)w;
-    return 1;
+    return false;
 #endif
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int OPERAND_BYTES = 2;
+#else
+constexpr int OPERAND_BYTES = 1;
+#endif
+
+// Rows of the sums of a tile with so many activation rows.
+inline int sum_rows(const PenstockWeight& w, int rows) { return w.joined != 0 || w.slices == 0 ? rows : rows * w.slices; }
 
 // ---- Activations
 
@@ -132,35 +146,47 @@ inline WordSums word_sums(const std::int8_t* from) {
 #endif
 }
 
-// What packing leaves in OperandArgs::sums, for `rows` operand rows: what the sums of a group begin with, because codes
-// are stored + zero, [groups][parts][rows]; then what mins are multiplied with: for step_mins, the sums of two groups
-// as two words, [groups / 2][rows], else the sums of blocks as float32, [blocks][rows].
+// What packing leaves in OperandArgs::sums: what the sums of a group begin with, because codes are stored + zero,
+// [groups][operand rows], or [groups][rows of sums] for words; then what mins are multiplied with: for step_mins, the
+// sums of two groups as two words, [groups / 2][rows of sums], else the sums of blocks as float32, [blocks][rows of sums].
 struct OperandSums {
     std::int32_t* starts;
     std::int32_t* mins;
 };
 
 inline OperandSums operand_sums(const PenstockWeight& w, std::int32_t* sums, int rows) {
-    return {sums, sums + w.padded_k / w.group_size * parts_of(w) * rows};
+    return {sums, sums + w.padded_k / w.group_size * rows};
 }
 
-// What the sum of a group begins with, part by part.
-inline void group_starts(const PenstockWeight& w, WordSums sums, int parts, int rows, std::int32_t* starts) {
+// What the sum of a group begins with, for operands that are bytes.
+inline std::int32_t group_start(const PenstockWeight& w, WordSums sums) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    for (int part = 0; part < parts; ++part) {
-        const int zero = parts == 1 ? w.zero : part == 0 ? w.zero & 15 : w.zero >> 4;
-        starts[part * rows] = same_bits<std::int32_t>(sums * -zero);
-    }
+    return same_bits<std::int32_t>(sums * -w.zero);
 #else
-    (void)parts, (void)rows;
-    *starts = -w.zero * sums.sum();
+    return -w.zero * sums.sum();
 #endif
 }
 
-// A tile laid out as [padded_k / 4][operand rows][4], and its sums.
+// slices [rows * slices][CHUNK] -> [length / 4][rows of sums][2][2] words: elements 0 and 2, then 1 and 3 of each quad.
+inline void interleave_words(const PenstockWeight& w, const std::int8_t* slices, int rows, int length, std::int8_t* to) {
+    const int sums = sum_rows(w, rows);
+    for (int row = 0; row < sums; ++row, slices += w.joined != 0 ? 2 * CHUNK : CHUNK)
+        for (int k = 0; k < length; k += QUAD) {
+            std::int16_t words[QUAD];
+            for (int i = 0; i < QUAD; ++i) {
+                const int word = w.joined != 0 ? JOINED_SLICE * slices[k + i] + slices[CHUNK + k + i] : slices[k + i];
+                words[i % 2 * 2 + i / 2] = static_cast<std::int16_t>(word);
+            }
+            __builtin_memcpy(to + (k / QUAD * sums + row) * static_cast<int>(sizeof words), words, sizeof words);
+        }
+}
+
+// A tile laid out as [padded_k / 4][operand rows][4], or as interleave_words() says, and its sums.
 inline void pack_integers(const OperandArgs& args) {
     const PenstockWeight& w = *args.weight;
-    const int rows = args.rows * w.slices, group = w.group_size, parts = parts_of(w);
+    const int rows = args.rows * w.slices, rows_of_sums = sum_rows(w, args.rows), slices_of_sum = rows / rows_of_sums;
+    const int group = w.group_size;
+    const bool words = has_word_operands(w);
     const OperandSums sums = operand_sums(w, args.sums, rows);
     std::int32_t of_leaves[MAX_LEAVES * MAX_TILE_ROWS];
     OperandArgs quantise = args;
@@ -173,7 +199,10 @@ inline void pack_integers(const OperandArgs& args) {
     int leaf = -1;
     std::int64_t leaf_end = 0;
     quantize_tile(quantise, 0, [&](std::int64_t k, int length, const std::int8_t* slices) {
-        interleave(slices, rows, length, tile + k * rows);
+        if (words)
+            interleave_words(w, slices, args.rows, length, tile + k * rows_of_sums * 2);
+        else
+            interleave(slices, rows, length, tile + k * rows);
         for (int at = 0; at < length; at += GRANULE) {
             const std::int64_t to = k + at;
             while (to >= leaf_end) {
@@ -191,18 +220,21 @@ inline void pack_integers(const OperandArgs& args) {
             }
             if ((to + GRANULE) % group != 0) continue;
             const std::int64_t index = to / group;
-            for (int o = 0; o < rows; ++o) {
-                group_starts(w, group_sums[o], parts, rows, sums.starts + index * parts * rows + o);
-                const int sum = group_sums[o].sum();
+            for (int o = 0; o < rows_of_sums; ++o) {
+                int sum = group_sums[o * slices_of_sum].sum();
+                if (slices_of_sum == 2) sum = sum * JOINED_SLICE + group_sums[2 * o + 1].sum();
+                if (words) sums.starts[index * rows_of_sums + o] = -w.zero * sum;
                 if (w.step_mins != nullptr) {
-                    std::int32_t& pair = sums.mins[index / 2 * rows + o];
+                    std::int32_t& pair = sums.mins[index / 2 * rows_of_sums + o];
                     const auto word = static_cast<std::uint32_t>(sum) & 0xffff;
                     pair = static_cast<std::int32_t>(index % 2 == 0 ? word : word << 16) | (index % 2 == 0 ? 0 : pair);
                 } else if (w.mins != nullptr) {
                     block_sums[o] += static_cast<float>(sum);  // exact: below 2^24, as packed.py requires
-                    sums.mins[block * rows + o] = same_bits<std::int32_t>(block_sums[o]);
+                    sums.mins[block * rows_of_sums + o] = same_bits<std::int32_t>(block_sums[o]);
                 }
             }
+            if (!words)
+                for (int o = 0; o < rows; ++o) sums.starts[index * rows + o] = group_start(w, group_sums[o]);
         }
     });
 }

@@ -18,7 +18,7 @@ struct Tile {
     PanelArrays panel;
     const void* operands;
     OperandSums sums;
-    int rows;
+    int rows;  // of the sums
 };
 
 // The sums of a block: Number is int32, or float if the levels are not integers.
@@ -31,10 +31,14 @@ struct BlockSums {
     std::int32_t mins[TILE_ROWS][PANEL];
 
     static Number operand(const Tile& tile, std::int64_t k, int row) {
-        if constexpr (INTEGER)
-            return static_cast<const std::int8_t*>(tile.operands)[(k / QUAD * tile.rows + row) * QUAD + k % QUAD];
-        else
+        if constexpr (INTEGER) {
+            const auto* quads = static_cast<const std::int8_t*>(tile.operands);
+            const std::int64_t quad = k / QUAD * tile.rows + row;
+            if (tile.weight.joined == 0) return quads[quad * QUAD + k % QUAD];
+            return quads[2 * quad * QUAD + k % QUAD] * JOINED_SLICE + quads[(2 * quad + 1) * QUAD + k % QUAD];
+        } else {
             return static_cast<const float*>(tile.operands)[k * tile.rows + row];
+        }
     }
 
     // Add the group from element k on.
@@ -95,9 +99,9 @@ struct BlockSums {
 template <class Number>
 void multiply(const MultiplyArgs& a) {
     const PenstockWeight& w = *a.weight;
-    const int rows = operand_rows(a);
+    const int rows = sum_rows(w, a.rows);
     const std::int64_t blocks = blocks_of(w);
-    const OperandSums sums = operand_sums(w, const_cast<std::int32_t*>(a.sums), rows);
+    const OperandSums sums = operand_sums(w, const_cast<std::int32_t*>(a.sums), operand_rows(a));
     for (int t = 0; t < a.tiles; ++t) {
         const Tile tile{w, panel_of(w, a.first_panel, blocks), static_cast<const char*>(a.tile) + t * a.tile_stride,
                         {sums.starts + t * a.sums_stride, sums.mins + t * a.sums_stride}, rows};
@@ -121,7 +125,7 @@ int one_panel(int) { return 1; }
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_CODED>() {
-    return {TILE_ROWS, 1, one_panel, pack_integers, multiply<std::int32_t>};
+    return {TILE_ROWS, OPERAND_BYTES, one_panel, pack_integers, multiply<std::int32_t>};
 }
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_CODED_FLOAT>() {

@@ -22,10 +22,9 @@ constexpr int WIDTH = LANES * 4;                // bytes of a register
 constexpr int HALVES = PANEL / LANES / 2;       // pairs of registers that hold the columns of a panel
 constexpr int PAIR = 2;
 constexpr int NIBBLE_BYTES = 64;                // of a quad
-constexpr int FEW_ROWS = 3;                     // most operand rows that read codes from memory
 constexpr int LINE = 64;
 
-constexpr int max_panels(int operand_rows) { return operand_rows <= FEW_ROWS ? MAX_PANELS : 1; }
+constexpr int max_panels(int operand_rows) { return operand_rows <= 3 ? MAX_PANELS : 1; }
 
 // The register of a panel's columns that is register c of those from pair `half` on: a pair has columns of the low,
 // then of the high nibbles.
@@ -39,23 +38,27 @@ inline Ints load_register(const void* from) {
 
 PENSTOCK_INLINE Ints all(std::int32_t word) { return Ints{} + word; }
 
+constexpr std::int32_t ONE_WORDS = 0x00010001;
+
 // ---- Dot products of bytes
 
 #if defined(__AVX512F__)
 
 // Four products are added to an int32.
 struct Dot {
-    static constexpr int MAX_FLUSH = 8, MAX_DISTANCE = 8 * 255;
-
     static PENSTOCK_INLINE void add(Ints& sum, const Ints& codes, const Ints& x) {
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
     }
     static PENSTOCK_INLINE Ints load_steps(const std::int8_t* from) {
         return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     }
-    template <int PART>
-    static PENSTOCK_INLINE Ints flush(const Ints& sums, const Ints& of_group, const Ints& steps, bool has_steps) {
-        return sums + (has_steps ? of_group * steps : of_group);
+    // Add the sums of a run, times the step of its group.
+    static PENSTOCK_INLINE Ints flush(const Ints& sums, const Ints& run, const Ints& steps, bool has_steps) {
+        return sums + (has_steps ? run * steps : run);
+    }
+    // Add the sums of a run of both slices.
+    static PENSTOCK_INLINE Ints join(const Ints& sums, const Ints& first, const Ints& second) {
+        return sums + first * JOINED_SLICE + second;
     }
     static PENSTOCK_INLINE Ints lookup(const Ints& table, const Ints& codes) {
         return (Ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
@@ -73,9 +76,10 @@ struct Dot {
 // Two products each are added to two words, which are multiplied by the step and added to an int32. The words of a code
 // that is stored + zero begin with -zero times the sums of their operands, and may wrap around before the end: with
 // d = the greatest |code - zero|, so many quads give a word of at most 2 * 127 * d each: 129 / d quads fit. packed.py
-// lets d be at most 32 if a code has one part, and groups have 4 quads if d is above 16 and codes have a zero.
+// lets d be at most 32 for codes that are multiplied as bytes, and groups have 4 quads if d is above 16 and codes have a
+// zero.
 struct Dot {
-    static constexpr int MAX_FLUSH = 8, MAX_DISTANCE = 129;
+    static constexpr int MAX_DISTANCE = 129;
 
     static PENSTOCK_INLINE void add(Ints& words, const Ints& codes, const Ints& x) {
         words = add_byte_products(words, codes, x);
@@ -86,9 +90,11 @@ struct Dot {
                                                5, 8, 9, 8, 9, 12, 13, 12, 13);
         return (Ints)_mm256_shuffle_epi8(wide, twice);
     }
-    template <int PART>
-    static PENSTOCK_INLINE Ints flush(const Ints& sums, const Ints& words, const Ints& steps, bool) {
-        return add_word_products(sums, words, PART == 0 ? steps : (Ints)_mm256_slli_epi16((__m256i)steps, 4));
+    static PENSTOCK_INLINE Ints flush(const Ints& sums, const Ints& run, const Ints& steps, bool) {
+        return add_word_products(sums, run, steps);
+    }
+    static PENSTOCK_INLINE Ints join(const Ints& sums, const Ints& first, const Ints& second) {
+        return add_word_products(add_word_products(sums, first, all(JOINED_SLICE * ONE_WORDS)), second, all(ONE_WORDS));
     }
     static PENSTOCK_INLINE Ints lookup(const Ints& table, const Ints& codes) {
         return (Ints)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
@@ -102,14 +108,15 @@ struct Dot {
 
 #endif
 
-constexpr std::int32_t ONE_WORDS = 0x00010001;
-constexpr int UNROLLED = 4;  // quads
+constexpr int MAX_RUN = 8;  // quads
 
-// Quads that are multiplied before the accumulators are flushed: 4 or 8.
-inline int flush_of(const PenstockWeight& w, int parts) {
-    const int largest = largest_code(w), above = largest - w.zero;
-    const int distance = parts == 2 ? 15 : above > w.zero ? above : w.zero;
-    const int quads = Dot::MAX_FLUSH * distance > Dot::MAX_DISTANCE ? UNROLLED : Dot::MAX_FLUSH;
+// Quads whose products are added before they are flushed: 4 or 8.
+inline int run_of(const PenstockWeight& w) {
+    int quads = MAX_RUN;
+#if !defined(__AVX512F__)
+    const int above = largest_code(w) - w.zero;
+    if (quads * (above > w.zero ? above : w.zero) > Dot::MAX_DISTANCE) quads /= 2;
+#endif
     return quads * QUAD < w.group_size ? quads : w.group_size / QUAD;
 }
 
@@ -156,7 +163,7 @@ struct Work {
     PanelArrays panel;
     const char* operands;    // of the tile
     OperandSums sums;        // of the tile
-    int rows;                // operand rows of the tile
+    int rows;                // of the sums; each is of one or two operand rows
     float* totals;           // [rows][stride]
     float* partial;          // [rows][stride]: the sums of a block between its pieces
     int stride;
@@ -243,29 +250,104 @@ struct Part {
     }
 };
 
-// Codes whose levels are integers, as bytes. PARTS: as parts_of() says.
-template <int CODE_BITS, bool TABLE, int PARTS>
-struct IntegerCodes {
+// The 16 levels of codes of 4 bits, as bytes: level + zero.
+inline Ints byte_table(const PenstockWeight& w) {
+    alignas(16) std::uint8_t bytes[MAX_LEVELS];
+    for (int i = 0; i < MAX_LEVELS; ++i)
+        bytes[i] = static_cast<std::uint8_t>(static_cast<int>(w.levels[i]) + w.zero);
+    return Dot::table_of(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+}
+
+// Codes whose levels are integers, as bytes that are multiplied with bytes. RUN: as run_of() says. JOINED: whether the
+// two slices of a row are joined (coding.py).
+template <int CODE_BITS, bool TABLE, int RUN, bool JOINED>
+struct ByteCodes {
     static constexpr int BITS = CODE_BITS;
     static constexpr int PIECE = 256;
-    static constexpr int WHOLE_ROWS = 3 - PARTS;  // most rows that are multiplied with all columns of a panel at once
-    static constexpr int BLOCK_ROWS = HALVES == 1 ? 6 : 3;  // most rows whose sums stay in registers
+    static constexpr int SLICES = JOINED ? 2 : 1;                 // of a row of sums
+    static constexpr int FEW_ROWS = 3 / SLICES;                   // most rows that read codes from memory
+    static constexpr int WHOLE_ROWS = 2 / SLICES;                 // most rows that are multiplied with a whole panel
+    static constexpr int BLOCK_ROWS = 6 / SLICES;                 // most rows whose sums stay in registers
+    template <int COLUMNS>
+    using Quad = Ints[COLUMNS][1];
+
+    Ints table;
+
+    explicit ByteCodes(const PenstockWeight& w) : table(byte_table(w)) {}
+
+    template <int HALF, int COLUMNS>
+    PENSTOCK_INLINE void unpack(const std::uint8_t* quad, Quad<COLUMNS>& to) const {
+        load_codes<BITS, HALF>(quad, to[0]);
+        if constexpr (COLUMNS > PAIR) load_codes<BITS, HALF + 1>(quad, to[PAIR]);
+        if constexpr (TABLE)
+            for (int c = 0; c < COLUMNS; ++c) to[c][0] = Dot::lookup(table, to[c][0]);
+    }
+
+    // load(quad, Quad&) gives the codes of a quad of the piece.
+    template <int ROWS, int HALF, int COLUMNS, class Load>
+    PENSTOCK_INLINE void add_rows(const Work& work, int row, const Load& load) const {
+        static constexpr std::int32_t ZEROS[ROWS * SLICES] = {};
+        const PenstockWeight& w = work.weight;
+        const int operands = work.rows * SLICES;
+        const std::int64_t first_group = work.piece.k >> work.group_shift;
+        const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + work.piece.k * operands) + row * SLICES;
+        const std::int32_t* starts = work.sums.starts + first_group * operands + row * SLICES;
+        const std::int8_t* steps = w.steps == nullptr ? nullptr : work.panel.steps + first_group * PANEL;
+        int quad = 0;
+        const Part<ROWS, HALF, COLUMNS> part{work, row};
+        part.template each_block<Ints>([&](std::int64_t k, std::int64_t stop, Ints (&sums)[ROWS][COLUMNS])
+                                           __attribute__((always_inline)) {
+            for (; k < stop; k += w.group_size, starts += operands) {
+                const std::int32_t* start = starts;
+                for (const int end = quad + w.group_size / QUAD; quad < end; quad += RUN, start = ZEROS) {
+                    Ints run[ROWS * SLICES][COLUMNS];
+#pragma GCC unroll 6
+                    for (int r = 0; r < ROWS * SLICES; ++r)
+                        for (int c = 0; c < COLUMNS; ++c) run[r][c] = all(start[r]);
+#pragma GCC unroll 8
+                    for (int i = 0; i < RUN; ++i, x += operands) {
+                        Quad<COLUMNS> codes;
+                        load(quad + i, codes);
+#pragma GCC unroll 6
+                        for (int r = 0; r < ROWS * SLICES; ++r) {
+                            const Ints of_row = all(x[r]);
+                            for (int c = 0; c < COLUMNS; ++c) Dot::add(run[r][c], codes[c][0], of_row);
+                        }
+                    }
+                    for (int c = 0; c < COLUMNS; ++c) {
+                        Ints step = all(ONE_WORDS);
+                        if (!JOINED && steps != nullptr) step = Dot::load_steps(steps + register_of(HALF, c) * LANES);
+#pragma GCC unroll 6
+                        for (int r = 0; r < ROWS; ++r) {
+                            Ints& sum = sums[r][c];
+                            if constexpr (JOINED)
+                                sum = Dot::join(sum, run[2 * r][c], run[2 * r + 1][c]);
+                            else
+                                sum = Dot::flush(sum, run[r][c], step, steps != nullptr);
+                        }
+                    }
+                }
+                if (!JOINED && steps != nullptr) steps += PANEL;
+            }
+        });
+    }
+};
+
+#if !defined(__AVX512F__)
+
+// Codes whose levels are integers and may be as large as a byte, as words that are multiplied with words.
+template <int CODE_BITS, bool TABLE>
+struct WordCodes {
+    static constexpr int BITS = CODE_BITS;
+    static constexpr int PIECE = 256;
+    static constexpr int FEW_ROWS = 2, WHOLE_ROWS = 2, BLOCK_ROWS = 6;
+    static constexpr int PARTS = 2;  // elements 0 and 2, and elements 1 and 3 of a quad
     template <int COLUMNS>
     using Quad = Ints[COLUMNS][PARTS];
 
-    Ints tables[PARTS];
-    int flush;
+    Ints table;
 
-    explicit IntegerCodes(const PenstockWeight& w) : flush(flush_of(w, PARTS)) {
-        alignas(16) std::uint8_t bytes[PARTS][MAX_LEVELS];
-        for (int i = 0; i < MAX_LEVELS; ++i) {
-            const int byte = static_cast<int>(w.levels[i]) + w.zero;
-            for (int part = 0; part < PARTS; ++part)
-                bytes[part][i] = static_cast<std::uint8_t>(PARTS == 1 ? byte : part == 0 ? byte & 15 : byte >> 4);
-        }
-        for (int part = 0; part < PARTS; ++part)
-            tables[part] = Dot::table_of(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[part])));
-    }
+    explicit WordCodes(const PenstockWeight& w) : table(byte_table(w)) {}
 
     template <int HALF, int COLUMNS>
     PENSTOCK_INLINE void unpack(const std::uint8_t* quad, Quad<COLUMNS>& to) const {
@@ -273,63 +355,52 @@ struct IntegerCodes {
         load_codes<BITS, HALF>(quad, codes);
         if constexpr (COLUMNS > PAIR) load_codes<BITS, HALF + 1>(quad, codes + PAIR);
         for (int c = 0; c < COLUMNS; ++c) {
-            if constexpr (TABLE) {
-                for (int part = 0; part < PARTS; ++part) to[c][part] = Dot::lookup(tables[part], codes[c]);
-            } else if constexpr (PARTS == 1) {
-                to[c][0] = codes[c];
-            } else {
-                to[c][0] = codes[c] & 0x0f0f0f0f;
-                to[c][1] = codes[c] >> 4 & 0x0f0f0f0f;
-            }
+            if constexpr (TABLE) codes[c] = Dot::lookup(table, codes[c]);
+            to[c][0] = codes[c] & 0x00ff00ff;
+            to[c][1] = (Ints)_mm256_srli_epi16((__m256i)codes[c], 8);
         }
     }
 
-    // load(quad, Quad&) gives the codes of a quad of the piece.
     template <int ROWS, int HALF, int COLUMNS, class Load>
     PENSTOCK_INLINE void add_rows(const Work& work, int row, const Load& load) const {
-        const int rows = work.rows, group_quads = work.weight.group_size / QUAD, some = flush;
+        const PenstockWeight& w = work.weight;
+        const int rows = work.rows;
         const std::int64_t first_group = work.piece.k >> work.group_shift;
-        const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + work.piece.k * rows) + row;
-        const std::int32_t* starts = work.sums.starts + first_group * PARTS * rows + row;
-        const std::int8_t* steps = work.panel.steps;
-        if (steps != nullptr) steps += first_group * PANEL;
+        const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + work.piece.k * rows * PARTS) + row * PARTS;
+        const std::int32_t* starts = work.sums.starts + first_group * rows + row;
+        const std::int8_t* steps = w.steps == nullptr ? nullptr : work.panel.steps + first_group * PANEL;
+        constexpr int UNROLLED = 4;
         int quad = 0;
-        const Part<ROWS, HALF, COLUMNS> part_of_panel{work, row};
-        part_of_panel.template each_block<Ints>([&](std::int64_t k, std::int64_t stop, Ints (&sums)[ROWS][COLUMNS])
-                                                    __attribute__((always_inline)) {
-            for (; k < stop; k += work.weight.group_size, starts += PARTS * rows) {
-                for (const int group_end = quad + group_quads; quad < group_end;) {
-                    Ints added[ROWS][COLUMNS][PARTS];
-                    const bool first = quad + group_quads == group_end;
+        const Part<ROWS, HALF, COLUMNS> part{work, row};
+        part.template each_block<Ints>([&](std::int64_t k, std::int64_t stop, Ints (&sums)[ROWS][COLUMNS])
+                                           __attribute__((always_inline)) {
+            for (; k < stop; k += w.group_size, starts += rows) {
+                Ints group[ROWS][COLUMNS];
 #pragma GCC unroll 6
-                    for (int r = 0; r < ROWS; ++r)
-                        for (int part = 0; part < PARTS; ++part) {
-                            const Ints start = all(first ? starts[part * rows + r] : 0);
-                            for (int c = 0; c < COLUMNS; ++c) added[r][c][part] = start;
-                        }
-                    for (const int flush_end = quad + some; quad < flush_end; quad += UNROLLED) {
+                for (int r = 0; r < ROWS; ++r)
+                    for (int c = 0; c < COLUMNS; ++c) group[r][c] = all(starts[r]);
+                for (const int end = quad + w.group_size / QUAD; quad < end; quad += UNROLLED) {
 #pragma GCC unroll 4
-                        for (int i = 0; i < UNROLLED; ++i, x += rows) {
-                            Quad<COLUMNS> codes;
-                            load(quad + i, codes);
+                    for (int i = 0; i < UNROLLED; ++i, x += rows * PARTS) {
+                        Quad<COLUMNS> codes;
+                        load(quad + i, codes);
+#pragma GCC unroll 2
+                        for (int p = 0; p < PARTS; ++p)
 #pragma GCC unroll 6
                             for (int r = 0; r < ROWS; ++r) {
-                                const Ints of_row = all(x[r]);
+                                const Ints of_row = all(x[r * PARTS + p]);
                                 for (int c = 0; c < COLUMNS; ++c)
-                                    for (int part = 0; part < PARTS; ++part)
-                                        Dot::add(added[r][c][part], codes[c][part], of_row);
+                                    group[r][c] = add_word_products(group[r][c], codes[c][p], of_row);
                             }
-                        }
                     }
-                    for (int c = 0; c < COLUMNS; ++c) {
-                        const Ints step =
-                            steps == nullptr ? all(ONE_WORDS) : Dot::load_steps(steps + register_of(HALF, c) * LANES);
-                        for (int r = 0; r < ROWS; ++r) {
-                            sums[r][c] = Dot::flush<0>(sums[r][c], added[r][c][0], step, steps != nullptr);
-                            if constexpr (PARTS == 2)
-                                sums[r][c] = Dot::flush<1>(sums[r][c], added[r][c][PARTS - 1], step, steps != nullptr);
-                        }
-                    }
+                }
+                for (int c = 0; c < COLUMNS; ++c) {
+                    Ints step = all(1);
+                    if (steps != nullptr)
+                        step = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(
+                            reinterpret_cast<const __m128i*>(steps + register_of(HALF, c) * LANES)));
+                    for (int r = 0; r < ROWS; ++r)
+                        sums[r][c] += steps != nullptr ? group[r][c] * step : group[r][c];
                 }
                 if (steps != nullptr) steps += PANEL;
             }
@@ -337,12 +408,14 @@ struct IntegerCodes {
     }
 };
 
+#endif
+
 // Codes with other levels, as float32: floats of 8 bits with MANTISSA bits of mantissa, or 4 bits for a table.
 template <int CODE_BITS, int MANTISSA>
 struct FloatCodes {
     static constexpr int BITS = CODE_BITS;
     static constexpr int PIECE = 128;
-    static constexpr int WHOLE_ROWS = 2;
+    static constexpr int FEW_ROWS = 3, WHOLE_ROWS = 2;
     static constexpr int BLOCK_ROWS = HALVES == 1 ? 12 : 6;
     template <int COLUMNS>
     using Quad = Floats[QUAD][COLUMNS];
@@ -489,11 +562,11 @@ template <class Codes>
 void multiply_codes(const MultiplyArgs& a) {
     const PenstockWeight& w = *a.weight;
     const Codes codes(w);
-    const int rows = operand_rows(a), columns = a.panels * PANEL;
+    const int rows = sum_rows(w, a.rows), columns = a.panels * PANEL;
     const std::int64_t blocks = blocks_of(w), totals_stride = rows * columns;
-    const bool few = a.tiles == 1 && rows <= FEW_ROWS;
+    const bool few = a.tiles == 1 && rows <= Codes::FEW_ROWS;
     alignas(64) float totals[MAX_TOTALS], partial[MAX_TOTALS];
-    const OperandSums sums = operand_sums(w, const_cast<std::int32_t*>(a.sums), rows);
+    const OperandSums sums = operand_sums(w, const_cast<std::int32_t*>(a.sums), operand_rows(a));
     PanelArrays panels[MAX_PANELS], next_panels[MAX_PANELS];
     for (int p = 0; p < a.panels; ++p) {
         panels[p] = panel_of(w, a.first_panel + p, blocks);
@@ -516,7 +589,7 @@ void multiply_codes(const MultiplyArgs& a) {
                 prefetch_arrays(
                     w, ends ? next_panels[p] : panels[p], piece, ends ? 0 : k, ends ? 0 : piece.block + blocks_done);
                 if (few) {
-                    with_constant<FEW_ROWS>(
+                    with_constant<Codes::FEW_ROWS>(
                         rows, [&](auto some) { multiply_few<decltype(some)::value, 0>(work, codes, ahead); });
                     continue;
                 }
@@ -531,19 +604,27 @@ void multiply_codes(const MultiplyArgs& a) {
     });
 }
 
+template <int BITS, bool TABLE>
+void multiply_bytes(const MultiplyArgs& a) {
+    const bool joined = a.weight->joined != 0;
+    if (run_of(*a.weight) == MAX_RUN)
+        return (joined ? multiply_codes<ByteCodes<BITS, TABLE, MAX_RUN, true>>
+                       : multiply_codes<ByteCodes<BITS, TABLE, MAX_RUN, false>>)(a);
+    return (joined ? multiply_codes<ByteCodes<BITS, TABLE, MAX_RUN / 2, true>>
+                   : multiply_codes<ByteCodes<BITS, TABLE, MAX_RUN / 2, false>>)(a);
+}
+
 void multiply_integers(const MultiplyArgs& a) {
     const PenstockWeight& w = *a.weight;
 #if defined(__AVX512F__)
-    if (w.code_bits == 8) return multiply_codes<IntegerCodes<8, false, 1>>(a);
-    if (w.code_bits == 6) return multiply_codes<IntegerCodes<6, false, 1>>(a);
-    if (w.has_levels != 0) return multiply_codes<IntegerCodes<4, true, 1>>(a);
+    if (w.code_bits == 8) return multiply_bytes<8, false>(a);
 #else
-    if (w.code_bits == 8) return multiply_codes<IntegerCodes<8, false, 2>>(a);
-    if (w.code_bits == 6) return multiply_codes<IntegerCodes<6, false, 1>>(a);
-    if (w.has_levels != 0 && parts_of(w) == 2) return multiply_codes<IntegerCodes<4, true, 2>>(a);
-    if (w.has_levels != 0) return multiply_codes<IntegerCodes<4, true, 1>>(a);
+    if (w.code_bits == 8) return multiply_codes<WordCodes<8, false>>(a);
+    if (has_word_operands(w)) return multiply_codes<WordCodes<4, true>>(a);
 #endif
-    multiply_codes<IntegerCodes<4, false, 1>>(a);
+    if (w.code_bits == 6) return multiply_bytes<6, false>(a);
+    if (w.has_levels != 0) return multiply_bytes<4, true>(a);
+    multiply_bytes<4, false>(a);
 }
 
 void multiply_floats(const MultiplyArgs& a) {
@@ -559,7 +640,7 @@ template <> ProductKernel product_kernel<THIS_LEVEL, KIND_CODED_FLOAT>() {
 }
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_CODED>() {
-    return {TILE_ROWS, 1, max_panels, pack_integers, multiply_integers};
+    return {TILE_ROWS, OPERAND_BYTES, max_panels, pack_integers, multiply_integers};
 }
 
 }  // namespace penstock

@@ -28,6 +28,7 @@ inline void end_leaf(
             Floats sum = floats(totals + c);
             if (slices > 1) sum = sum + floats(totals + columns + c) * SECOND_SLICE;
             if (slices > 2) sum = sum + floats(totals + 2 * columns + c) * THIRD_SLICE;
+            if (w.joined != 0) sum = sum * SECOND_SLICE;  // products with 254 times the operand
             sum = sum * scale;
             for (int level = 0; levels >> level; ++level)
                 if (levels >> level & 1) sum = floats(tree + level * level_stride + c) + sum;

@@ -28,7 +28,7 @@ constexpr std::int64_t TREE_FLOATS = OUT_FLOATS * TREE_LEVELS;
 
 constexpr std::int64_t FLOATS_PER_LINE = 16;  // per cache line
 
-constexpr std::int64_t SUMS_PER_GROUP = 3;  // at most, per operand row (OperandArgs::sums)
+constexpr std::int64_t SUMS_PER_GROUP = 2;  // at most, per operand row (OperandArgs::sums)
 
 std::int64_t panel_bytes(const PenstockWeight& weight) { return weight.padded_k * PANEL * weight_bits(weight) / 8; }
 
