@@ -22,9 +22,11 @@ constexpr int WIDTH = LANES * 4;                // bytes of a register
 constexpr int HALVES = PANEL / LANES / 2;       // pairs of registers that hold the columns of a panel
 constexpr int PAIR = 2;
 constexpr int NIBBLE_BYTES = 64;                // of a quad
+constexpr int FEW_ROWS = 3;                     // most operand rows, of one tile, that read codes from memory
 constexpr int LINE = 64;
+constexpr int AHEAD_BYTES = 2048;               // of a panel: how far few rows prefetch
 
-constexpr int max_panels(int operand_rows) { return operand_rows <= 3 ? MAX_PANELS : 1; }
+constexpr int max_panels(int operand_rows) { return operand_rows <= FEW_ROWS ? MAX_PANELS : 1; }
 
 // The register of a panel's columns that is register c of those from pair `half` on: a pair has columns of the low,
 // then of the high nibbles.
@@ -156,6 +158,8 @@ PENSTOCK_INLINE void load_codes(const std::uint8_t* quad, Ints* codes) {
 
 // ---- What is multiplied
 
+inline int group_shift(const PenstockWeight& w) { return w.group_size == GRANULE ? 4 : 5; }
+
 // A piece of one panel and one tile.
 struct Work {
     const PenstockWeight& weight;
@@ -197,8 +201,7 @@ struct Part {
                     sums[r][c] = piece.first ? Sums{} : same_bits<Sums>(at(work.partial, r, c));
             add(k, stop, sums);
             if (piece.last) {
-                finish(block, sums);
-                if (work.panel.mins != nullptr) add_mins(block, begin, stop);
+                finish(block, begin, stop, [&](int r, int c) { return sums[r][c]; });
             } else {
                 for (int r = 0; r < ROWS; ++r)
                     for (int c = 0; c < COLUMNS; ++c) at(work.partial, r, c) = same_bits<Floats>(sums[r][c]);
@@ -208,21 +211,23 @@ struct Part {
         } while (k < end);
     }
 
-  private:
-    // Add the sums of a block to the totals.
-    template <class Sums>
-    PENSTOCK_INLINE void finish(std::int64_t block, const Sums (&sums)[ROWS][COLUMNS]) const {
+    // Add sum(r, c), the sums of a block of the elements begin .. stop - 1, to the totals.
+    template <class Sum>
+    PENSTOCK_INLINE void finish(std::int64_t block, std::int64_t begin, std::int64_t stop, const Sum& sum) const {
         for (int c = 0; c < COLUMNS; ++c) {
             Floats scales = Floats{} + 1.0f;
             if (work.panel.scales != nullptr)
                 scales = load_scales(work.panel.scales, work.weight.scale_type, block, register_of(HALF, c) * LANES);
+#pragma GCC unroll 6
             for (int r = 0; r < ROWS; ++r) {
                 Floats& total = at(work.totals, r, c);
-                total = total + __builtin_convertvector(sums[r][c], Floats) * scales;
+                total = total + __builtin_convertvector(sum(r, c), Floats) * scales;
             }
         }
+        if (work.panel.mins != nullptr) add_mins(block, begin, stop);
     }
 
+  private:
     PENSTOCK_INLINE void add_mins(std::int64_t block, std::int64_t begin, std::int64_t stop) const {
         const PenstockWeight& w = work.weight;
         const std::int32_t* of_rows = work.sums.mins + row;
@@ -264,10 +269,9 @@ template <int CODE_BITS, bool TABLE, int RUN, bool JOINED>
 struct ByteCodes {
     static constexpr int BITS = CODE_BITS;
     static constexpr int PIECE = 256;
-    static constexpr int SLICES = JOINED ? 2 : 1;                 // of a row of sums
-    static constexpr int FEW_ROWS = 3 / SLICES;                   // most rows that read codes from memory
-    static constexpr int WHOLE_ROWS = 2 / SLICES;                 // most rows that are multiplied with a whole panel
-    static constexpr int BLOCK_ROWS = 6 / SLICES;                 // most rows whose sums stay in registers
+    static constexpr int SLICES = JOINED ? 2 : 1;  // operand rows of a row of sums
+    static constexpr int WHOLE_ROWS = 2 / SLICES;  // most rows that are multiplied with a whole panel at once
+    static constexpr int BLOCK_ROWS = 6 / SLICES;  // most rows whose sums stay in registers with the columns of a pair
     template <int COLUMNS>
     using Quad = Ints[COLUMNS][1];
 
@@ -283,51 +287,75 @@ struct ByteCodes {
             for (int c = 0; c < COLUMNS; ++c) to[c][0] = Dot::lookup(table, to[c][0]);
     }
 
+    // Multiply RUN quads. load(i, Quad&) gives the codes of quad i.
+    template <int ROWS, int COLUMNS, class Load>
+    static PENSTOCK_INLINE void multiply_run(const std::int32_t* start, const std::int32_t* x, int operands,
+                                             const Load& load, Ints (&run)[ROWS * SLICES][COLUMNS]) {
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS * SLICES; ++r)
+            for (int c = 0; c < COLUMNS; ++c) run[r][c] = all(start[r]);
+#pragma GCC unroll 8
+        for (int i = 0; i < RUN; ++i, x += operands) {
+            Quad<COLUMNS> codes;
+            load(i, codes);
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS * SLICES; ++r) {
+                const Ints of_row = all(x[r]);
+                for (int c = 0; c < COLUMNS; ++c) Dot::add(run[r][c], codes[c][0], of_row);
+            }
+        }
+    }
+
     // load(quad, Quad&) gives the codes of a quad of the piece.
     template <int ROWS, int HALF, int COLUMNS, class Load>
     PENSTOCK_INLINE void add_rows(const Work& work, int row, const Load& load) const {
         static constexpr std::int32_t ZEROS[ROWS * SLICES] = {};
         const PenstockWeight& w = work.weight;
+        const Piece& piece = work.piece;
         const int operands = work.rows * SLICES;
-        const std::int64_t first_group = work.piece.k >> work.group_shift;
-        const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + work.piece.k * operands) + row * SLICES;
+        const std::int64_t first_group = piece.k >> work.group_shift;
+        const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + piece.k * operands) + row * SLICES;
         const std::int32_t* starts = work.sums.starts + first_group * operands + row * SLICES;
         const std::int8_t* steps = w.steps == nullptr ? nullptr : work.panel.steps + first_group * PANEL;
         int quad = 0;
+        Ints run[ROWS * SLICES][COLUMNS];
+        const auto multiply = [&](const std::int32_t* start) __attribute__((always_inline)) {
+            multiply_run<ROWS, COLUMNS>(
+                start, x, operands,
+                [&](int i, auto& to) __attribute__((always_inline)) { load(quad + i, to); }, run);
+            x += RUN * operands;
+            quad += RUN;
+        };
+        // The sums of a run, times the step of the columns of register c, added to `sum`.
+        const auto flushed = [&](const Ints& sum, int r, int c, const Ints& step) __attribute__((always_inline)) {
+            if constexpr (JOINED) return Dot::join(sum, run[2 * r][c], run[2 * r + 1][c]);
+            return Dot::flush(sum, run[r][c], step, steps != nullptr);
+        };
         const Part<ROWS, HALF, COLUMNS> part{work, row};
+        if (w.block_size == RUN * QUAD && steps == nullptr) {
+            std::int64_t block = piece.block;
+            for (std::int64_t k = piece.k; k < piece.k + piece.size; k += RUN * QUAD, starts += operands, ++block) {
+                multiply(starts);
+                part.finish(block, k, k + RUN * QUAD, [&](int r, int c) __attribute__((always_inline)) {
+                    return flushed(Ints{}, r, c, all(ONE_WORDS));
+                });
+            }
+            return;
+        }
         part.template each_block<Ints>([&](std::int64_t k, std::int64_t stop, Ints (&sums)[ROWS][COLUMNS])
                                            __attribute__((always_inline)) {
             for (; k < stop; k += w.group_size, starts += operands) {
                 const std::int32_t* start = starts;
-                for (const int end = quad + w.group_size / QUAD; quad < end; quad += RUN, start = ZEROS) {
-                    Ints run[ROWS * SLICES][COLUMNS];
-#pragma GCC unroll 6
-                    for (int r = 0; r < ROWS * SLICES; ++r)
-                        for (int c = 0; c < COLUMNS; ++c) run[r][c] = all(start[r]);
-#pragma GCC unroll 8
-                    for (int i = 0; i < RUN; ++i, x += operands) {
-                        Quad<COLUMNS> codes;
-                        load(quad + i, codes);
-#pragma GCC unroll 6
-                        for (int r = 0; r < ROWS * SLICES; ++r) {
-                            const Ints of_row = all(x[r]);
-                            for (int c = 0; c < COLUMNS; ++c) Dot::add(run[r][c], codes[c][0], of_row);
-                        }
-                    }
+                for (const int end = quad + w.group_size / QUAD; quad < end; start = ZEROS) {
+                    multiply(start);
                     for (int c = 0; c < COLUMNS; ++c) {
                         Ints step = all(ONE_WORDS);
-                        if (!JOINED && steps != nullptr) step = Dot::load_steps(steps + register_of(HALF, c) * LANES);
+                        if (steps != nullptr) step = Dot::load_steps(steps + register_of(HALF, c) * LANES);
 #pragma GCC unroll 6
-                        for (int r = 0; r < ROWS; ++r) {
-                            Ints& sum = sums[r][c];
-                            if constexpr (JOINED)
-                                sum = Dot::join(sum, run[2 * r][c], run[2 * r + 1][c]);
-                            else
-                                sum = Dot::flush(sum, run[r][c], step, steps != nullptr);
-                        }
+                        for (int r = 0; r < ROWS; ++r) sums[r][c] = flushed(sums[r][c], r, c, step);
                     }
                 }
-                if (!JOINED && steps != nullptr) steps += PANEL;
+                if (steps != nullptr) steps += PANEL;
             }
         });
     }
@@ -340,7 +368,7 @@ template <int CODE_BITS, bool TABLE>
 struct WordCodes {
     static constexpr int BITS = CODE_BITS;
     static constexpr int PIECE = 256;
-    static constexpr int FEW_ROWS = 2, WHOLE_ROWS = 2, BLOCK_ROWS = 6;
+    static constexpr int SLICES = 1, WHOLE_ROWS = 2, BLOCK_ROWS = 6;
     static constexpr int PARTS = 2;  // elements 0 and 2, and elements 1 and 3 of a quad
     template <int COLUMNS>
     using Quad = Ints[COLUMNS][PARTS];
@@ -415,7 +443,7 @@ template <int CODE_BITS, int MANTISSA>
 struct FloatCodes {
     static constexpr int BITS = CODE_BITS;
     static constexpr int PIECE = 128;
-    static constexpr int FEW_ROWS = 3, WHOLE_ROWS = 2;
+    static constexpr int SLICES = 1, WHOLE_ROWS = 2;
     static constexpr int BLOCK_ROWS = HALVES == 1 ? 12 : 6;
     template <int COLUMNS>
     using Quad = Floats[QUAD][COLUMNS];
@@ -514,7 +542,7 @@ inline void prefetch_arrays(
 
 // Multiply all rows of a tile that has few with the columns from pair HALF on, and prefetch the codes from `ahead` on.
 template <int ROWS, int HALF, class Codes>
-inline void multiply_few(const Work& work, const Codes& codes, const std::uint8_t* ahead) {
+PENSTOCK_INLINE void multiply_few(const Work& work, const Codes& codes, const std::uint8_t* ahead) {
     constexpr int COLUMNS = ROWS <= Codes::WHOLE_ROWS ? PANEL / LANES : PAIR;
     const std::uint8_t* const quads = work.quads(Codes::BITS);
     codes.template add_rows<ROWS, HALF, COLUMNS>(work, 0, [&](int quad, auto& to) __attribute__((always_inline)) {
@@ -524,6 +552,29 @@ inline void multiply_few(const Work& work, const Codes& codes, const std::uint8_
         codes.template unpack<HALF, COLUMNS>(quads + at, to);
     });
     if constexpr (HALF + COLUMNS / PAIR < HALVES) multiply_few<ROWS, HALF + 1>(work, codes, ahead);
+}
+
+// Add the products of a leaf of one tile with few rows. The panels are read in turn, a group of each: a core keeps more
+// lines from memory in flight if they belong to several streams.
+template <int ROWS, class Codes>
+void multiply_few(const MultiplyArgs& a, const LeafRange& leaf, std::int64_t first_block, const Codes& codes,
+                  const PanelArrays* panels, const OperandSums& sums, float* totals, float* partial) {
+    constexpr int AHEAD = AHEAD_BYTES / (Codes::BITS * PANEL / 8) / MAX_GROUP * MAX_GROUP;  // elements
+    const PenstockWeight& w = *a.weight;
+    const std::int64_t blocks = blocks_of(w), skipped = a.panels - 1;
+    each_piece(w, leaf, first_block, MAX_GROUP, [&](const Piece& piece) {
+        // What follows the end of the panel is the beginning of the panel that is read after it.
+        std::int64_t k = piece.k + AHEAD, block = piece.block;
+        if (w.block_size > 0) block += w.block_size < AHEAD ? AHEAD / w.block_size : 1;
+        if (k >= w.padded_k) k += skipped * w.padded_k;
+        if (block >= blocks) block += skipped * blocks;
+        for (int p = 0; p < a.panels; ++p) {
+            const Work work{w, piece, panels[p], static_cast<const char*>(a.tile), sums, ROWS, totals + p * PANEL,
+                            partial + p * PANEL, a.panels * PANEL, group_shift(w)};
+            prefetch_arrays(w, panels[p], piece, k, block);
+            multiply_few<ROWS, 0>(work, codes, panels[p].values + k / QUAD * quad_bytes(Codes::BITS));
+        }
+    });
 }
 
 // Register by register: GCC copies larger memory through the stack in smaller parts, which stalls.
@@ -558,46 +609,45 @@ inline void multiply_half(
     }
 }
 
+// Add the products of a leaf of all tiles with one panel.
+template <class Codes>
+void multiply_many(const MultiplyArgs& a, const LeafRange& leaf, std::int64_t first_block, const Codes& codes,
+                   const PanelArrays* panels, const OperandSums& sums, float* totals, float* partial) {
+    const PenstockWeight& w = *a.weight;
+    const int rows = sum_rows(w, a.rows), parts = HALVES * a.tiles * ((rows + Codes::BLOCK_ROWS - 1) / Codes::BLOCK_ROWS);
+    each_piece(w, leaf, first_block, Codes::PIECE, [&](const Piece& piece) {
+        // The piece that follows in the panel, or the first of the panel that follows, is prefetched.
+        const std::int64_t k = piece.k + piece.size, bytes = piece.size / QUAD * std::int64_t{quad_bytes(Codes::BITS)};
+        const std::int64_t blocks_done = w.block_size > 0 ? (k - piece.begin) / w.block_size : 0;
+        const Work work{w, piece, *panels, static_cast<const char*>(a.tile), sums, rows, totals, partial, PANEL,
+                        group_shift(w)};
+        prefetch_arrays(w, *panels, piece, k, piece.block + blocks_done);
+        Prefetch prefetch{work.quads(Codes::BITS) + bytes, (bytes / parts + LINE - 1) / LINE * LINE};
+        multiply_half<0>(a, work, codes, rows * PANEL, prefetch);
+        if constexpr (HALVES > 1) multiply_half<HALVES - 1>(a, work, codes, rows * PANEL, prefetch);
+    });
+}
+
 template <class Codes>
 void multiply_codes(const MultiplyArgs& a) {
     const PenstockWeight& w = *a.weight;
     const Codes codes(w);
-    const int rows = sum_rows(w, a.rows), columns = a.panels * PANEL;
-    const std::int64_t blocks = blocks_of(w), totals_stride = rows * columns;
-    const bool few = a.tiles == 1 && rows <= Codes::FEW_ROWS;
+    const int rows = sum_rows(w, a.rows), columns = a.panels * PANEL, totals_stride = rows * columns;
+    const std::int64_t blocks = blocks_of(w);
+    const bool few = operand_rows(a) <= FEW_ROWS;
     alignas(64) float totals[MAX_TOTALS], partial[MAX_TOTALS];
     const OperandSums sums = operand_sums(w, const_cast<std::int32_t*>(a.sums), operand_rows(a));
-    PanelArrays panels[MAX_PANELS], next_panels[MAX_PANELS];
-    for (int p = 0; p < a.panels; ++p) {
-        panels[p] = panel_of(w, a.first_panel + p, blocks);
-        next_panels[p] = panel_of(w, a.first_panel + p + a.panels, blocks);
-    }
-    const int parts = HALVES * a.tiles * ((rows + Codes::BLOCK_ROWS - 1) / Codes::BLOCK_ROWS);
+    PanelArrays panels[MAX_PANELS];
+    for (int p = 0; p < a.panels; ++p) panels[p] = panel_of(w, a.first_panel + p, blocks);
     std::int64_t first_block = 0;
     each_leaf(w, [&](const LeafRange& leaf) {
         __builtin_memset(totals, 0, sizeof totals[0] * static_cast<std::size_t>(a.tiles * totals_stride));
-        each_piece(w, leaf, first_block, Codes::PIECE, [&](const Piece& piece) {
-            // The piece that follows in the same panel, or the first of the panel that follows, is prefetched.
-            const std::int64_t k = piece.k + piece.size;
-            const bool ends = k >= w.padded_k;
-            const std::int64_t blocks_done = w.block_size > 0 ? (k - piece.begin) / w.block_size : 0;
-            for (int p = 0; p < a.panels; ++p) {
-                const Work work{w, piece, panels[p], static_cast<const char*>(a.tile), sums, rows,
-                                totals + p * PANEL, partial + p * PANEL, columns, w.group_size == GRANULE ? 4 : 5};
-                const std::int64_t bytes = piece.size / QUAD * std::int64_t{quad_bytes(Codes::BITS)};
-                const std::uint8_t* ahead = ends ? next_panels[p].values : work.quads(Codes::BITS) + bytes;
-                prefetch_arrays(
-                    w, ends ? next_panels[p] : panels[p], piece, ends ? 0 : k, ends ? 0 : piece.block + blocks_done);
-                if (few) {
-                    with_constant<Codes::FEW_ROWS>(
-                        rows, [&](auto some) { multiply_few<decltype(some)::value, 0>(work, codes, ahead); });
-                    continue;
-                }
-                Prefetch prefetch{ahead, (bytes / parts + LINE - 1) / LINE * LINE};
-                multiply_half<0>(a, work, codes, totals_stride, prefetch);
-                if constexpr (HALVES > 1) multiply_half<HALVES - 1>(a, work, codes, totals_stride, prefetch);
-            }
-        });
+        if (few)
+            with_constant<FEW_ROWS / Codes::SLICES>(rows, [&](auto some) {
+                multiply_few<decltype(some)::value>(a, leaf, first_block, codes, panels, sums, totals, partial);
+            });
+        else
+            multiply_many(a, leaf, first_block, codes, panels, sums, totals, partial);
         for (int tile = 0; tile < a.tiles; ++tile)
             end_leaf(a, leaf.index, tile, 0, rows / a.rows, columns, totals + tile * totals_stride);
         first_block += blocks_of(w, leaf.padded);
