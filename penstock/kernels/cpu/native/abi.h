@@ -22,7 +22,7 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 11;        // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 12;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree

@@ -113,7 +113,9 @@ constexpr int OPERAND_BYTES = 1;
 #endif
 
 // Rows of the sums of a tile with so many activation rows.
-inline int sum_rows(const PenstockWeight& w, int rows) { return w.joined != 0 || w.slices == 0 ? rows : rows * w.slices; }
+inline int sum_rows(const PenstockWeight& w, int rows) {
+    return w.joined != 0 || w.slices == 0 ? rows : rows * w.slices;
+}
 
 // ---- Activations
 
@@ -148,7 +150,8 @@ inline WordSums word_sums(const std::int8_t* from) {
 
 // What packing leaves in OperandArgs::sums: what the sums of a group begin with, because codes are stored + zero,
 // [groups][operand rows], or [groups][rows of sums] for words; then what mins are multiplied with: for step_mins, the
-// sums of two groups as two words, [groups / 2][rows of sums], else the sums of blocks as float32, [blocks][rows of sums].
+// sums of two groups as two words, [groups / 2][rows of sums], else the sums of blocks as float32,
+// [blocks][rows of sums].
 struct OperandSums {
     std::int32_t* starts;
     std::int32_t* mins;
@@ -168,7 +171,8 @@ inline std::int32_t group_start(const PenstockWeight& w, WordSums sums) {
 }
 
 // slices [rows * slices][CHUNK] -> [length / 4][rows of sums][2][2] words: elements 0 and 2, then 1 and 3 of each quad.
-inline void interleave_words(const PenstockWeight& w, const std::int8_t* slices, int rows, int length, std::int8_t* to) {
+inline void interleave_words(
+    const PenstockWeight& w, const std::int8_t* slices, int rows, int length, std::int8_t* to) {
     const int sums = sum_rows(w, rows);
     for (int row = 0; row < sums; ++row, slices += w.joined != 0 ? 2 * CHUNK : CHUNK)
         for (int k = 0; k < length; k += QUAD) {

@@ -78,8 +78,7 @@ struct Dot {
 // Two products each are added to two words, which are multiplied by the step and added to an int32. The words of a code
 // that is stored + zero begin with -zero times the sums of their operands, and may wrap around before the end: with
 // d = the greatest |code - zero|, so many quads give a word of at most 2 * 127 * d each: 129 / d quads fit. packed.py
-// lets d be at most 32 for codes that are multiplied as bytes, and groups have 4 quads if d is above 16 and codes have a
-// zero.
+// lets d be at most 32 for such codes, and groups have 4 quads if d is above 16 and codes have a zero.
 struct Dot {
     static constexpr int MAX_DISTANCE = 129;
 
@@ -394,7 +393,8 @@ struct WordCodes {
         const PenstockWeight& w = work.weight;
         const int rows = work.rows;
         const std::int64_t first_group = work.piece.k >> work.group_shift;
-        const auto* x = reinterpret_cast<const std::int32_t*>(work.operands + work.piece.k * rows * PARTS) + row * PARTS;
+        const char* const operands = work.operands + work.piece.k * rows * PARTS;
+        const auto* x = reinterpret_cast<const std::int32_t*>(operands) + row * PARTS;
         const std::int32_t* starts = work.sums.starts + first_group * rows + row;
         const std::int8_t* steps = w.steps == nullptr ? nullptr : work.panel.steps + first_group * PANEL;
         constexpr int UNROLLED = 4;
@@ -614,7 +614,8 @@ template <class Codes>
 void multiply_many(const MultiplyArgs& a, const LeafRange& leaf, std::int64_t first_block, const Codes& codes,
                    const PanelArrays* panels, const OperandSums& sums, float* totals, float* partial) {
     const PenstockWeight& w = *a.weight;
-    const int rows = sum_rows(w, a.rows), parts = HALVES * a.tiles * ((rows + Codes::BLOCK_ROWS - 1) / Codes::BLOCK_ROWS);
+    const int rows = sum_rows(w, a.rows), blocks_of_rows = (rows + Codes::BLOCK_ROWS - 1) / Codes::BLOCK_ROWS;
+    const int parts = HALVES * a.tiles * blocks_of_rows;
     each_piece(w, leaf, first_block, Codes::PIECE, [&](const Piece& piece) {
         // The piece that follows in the panel, or the first of the panel that follows, is prefetched.
         const std::int64_t k = piece.k + piece.size, bytes = piece.size / QUAD * std::int64_t{quad_bytes(Codes::BITS)};
