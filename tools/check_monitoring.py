@@ -4,8 +4,8 @@
 
 It starts `penstock serve demo` with a short queue and two keys. First, one key passes its own limit; then the other one
 sends more than the server can take. After each part it prints which alerts are pending or firing, and at the end what
-each query of the dashboard returns. Exit code 1: the overload alert fired for the limit, or did not fire for the
-overload, or a query has no numbers.
+each query of the dashboard returns; --picture draws the panels over time. Exit code 1: the overload alert fired for the
+limit, or did not fire for the overload, or a query has no numbers.
 """
 
 import argparse
@@ -99,6 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prometheus", default="prometheus", metavar="PATH", help="the program (default: on PATH)")
     parser.add_argument("--seconds", type=float, default=90.0, metavar="S", help="length of each part (default: 90)")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw the dashboard's panels into a file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         directory = Path(name)
@@ -136,7 +137,34 @@ def check(stack: contextlib.ExitStack, directory: Path, url: str, args: argparse
         numbers = prometheus.numbers(query)
         failures += not numbers and title not in QUIET
         print(f"{title:36}{' '.join(f'{number:.4g}' for number in numbers[:8]) or 'no numbers':60}{query[:70]}")
+    if args.picture:
+        draw(prometheus, args.picture, 2 * args.seconds)
     return int(failures > 0)
+
+
+def draw(prometheus: Prometheus, file: str, seconds: float) -> None:
+    """Draw each panel with the numbers of the last `seconds`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    dashboard, end = json.loads(DASHBOARD.read_text()), time.time()
+    panels = [panel for panel in dashboard["panels"] if panel["type"] == "timeseries"]
+    figure, places = pyplot.subplots(math.ceil(len(panels) / 3), 3, figsize=(15, 16), layout="constrained")
+    for panel, place in zip(panels, places.flat, strict=True):
+        place.set_title(f"{panel['title']} [{panel['fieldConfig']['defaults']['unit']}]", fontsize=9)
+        for (_, query), target in zip(queries({"panels": [panel]}), panel["targets"], strict=True):
+            span = {"start": str(end - seconds), "end": str(end), "step": "2"}
+            for item in prometheus.ask("query_range", query=query, **span)["result"]:
+                times, values = zip(*((at - end, float(value)) for at, value in item["values"]), strict=True)
+                name = target["legendFormat"]
+                for label, value in item["metric"].items():
+                    name = name.replace(f"{{{{{label}}}}}", value)
+                place.plot(times, values, label=name)
+        place.set_ylim(bottom=0)
+        place.legend(fontsize=7)
+    figure.savefig(file, dpi=80)
 
 
 if __name__ == "__main__":
