@@ -80,8 +80,8 @@ def write_zeros(config: PreTrainedConfig, path: Path, kind: str) -> Path:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        shape = tuple(parameter.shape)
+        found, shape = names.get_name(name, try_suffixes=(".weight", ".bias")), tuple(parameter.shape)
+        assert found is not None, name
         if len(shape) == 1:
             writer.add_tensor(found, np.zeros(shape, np.float32))
         else:

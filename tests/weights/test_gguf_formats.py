@@ -13,6 +13,7 @@ from penstock.kernels.ops import Packing, TensorRows
 from penstock.kernels.tensors import FLOAT32
 from penstock.spec.gguf import BLOCKS
 from penstock.weights.gguf import FORMATS, coded_rows
+from penstock.weights.rows import cut
 from penstock.weights.safetensors import TensorEntry
 from tests.kernels import packed
 from tests.weights.gguf_files import dequantised, random_blocks
@@ -42,6 +43,17 @@ def test_parts_have_the_shapes_and_types_of_the_coding(name: str, tmp_path: Path
     parts = {part: (array.shape, str(array.dtype)) for part, array in rows.read_parts(0, ROWS).items()}
     assert parts == rows.coding.parts((ROWS, K))
     assert rows.read_parts(0, ROWS)["codes"].max() < 2**rows.coding.bits
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
+def test_columns_of_whole_blocks(name: str, tmp_path: Path) -> None:
+    """Guards against ranks that cut the bytes of blocks as if they were columns."""
+    file = tmp_path / "blocks"
+    file.write_bytes(random_blocks(name, ROWS, K).tobytes())
+    rows = coded_rows("weight", TensorEntry(file, (ROWS, K), name, 0))
+    part = cut(rows, 256, 512, axis=1)
+    assert isinstance(part, CodedRows)
+    np.testing.assert_array_equal(part.read(1, 4), rows.read(1, 4)[:, 256:512])
 
 
 @pytest.mark.skipif(not packed.levels(), reason="needs the native library")
