@@ -20,6 +20,7 @@ MAX_SIZE = 2**31 - 1  # larger than any size in a config.json
 MAX_BYTES = 2**27  # size limit of a JSON file; the largest, indexes of many shards, have a few million bytes
 MAX_YAML = 2**20  # characters in a YAML file; tables and maps have a few thousand
 MAX_DEPTH = 64  # nested brackets in YAML
+MAX_TEXT = 500  # characters of names in an error message
 
 
 def same(value: Any, expected: Any) -> bool:
@@ -34,7 +35,7 @@ class ConfigReader:
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.where = where
+        self.where = one_line(where, MAX_TEXT)  # it may have names of the file in it
         self._values = values
         self._read: set[str] = set()
 
@@ -119,10 +120,12 @@ class ConfigReader:
             override: dict[str, Any] = dict.fromkeys(unknown)
             for section in reversed(self.where.split(": ")[1:]):
                 override = {section: override}
+            text = json.dumps(override)
+            words = f"'{text}'" if len(text) <= MAX_TEXT else "with null as its value"
             raise ModelLoadError(
-                f"{self.where}: {key} = {shown(self._values[key])} is unknown, and it may change what the model "
-                f"computes; if it does not, --hf-overrides '{json.dumps(override)}' leaves it out. In a "
-                f"family of your own, read it, or pass it to harmless()"
+                f"{self.where}: {one_line(key)} = {shown(self._values[key])} is unknown, and it may change what the "
+                f"model computes; if it does not, --hf-overrides {words} leaves it out. In a family of your own, read "
+                f"it, or pass it to harmless()"
             )
 
     def _value_or(self, key: str, default: Any) -> Any:

@@ -212,3 +212,14 @@ def test_bad_files_are_named(content: str | None, named: str, tmp_path: Path) ->
     with pytest.raises(ModelLoadError, match=named) as caught:
         load_model_config(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\nkey"])
+def test_names_of_any_length_are_refused_in_one_line(name: str) -> None:
+    """Guards against an error as long as a key of a damaged file, and one of several lines."""
+    scheme = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    for config in ({name: 1}, {"quantization_config": scheme | {"config_groups": {name: {"targets": [], name: 1}}}}):
+        with pytest.raises(ModelLoadError) as found:
+            parse_model_config(LLAMA | config)
+        assert len(str(found.value)) < 1200
+        assert "\n" not in str(found.value)
