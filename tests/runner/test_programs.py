@@ -2,6 +2,7 @@
 
 import mmap
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
 from penstock.kernels.backends import load_ops
+from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import FIXED_ROWS
 from penstock.layers.module import ForwardContext
 from penstock.runner.model_runner import ModelRunner, RecordedModel
@@ -22,6 +24,7 @@ from tests.fakes import FakeOps, TinyModel, resolved_config, tiny_config
 from tests.hf_models import make_mistral, make_qwen3, random_ids
 from tests.kernels.packed import levels
 from tests.paged import PagedModel
+from tests.weights.files import FILES
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 ROWS = 8
@@ -43,12 +46,32 @@ class Counting:
         return result
 
 
-@pytest.mark.parametrize("make", [make_mistral, make_qwen3])
-def test_programs_have_the_models_bits(make: Any, tmp_path: Path) -> None:
-    """Guards against an address, a block table or a length that a program keeps from the step that it was recorded in.
-    Sequences come and grow; steps of one, two and three tokens alternate with long ones, for which buffers grow."""
-    _, directory = make(tmp_path)
-    plain, recorded = native(directory), native(directory, recorded=True)
+def quantised(options: dict[str, Any]) -> Callable[[Path], tuple[Path, dict[str, Any]]]:
+    return lambda directory: (make_mistral(directory)[1], options)
+
+
+def in_file(name: str) -> Callable[[Path], tuple[Path, dict[str, Any]]]:
+    return lambda directory: (next(file for file in FILES if file.name == name).make(directory)[0], {})
+
+
+@pytest.mark.parametrize(
+    "make",
+    {
+        "mistral": quantised({}),
+        "qwen3": lambda directory: (make_qwen3(directory)[1], {}),
+        "int8": quantised({"scheme": Scheme.parse("int8", None)}),
+        "int4": quantised({"scheme": Scheme.parse("int4", 32)}),
+        # Codes: with integers and bfloat16, in pieces, in another order, and experts.
+        **{name: in_file(name) for name in ("Q4_K_M", "awq", "gptq act-order", "nf4", "experts in one tensor")},
+    }.values(),
+    ids=["mistral", "qwen3", "int8", "int4", "Q4_K_M", "awq", "act-order", "nf4", "experts"],
+)
+def test_programs_have_the_models_bits(make: Callable[[Path], tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    """Guards against an address, a block table or a length that a program keeps from the step that it was recorded in,
+    and against weights whose products cannot be recorded. Sequences come and grow; steps of one, two and three tokens
+    alternate with long ones, for which buffers grow."""
+    directory, options = make(tmp_path)
+    plain, recorded = native(directory, **options), native(directory, recorded=True, **options)
     counting = recorded.model._model = Counting(recorded.model._model)
     counting.compute_logits = counting.model.compute_logits
     ids = [random_ids(60, seed=seed) for seed in range(4)]

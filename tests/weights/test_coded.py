@@ -232,8 +232,11 @@ def test_experts_are_coded_alike_or_decoded(unlike: bool, options: dict[str, Any
     ]
     assert kept == [[None if unlike else CODINGS["K64"]] * 4, [CODINGS["K64"]] * 4]
     assert model.model.layers[0].mlp.gate.spec.packing.coding is None  # the table does not allow it
-    found, expected = (_logits(item, "cpu") for item in (directory, twin))
-    assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
+    found, expected, reference = (
+        _logits(*item) for item in ((directory, "cpu"), (twin, "cpu"), (directory, "reference"))
+    )
+    for other in (expected, reference):
+        assert np.abs(found - other).max() < 2e-3 * np.abs(expected).max()
     base = BASE | {"load_format": "auto", "model": str(directory), "dtype": "float32"}
     whole = answers(EngineConfig.from_options(**base))
     assert answers(EngineConfig.from_options(**base | options), start_threads) == whole
