@@ -112,7 +112,7 @@ def _mutate_value(random: Random, root: Any) -> Any:
         case 5 if isinstance(old, list):
             parent[key] = old * random.choice((0, 2, 300))
         case 6 if isinstance(old, str):
-            parent[key] = mutate_bytes(random, old.encode()).decode("utf-8", "replace")
+            parent[key] = mutate_bytes(random, old.encode("utf-8", "surrogatepass")).decode("utf-8", "replace")
         case _:
             parent[key] = _value(random)
     return root
