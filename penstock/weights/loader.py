@@ -125,13 +125,14 @@ def open_stored(
     """Read the headers of a model's weights.
 
     load_format: as in load_model; "mock" has no weights.
-    is_complete: False if the directory may lack its weights; config.json then says how they are coded.
+    is_complete: False if the directory may lack its weights. config.json then says how they are coded, as for random
+        weights.
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture.
     """
     if load_format != "auto" or not (is_complete or has_weights(directory)):
-        described = model_config.quantization if load_format == "auto" else None
+        described = None if load_format == "mock" else model_config.quantization
         return (
             Stored() if described is None else Stored(source=DescribedSource(read_parameters(model_config), described))
         )

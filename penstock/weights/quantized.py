@@ -609,12 +609,12 @@ class QuantizedCheckpoint(Checkpoint):
 
 
 def usual_coding(found: Quantization, k: int) -> Coding:
-    """Guess the coding of weights with rows of K elements from their description, for plans without their files."""
+    """Guess the coding of weights with rows of K elements from their description, without their files."""
     bits, group = (found.bits or (4,))[0], min((found.groups or (WHOLE_ROW,))[0] or k, k)
     if not found.is_float:
         return _integers(f"int{bits}", bits, group, k, "float16", symmetric=found.symmetric)
     if bits == 4 and found.method == "bitsandbytes":
-        return Coding("NF4", 4, group, group, levels=(0.5,) * 16, scale_dtype="float32")
+        return Coding("NF4", 4, group, group, levels=tuple(np.linspace(-1, 1, 16)), scale_dtype="float32")
     if bits == 4:
         return NVFP4 if group == 16 else MXFP4
     block = found.blocks[0][1] if found.blocks else None

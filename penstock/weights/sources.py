@@ -18,9 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from penstock.errors import ModelLoadError, hint, listed
-from penstock.kernels.coding import CodedRows, Coding
+from penstock.kernels.coding import CodedRows, Coding, PartRows
 from penstock.kernels.ops import RowSource
-from penstock.kernels.tensors import FLOAT32, Array, empty
+from penstock.kernels.tensors import FLOAT32, NAMES, Array, empty
 from penstock.layers.factory import Runs
 from penstock.models.registry import find_model
 from penstock.spec.gguf import is_gguf
@@ -275,7 +275,7 @@ class DummySource:
 
 @dataclass(frozen=True, slots=True)
 class DescribedSource(DummySource):
-    """Parameters whose files are absent, for plans: config.json tells how their weights are usually coded."""
+    """Random parameters of a checkpoint whose config.json tells how its weights are usually coded."""
 
     parameters: Mapping[str, Parameter]
     quantization: Quantization
@@ -289,6 +289,11 @@ class DescribedSource(DummySource):
         shape = parameter.shape
         return ((shape[0], usual_coding(self.quantization, shape[1])),) if parameter.quant is True else ()
 
+    def rows(self, parameter: Parameter) -> RowSource:
+        runs = self.runs(parameter)
+        coding = runs[0][1] if runs else None
+        return DummySource.rows(self, parameter) if coding is None else dummy_codes(parameter, coding)
+
 
 @dataclass(frozen=True, slots=True)
 class DummyRows:
@@ -301,6 +306,10 @@ class DummyRows:
     name: str
     shape: tuple[int, ...]
 
+    @property
+    def seed(self) -> int:
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
+
     def read(self, start: int, stop: int) -> Array:
         if len(self.shape) == 1 and self.name.endswith(".weight"):  # a norm, whatever its name
             return np.ones((stop - start, *self.shape[1:]), dtype=FLOAT32)
@@ -308,14 +317,54 @@ class DummyRows:
         first, last = start * width, stop * width
         result: Array = empty((stop - start, *self.shape[1:]), FLOAT32)
         values = result.reshape(-1)
-        seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
         for block in range(first // DUMMY_BLOCK, -(-last // DUMMY_BLOCK)):
             origin = block * DUMMY_BLOCK
             low, high = max(first, origin), min(last, origin + DUMMY_BLOCK)
-            random = _random_bytes(seed, block)[low - origin : high - origin]
+            random = _random_bytes(self.seed, block)[low - origin : high - origin]
             np.add(random, np.float32(0.5), out=values[low - first : high - first])  # -127.5 .. 127.5 in steps of 1
         deviation = 0.02 if len(self.shape) == 1 else self.shape[-1] ** -0.5
         values *= np.float32(deviation * math.sqrt(12) / 256)
+        return result
+
+
+def dummy_codes(parameter: Parameter, coding: Coding) -> CodedRows:
+    """Make a weight of random codes whose values are centred, with standard deviation 1 / sqrt(K)."""
+    levels = np.array(coding.levels) if coding.levels else np.arange(2.0**coding.bits) - coding.zero
+    codes = np.flatnonzero(np.isfinite(levels))
+    scale = parameter.shape[-1] ** -0.5 / levels[codes].std()
+    choices = {
+        "codes": codes,
+        "scales": [scale],
+        "steps": [1],
+        "mins": [-scale * levels[codes].mean()],
+        "step_mins": [1],
+        "column_scales": [scale if coding.block is None else 1],
+    }
+    parts: dict[str, PartRows] = {}
+    for name, (shape, dtype) in coding.parts(parameter.shape).items():
+        values = np.arange(shape[0]) if name == "order" else np.array(choices[name])
+        seed = DummyRows(f"{parameter.name} {name}", shape).seed
+        parts[name] = DummyPart(seed, shape, values.astype(NAMES[dtype]), is_random=name == "codes")
+    return CodedRows(coding, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class DummyPart:
+    """An array of a coded weight: random values of those given, or these in turn."""
+
+    seed: int
+    shape: tuple[int, ...]
+    values: Array
+    is_random: bool
+
+    def read(self, start: int, stop: int) -> Array:
+        width = math.prod(self.shape[1:])
+        places = np.arange(start * width, stop * width)
+        if self.is_random:
+            blocks = range(start * width // DUMMY_BLOCK, -(-stop * width // DUMMY_BLOCK))
+            drawn = np.concatenate([_random_bytes(self.seed, block) for block in blocks] or [places[:0]])
+            places = drawn[start * width - blocks.start * DUMMY_BLOCK :][: places.size].view(np.uint8)
+        result: Array = self.values[places % len(self.values)].reshape(stop - start, *self.shape[1:])
         return result
 
 

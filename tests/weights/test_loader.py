@@ -19,7 +19,7 @@ from penstock.kernels.tensors import as_torch
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
-from penstock.weights.loader import Place, load_model
+from penstock.weights.loader import Place, load_model, open_stored
 from penstock.weights.safetensors import SINGLE, Checkpoint, FileRows
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, make_qwen3, random_ids
 from tests.kernels.packed import levels
@@ -176,6 +176,30 @@ def test_dummy_weights_need_only_a_config_and_are_always_the_same(tmp_path: Path
     logprobs = PagedModel(bare, load_format="dummy").step({0: random_ids(40)})[0]
     assert torch.isfinite(logprobs).all()
     assert 0.3 < logprobs.std() < 3
+
+
+@pytest.mark.parametrize(
+    ("quantization", "coding"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, "int4"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "FP8_E4M3"),
+    ],
+)
+def test_dummy_weights_are_coded_as_the_configuration_says(
+    quantization: dict[str, Any], coding: str, tmp_path: Path
+) -> None:
+    """Guards against speed tests of a quantised model that read weights of twice or four times its size."""
+    _, directory = make_qwen3(tmp_path, num_hidden_layers=6)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    config = json.loads((directory / "config.json").read_text()) | {"quantization_config": quantization}
+    (bare / "config.json").write_text(json.dumps(config))
+    stored = open_stored(bare, load_model_config(bare), "dummy")
+    assert [found.name for found in stored.codings] == [coding]
+    first, second = (PagedModel(bare, load_format="dummy").step({0: random_ids(40)})[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.isfinite(first).all()
+    assert 0.3 < first.std() < 3
 
 
 @pytest.mark.parametrize(
