@@ -67,7 +67,7 @@ def test_the_dashboard_is_one_that_grafana_reads() -> None:
         assert all(target["datasource"]["uid"] == "${datasource}" for target in targets)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus is not installed")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="this machine has no promtool")
 def test_the_rules_pass_promtool() -> None:
     """Guards against expressions that Prometheus refuses, and an overload alert that fires for one key's limit."""
     for words in (["check", "rules", str(RULES)], ["test", "rules", str(RULES.parent / "rules_test.yml")]):

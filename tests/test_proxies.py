@@ -83,7 +83,7 @@ def test_the_configuration_of_the_page(name: str, tmp_path: Path) -> None:
     """Guards against a page whose proxy collects a stream, refuses long prompts, keeps abandoned requests running, or
     does not find the routes below its prefix."""
     if shutil.which(name) is None:
-        pytest.skip(f"{name} is not installed")
+        pytest.skip(f"this machine has no {name}")
     files, port = certificate(tmp_path), free_port()
     command = {"nginx": nginx, "caddy": caddy}[name](tmp_path, port, files)
     fake = FakeEngineClient(Behaviour(delay_s=0.02))
