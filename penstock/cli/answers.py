@@ -1,4 +1,4 @@
-"""What answers a conversation in the terminal: a model in this process, or a server with OpenAI's API."""
+"""Answer a conversation in the terminal, by a model in this process or by a server with OpenAI's API."""
 
 import json
 import urllib.error
@@ -47,7 +47,7 @@ class Answerer(Protocol):
 
     @property
     def about(self) -> str:
-        """Where and how the model computes, in a few words."""
+        """Describe the model and how it computes, in a few words."""
 
     def answer(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Pieces:
         """Yield the answer as it comes. Leaving early ends its computation.

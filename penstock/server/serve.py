@@ -50,7 +50,7 @@ LOGGER = logging.getLogger("penstock")
 
 
 def open_unix_socket(path: str) -> socket.socket:
-    """Open a listening Unix socket, in place of one that nobody listens on any more. Raise OSError if that fails."""
+    """Open a listening Unix socket, and replace one that a stopped server left. Raise OSError if that fails."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _is_left_over(path):
