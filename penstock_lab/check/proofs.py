@@ -2,7 +2,7 @@
 
 A few prompts are run one by one, each in one piece and with nothing cached, and then in every other way. The answers
 must be equal: bit for bit with the native kernels, within a tolerance with the reference, which is plain torch. int8
-weights and caches give different answers, but within a bound.
+weights and caches give different answers, within a bound.
 """
 
 import math
@@ -26,10 +26,11 @@ CHUNK = 13  # tokens per step when prompts are chunked
 # Largest allowed difference of a log-probability with the reference kernels. In bfloat16, a sum in another order may
 # round differently, and the difference grows from layer to layer.
 REFERENCE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-# Largest allowed median difference of a log-probability from the unquantised model, over the spread of the
+# Largest usual median difference of a log-probability from the unquantised model, over the spread of the
 # log-probabilities. int8 weights and activations each change a product by about 1 % of its size. Measured: 0.006 to
-# 0.022 for the demo model and for random models, 0.03 with experts; int8 keys and values: 0.001 to 0.007.
-INT8_WEIGHTS, INT8_CACHE = 0.04, 0.015
+# 0.022 for the demo model and for random models, 0.03 with experts; int8 keys and values: 0.001 to 0.007. Some trained
+# models lose more (Gemma 3 270M by int8 keys: 0.06); another model's answers differ by about 1.
+INT8_WEIGHTS, INT8_CACHE, WRONG = 0.04, 0.015, 0.25
 SPREAD = "median difference of a log-probability, over their spread"
 LAYOUTS: dict[str, dict[str, Any]] = {  # name -> options under which every answer must stay the same
     f"chunks of {CHUNK} = whole": {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3},
@@ -122,7 +123,7 @@ def prove(setting: Setting) -> Iterator[Proof]:
         if option == "quantization" and setting.is_coded:
             continue
         with setting.engine(**{option: "int8"}) as engine:
-            yield Proof(name, _median_error(ask(engine, setting, indices), alone), bound, SPREAD)
+            yield Proof(name, _median_error(ask(engine, setting, indices), alone), bound, SPREAD, WRONG)
 
 
 def ask(

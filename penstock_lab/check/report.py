@@ -37,16 +37,23 @@ class Proof:
     Attributes:
         error, allowed: the largest error and its bound; 0 means bit for bit.
         meaning: how the error is measured.
+        wrong: the error from which on it must be a mistake. Between `allowed` and this, an option that rounds costs
+            this model more than others, which is a reason not to use it.
     """
 
     name: str
     error: float
     allowed: float
     meaning: str
+    wrong: float = 0.0
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.allowed
+        return self.error <= max(self.allowed, self.wrong)
+
+    @property
+    def verdict(self) -> str:
+        return "ok" if self.error <= self.allowed else "costly" if self.passed else "broken"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,5 +96,5 @@ class Report:
             "passed": self.passed,
             "first_difference": None if first is None else asdict(first),
             "rows": [asdict(row) | {"passed": row.passed} for row in self.rows],
-            "proofs": [asdict(proof) | {"passed": proof.passed} for proof in self.proofs],
+            "proofs": [asdict(proof) | {"passed": proof.passed, "verdict": proof.verdict} for proof in self.proofs],
         }

@@ -97,11 +97,12 @@ def _print_report(report: "Report") -> None:
         table = _table("guarantee", "error", "allowed", "measured as", "")
         for proof in report.proofs:
             error, allowed = (f"{value:.1e}" if value else "0" for value in (proof.error, proof.allowed))
-            table.add_row(proof.name, error, allowed, proof.meaning, "ok" if proof.passed else "[bold red]broken[/]")
+            verdict = f"[bold red]{proof.verdict}[/]" if proof.verdict != "ok" else "ok"
+            table.add_row(proof.name, error, allowed, proof.meaning, verdict)
         console.print(table)
     for remark in report.remarks:
         console.print(remark)
-    console.print(_verdict(report))
+    console.print(verdict_line(report))
 
 
 def _table(*columns: str) -> "Table":
@@ -114,7 +115,8 @@ def _table(*columns: str) -> "Table":
     return table
 
 
-def _verdict(report: "Report") -> str:
+def verdict_line(report: "Report") -> str:
+    """Say in one sentence how the check ended."""
     first = report.first_difference
     if first is not None:
         return f"first difference: {first.name}" + ("" if report.cause is None else f"\n  {report.cause}")
@@ -122,4 +124,6 @@ def _verdict(report: "Report") -> str:
     if broken:
         return f"every layer agrees; broken: {', '.join(broken)}"
     certificate = f"; certificate: {report.certificate}" if report.certificate else ""
-    return f"passed: {report.kernels}, {report.dtype}{certificate}"
+    costly = [proof.name for proof in report.proofs if proof.verdict == "costly"]
+    advice = f"; better without {' and '.join(costly)}, which cost this model more than usual" if costly else ""
+    return f"passed: {report.kernels}, {report.dtype}{advice}{certificate}"

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from penstock_lab.check import proofs
-from penstock_lab.check.proofs import Generated, Setting, difference, make_prompts, prove
+from penstock_lab.check.proofs import INT8_CACHE, SPREAD, WRONG, Generated, Setting, difference, make_prompts, prove
+from penstock_lab.check.report import Proof, Report
+from penstock_lab.cli.check import verdict_line
 from tests.families.case import Case, all_cases
 from tests.hf_models import TINY, make_llama
 from tests.kernels.packed import levels
@@ -61,6 +63,17 @@ def test_a_prefix_that_is_never_found_is_no_proof(tmp_path: Path, monkeypatch: p
     setting = Setting(directory, "float32", "reference", make_prompts(30, TINY["vocab_size"]))
     found = {proof.name: proof for proof in prove(setting)}
     assert found["cached prefix = computed"].error == math.inf
+
+
+@pytest.mark.parametrize(("error", "verdict"), [(0.015, "ok"), (0.06, "costly"), (0.3, "broken")])
+def test_rounding_that_costs_a_model_much_is_advised_against(error: float, verdict: str) -> None:
+    """Guards against a sound model that fails for an option that it need not use, and a wrong one that passes."""
+    proof = Proof("int8 cache", error, INT8_CACHE, SPREAD, WRONG)
+    report = Report(
+        model="m", architecture="a", weights="w", kernels="cpu", dtype="float32", prompt_len=1, proofs=(proof,)
+    )
+    assert (proof.verdict, report.passed) == (verdict, verdict != "broken")
+    assert ("better without int8 cache" in verdict_line(report)) is (verdict == "costly")
 
 
 def test_differences() -> None:
