@@ -78,7 +78,7 @@ class IkLlamaCpp(LlamaCpp):
     name = "ik_llama.cpp"
     distribution = "ik-llama-cpp-python"
     requirements = ("ik-llama-cpp-python==0.1.5",)
-    pip_options = ("--no-binary", "ik-llama-cpp-python")
+    pip_options = ("--only-binary", "ik-llama-cpp-python")  # its source distribution lacks a file of its build
 
     def load(self, options: LoadOptions) -> "_Engine":
         return _IkEngine(options)
