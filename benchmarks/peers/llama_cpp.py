@@ -164,6 +164,9 @@ class _Engine(RankingEngine):
         self._notes = f"{form}; built with {' '.join(built)}"
         return params
 
+    def _context_params(self, streams: int) -> Any:
+        return self._api.llama_context_default_params()
+
     def generate(self, prompts: list[list[int]], output: int, shared: int, record: Record) -> None:
         context = self._new_context(len(prompts), max(map(len, prompts)) + output, shared)
         try:
@@ -172,7 +175,7 @@ class _Engine(RankingEngine):
             self._api.llama_free(context)
 
     def _new_context(self, streams: int, length: int, shared: int) -> Any:
-        params = self._api.llama_context_default_params()
+        params = self._context_params(streams)
         params.n_ctx = shared + streams * (length - shared) if shared else streams * (-(-length // 256) * 256)
         params.n_seq_max, params.n_batch = streams, BATCH
         params.n_threads = params.n_threads_batch = self._options.threads
@@ -264,7 +267,12 @@ class _IkEngine(_Engine):
     def _model_params(self) -> Any:
         params = self._api.llama_model_default_params()
         params.repack_tensors = True
-        self._notes = "repacked while loading"
+        self._notes = "repacked while loading; flash attention for one stream only: with more it aborts"
+        return params
+
+    def _context_params(self, streams: int) -> Any:
+        params = super()._context_params(streams)
+        params.flash_attn = streams == 1
         return params
 
     def _copy_cache(self, context: Any, stream: int) -> None:
