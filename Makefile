@@ -7,14 +7,18 @@ SOURCES := penstock penstock_lab tests tools examples benchmarks
 # The tests start Python some hundred times: what is not kept compiled is compiled anew by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check format readme pictures prove matrix structure docs wheel bench compare real clean sanitize
+.PHONY: demo test test-page check format readme pictures prove matrix structure docs wheel bench compare real clean sanitize
 .PHONY: installed installed-test installed-docs
 
 demo: installed
 	@$(BIN)/python -m penstock.cli.demo
 
+# All tests but those that drive Chromium, which are a stage of their own
 test: installed-test
-	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not browser"
+
+test-page: installed-test
+	@$(BIN)/python -m pytest -m browser tests/server
 
 check: installed-test
 	@$(BIN)/ruff format --check $(SOURCES)

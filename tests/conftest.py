@@ -27,8 +27,14 @@ def empty_home(tmp_path_factory):
 def pytest_addoption(parser):
     parser.addoption("--may-skip", metavar="REGEX", help="fail if a test is skipped for a reason that does not match")
     parser.addoption(
-        "--mutations", metavar="N", type=int, default=20, help="damaged files of each format (default: 20)"
+        "--mutations", metavar="N", type=int, default=10, help="damaged files of each format (default: 10)"
     )
+
+
+def pytest_itemcollected(item):
+    """Mark the tests that need a browser: they are a stage of their own."""
+    if "chromium" in getattr(item, "fixturenames", ()):
+        item.add_marker("browser")
 
 
 @pytest.hookimpl(trylast=True)
