@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.assembly import build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.kernels.tensors import Array
 from penstock.models.config_json import load_model_config
@@ -39,6 +39,9 @@ from tests.weights.files import FILES, MUTATIONS, File, copied, parts_of
 KERNELS = ["reference", *(["cpu"] if levels() else [])]
 LOGPROBS = {3: 1e-4, 2: 1e-2}  # int8 slices of activations -> bound of the largest difference
 WATCHED = [0, 1, 5, 8]  # of tests/answers.py
+ENGINE: dict[str, Any] = {"kernels": "cpu", "max_num_seqs": len(PROMPTS), "max_model_len": MAX_MODEL_LEN}
+WHOLE = ENGINE | {"threads": 1, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+CROWD = ENGINE | {"threads": 2, "max_num_batched_tokens": 30}
 native = pytest.mark.skipif(not levels(), reason="no native library")
 
 
@@ -71,6 +74,19 @@ def made(file: File, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(*file.make(tmp_path_factory.mktemp("files")))
 
 
+@pytest.fixture(scope="module")
+def theirs(made: Made) -> Tensor:
+    """What Transformers computes from the twin, [60, V]."""
+    model = AutoModelForCausalLM.from_pretrained(made.twin, dtype=torch.float32).eval()
+    return hf_logprobs(model, random_ids(60))
+
+
+@pytest.fixture(scope="module")
+def whole(made: Made) -> BuiltEngine:
+    """An engine that computes each prompt in one step, on one thread."""
+    return build_engine(made.config(**WHOLE))
+
+
 def values(place: Path) -> dict[str, Array]:
     """Every parameter, as layers read it."""
     config = load_model_config(place)
@@ -95,28 +111,20 @@ def test_values_are_those_of_the_twin(made: Made) -> None:
 
 @pytest.mark.matrix("logits")
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_logits_are_those_of_the_twin_in_transformers(made: Made, kernels: str) -> None:
+def test_logits_are_those_of_the_twin_in_transformers(made: Made, theirs: Tensor, kernels: str) -> None:
     """Guards against weights that are read rightly one by one, but joined, cut or multiplied wrongly."""
-    theirs = AutoModelForCausalLM.from_pretrained(made.twin, dtype=torch.float32).eval()
-    expected = hf_logprobs(theirs, random_ids(60))
     for slices, bound in LOGPROBS.items():
-        assert (made.logprobs(kernels, slices) - expected).abs().max() < bound
+        assert (made.logprobs(kernels, slices) - theirs).abs().max() < bound
 
 
 @native
 @pytest.mark.matrix("same bits")
-def test_same_bits_in_a_crowd(made: Made) -> None:
+def test_same_bits_in_a_crowd(made: Made, whole: BuiltEngine) -> None:
     """Guards against a format that is multiplied with other sums in a batch, in a chunk, after a cached prefix, on more
     threads, or after the engine has died."""
-    options = {"kernels": "cpu", "max_num_seqs": len(PROMPTS), "max_model_len": MAX_MODEL_LEN}
-    alone = ask_alone(
-        build_engine(
-            made.config(threads=1, max_num_batched_tokens=2048, enable_prefix_caching=False, **options)
-        ).engine,
-        WATCHED,
-    )
+    alone = ask_alone(whole.engine, WATCHED)
     assert len({tuple(ids) for ids, _, _ in alone.values()}) == len(alone)
-    engine = build_engine(made.config(threads=2, max_num_batched_tokens=30, **options)).engine
+    engine = build_engine(made.config(**CROWD)).engine
     check(ask(engine, map(request, range(len(PROMPTS)))), alone)
     again = ask(engine, [request(index, prompt_logprobs=False) for index in WATCHED])
     assert max(again[index][-1].num_cached_tokens for index in WATCHED) > 0
@@ -148,13 +156,11 @@ def test_a_converted_model_is_the_same(made: Made, tmp_path: Path) -> None:
 
 @native
 @pytest.mark.matrix("plan")
-def test_a_plan_counts_what_is_loaded(file: File, made: Made) -> None:
+def test_a_plan_counts_what_is_loaded(file: File, made: Made, whole: BuiltEngine) -> None:
     """Guards against a plan that counts floats for codes, or leaves a weight out."""
-    options = {"threads": 1, "max_num_seqs": 2}
     question = Question(Budget(2**30, 0, count=1), None, Load((), (), ()))
-    found = answer(PlannedModel.read(made.config(**options)), question)
-    built = build_engine(made.config(**options, memory=2**33))
-    held = {id(tensor): tensor.nbytes for _, layer in weight_layers(built.model) for tensor in layer.state().values()}
+    found = answer(PlannedModel.read(made.config(**WHOLE)), question)
+    held = {id(tensor): tensor.nbytes for _, layer in weight_layers(whole.model) for tensor in layer.state().values()}
     assert found["devices"][0]["weights_bytes"] == sum(held.values()) == sum(found["weights"].values())
     assert ({*found["weights"]} <= {"float32", "bfloat16", "padding"}) == file.is_float
 
