@@ -498,7 +498,8 @@ STUCK = "import threading\nthreading.Event().wait()\n"
 
 def test_an_engine_that_stands_still_while_it_starts_is_given_up(tmp_path, monkeypatch):
     """Guards against heartbeats that a deadlock in the loading of a model would not stop: a server waited for ever."""
-    monkeypatch.setattr(engine_handle, "START_SILENCE_S", 1.5)
+    monkeypatch.setattr(engine_handle, "START_SILENCE_S", 1.0)  # two heartbeats
+    monkeypatch.setattr(engine_handle, "LIVENESS_CHECK_S", 0.1)
     plugin = tmp_path / "stuck.py"
     plugin.write_text(STUCK)
 

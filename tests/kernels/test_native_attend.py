@@ -364,12 +364,12 @@ def tiny_run(native: Attention) -> tuple[Run, Step, Rules, list[Tensor], dict[in
 
 
 @pytest.mark.covers("A13", "A28")
-def test_ten_thousand_runs_have_the_same_bits(native: Attention) -> None:
+def test_thousands_of_runs_have_the_same_bits(native: Attention) -> None:
     """Guards against a phase that begins before the one before it is over: a race shows sooner or later."""
     run, step, rules, operands, _ = tiny_run(native)
     assert len(step.arrays["combine"]) > 3
     expected = native.attend(step, run.cache, rules, *operands)
-    for _ in range(10_000):  # on each level
+    for _ in range(4_000):  # on each level
         out, lse = native.attend(step, run.cache, rules, *operands)
         assert torch.equal(out, expected[0])
         assert torch.equal(lse, expected[1])

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from penstock.client import frames
 from penstock.server.app import not_built
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
+from penstock_lab.prove import long_run
 from penstock_lab.prove.attacks.attack import BODIES
 from penstock_lab.prove.canary import Reading
 from penstock_lab.prove.frame_attacks import FrameAttack
@@ -139,9 +140,11 @@ def test_readings_that_differ() -> None:
         assert solo.difference(other, bits=False) is not None
 
 
-def test_long_run() -> None:
+def test_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against requests that leave something behind: blocks, files, entries of tables."""
-    trials = trials_of(LongRun(), goal=1100, seconds=8)
+    monkeypatch.setattr(long_run, "DEMO_SERVERS", 2)
+    monkeypatch.setattr(long_run, "PER_ROUND", 500)
+    trials = trials_of(LongRun(), goal=550, seconds=8)
     LongRun().run(trials)
     assert trials.outcome.wrong == []
     assert trials.outcome.figures["clients_that_left"] > 0
