@@ -232,14 +232,14 @@ def test_a_resumed_request_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F9")
-def test_a_row_is_used_ten_thousand_times() -> None:
+def test_a_row_is_used_a_thousand_times() -> None:
     """Guards against tokens, tables or parameters that a request leaves in its row, however it ends: at its length, at
     a stop token, or aborted."""
     model = CacheModel((None,), VOCAB)
     limits = {"max_num_seqs": 1, "max_model_len": 32, "enable_prefix_caching": False}
     engine, rng = engine_for(model, FakeOps(), [CacheGroup((0,), None, 1, 32)], **limits), random.Random(7)
     answers: dict[tuple[int, ...], list[int]] = {}
-    for index in range(10_000):
+    for index in range(1_000):
         prompt = [index % VOCAB] * rng.choice((1, 3, 9))
         if (key := tuple(prompt)) not in answers:
             answers[key] = expected(model, prompt, 2)
