@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock_lab.training import corpus, stories, sums
+from penstock_lab.training import corpus, evaluate, stories, story_check, sums
 from penstock_lab.training.export import CONTEXT, SHAPE
 
 SAMPLES = 6  # number of plain openings that are shown
@@ -26,6 +26,26 @@ def score_table(figures: Mapping[str, Any]) -> str:
         if row["scored"]:
             rows.append(f"| {kind} | {row['right']} of {row['scored']} | {other['right']} of {other['scored']} |")
     return "\n".join(rows)
+
+
+def settings(facts: Mapping[str, Any]) -> str:
+    """Write out the sampling settings of generation_config.json."""
+    return ", ".join(f"{name} {facts[name]}" for name in ("temperature", "top_k", "top_p"))
+
+
+def story_table(figures: Mapping[str, Any], own: str) -> str:
+    """Tabulate the odd stories with what was odd about them, and the answers in conversations of the kind asked for."""
+    rows = [f"| | its own settings ({own}) | temperature 1, nothing cut off |", "|---|---|---|"]
+    found = [figures["stories"], figures["stories_at_1"]]
+    rows.append("| odd stories | " + " | ".join(f"{one['odd']} of {one['stories']}" for one in found) + " |")
+    for reason, meaning in story_check.REASONS.items():
+        rows.append(f"| ... {meaning} | " + " | ".join(str(one["reasons"].get(reason, 0)) for one in found) + " |")
+    talks = [figures["conversations"], figures["conversations_at_1"]]
+    for kind, name in (("story", "stories"), ("sum", "sums")):
+        cells = [f"{one[kind]['of_kind']} of {one[kind]['asked']}" for one in talks]
+        rows.append(f"| {name}, asked for in a conversation: answers that are {name} | " + " | ".join(cells) + " |")
+    cells = [f"{one['sum']['right']} of {one['sum']['asked']}" for one in talks]
+    return "\n".join([*rows, "| ... and right sums | " + " | ".join(cells) + " |"])
 
 
 def case_table(figures: Mapping[str, Any]) -> str:
@@ -62,7 +82,7 @@ def training_text(trainings: Trainings) -> str:
 def commands(trainings: Trainings) -> str:
     """List the commands of the trainings. A training whose schedule was changed on the way has several commands."""
     lines = []
-    folders = [*("FIRST", "SECOND")[: len(trainings) - 1], "DIR"]
+    folders = [*("FIRST", "SECOND", "THIRD")[: len(trainings) - 1], "DIR"]
     for number, facts in enumerate(trainings, 1):
         start = "    python -m penstock_lab.training.train" + (f" --from {folders[number - 2]}" if number > 1 else "")
         start += "".join(f" --{option}" for option in ("muon", "float32") if facts.get(option))
@@ -88,6 +108,7 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
     files = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
     facts = json.loads((model_dir / "training.json").read_text(encoding="utf-8"))
     trainings = [*facts.get("earlier", ()), facts]
+    own = settings(json.loads((model_dir / "generation_config.json").read_text(encoding="utf-8")))
     text = TEMPLATE.read_text(encoding="utf-8").format(
         facts=facts,
         figures=figures,
@@ -107,6 +128,13 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
         held_count=len(sums.HELD_OUT),
         scores=score_table(figures),
         cases=case_table(figures),
+        own=own,
+        stories=story_table(figures, own),
+        story_prompts=len(evaluate.STORY_PROMPTS),
+        story_count=evaluate.STORIES,
+        shortest=story_check.SHORTEST,
+        max_tokens=evaluate.MAX_TOKENS,
+        talks=evaluate.CONVERSATIONS,
         samples=SAMPLES,
         greedy_samples=samples(figures, "greedy"),
         sampled_samples=samples(figures, "sampled"),

@@ -121,6 +121,14 @@ def several(rng: Random) -> list[Turn]:
     return [turn for talk in talks for turn in talk if turn[0] != "system"]
 
 
+def story_talk(rng: Random) -> list[Turn]:
+    """Draw a conversation in which stories are asked for between other short exchanges."""
+    makers = (requested_story, requested_story, smalltalk, unknown, sum_task, list_task, fact_task)
+    talks = [requested_story(rng), *(rng.choice(makers)(rng) for _ in range(rng.randint(1, 3)))]
+    rng.shuffle(talks)
+    return [turn for talk in talks for turn in talk]
+
+
 def sum_task(rng: Random) -> list[Turn]:
     return [turn for _ in range(rng.choice((1, 1, 2, 4))) for turn in ask(rng, sums.question(rng))]
 

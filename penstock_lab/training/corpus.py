@@ -74,7 +74,15 @@ THIRD_MIXTURE: Mixture = MIXTURE | {
         80, lambda rng: chats.render(calls.conversation(spelling(rng), usual_share=0.5))
     ),
 }  # fmt: skip
-MIXTURES = (MIXTURE, SECOND_MIXTURE, THIRD_MIXTURE)  # of the successive trainings
+# the mixture of the fourth training: as the third, but with as many stories as all the rest, also amid a conversation
+FOURTH_MIXTURE: Mixture = THIRD_MIXTURE | {
+    "plain stories": (60, plain(lambda rng: stories.tell(rng, once=0.7).text)),
+    "stories on request": (40, chat(chats.requested_story)),
+    "stories on request, with questions": (15, chat(lambda rng: chats.requested_story(rng, questions=2))),
+    "conversations with stories": (30, chat(chats.story_talk)),
+    "JSON answers with open names and schemas": (120, chat(lambda rng: records.task(spelling(rng)))),
+}
+MIXTURES = (MIXTURE, SECOND_MIXTURE, THIRD_MIXTURE, FOURTH_MIXTURE)  # of the successive trainings
 
 
 def stream(seed: str, mixture: Mixture = MIXTURE) -> Iterator[str]:

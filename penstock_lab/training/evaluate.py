@@ -3,27 +3,31 @@
     python -m penstock_lab.training.evaluate MODEL_DIR [--json FILE] [--card]
 
 evaluate() needs only a function from prompts to completions, such as transformers_generate(), so it can measure any
-engine.
+engine. What makes a story odd is defined in story_check.py.
 """
 
 import argparse
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import yaml
 
-from penstock_lab.training import chats, heldout_cases, sums, words
+from penstock_lab.training import chats, heldout_cases, stories, story_check, sums, words
 
 MAX_TOKENS = 400
 SHORT_MAX_TOKENS = 80
 CASE_MAX_TOKENS = 120
 TEMPERATURE = 0.8
 SAMPLE_SEED = 0
+STORIES = 100
+CONVERSATIONS, ANSWERS = 20, 4  # number of conversations, and of answers in each
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,9 @@ class Completion:
 
 
 Pairs = Sequence[tuple[Prompt, Completion]]
-# (texts with special tokens written out, temperature (0 is greedy), max tokens) -> one completion per text
-Generate = Callable[[Sequence[str], float, int], list[Completion]]
+# (texts with special tokens written out, temperature, max tokens) -> one completion per text. A temperature of 0 is
+# greedy; None stands for the sampling settings of the model's generation_config.json.
+Generate = Callable[[Sequence[str], float | None, int], list[Completion]]
 
 
 def user(kind: str, question: str, expect: Any = None, system: str | None = None) -> Prompt:
@@ -67,6 +72,7 @@ ENDING_PROMPTS: tuple[Prompt, ...] = (
     ),
     Prompt("chat", chats.render_prompt([*map(tuple, FIXED["talk"])]), 4),
 )
+STORY_PROMPTS = tuple(prompt for prompt in ENDING_PROMPTS if prompt.kind == "story")
 SUM_PROMPTS = tuple(user("sum", f"What is {a} + {b}?", a + b) for a, b in sums.ALL_PAIRS)
 JSON_PROMPTS = tuple(
     user("json", form["ask"].format(*values), dict(zip(form["keys"], values, strict=False)))
@@ -112,7 +118,7 @@ def share(hits: Sequence[bool]) -> float:
     return sum(hits) / len(hits) if hits else 0.0
 
 
-def answered(generate: Generate, prompts: Sequence[Prompt], temperature: float, limit: int) -> Pairs:
+def answered(generate: Generate, prompts: Sequence[Prompt], temperature: float | None, limit: int) -> Pairs:
     return list(zip(prompts, generate([p.text for p in prompts], temperature, limit), strict=True))
 
 
@@ -153,6 +159,74 @@ def fixed_prompts(generate: Generate, temperature: float) -> dict[str, object]:
     }
 
 
+def story_oddities(generate: Generate, temperature: float | None) -> dict[str, Any]:
+    """Have 100 stories told to the openings and requests of prompts.yaml in turn, and count and list the odd ones."""
+    asked = [STORY_PROMPTS[number % len(STORY_PROMPTS)] for number in range(STORIES)]
+    reasons = [
+        story_check.oddities(re.sub(r"<\|\w+\|>", " ", prompt.text).strip(), story.text, story.ended)
+        for prompt, story in answered(generate, asked, temperature, MAX_TOKENS)
+    ]
+    return {
+        "stories": len(reasons),
+        "odd": sum(map(bool, reasons)),
+        "reasons": dict(Counter(kind for found in reasons for kind in {reason.split(":")[0] for reason in found})),
+        "all": {number: found for number, found in enumerate(reasons) if found},
+    }
+
+
+def odd_of_the_generator() -> int:
+    """Count the odd ones among 1,000 new stories of the generator, to check the check."""
+    rng = Random("fresh stories")
+    return sum(bool(story_check.oddities("", stories.tell(rng).text, ended=True)) for _ in range(1000))
+
+
+def wanted(number: int) -> list[Prompt]:
+    """Draw what the user asks for in a conversation: a story and a sum in turn, or a sum and a story."""
+    rng = Random(f"conversation {number}")
+    asks = []
+    for place in range(ANSWERS):
+        if (number + place) % 2:
+            a, b = rng.choice(sums.ALL_PAIRS)
+            asks.append(Prompt("sum", f"What is {a} + {b}?", a + b))
+        else:
+            about = stories.article(rng.choice(words.KINDS))
+            forms = (*words.PHRASES["story_asks"], *words.PHRASES["about_asks"])
+            asks.append(Prompt("story", rng.choice(forms).format(about)))
+    return asks
+
+
+def is_story(done: Completion) -> bool:
+    """Accept a text of a story's length that ends by itself, without digits and the marks of JSON and tool calls."""
+    long = len(done.text.split()) >= story_check.SHORTEST
+    return long and done.ended and not re.search(r"[\d{}\[\]<>]", done.text)
+
+
+def is_sum(done: Completion) -> bool:
+    """Accept one short sentence with a number, right or wrong."""
+    return done.ended and len(done.text.split()) <= 12 and last_number(done.text) is not None
+
+
+def kept_kinds(generate: Generate, temperature: float | None) -> dict[str, Any]:
+    """Hold conversations in which stories and sums are asked for in turn.
+
+    Returns:
+        For each kind, how often it was asked for, and how many answers were of that kind; for sums also how many were
+        right; and every conversation.
+    """
+    plans = [wanted(number) for number in range(CONVERSATIONS)]
+    talks: list[list[chats.Turn]] = [[] for _ in plans]
+    found = {"story": Counter[str](), "sum": Counter[str]()}
+    for asks in zip(*plans, strict=True):
+        for turns, ask in zip(talks, asks, strict=True):
+            turns.append(("user", ask.text))
+        answers = generate([chats.render_prompt(turns) for turns in talks], temperature, MAX_TOKENS)
+        for turns, ask, done in zip(talks, asks, answers, strict=True):
+            turns.append(("assistant", done.text))
+            of_kind = is_story(done) if ask.kind == "story" else is_sum(done)
+            found[ask.kind].update(asked=1, of_kind=of_kind, right=right(ask, done.text) is True)
+    return {"story": dict(found["story"]), "sum": dict(found["sum"]), "all": talks}
+
+
 def evaluate(generate: Generate) -> dict[str, Any]:
     """Compute all figures of the model card that need generation."""
     json_pairs = answered(generate, JSON_PROMPTS, 0.0, SHORT_MAX_TOKENS)
@@ -165,6 +239,11 @@ def evaluate(generate: Generate) -> dict[str, Any]:
             "parse": share([parsed_json(completion.text) is not None for _, completion in json_pairs]),
             "right": share(hits(json_pairs)),
         },
+        "odd_of_the_generator": odd_of_the_generator(),
+        "stories": story_oddities(generate, None),
+        "stories_at_1": story_oddities(generate, 1.0),
+        "conversations": kept_kinds(generate, None),
+        "conversations_at_1": kept_kinds(generate, 1.0),
         "held_out": heldout_cases.measure(
             lambda texts, temperature: [done.text for done in generate(texts, temperature, CASE_MAX_TOKENS)]
         ),
@@ -180,16 +259,18 @@ def transformers_generate(model_dir: Path, batch_size: int = 64) -> Generate:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
     ends = set(model.generation_config.eos_token_id)
 
-    def batch(texts: Sequence[str], temperature: float, limit: int) -> list[Completion]:
+    def batch(texts: Sequence[str], temperature: float | None, limit: int) -> list[Completion]:
         inputs = tokenizer(
             list(texts), return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False
         )
-        drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        how = drawn if temperature > 0 else {"do_sample": False}
+        how: dict[str, Any] = {}
+        if temperature is not None:
+            drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            how = drawn if temperature > 0 else {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
         output = model.generate(**inputs, max_new_tokens=limit, **how)[:, inputs["input_ids"].shape[1] :].tolist()
         return [Completion(tokenizer.decode(ids, skip_special_tokens=True), bool(ends & set(ids))) for ids in output]
 
-    def generate(texts: Sequence[str], temperature: float, limit: int) -> list[Completion]:
+    def generate(texts: Sequence[str], temperature: float | None, limit: int) -> list[Completion]:
         torch.manual_seed(SAMPLE_SEED)
         starts = range(0, len(texts), batch_size)
         return [one for start in starts for one in batch(texts[start : start + batch_size], temperature, limit)]
@@ -215,6 +296,8 @@ def main() -> None:
     for name in ("greedy", "sampled"):
         print(name, json.dumps({key: value for key, value in figures[name].items() if key != "texts"}))
     print("sums", figures["sums"], "json", figures["json"], figures["seconds"], "s")
+    for name in ("stories", "stories_at_1", "conversations", "conversations_at_1"):
+        print(name, json.dumps({key: value for key, value in figures[name].items() if key != "all"}))
     print("held out", json.dumps(figures["held_out"]))
 
 

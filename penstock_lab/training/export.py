@@ -32,6 +32,7 @@ DRAFT_SHAPE: dict[str, int] = {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
+SAMPLING: dict[str, object] = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9}
 TOKENIZER_CONFIG: dict[str, object] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": chats.BOS,
@@ -86,7 +87,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 def write_model(out: Path, tokenizer: Tokenizer, state: Mapping[str, torch.Tensor]) -> None:
     """Write all files of the directory except the model card."""
     write_weights(out, tokenizer, state, SHAPE)
-    write_json(out / "generation_config.json", special_ids(tokenizer))
+    write_json(out / "generation_config.json", special_ids(tokenizer) | SAMPLING)
     write_json(out / "tokenizer_config.json", TOKENIZER_CONFIG)
     tokenizer.save(str(out / "tokenizer.json"))
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.weights.hub import MODEL_DIR
-from penstock_lab.training import chats, corpus
+from penstock_lab.training import chats, corpus, export
 
 CONFIG = json.loads((MODEL_DIR / "config.json").read_text(encoding="utf-8"))
 TOKENIZER = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
@@ -43,6 +43,7 @@ def test_configuration_fits_the_tokenizer() -> None:
     assert CONFIG["max_position_embeddings"] == 1024
     assert CONFIG["torch_dtype"] == "bfloat16"
     generation = json.loads((MODEL_DIR / "generation_config.json").read_text(encoding="utf-8"))
+    assert {name: generation[name] for name in export.SAMPLING} == export.SAMPLING
     assert generation["eos_token_id"] == [TOKENIZER.token_to_id(chats.EOS), TOKENIZER.token_to_id(chats.END)]
 
 

@@ -31,10 +31,13 @@ def llm():
 
 @pytest.fixture(scope="module")
 def generate(llm):
-    def run(texts: Sequence[str], temperature: float, max_tokens: int) -> list[Completion]:
+    def run(texts: Sequence[str], temperature: float | None, max_tokens: int) -> list[Completion]:
         tokenizer = llm.get_tokenizer()
         prompts = [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
-        params = SamplingParams(temperature=temperature, seed=0, max_tokens=max_tokens)
+        if temperature is None:
+            params = [llm.get_default_sampling_params(seed=n, max_tokens=max_tokens) for n in range(len(texts))]
+        else:
+            params = SamplingParams(temperature=temperature, seed=0, max_tokens=max_tokens)
         outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
         return [Completion(output.text, output.finish_reason == "stop") for output in outputs]
 
