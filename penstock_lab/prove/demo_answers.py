@@ -4,7 +4,7 @@
 
 The requests are the held-out ones of penstock_lab/training/heldout_cases.py, with people and cities that training
 never names.
-`penstock_lab.training.evaluate` asks the same without a schema, with Transformers.
+`penstock_lab.training.evaluate` asks the same without a schema.
 """
 
 import argparse

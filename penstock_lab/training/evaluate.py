@@ -2,7 +2,7 @@
 
     python -m penstock_lab.training.evaluate MODEL_DIR [--json FILE] [--card]
 
-evaluate() needs only a function from prompts to completions, such as transformers_generate(), so it can measure any
+evaluate() needs only a function from prompts to completions, such as generate_with() makes, so it can measure any
 engine. What makes a story odd is defined in story_check.py.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from penstock import LLM, SamplingParams
 from penstock_lab.training import chats, heldout_cases, stories, story_check, sums, words
 
 MAX_TOKENS = 400
@@ -250,30 +251,21 @@ def evaluate(generate: Generate) -> dict[str, Any]:
     }
 
 
-def transformers_generate(model_dir: Path, batch_size: int = 64) -> Generate:
-    """Load the model with Transformers, in bfloat16 as stored, and generate with padding on the left."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
-    ends = set(model.generation_config.eos_token_id)
-
-    def batch(texts: Sequence[str], temperature: float | None, limit: int) -> list[Completion]:
-        inputs = tokenizer(
-            list(texts), return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False
-        )
-        how: dict[str, Any] = {}
-        if temperature is not None:
-            drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            how = drawn if temperature > 0 else {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
-        output = model.generate(**inputs, max_new_tokens=limit, **how)[:, inputs["input_ids"].shape[1] :].tolist()
-        return [Completion(tokenizer.decode(ids, skip_special_tokens=True), bool(ends & set(ids))) for ids in output]
+def generate_with(llm: LLM) -> Generate:
+    """Generate with an engine. With the model's own settings, text number n has the seed n; otherwise all have 0."""
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None  # prompts are texts, so the engine was made with a tokenizer
 
     def generate(texts: Sequence[str], temperature: float | None, limit: int) -> list[Completion]:
-        torch.manual_seed(SAMPLE_SEED)
-        starts = range(0, len(texts), batch_size)
-        return [one for start in starts for one in batch(texts[start : start + batch_size], temperature, limit)]
+        prompts = [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
+        params = [
+            llm.get_default_sampling_params(seed=number, max_tokens=limit)
+            if temperature is None
+            else SamplingParams(temperature=temperature, seed=SAMPLE_SEED, max_tokens=limit)
+            for number in range(len(texts))
+        ]
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+        return [Completion(output.text, output.finish_reason == "stop") for output in outputs]
 
     return generate
 
@@ -285,7 +277,8 @@ def main() -> None:
     parser.add_argument("--card", action="store_true", help="write MODEL_DIR/README.md (reads MODEL_DIR/training.json)")
     args = parser.parse_args()
     began = time.monotonic()
-    figures = evaluate(transformers_generate(args.model_dir))
+    with LLM(model=str(args.model_dir), max_num_seqs=64) as llm:
+        figures = evaluate(generate_with(llm))
     figures["seconds"] = round(time.monotonic() - began)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False), encoding="utf-8")

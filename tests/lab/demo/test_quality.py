@@ -2,21 +2,22 @@
 
 import json
 import re
-from collections.abc import Sequence
 
 import pytest
 
-from penstock import LLM, SamplingParams
+from penstock import LLM
 from penstock_lab.prove import demo_answers
 from penstock_lab.training import heldout_cases
 from penstock_lab.training.evaluate import (
     ENDING_PROMPTS,
     JSON_PROMPTS,
     SUM_PROMPTS,
-    Completion,
     answered,
+    generate_with,
+    kept_kinds,
     parsed_json,
     right,
+    story_oddities,
     sum_shares,
 )
 
@@ -31,17 +32,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def generate(llm):
-    def run(texts: Sequence[str], temperature: float | None, max_tokens: int) -> list[Completion]:
-        tokenizer = llm.get_tokenizer()
-        prompts = [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
-        if temperature is None:
-            params = [llm.get_default_sampling_params(seed=n, max_tokens=max_tokens) for n in range(len(texts))]
-        else:
-            params = SamplingParams(temperature=temperature, seed=0, max_tokens=max_tokens)
-        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
-        return [Completion(output.text, output.finish_reason == "stop") for output in outputs]
-
-    return run
+    return generate_with(llm)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -49,6 +40,20 @@ def test_45_of_50_fixed_prompts_end_by_themselves(generate, temperature):
     pairs = answered(generate, ENDING_PROMPTS, temperature, 400)
     assert len(pairs) == 50
     assert sum(completion.ended for _, completion in pairs) >= 45
+
+
+def test_few_stories_are_odd_at_the_models_own_settings(generate):
+    """Guards against weights that mix other kinds of text into stories, and against sampling defaults that are lost."""
+    found = story_oddities(generate, None)
+    assert found["stories"] == 100
+    assert found["odd"] <= 25, found["all"]
+
+
+def test_conversations_keep_stories_and_sums_apart(generate):
+    """Guards against a story that was asked for and is none; sums that become tool calls are on the card."""
+    found = kept_kinds(generate, None)
+    assert found["story"]["of_kind"] >= 0.9 * found["story"]["asked"] == 36
+    assert found["sum"]["of_kind"] >= 0.6 * found["sum"]["asked"]
 
 
 def test_8_of_10_sums_are_right(generate):
