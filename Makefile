@@ -7,7 +7,8 @@ SOURCES := penstock penstock_lab tests tools examples benchmarks
 # The tests start Python some hundred times: what is not kept compiled is compiled anew by each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-page check format readme pictures prove matrix structure docs wheel bench compare real clean sanitize
+.PHONY: demo test test-page check format readme pictures prove matrix structure docs wheel newcomer bench compare real
+.PHONY: clean sanitize
 .PHONY: installed installed-test installed-docs
 
 demo: installed
@@ -52,6 +53,10 @@ structure:
 # A wheel for any Linux with glibc 2.28 or newer, tried in an empty environment of each Python that is found
 wheel: installed
 	@$(BIN)/python -m tools.wheel
+
+# make newcomer [GGUF=FILE]: what README.md has a newcomer do with that wheel, each step timed
+newcomer: installed-test
+	@$(BIN)/python -m tools.newcomer $(if $(GGUF),--gguf "$(GGUF)")
 
 docs: installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import install
+from tools import install, wheel
 
 
 def test_an_old_python_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,3 +85,11 @@ def test_one_compilation_for_all_checkouts(tmp_path: Path, monkeypatch: pytest.M
     assert install.library_settings("b", "this")[0].endswith("PENSTOCK_THIS_MACHINE=ON")
     install.keep_library(str(tmp_path / "built.so"), install.kept_library("a", "all"))
     assert install.library_settings("a", "this")[0].endswith("PENSTOCK_LIBRARY=" + install.kept_library("a", "all"))
+
+
+def test_a_wheel_above_its_limits_fails() -> None:
+    """Guards against an installation that grows unseen: `make wheel`, which .ci/run runs, holds these limits."""
+    assert (wheel.MOST_INSTALLED_MB, wheel.MOST_PACKAGES) == (200, 40)
+    assert "40.0" in wheel.limit("packages", 40, wheel.MOST_PACKAGES)
+    with pytest.raises(SystemExit, match="packages: 41"):
+        wheel.limit("packages", 41, wheel.MOST_PACKAGES)

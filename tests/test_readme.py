@@ -1,9 +1,11 @@
 """The pages that users read hold what they say: commands and programs run as they stand there (the port aside), links
 and paths lead somewhere, the tables are those of the tests, and a request passes the ten files."""
 
+import argparse
 import re
 import runpy
 import shlex
+import tomllib
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 
 from benchmarks import picture
 from penstock.cli.main import build_parser, dashed
+from penstock.errors import EXTRAS
 from tests import support_matrix
 from tests.pages import CONSOLE, PAGES, ROOT, SERVE, commands, name_of, programs, run, serving
 
@@ -91,6 +94,30 @@ def test_links_and_paths_lead_somewhere(page):
         assert (page.parent / target).exists(), target
     for path in PATH.findall(re.sub(r"\]\([^)]*\)|https?://\S+", "]", text)):
         assert any((place / path).exists() for place in PLACES), path
+
+
+def test_commands_in_sentences_and_tables_are_accepted():
+    """Guards against a command or a flag that a page names outside of a block, and that is no longer there."""
+    texts = [re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S) for page in TEXTS[:-2]]
+    found = [span.split() for text in texts for span in re.findall(r"`penstock ([a-z][^`\n]*)`", text)]
+    assert len(found) >= 150
+    for words in found:
+        parser = build_parser(words[:1])
+        for word in words[:2]:  # such as `bench serve`
+            kinds = [action.choices for action in parser._actions if action.nargs == argparse.PARSER]
+            assert kinds or word != words[0]
+            parser = kinds[0].get(word, parser) if kinds else parser
+        assert parser.prog.split()[1] == words[0], words
+        flags = [word.partition("=")[0] for word in dashed(words) if re.match("--?[a-z]", word)]
+        assert parser._option_string_actions.keys() >= set(flags), words
+
+
+def test_extras_that_are_named_exist():
+    """Guards against a page or an error that tells the user to install an extra that was dropped."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = {name for page in TEXTS for name in re.findall(r"penstock\[(\w+)\]", page.read_text(encoding="utf-8"))}
+    assert named
+    assert named | set(EXTRAS.values()) <= extras.keys()
 
 
 def test_every_page_is_on_the_site():

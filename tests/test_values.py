@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.client.prompts import read_prompts
 from penstock.config import PARTS, EngineConfig, option_names, read_hints
 from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError, shown
-from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
+from penstock.interface.sampling_params import HINTS, BeamSearchParams, SamplingParams
 from penstock.kernels.cpu.library import NOT_BUILT
 from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model
@@ -227,8 +227,16 @@ def test_hints_name_options_that_exist():
     named = {name for text in read_hints().values() for name in re.findall(r"\{(\w+)\}", text)}
     assert named <= options
     assert not options & read_hints().keys()
-    with pytest.raises(TypeError):
-        SamplingParams(temprature=1.0)
+
+
+def test_an_unknown_sampling_parameter_is_told_its_name():
+    """Guards against the bare TypeError that a parameter of another engine or another version got."""
+    for name, advice in (("temprature", "did you mean temperature?"), ("best_of", "ask for n answers"), ("zzz", "")):
+        with pytest.raises(InvalidRequestError, match=f"^{name}: unknown field(; {re.escape(advice)})?") as caught:
+            SamplingParams(**{name: 2})
+        assert advice in str(caught.value)
+        assert caught.value.param == name
+    assert not HINTS.keys() & set(FIELDS)
 
 
 def test_what_is_planned_says_so():

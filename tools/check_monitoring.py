@@ -1,6 +1,6 @@
 """Try the dashboard and the alerts of deploy/ with a real server and a real Prometheus (`apt-get install prometheus`).
 
-    python tools/check_monitoring.py [--prometheus PATH] [--seconds 90]
+    python tools/check_monitoring.py [--prometheus PATH] [--seconds 75]
 
 It starts `penstock serve demo` with a short queue and two keys. First, one key passes its own limit; then the other one
 sends more than the server can take. After each part it prints which alerts are pending or firing, and at the end what
@@ -38,6 +38,7 @@ requests_per_minute = 6
 key = "sk-free-0123456789"
 admin = true
 """
+LIMITED_S = 12.0  # an overload would be pending by then; it fires a minute later
 FREE = {"Authorization": "Bearer sk-free-0123456789"}
 LIMITED = {"Authorization": "Bearer sk-limited-0123456789"}
 QUIET: list[str] = ["Preemptions", "Errors by code"]  # may have no numbers: nothing was preempted, no errors at the end
@@ -98,7 +99,7 @@ class Prometheus:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prometheus", default="prometheus", metavar="PATH", help="the program (default: on PATH)")
-    parser.add_argument("--seconds", type=float, default=90.0, metavar="S", help="length of each part (default: 90)")
+    parser.add_argument("--seconds", type=float, default=75.0, metavar="S", help="length of the overload (default: 75)")
     parser.add_argument("--picture", metavar="FILE.png", help="draw the dashboard's panels into a file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
@@ -129,7 +130,7 @@ def check(stack: contextlib.ExitStack, directory: Path, url: str, args: argparse
         found[1] for line in started.stderr if (found := re.search(r"Listening on.* address=(\S+:\d+)", line))
     )
     prometheus, failures = Prometheus(f"http://{address}"), 0
-    print("one key passes its limit:", load(url, LIMITED, 4, args.seconds), prometheus.alerts() or "no alert")
+    print("one key passes its limit:", load(url, LIMITED, 4, LIMITED_S), prometheus.alerts() or "no alert")
     failures += "PenstockOverloaded" in prometheus.alerts()
     print("the queue is full:", load(url, FREE, 8, args.seconds), prometheus.alerts() or "no alert")
     failures += prometheus.alerts().get("PenstockOverloaded") != "firing"
@@ -138,7 +139,7 @@ def check(stack: contextlib.ExitStack, directory: Path, url: str, args: argparse
         failures += not numbers and title not in QUIET
         print(f"{title:36}{' '.join(f'{number:.4g}' for number in numbers[:8]) or 'no numbers':60}{query[:70]}")
     if args.picture:
-        draw(prometheus, args.picture, 2 * args.seconds)
+        draw(prometheus, args.picture, LIMITED_S + args.seconds)
     return int(failures > 0)
 
 

@@ -7,7 +7,6 @@ The shapes of the models are in tools/common_models.yaml, the machines in pensto
 the first of bfloat16, int8 and int4 is taken that fits, as `penstock run` does, and planned as by `penstock plan`.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from penstock_lab.planner.forecast import Forecaster, Load, as_json  # noqa: E40
 from penstock_lab.planner.machines import Hardware, load_hardware  # noqa: E402
 from penstock_lab.planner.planned import PlannedModel  # noqa: E402
 from penstock_lab.planner.report import fitter_of  # noqa: E402
+from tools import written_page  # noqa: E402
 
 MODELS = ROOT / "tools" / "common_models.yaml"
 PAGE = ROOT / "docs" / "which_model.md"
@@ -51,7 +51,7 @@ TAIL = """
 "-" does not fit. The system and other programs keep some of the memory: a model may have 12 GB of the laptop's 16 and
 56 GB of the desktop's 64.
 
-<!-- not run: needs a model -->
+<!-- not run: needs the hub -->
 ```console
 $ penstock run qwen3:8b --quantization int4        # smaller and faster than what would be chosen
 $ penstock plan Qwen/Qwen3-8B --hardware desktop-7950x --batch 1 8 --quantization int8
@@ -114,17 +114,5 @@ def page() -> str:
     return head(machines) + "".join(row(model, machines) for model in models()) + TAIL
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the page")
-    text = page()
-    if parser.parse_args().write:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        print(f"{PAGE} is not what tools/model_table.py writes")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(written_page.main(__doc__, PAGE, page))

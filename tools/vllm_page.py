@@ -9,7 +9,6 @@ bodies, from the table of refused fields, and from the table of `--metrics-names
 them knows is an error.
 """
 
-import argparse
 import re
 import sys
 import tomllib
@@ -24,6 +23,7 @@ from penstock.cli.options import flag_of  # noqa: E402
 from penstock.config import read_hints  # noqa: E402
 from penstock.server.metrics import VLLM_NAMES  # noqa: E402
 from penstock.server.openai_requests import UNSUPPORTED, ChatRequest, CompletionRequest  # noqa: E402
+from tools import written_page  # noqa: E402
 
 NAMES = ROOT / "tools" / "vllm_names.toml"
 PAGE = ROOT / "docs" / "from_vllm.md"
@@ -121,14 +121,9 @@ def page() -> str:
     action = next(item for item in build_parser(["serve"])._actions if item.dest == "command")
     assert action.choices is not None
     flags = flag_rows(names["flags"], set(action.choices["serve"]._option_string_actions), read_hints())  # type: ignore
-    parts = [
-        HEAD,
-        "## Flags of `vllm serve`\n\nThe values of a flag may differ: `penstock serve --help` lists them.\n\n",
-    ]
+    parts = [HEAD, FLAGS]
     parts += [_table(title, rows) + "\n" for title, rows in flags.items()]
-    parts.append(
-        "## Fields of requests\n\nA field that is absent may be null, or have the value that changes nothing.\n\n"
-    )
+    parts.append(FIELDS)
     for route, text in names["fields"].items():
         known = {item.encode_name for item in msgspec.structs.fields(BODIES[route])}
         parts.append(_table(f"`{route}`", field_rows(text, known)) + "\n")
@@ -169,17 +164,5 @@ def metric_rows(names: str) -> str:
     return "".join(rows) + f"| {absent} | absent |\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the page")
-    text = page()
-    if parser.parse_args().write:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        print(f"{PAGE} is not what tools/vllm_page.py writes")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(written_page.main(__doc__, PAGE, page))

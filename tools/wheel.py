@@ -115,18 +115,24 @@ def size_of(folder: Path) -> int:
     return sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
 
 
+def bare_environ(folder: Path) -> dict[str, str]:
+    """Make variables whose PATH has folder/venv/bin and a few tools of a shell, but no compiler."""
+    bare = folder / ".tools"
+    bare.mkdir()
+    for tool in filter(shutil.which, SHELL_TOOLS):
+        (bare / tool).symlink_to(str(shutil.which(tool)))
+    hidden = {"CXX", "CC", "PYTHONPATH", *(name for name in os.environ if name.startswith("PENSTOCK_"))}
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return {**kept, "PATH": f"{folder}/venv/bin:{bare}"}
+
+
 def try_wheel(wheel: Path, python: str) -> None:
     """Install the wheel into an empty environment and let it generate, without a compiler on the PATH."""
     with tempfile.TemporaryDirectory() as folder:
         env = Path(folder) / "venv"
         call(python, "-m", "venv", env)
         (packages,) = env.glob("lib/python*/site-packages")
-        bare, before = Path(folder) / "bin", size_of(packages)
-        bare.mkdir()
-        for tool in filter(shutil.which, SHELL_TOOLS):
-            (bare / tool).symlink_to(str(shutil.which(tool)))
-        environ = {**os.environ, "PATH": f"{env / 'bin'}:{bare}"}
-        environ = {name: value for name, value in environ.items() if name not in ("CXX", "CC", "PYTHONPATH")}
+        before, environ = size_of(packages), bare_environ(Path(folder))
         began = time.monotonic()
         call(env / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", wheel, env=environ)
         seconds = time.monotonic() - began

@@ -9,7 +9,8 @@ Values are frozen, and checked when they are made: lists become tuples, and no f
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache, partial
@@ -17,6 +18,7 @@ from typing import Any, get_type_hints
 
 from penstock.errors import (
     Interval,
+    InvalidRequestError,
     NotSupportedError,
     check_choice,
     check_float,
@@ -214,6 +216,33 @@ def _a(kind: type) -> Check:
     return check
 
 
+# --- names that are no fields -----------------------------------------------------------------------------------------
+
+MAX_MISSPELT = 40  # characters; a longer unknown name is not compared with the known ones
+HINTS = {  # name in Transformers, llama.cpp, TGI or an older vLLM -> its equivalent here
+    "best_of": "ask for n answers, and take the one with the highest cumulative_logprob",
+    "do_sample": "temperature: 0 is greedy",
+    "extra_body": "its fields belong beside the others; clients written in Python put them there",
+    "guided_decoding": "it is structured_outputs here",
+    "max_length": "it is max_tokens here, which counts the answer alone",
+    "max_new_tokens": "it is max_tokens here",
+    "n_predict": "it is max_tokens here",
+    "num_beams": "it is n here, with use_beam_search: true",
+    "num_return_sequences": "it is n here",
+    "penalty_alpha": "contrastive search is not built",
+    "repeat_penalty": "it is repetition_penalty here",
+    "stop_sequences": "it is stop here",
+    "stop_strings": "it is stop here",
+}
+
+
+def unknown_field(name: str, known: Collection[str]) -> InvalidRequestError:
+    """Make the error about an unknown parameter, with its name here, or a known one with a similar name."""
+    similar = difflib.get_close_matches(name, known, 1, cutoff=0.8) if len(name) <= MAX_MISSPELT else []
+    advice = HINTS.get(name) or (f"did you mean {similar[0]}?" if similar else "")
+    return invalid(name, f"unknown field; {advice}" if advice else "unknown field", "unknown_field")
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 # The routes whose bodies have a field, as `place` of a body names them; all three unless the field says otherwise.
@@ -398,6 +427,12 @@ class SamplingParams:
         """Make the parameters of a request that generates nothing."""
         last = RequestOutputKind.FINAL_ONLY
         return cls(**POOLING_FIELDS, output_kind=last, pooling=pooling)  # type: ignore[arg-type]
+
+    def __new__(cls, *_: Any, **given: Any) -> "SamplingParams":
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise unknown_field(name, cls.__dataclass_fields__)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         check_options(self)

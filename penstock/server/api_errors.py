@@ -66,13 +66,14 @@ def internal_error() -> ApiError:
     return ApiError(500, "The server had an error while processing the request.", code="internal_error")
 
 
-def from_exception(exc: Exception) -> ApiError:
-    """Convert an exception to the error that the client gets. An unexpected exception shows no details."""
+def from_exception(exc: Exception, path: str = "") -> ApiError:
+    """Convert an exception to the error that the client gets. An unexpected exception shows no details. `path` of the
+    request matters only if there is no such route."""
     first_line = str(exc).partition("\n")[0]
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, HTTPException):
-        return _from_http(exc)
+        return _from_http(exc, path)
     if isinstance(exc, errors.InvalidRequestError):
         return ApiError(400, exc.message, param=exc.param, code=exc.code or "invalid_value")
     if isinstance(exc, errors.EngineOverloadedError):
@@ -86,9 +87,14 @@ def from_exception(exc: Exception) -> ApiError:
     return internal_error()
 
 
-def _from_http(exc: HTTPException) -> ApiError:
+def _from_http(exc: HTTPException, path: str) -> ApiError:
     if exc.status_code == 404:
-        return not_found("There is no such route.", "unknown_url")
+        advice = "GET /openapi.json lists the routes"
+        if path.startswith("/v1/v1/"):
+            advice = "the path has /v1 twice: a client adds what follows its base URL"
+        elif not path.startswith("/v1/"):
+            advice = "the routes of OpenAI's API begin with /v1, so a client's base URL ends in /v1"
+        return not_found(f"There is no such route; {advice}.", "unknown_url")
     if exc.status_code == 405:
         return ApiError(405, "This route does not support that method.", code="method_not_allowed", headers=exc.headers)
     code = HTTPStatus(exc.status_code).phrase.lower().replace(" ", "_")
@@ -97,4 +103,4 @@ def _from_http(exc: HTTPException) -> ApiError:
 
 async def handle(request: Request, exc: Exception) -> Response:
     """Answer an exception that no route has handled; Starlette calls this."""
-    return from_exception(exc).noted(request.scope).response()
+    return from_exception(exc, request.scope["path"]).noted(request.scope).response()

@@ -5,16 +5,15 @@ Any other name is an error. Every parameter may be null, which means "not given"
 """
 
 import contextlib
-import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 
 from penstock.errors import InvalidRequestError, NotSupportedError, check_float, fail, shown
-from penstock.interface.sampling_params import TYPES, fields_of
+from penstock.interface.sampling_params import TYPES, fields_of, unknown_field
 from penstock.tokenizer.answers import Function
 
 # --- tools ------------------------------------------------------------------------------------------------------------
@@ -410,7 +409,6 @@ class DetokenizeRequest(Strict, kw_only=True, frozen=True):
 
 # --- from bytes to a body ---------------------------------------------------------------------------------------------
 
-MAX_MISSPELT = 40  # characters; a longer unknown name is not compared with the known ones
 MISSING = "Object missing required field `"
 UNKNOWN = "Object contains unknown field `"
 # Half of a character that JSON writes as two escapes, as clients send it that cut a text between the two.
@@ -420,18 +418,6 @@ LONE_SURROGATE = re.compile(
     rb"|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F][0-9a-fA-F]{2})"
 )
 MAX_SEARCHED = 2**20  # bytes of a body that is not JSON
-HINTS = {  # name in Transformers, llama.cpp or TGI -> its equivalent here
-    "do_sample": "temperature: 0 is greedy",
-    "max_length": "it is max_tokens here, which counts the answer alone",
-    "max_new_tokens": "it is max_tokens here",
-    "n_predict": "it is max_tokens here",
-    "num_beams": "it is n here, with use_beam_search: true",
-    "num_return_sequences": "it is n here",
-    "penalty_alpha": "contrastive search is not built",
-    "repeat_penalty": "it is repetition_penalty here",
-    "stop_sequences": "it is stop here",
-    "stop_strings": "it is stop here",
-}
 
 
 def parse(data: bytes, kind: type[Strict]) -> Any:
@@ -454,18 +440,9 @@ def to_request(parsed: Any, kind: type[Body]) -> Body:
     if isinstance(parsed, dict):
         for name in parsed:
             if name not in kind.__struct_fields__:
-                hint = _hint(name, kind.__struct_fields__)
-                raise InvalidRequestError(f"{name}: unknown field{hint}", param=name, code="unknown_field")
+                raise unknown_field(name, kind.__struct_fields__)
     with _naming_the_field():
         return msgspec.convert(parsed, kind, str_keys=True)
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    """Write the end of the error about an unknown field: its name here, or a known field with a similar name."""
-    if name in HINTS:
-        return f"; {HINTS[name]}"
-    similar = difflib.get_close_matches(name, known, 1, cutoff=0.8) if len(name) <= MAX_MISSPELT else []
-    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 @contextlib.contextmanager

@@ -162,7 +162,8 @@ def find_local(name: str) -> Path | None:
         near = difflib.get_close_matches(name.lower(), short_names(), 1)
         advice = f"; is {near[0]} meant?" if near else ""
         raise ModelLoadError(
-            f"model: there is no directory {shown(name)}, and it is not a hub name (owner/model){advice}"
+            f"model: there is no {'file' if name.endswith(SUFFIX) else 'directory'} {shown(name)}, and it is not a hub "
+            f"name (owner/model){advice}"
         )
     return None
 

@@ -265,6 +265,22 @@ def test_what_is_no_half_character() -> None:
         assert "surrogate" not in broken.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/chat/completions", "a client's base URL ends in /v1."),
+        ("/api/chat", "a client's base URL ends in /v1."),
+        ("/v1/v1/chat/completions", "the path has /v1 twice"),
+        ("/v1/nowhere", "GET /openapi.json lists the routes."),
+    ],
+)
+def test_a_wrong_base_url_is_told_what_to_do(path: str, advice: str) -> None:
+    """Guards against the commonest mistake of a new client, which was answered with "no such route" alone."""
+    answer = app_client().post(path, json={"messages": []})
+    assert answer.status_code == 404
+    assert advice in answer.json()["error"]["message"]
+
+
 def test_the_log_says_what_was_wrong(caplog: pytest.LogCaptureFixture) -> None:
     """Guards against a log from which an operator cannot tell why clients get 400, and against a field's name, which
     the client chooses, that forges a line."""

@@ -44,6 +44,7 @@ def test_a_misspelt_field_is_told_its_right_name() -> None:
     for name, hint in (("max_token", "did you mean max_tokens?"), ("max_new_tokens", "it is max_tokens here")):
         assert str(failure({"prompt": "a", name: 1})) == f"{name}: unknown field; {hint}"
     assert str(failure({"prompt": "a", "zzz": 1})) == "zzz: unknown field"
+    assert "belong beside the others" in str(failure({"prompt": "a", "extra_body": {"top_k": 1}}))
 
 
 def test_long_unknown_names_cost_little() -> None:

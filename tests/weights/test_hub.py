@@ -22,6 +22,8 @@ def test_what_is_neither_is_refused(name: str) -> None:
     """Guards against a mistyped path that goes to the network."""
     with pytest.raises(ModelLoadError, match="there is no directory"):
         resolve_model(name)
+    with pytest.raises(ModelLoadError, match=r"there is no file .*\.gguf"):
+        resolve_model(f"{name}.gguf")
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
