@@ -83,6 +83,7 @@ def demo_as_gguf(file: Path) -> Path:
     folder = ROOT / "penstock" / "demo" / "model"
     template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
     model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.eos_token_id = model.config.eos_token_id[-1]  # a GGUF file has one; this ends a turn
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return write_gguf(model, file, "F32", tokenizer=tokenizer, template=template)
 
