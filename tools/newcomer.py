@@ -92,23 +92,24 @@ def serve(new: Newcomer) -> None:
     """Take the steps that need a server."""
     began = time.monotonic()
     command = ["penstock", "serve", "demo", "--port", "0"]
-    server = subprocess.Popen(command, cwd=new.home, env=new.environ, text=True, stdout=subprocess.PIPE, stderr=None)
+    server = subprocess.Popen(command, cwd=new.home, env=new.environ, text=True, stdout=subprocess.PIPE)
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
         new.note("`penstock serve demo`", time.monotonic() - began, line, "ready in .* s")
         url = next(word for word in line.split() if word.startswith("http"))
         with httpx.Client(base_url=url, trust_env=False, timeout=120) as http:
-            ask(new, http, url, server.pid)
+            ask(new, http, url)
         began = time.monotonic()
         server.send_signal(signal.SIGTERM)
-        new.note("SIGTERM ends the server", time.monotonic() - began, f"exit code {server.wait(60)}", "exit code 0")
+        code = f"exit code {server.wait(60)}"
+        new.note("SIGTERM ends the server", time.monotonic() - began, code, "exit code 0")
     finally:
         server.kill()
         server.wait()
 
 
-def ask(new: Newcomer, http: httpx.Client, url: str, pid: int) -> None:
+def ask(new: Newcomer, http: httpx.Client, url: str) -> None:
     def call(shown: str, wanted: str, path: str, **body: Any) -> str:
         began = time.monotonic()
         answer = http.post(path, json=body) if body else http.get(path)
@@ -131,20 +132,16 @@ def ask(new: Newcomer, http: httpx.Client, url: str, pid: int) -> None:
     with http.stream("POST", "/v1/completions", json=story | {"stream": True}) as stream:
         lines = stream.iter_lines()
         parts = [next(lines)]
-        os.kill(engine_of(pid), signal.SIGKILL)
+        killed = http.get("/status").json()["engine"]["pid"]
+        os.kill(killed, signal.SIGKILL)
         parts += lines
     chunks = [json.loads(line[6:]) for line in parts if line.startswith("data: {")]
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
     same = "the same text" if text == whole else f"{len(text)} of {len(whole)} characters"
     new.note("the same as a stream, with `kill -9` of the engine", time.monotonic() - began, same, "the same text")
-
-
-def engine_of(pid: int) -> int:
-    """Find the engine's process among the children of the server."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    raise SystemExit("newcomer: the server has no engine")
+    began, running = time.monotonic(), http.get("/status").json()["engine"]["pid"]
+    engine = "the same engine" if running == killed else "another engine"
+    new.note("`GET /status`", time.monotonic() - began, engine, "another engine")
 
 
 def carry_out(home: Path, python: str, gguf: Path) -> list[tuple[str, float, str]]:
