@@ -223,7 +223,6 @@ HINTS = {  # name in Transformers, llama.cpp, TGI or an older vLLM -> its equiva
     "best_of": "ask for n answers, and take the one with the highest cumulative_logprob",
     "do_sample": "temperature: 0 is greedy",
     "extra_body": "its fields belong beside the others; clients written in Python put them there",
-    "guided_decoding": "it is structured_outputs here",
     "max_length": "it is max_tokens here, which counts the answer alone",
     "max_new_tokens": "it is max_tokens here",
     "n_predict": "it is max_tokens here",
