@@ -74,6 +74,7 @@ def training_text(trainings: Trainings) -> str:
     return "\n".join(
         f"- training {number}: {facts['steps']:,} steps of {facts['tokens_per_step']:,} tokens, peak learning rate "
         f"{facts['lr']}, {'Muon, ' * bool(facts.get('muon'))}{facts['processes']} processes of one thread, "
+        f"{'the mean of the weights before and after, ' * bool(facts.get('average'))}"
         f"{facts['train_seconds'] / 60:.0f} minutes of wall time beside other work"
         for number, facts in enumerate(trainings, 1)
     )
@@ -85,7 +86,7 @@ def commands(trainings: Trainings) -> str:
     folders = [*("FIRST", "SECOND", "THIRD")[: len(trainings) - 1], "DIR"]
     for number, facts in enumerate(trainings, 1):
         start = "    python -m penstock_lab.training.train" + (f" --from {folders[number - 2]}" if number > 1 else "")
-        start += "".join(f" --{option}" for option in ("muon", "float32") if facts.get(option))
+        start += "".join(f" --{option}" for option in ("muon", "float32", "average") if facts.get(option))
         start += f" --seed {facts['seed']} --lr {facts['lr']} --tokens-per-step {facts['tokens_per_step']}"
         start += f" --processes {facts['processes']} --out {folders[number - 1]}"
         stages = [f"--steps {steps} --until {step}" for steps, step in facts.get("left_schedules", ())]

@@ -4,12 +4,12 @@
     train --seed 0 --steps 4500 --out FIRST
     train --from FIRST --seed 1 --steps 4000 --lr 1.5e-3 --tokens-per-step 2048 --out SECOND
     train --from SECOND --muon --float32 --seed 2 --steps 4000 --lr 2e-3 --out THIRD
-    train --from THIRD --muon --float32 --seed 3 --steps 2600 --lr 2e-3 --out DIR
+    train --from THIRD --muon --float32 --seed 3 --steps 1300 --lr 2e-3 --average --out DIR
     train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
 
 The second training continues from the weights of the first, with a mixture that includes tool calls. The tokenizer has
 one token for each of their tags. The third continues from the second, with names that are spelled letter by letter, and
-the fourth from the third, with more stories.
+the fourth from the third, with more stories; the model is the mean of the two.
 
 The model is Transformers' LlamaForCausalLM. Every document is drawn once. Two processes of one thread each share every
 batch and average their gradients. This is faster than two threads in one process, which wait for each other on a busy
@@ -222,6 +222,10 @@ def heldout_loss(model: Any, tokenizer: Tokenizer) -> dict[str, float]:
 
 def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, documents: int) -> None:
     """Export the model, and training.json for the card. The losses are computed with the weights as stored."""
+    if args.average:
+        after, before = trainer.model.state_dict(), load_file(args.first / "model.safetensors")
+        mean = {name: (after[name] + value.float()) / 2 for name, value in before.items()}
+        trainer.model.load_state_dict(mean, strict=False)  # the tied head is not stored
     if args.draft:
         export.write_weights(args.out, tokenizer, trainer.model.state_dict(), export.DRAFT_SHAPE)
     else:
@@ -238,6 +242,7 @@ def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, doc
         "lr": args.lr,
         "muon": args.muon,
         "float32": args.float32,
+        "average": args.average,
         "processes": args.processes,
         "train_seconds": round(trainer.seconds),
         "parameters": sum(p.numel() for p in rounded.parameters()),
@@ -259,6 +264,11 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true", help="no bfloat16, which some Xeons compute more slowly")
     parser.add_argument("--draft", action="store_true", help="the draft model, with the bundled model's tokenizer")
     parser.add_argument("--from", dest="first", type=Path, metavar="DIR", help="go on from the weights of this model")
+    parser.add_argument(
+        "--average",
+        action="store_true",
+        help="export the mean of the weights before and after, which forgets less (Wortsman et al., 2022)",
+    )
     parser.add_argument("--resume", action="store_true", help="continue from DIR/checkpoint.pt")
     parser.add_argument("--until", type=int, help="stop at this step; --resume goes on, with fewer --steps if need be")
     parser.add_argument("--out", type=Path, required=True)
