@@ -46,14 +46,14 @@ def test_few_stories_are_odd_at_the_models_own_settings(generate):
     """Guards against weights that mix other kinds of text into stories, and against sampling defaults that are lost."""
     found = story_oddities(generate, None)
     assert found["stories"] == 100
-    assert found["odd"] <= 25, found["all"]
+    assert found["odd"] <= 16, found["all"]
 
 
 def test_conversations_keep_stories_and_sums_apart(generate):
-    """Guards against a story that was asked for and is none; sums that become tool calls are on the card."""
+    """Guards against a story that was asked for and is none, and against sums that become tool calls."""
     found = kept_kinds(generate, None)
-    assert found["story"]["of_kind"] >= 0.9 * found["story"]["asked"] == 36
-    assert found["sum"]["of_kind"] >= 0.6 * found["sum"]["asked"]
+    assert found["story"]["of_kind"] >= 0.95 * found["story"]["asked"] == 38
+    assert found["sum"]["of_kind"] >= 0.9 * found["sum"]["asked"]
 
 
 def test_8_of_10_sums_are_right(generate):
