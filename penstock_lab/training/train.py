@@ -69,7 +69,7 @@ def batch_loss(model: Any, batch: Batch, bfloat16: bool = HAS_BFLOAT16) -> torch
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Move all singular values of a matrix close to 1, by five Newton-Schulz iterations in float32."""
     scaled = matrix / matrix.norm().clamp(min=1e-7)
-    wide = scaled if scaled.shape[0] <= scaled.shape[1] else scaled.T
+    wide: torch.Tensor = scaled if scaled.shape[0] <= scaled.shape[1] else scaled.T
     for _ in range(5):
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), wide, beta=3.4445)
