@@ -19,11 +19,11 @@ def main() -> int:
     note("Penstock: the bundled demo model, on this machine's CPU\n")
     started = time.perf_counter()
     from penstock.client.llm import LLM
-    from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+    from penstock.interface.sampling_params import RequestOutputKind
 
     with LLM(model="demo") as llm:
         loaded = time.perf_counter()
-        params = SamplingParams(temperature=0.8, seed=7, max_tokens=300, output_kind=RequestOutputKind.DELTA)
+        params = llm.get_default_sampling_params(seed=7, max_tokens=300, output_kind=RequestOutputKind.DELTA)
         sys.stdout.write(PROMPT)
         count, first = 0, 0.0
         for _, output in llm.stream([PROMPT], params):
