@@ -11,7 +11,7 @@ class SwappedLinear(Linear, nn.Module):
     that it can replace one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows: Tensor = super().forward(x.reshape(-1, x.shape[-1]))
+        rows: Tensor = super().forward(x.reshape(-1, x.shape[-1]).contiguous())
         return rows.to(self.ops.dtype, copy=True).view(*x.shape[:-1], -1)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelLoadError, nearest, shown
-from penstock.models.registry import ARCHITECTURES, HEADLESS, find_architecture, unsupported
+from penstock.models.registry import ARCHITECTURES, HEADLESS, find_architecture, may_fall_back, unsupported
 from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported, with_overrides
 from penstock.spec.config_reader import ConfigReader, read_json
 from penstock.spec.generation_config import read_ignored, read_sampling
@@ -106,7 +106,8 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
     read = ConfigReader(config, "config.json" if decoder is None or not beside else "config.json: text_config")
     generation = ConfigReader(generation_config or {}, "generation_config.json")
     name = _read_name(read)
-    if name not in {*ARCHITECTURES, *HEADLESS}:
+    is_known = name in {*ARCHITECTURES, *HEADLESS}
+    if not is_known and not may_fall_back(name, str(read.raw("model_type"))):
         raise unsupported(name, why_unsupported(str(read.raw("model_type"))))
     architecture = find_architecture(name)
     quantization = parse_quantization(read.raw(KEY)) if read.section(KEY) else None
@@ -133,6 +134,7 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         ignored_generation=read_ignored(generation),
         is_text_part=decoder is not None,
         notes=notes,
+        source=config,
     )
     for rope in (result.rope, result.local_rope):
         if rope is not None:

@@ -6,6 +6,7 @@ computation), a line in ARCHITECTURES, and a case in tests/families; docs/adding
 """
 
 import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, fail, nearest
+from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, check_installed, fail, nearest
 from penstock.interface import entry_points
 from penstock.models.falcon.config import read_falcon
 from penstock.models.gemma.config import read_gemma
@@ -25,6 +26,7 @@ from penstock.models.olmo2.config import read_olmo2
 from penstock.models.phi3.config import read_phi3
 from penstock.spec.config_file import SUPPORTED, why_unsupported
 from penstock.spec.config_reader import ConfigReader
+from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import ParamTable
 
 DOCUMENTATION = "https://github.com/penstock/penstock/tree/main/docs"  # for users who have only installed the package
@@ -69,9 +71,24 @@ class ModelVersion:
             return None
         return entry_points.load("calling_conventions", self.convention, "convention")
 
-    def read_table(self) -> ParamTable:
-        """Read the parameter table, without torch."""
+    def read_table(self, config: ModelConfig | None = None) -> ParamTable:
+        """Read the parameter table, without torch. config: the model's, for a version whose table depends on it."""
         return ParamTable.from_file(self.table_file)
+
+
+class FallbackVersion(ModelVersion):
+    """Transformers' own class of an architecture (models/transformers/), from which the table is derived."""
+
+    @property
+    def needs_torch(self) -> bool:
+        return True
+
+    def read_table(self, config: ModelConfig | None = None) -> ParamTable:
+        if config is None:
+            raise ModelLoadError(f"{FALLBACK}: its parameter table depends on config.json")
+        from penstock.models.transformers.derive import derive
+
+        return derive(config.architecture, config.source).table
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +160,27 @@ def _headless(architecture: Architecture) -> Architecture:
     return replace(architecture, read_config=read_headless, has_lm_head=False)
 
 
+FALLBACK = "transformers"  # the version that every decoder of Transformers has
+
+
+def _read_fallback(read: ConfigReader) -> dict[str, Any]:
+    from penstock.models.transformers.derive import read_config
+
+    return read_config(read)
+
+
+_FOLDER = Path(__file__).parent / "transformers"
+FALLBACK_VERSION = FallbackVersion("penstock.models.transformers.model.TransformersLM", _FOLDER / "derive.py")
+FALLBACK_ARCHITECTURE = Architecture(None, _read_fallback, {FALLBACK: FALLBACK_VERSION})
+
+
+def may_fall_back(name: str, model_type: str = "") -> bool:
+    """Tell whether an architecture that is not registered may be one of Transformers': it is installed, and neither
+    name says that the model is of a kind that no class serves."""
+    has_kind = why_unsupported(name) or why_unsupported(model_type)
+    return not has_kind and all(importlib.util.find_spec(library) is not None for library in ("torch", FALLBACK))
+
+
 def find_architecture(name: str) -> Architecture:
     """Find a registered architecture by its name, with or without the head.
 
@@ -153,6 +191,8 @@ def find_architecture(name: str) -> Architecture:
         return ARCHITECTURES[name]
     if name in HEADLESS:
         return _headless(ARCHITECTURES[HEADLESS[name]])
+    if may_fall_back(name):
+        return FALLBACK_ARCHITECTURE
     raise unsupported(name)
 
 
@@ -169,13 +209,16 @@ def unsupported(name: str, kind: str | None = None) -> ModelLoadError:
 
 
 def find_model(architecture: str, version: str = "auto") -> ModelVersion:
-    """Find an implementation of an architecture. The version "auto" is the default one.
+    """Find an implementation of an architecture. The version "auto" is the default one, or else the fallback.
 
     Raises:
         ModelLoadError: the architecture is not registered.
         InvalidRequestError: the architecture has no such version; the message lists its versions.
     """
     versions = find_architecture(architecture).versions
+    if version == FALLBACK or (version == "auto" and FALLBACK in versions):
+        check_installed("model_impl", FALLBACK, "transformers")
+        return FALLBACK_VERSION
     wanted = DEFAULT_VERSION if version == "auto" else version
     if wanted not in versions:  # other packages are asked only for a version that is not known here
         versions = find_versions(architecture)

@@ -58,6 +58,15 @@ class ConfigReader:
         self._read.add(key)
         return self._values.get(key)
 
+    def everything(self) -> dict[str, Any]:
+        """Get all values unchecked, and mark all keys as read, for code that knows what it may leave unread."""
+        self._read.update(self._values)
+        return dict(self._values)
+
+    def forget(self, keys: Collection[str]) -> None:
+        """Mark keys as not read."""
+        self._read.difference_update(keys)
+
     def integer(self, key: str, low: int, high: int, default: int | EllipsisType = ...) -> int:
         value = self._value_or(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -94,6 +94,7 @@ class ModelConfig:
             not applied, and the user is warned.
         is_text_part: whether the checkpoint is multimodal, so that some of its tensors are not for text.
         notes: what a user has to know about the file: the key that it is about -> one line.
+        source: the contents of config.json, for a class of Transformers (models/transformers/).
     """
 
     architecture: str
@@ -137,6 +138,7 @@ class ModelConfig:
     ignored_generation: tuple[str, ...] = field(default=(), repr=False)  # repr has only what answers depend on
     is_text_part: bool = field(default=False, repr=False)
     notes: dict[str, str] = field(default_factory=dict, repr=False, hash=False)
+    source: dict[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)
 
     @property
     def context(self) -> int:

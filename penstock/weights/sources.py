@@ -134,7 +134,7 @@ class ParameterSource(Protocol):
 
 
 def read_table(model_config: ModelConfig) -> ParamTable:
-    return find_model(model_config.architecture, model_config.model_impl).read_table()
+    return find_model(model_config.architecture, model_config.model_impl).read_table(model_config)
 
 
 def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:
