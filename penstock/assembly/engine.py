@@ -27,6 +27,7 @@ from penstock.kernels.tensors import Tensor, is_torch
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
+from penstock.models.registry import FallbackVersion, find_model
 from penstock.ranks.build import (
     RankPlan,
     RanksExecutor,
@@ -330,6 +331,8 @@ def _resolve(
     config = replace(config, numerics=numerics).resolve(model, num_engines)
     check_split(config, model, weights)
     reasons |= explain_sharding(config, model)
+    if model.model_impl == "auto" and isinstance(find_model(model.architecture), FallbackVersion):
+        reasons["model_impl"] = f"transformers: its own modules compute {model.architecture}, which has no family here"
     stored = open_stored(weights, model, numerics.load_format, is_complete=is_complete)
     codings = stored.codings
     numerics, why = config.numerics.with_codings(codings)

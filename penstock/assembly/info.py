@@ -2,7 +2,9 @@
 
 import hashlib
 import inspect
+import json
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.layers.rotary import rotary_fingerprint
 from penstock.models.certificate import find_basis, read_certificate
-from penstock.models.registry import ModelVersion, find_architecture, find_model
+from penstock.models.registry import FALLBACK, FallbackVersion, ModelVersion, find_architecture, find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.pooler import read_pooler
 from penstock.weights.instance import Weights
@@ -79,7 +81,7 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
     parts = [
         weights,
         repr(replace(model_config, model_impl="")),
-        _code_fingerprint(entry),
+        _code_fingerprint(entry, model_config),
         *(rotary_fingerprint(rope, model_config.head_dim, config.scheduler.max_model_len or 0) for rope in ropes),
         numerics.dtype,
         config.cache.kv_cache_dtype,
@@ -95,8 +97,11 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
     return "-".join(["penstock", str(NUMERICS_VERSION), kernels, numerics.dtype, *quantization, digest])
 
 
-def _code_fingerprint(entry: ModelVersion) -> str:
+def _code_fingerprint(entry: ModelVersion, model_config: ModelConfig) -> str:
     """Name the implementation. The code of a built-in one is covered by NUMERICS_VERSION."""
+    if isinstance(entry, FallbackVersion):  # its modules read more of config.json than ModelConfig has
+        file = json.dumps(model_config.source, sort_keys=True)
+        return f"{entry.source} {metadata.version(FALLBACK)} {file}"
     if isinstance(entry.source, str):
         return f"{entry.source} {entry.table_file.name}"
     return f"{entry.source.__qualname__} {files_fingerprint([inspect.getfile(entry.source), str(entry.table_file)])}"

@@ -20,7 +20,14 @@ from penstock.models.registry import find_architecture
 RANDOM_TINY = "random tiny"  # replaces the fingerprint if the weights are those of a small model made for the check
 # Code that every model depends on, relative to the package's root. find_basis adds the architecture's own code. The
 # families' config.py import from each other, so all of them are listed.
-SHARED_CODE = ("layers/*.py", "models/*/config.py", "models/config_json.py", "spec/*.py", "spec/*.toml")
+SHARED_CODE = (
+    "layers/*.py",
+    "models/*/config.py",
+    "models/transformers/*.py",
+    "models/config_json.py",
+    "spec/*.py",
+    "spec/*.toml",
+)
 
 
 @dataclass(frozen=True, slots=True)

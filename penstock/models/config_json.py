@@ -106,9 +106,9 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
     read = ConfigReader(config, "config.json" if decoder is None or not beside else "config.json: text_config")
     generation = ConfigReader(generation_config or {}, "generation_config.json")
     name = _read_name(read)
-    is_known = name in {*ARCHITECTURES, *HEADLESS}
-    if not is_known and not may_fall_back(name, str(read.raw("model_type"))):
-        raise unsupported(name, why_unsupported(str(read.raw("model_type"))))
+    model_type = str(read.raw("model_type"))
+    if name not in {*ARCHITECTURES, *HEADLESS} and not may_fall_back(name, model_type):
+        raise unsupported(name, why_unsupported(model_type))
     architecture = find_architecture(name)
     quantization = parse_quantization(read.raw(KEY)) if read.section(KEY) else None
     notes = {"auto_map": "not followed: code of a checkpoint is never run"} if read.has("auto_map") else {}

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -77,7 +78,10 @@ class ModelVersion:
 
 
 class FallbackVersion(ModelVersion):
-    """Transformers' own class of an architecture (models/transformers/), from which the table is derived."""
+    """Transformers' own class of an architecture (models/transformers/), from which the table is derived.
+
+    Its table_file is the one with the library's version.
+    """
 
     @property
     def needs_torch(self) -> bool:
@@ -169,16 +173,35 @@ def _read_fallback(read: ConfigReader) -> dict[str, Any]:
     return read_config(read)
 
 
-_FOLDER = Path(__file__).parent / "transformers"
-FALLBACK_VERSION = FallbackVersion("penstock.models.transformers.model.TransformersLM", _FOLDER / "derive.py")
-FALLBACK_ARCHITECTURE = Architecture(None, _read_fallback, {FALLBACK: FALLBACK_VERSION})
+@lru_cache(maxsize=1)
+def fallback() -> Architecture:
+    """Describe what every decoder of Transformers is.
+
+    Raises:
+        InvalidRequestError: Transformers is not installed.
+    """
+    check_installed("model_impl", FALLBACK, FALLBACK)
+    version = FallbackVersion("penstock.models.transformers.model.TransformersLM", _library() / "__init__.py")
+    return Architecture(None, _read_fallback, {FALLBACK: version})
+
+
+def _library() -> Path:
+    """Find the folder of the installed library, without importing it, which takes seconds."""
+    found = importlib.util.find_spec(FALLBACK)
+    return Path(found.origin).parent if found is not None and found.origin is not None else Path()
+
+
+@lru_cache(maxsize=1)
+def _known_to_transformers() -> str:
+    """Read the file in which Transformers lists its classes; it is empty if the library or torch is not installed."""
+    file = _library() / "models" / "auto" / "modeling_auto.py"
+    return file.read_text(encoding="utf-8") if importlib.util.find_spec("torch") and file.is_file() else ""
 
 
 def may_fall_back(name: str, model_type: str = "") -> bool:
-    """Tell whether an architecture that is not registered may be one of Transformers': it is installed, and neither
-    name says that the model is of a kind that no class serves."""
-    has_kind = why_unsupported(name) or why_unsupported(model_type)
-    return not has_kind and all(importlib.util.find_spec(library) is not None for library in ("torch", FALLBACK))
+    """Tell whether Transformers lists an architecture, and neither name says that it is of a kind never served."""
+    kind = why_unsupported(name) or why_unsupported(model_type)
+    return kind is None and f'"{name}"' in _known_to_transformers()
 
 
 def find_architecture(name: str) -> Architecture:
@@ -192,7 +215,7 @@ def find_architecture(name: str) -> Architecture:
     if name in HEADLESS:
         return _headless(ARCHITECTURES[HEADLESS[name]])
     if may_fall_back(name):
-        return FALLBACK_ARCHITECTURE
+        return fallback()
     raise unsupported(name)
 
 
@@ -217,8 +240,7 @@ def find_model(architecture: str, version: str = "auto") -> ModelVersion:
     """
     versions = find_architecture(architecture).versions
     if version == FALLBACK or (version == "auto" and FALLBACK in versions):
-        check_installed("model_impl", FALLBACK, "transformers")
-        return FALLBACK_VERSION
+        return fallback().versions[FALLBACK]
     wanted = DEFAULT_VERSION if version == "auto" else version
     if wanted not in versions:  # other packages are asked only for a version that is not known here
         versions = find_versions(architecture)

@@ -13,7 +13,7 @@ from torch import nn
 from penstock import ModelLoadError
 from penstock.models.certificate import RANDOM_TINY
 from penstock.models.config_json import load_model_config, parse_model_config
-from penstock.models.registry import ARCHITECTURES, find_architecture
+from penstock.models.registry import ARCHITECTURES, may_fall_back, unsupported
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.safetensors import BIN, INDEX, PACKED, SINGLE, find_files, fingerprint
@@ -68,14 +68,15 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
         ModelLoadError: there is no such model, or Transformers does not know it.
     """
     named = Path(os.path.expanduser(model))
-    if model in ARCHITECTURES and not named.exists():
+    is_class = model in ARCHITECTURES or re.fullmatch(r"\w+(For[A-Z]\w+|LMHeadModel)", model) is not None
+    if is_class and not named.exists():
+        if model not in ARCHITECTURES and not may_fall_back(model):
+            raise unsupported(model)
         find_class(model).config_class(architectures=[model]).save_pretrained(scratch)
         return _tiny_target(scratch, scratch, None)
     if named.suffix == ".json" and named.is_file():
         shutil.copyfile(named, scratch / CONFIG)
         return _tiny_target(scratch, scratch, named)
-    if not named.exists() and re.fullmatch(r"\w+(For[A-Z]\w+|LMHeadModel)", model):
-        find_architecture(model)  # raises for an unknown architecture; the message names the nearest known one
     directory = resolve_model(model)
     if not tiny:
         if (directory / PACKED).is_file():

@@ -1,5 +1,7 @@
-"""What a model of Transformers is made of: found by building its class on the meta device, where tensors have shapes but
-no values, and by running it once there, so that each of its attention layers shows what it passes on.
+"""What a model of Transformers is made of.
+
+That is found by building its class on the meta device, where tensors have shapes but no values, and by running it there
+once, so that each of its attention layers shows what it passes on.
 
 A class is refused if the engine could not compute it, or not with the same bits in every arrangement:
     - its attention does not go through Transformers' attention interface, or sees other keys than a causal layer with
@@ -9,7 +11,9 @@ A class is refused if the engine could not compute it, or not with the same bits
     - its rotary embedding depends on the length of the longest sequence in the batch.
 """
 
+import copy
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -19,11 +23,13 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import initialization
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.errors import ModelLoadError
 from penstock.models.registry import unsupported
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.model_config import ModelConfig
@@ -34,6 +40,12 @@ BY_LENGTH = ("dynamic", "longrope")  # rotary types whose frequencies depend on 
 # Keys of older files, which Transformers translates.
 OLDER_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "quantization_config")
 FARTHEST = 2**17  # positions at which masks are examined
+# torch computes these functions with vector instructions, and what is left at the end of a tensor with others, which
+# round differently: so no tensor may have such a rest. Its loops take up to VECTOR elements at once.
+VECTOR_FUNCTIONS = "celu elu erfc exp2 expm1 gelu glu log_sigmoid_forward mish pow sigmoid silu softplus"
+BY_VECTORS = frozenset(VECTOR_FUNCTIONS.split())
+EXACT_POWERS = (0.5, 1, 2, 3)  # which are products and roots
+VECTOR = 64
 
 # Classes that pass every check here, but whose own modules break what the engine promises: the class -> why.
 BROKEN: dict[str, str] = {}
@@ -68,6 +80,7 @@ class Derived:
         head, embedding: the full names of the language-model head and of the token embedding.
         table: its parameters, under Transformers' own names.
         hidden_size: the size of the hidden states that the head reads.
+        rows, head_rows: the decoder and the head compute a multiple of so many rows (BY_VECTORS).
     """
 
     sites: tuple[Site, ...]
@@ -75,6 +88,8 @@ class Derived:
     embedding: str
     table: "DerivedTable"
     hidden_size: int
+    rows: int
+    head_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +150,9 @@ def find_class(name: str) -> Any:
     return found
 
 
-def refused(name: str, why: str) -> NotSupportedError:
+def refused(name: str, why: str) -> ModelLoadError:
     """Make the error for a class that Transformers has and the engine cannot run."""
-    return NotSupportedError(f"{name}: the class of Transformers cannot be used (--model-impl transformers): {why}")
+    return ModelLoadError(f"{name}: the class of Transformers cannot be used (--model-impl transformers): {why}")
 
 
 def make_hf_config(name: str, values: Mapping[str, Any], attention: str) -> Any:
@@ -159,8 +174,7 @@ def derive(name: str, values: Mapping[str, Any]) -> Derived:
     """Find what the class `name` makes of the contents of a config.json.
 
     Raises:
-        ModelLoadError: Transformers refuses the config.
-        NotSupportedError: the engine cannot compute the model.
+        ModelLoadError: Transformers refuses the config, or the engine cannot compute the model.
     """
     return _derive(name, json.dumps(values, sort_keys=True))
 
@@ -174,17 +188,50 @@ def _derive(name: str, text: str) -> Derived:
     except Exception as error:
         raise refused(name, f"its modules cannot be built: {_short(error)}") from error
     _check_rotary(name, model)
-    probe = _Probe(name, model)
-    hidden_size = probe.run()
     head, embedding = (_name_of(model, get()) for get in (model.get_output_embeddings, model.get_input_embeddings))
     if head is None or embedding is None:
         raise refused(name, "it has no single embedding and head")
+    table, probe = _table(name, model, head), _Probe(name, model)
+    hidden_size, rows, head_rows = probe.run()
     wanted = config.num_hidden_layers
     if len(probe.sites) != wanted:
         raise refused(name, f"{len(probe.sites)} attention layers computed, and it has {wanted} layers")
     if len({(item.num_heads, item.num_kv_heads, item.head_dim) for item in probe.sites}) > 1:
         raise refused(name, "its layers have different heads")
-    return Derived(tuple(probe.sites), head, embedding, _table(name, model, head), hidden_size)
+    return Derived(tuple(probe.sites), head, embedding, table, hidden_size, rows, head_rows)
+
+
+class Hidden(nn.Module):
+    """Stands for the decoder when only the head computes: its result is `states` [1, M, hidden]."""
+
+    states: Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return MoeModelOutputWithPast(last_hidden_state=self.states)
+
+
+def without_decoder(model: Any) -> tuple[Any, Hidden]:
+    """Return a model that shares all with this one but its decoder, and what stands in the decoder's place."""
+    hidden, head = Hidden(), copy.copy(model)
+    head._modules = {**model._modules, model.base_model_prefix: hidden}
+    return head, hidden
+
+
+class _Widths(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds how many rows make every result of BY_VECTORS a multiple of VECTOR elements."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::").rstrip("_")
+        is_exact = name == "pow" and len(args) > 1 and args[1] in EXACT_POWERS
+        if name in BY_VECTORS and not is_exact:
+            width = result.numel() // PROBED_TOKENS if result.numel() % PROBED_TOKENS == 0 else 1
+            self.rows = max(self.rows, VECTOR // math.gcd(VECTOR, width))
+        return result
 
 
 def _short(error: Exception) -> str:
@@ -210,37 +257,39 @@ class _Probe:
     def __init__(self, name: str, model: Any) -> None:
         self._name, self._model = name, model
         self._windows: dict[int, int | None] = {}  # storage of a mask -> the window that it shows
+        self._masks: list[Tensor] = []  # kept, so that no other tensor gets their storage
         self._names = {id(module): name for name, module in model.named_modules()}
         self.sites: list[Site] = []
 
-    def run(self) -> int:
-        """Return the size of the hidden states.
+    def run(self) -> tuple[int, int, int]:
+        """Return the size of the hidden states, and how many rows the decoder and the head compute at once.
 
         Raises:
-            NotSupportedError: the model cannot be run in this way.
+            ModelLoadError: the model cannot be run in this way.
         """
         global _running
         ids = torch.zeros((1, PROBED_TOKENS), dtype=torch.int64, device="meta")
         places = torch.arange(PROBED_TOKENS, device="meta")[None]
-        ones = torch.ones_like(ids)  # without it, the values of the positions are looked at
-        _running = self
+        given = {"position_ids": places, "attention_mask": torch.ones_like(ids)}  # else the positions are looked at
+        head, hidden = without_decoder(self._model)
+        _running, decoder_widths, head_widths = self, _Widths(), _Widths()
         try:
-            with torch.no_grad():
-                out = self._model.base_model(
-                    input_ids=ids, position_ids=places, attention_mask=ones, use_cache=False
-                )
-        except NotSupportedError:
+            with torch.no_grad(), decoder_widths:
+                hidden.states = self._model.base_model(input_ids=ids, **given, use_cache=False).last_hidden_state
+            with torch.no_grad(), head_widths:
+                head(input_ids=ids, use_cache=False)
+        except ModelLoadError:
             raise
         except Exception as error:
             raise refused(self._name, f"its modules cannot be run: {_short(error)}") from error
         finally:
             _running = None
-        return int(out.last_hidden_state.shape[-1])
+        return int(hidden.states.shape[-1]), decoder_widths.rows, head_widths.rows
 
     def mask(self, sees: Callable[..., Tensor]) -> Tensor:
         """Make a mask that stands for the pattern of a mask function."""
         mask = torch.empty((1, 1, PROBED_TOKENS, PROBED_TOKENS), dtype=torch.bool, device="meta")
-        self._kept = [*getattr(self, "_kept", ()), mask]  # so that no other tensor gets its storage
+        self._masks.append(mask)
         self._windows[mask.untyped_storage()._cdata] = self._window(sees)
         return mask
 

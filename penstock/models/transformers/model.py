@@ -1,11 +1,10 @@
-"""A decoder of Transformers, run by its own modules on one flat row of tokens of all requests.
+"""A decoder of Transformers, run by its own modules on one flat row of the tokens of all requests.
 
-Its nn.Linear, its token embedding and its head are the engine's products, quantised as the engine quantises; its
-attention is the engine's, over the paged cache, registered in Transformers' attention interface. What remains of torch
-works on each token by itself: norms, activations, rotations, additions.
+Its products, its token embedding and its head are the engine's, quantised as the engine quantises. So is its attention,
+over the paged cache; it is registered in Transformers' attention interface. What torch still computes works on each
+token by itself: norms, activations, rotations, additions.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,16 +14,18 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import initialization
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.metadata import AttentionParams
-from penstock.kernels.ops import Ops
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import ForwardContext
-from penstock.layers.swap import swap_linears
-from penstock.layers.weights import Embedding, LMHead
-from penstock.models.transformers.derive import Site, derive, find_class, make_hf_config, saved_buffers
+from penstock.layers.swap import PagedAttention, fix_buffers, swap_linears, swap_vocabulary, whole_rows
+from penstock.models.transformers.derive import (
+    derive,
+    find_class,
+    make_hf_config,
+    saved_buffers,
+    without_decoder,
+)
 from penstock.spec.model_config import ModelConfig
 
 ATTENTION = "penstock"  # our name in Transformers' attention interface
@@ -47,118 +48,50 @@ class TransformersLM(nn.Module):
         config = make_hf_config(cfg.architecture, cfg.source, ATTENTION)
         with torch.device("cpu"), _LayersOnMeta(), initialization.no_init_weights():
             model = find_class(cfg.architecture)(config).eval()
-        for name, value in saved_buffers(model):
-            owner, _, key = name.rpartition(".")
-            del model.get_submodule(owner)._buffers[key]
-            model.get_submodule(owner).register_parameter(key, nn.Parameter(value, requires_grad=False))
-        self._step = SimpleNamespace(ctx=None)
-        for index, site in enumerate(found.sites):
-            model.get_submodule(site.module)._penstock = _Attention(make.ops, index, site, self._step)
-        _put(model, found.head, SwappedHead.made(make.lm_head(found.head)))
-        if type(model.get_submodule(found.embedding)) is nn.Embedding:
-            _put(model, found.embedding, SwappedEmbedding.made(make.embedding(found.embedding)))
+        fix_buffers(model, [name for name, _ in saved_buffers(model)])
+        self._step = SimpleNamespace(ctx=None)  # what attention needs beside its arguments, during a pass
+        for layer, site in enumerate(found.sites):
+            attention = PagedAttention(make, layer, site.head_dim, scale=site.scale, softcap=site.softcap)
+            model.get_submodule(site.module)._penstock = attention, self._step
+        swap_vocabulary(model, make, found.embedding, found.head)
         swap_linears(model, make)
         for name, module in model.named_children():
             self.add_module(name, module)
-        stub = _Hidden()
-        head = copy.copy(model)  # the head's own arithmetic, without the decoder before it
-        head._modules = {**model._modules, model.base_model_prefix: stub}
-        self._parts = model.base_model, head, stub  # a tuple, whose modules are not this one's children
+        self._parts = model.base_model, *without_decoder(model)  # a tuple, whose modules are not this one's children
+        self._rows, self._head_rows = found.rows, found.head_rows
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Map ids [T] int64 to the hidden states [T, hidden] that the head reads."""
-        self._step.ctx = ctx
-        decoder = self._parts[0]
-        out = decoder(input_ids=input_ids[None], position_ids=ctx.positions[None], use_cache=False)
-        return cast(Tensor, out.last_hidden_state[0])
+        self._step.ctx, decoder = ctx, self._parts[0]
+        ids, positions = (whole_rows(item, self._rows)[None] for item in (input_ids, ctx.positions))
+        out = decoder(input_ids=ids, position_ids=positions, use_cache=False)
+        return cast(Tensor, out.last_hidden_state[0, : input_ids.shape[0]])
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states [M, hidden] to logits [M, V] float32."""
-        _, head, stub = self._parts
-        stub.hidden = hidden[None]
-        ids = torch.zeros((1, hidden.shape[0]), dtype=torch.int64)
-        return cast(Tensor, head(input_ids=ids, use_cache=False).logits[0].float().contiguous())
-
-
-class _Hidden(nn.Module):
-    """Stands for the decoder when only the head computes."""
-
-    hidden: Tensor
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
-
-
-class _Attention:
-    """The engine's attention for one layer."""
-
-    def __init__(self, ops: Ops, layer: int, site: Site, step: SimpleNamespace) -> None:
-        self._ops, self._layer, self._site, self._step = ops, layer, site, step
-        self._params: AttentionParams | None = None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Map q [1, H, T, D], k and v [1, Hkv, T, D] to [1, T, H, D]."""
-        if self._params is None:  # sinks are weights, which are loaded now
-            logits = None if sinks is None else sinks.detach().float().contiguous()
-            self._params = AttentionParams(self._site.scale, self._site.softcap, sink_logits=logits)
-        cache, meta = self._step.ctx.layer(self._layer)
-        rows = [self._rows(item) for item in (q, k, v)]
-        mixed = self._ops.attend(*rows, cache, meta, self._params).view(rows[0].shape)
-        return cast(Tensor, mixed[None, ..., : self._site.value_dim])
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """Rearrange [1, heads, T, d] as [T, heads, D]; zeros are added to smaller heads, which change no score."""
-        x = x[0].transpose(0, 1).to(self._ops.dtype)
-        missing = self._site.head_dim - x.shape[-1]
-        return (nn.functional.pad(x, (0, missing)) if missing else x).contiguous()
+        _, head, decoder = self._parts
+        decoder.states = whole_rows(hidden, self._head_rows)[None]
+        ids = torch.zeros(decoder.states.shape[:2], dtype=torch.int64)
+        logits = head(input_ids=ids, use_cache=False).logits[0, : hidden.shape[0]]
+        return cast(Tensor, logits.float().contiguous())
 
 
 def _attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend as Transformers' attention interface asks; how the layer does it was noted when the class was examined."""
-    attention: Any = module._penstock
-    return attention(q, k, v, options.get("s_aux")), None
+    """Attend as Transformers' attention interface asks. Scale, softcap and window were noted when the class was
+    examined."""
+    attention, step = cast(Any, module)._penstock
+    return attention(step.ctx, q, k, v, options.get("s_aux")), None
 
 
-transformers.AttentionInterface.register(ATTENTION, _attend)  # without a function for masks: none is made
-
-
-class SwappedHead(LMHead, nn.Module):
-    """The head as a torch.nn.Module: x [..., K] -> logits [..., V] float32."""
-
-    @classmethod
-    def made(cls, head: LMHead) -> "SwappedHead":
-        """Make it as the factory made a head."""
-        return cls(head.ops, head.spec, head.out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = super().forward(x.reshape(-1, x.shape[-1]).to(self.ops.dtype).contiguous())
-        return logits.view(*x.shape[:-1], -1)
-
-
-class SwappedEmbedding(Embedding, nn.Module):
-    """The token embedding as a torch.nn.Module: ids [...] -> [..., hidden] dtype."""
-
-    @classmethod
-    def made(cls, embedding: Embedding) -> "SwappedEmbedding":
-        """Make it as the factory made an embedding."""
-        return cls(embedding.ops, embedding.shapes["weight"], embedding.out, packing=embedding.packing)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows: Tensor = super().forward(ids.reshape(-1).contiguous())
-        return rows.to(self.ops.dtype, copy=True).view(*ids.shape, -1)
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+transformers.AttentionInterface.register(ATTENTION, _attend)  # without a function for masks, so none is made
 
 
 class _LayersOnMeta(TorchFunctionMode):
     """Puts the parameters of torch's layers on the meta device, so that they take no memory before they are loaded.
 
-    They create them with torch.empty(shape, device=None, dtype=None). Buffers, such as rotary frequencies, are computed.
+    They create them with torch.empty(shape, device=None, dtype=None). Buffers, such as rotary frequencies, get values.
     """
 
     def __torch_function__(

@@ -1,0 +1,170 @@
+"""Tries every decoder of Transformers that no family here computes: a tiny random model of each runs on the engine, and
+has to give Transformers' greedy tokens, with the same bits however its requests are arranged.
+
+    python tools/fallback_classes.py [CLASS ...]        prints the table of docs/models.md
+"""
+
+import dataclasses
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from penstock import PenstockError
+from penstock.assembly import BuiltEngine, build_engine
+from penstock.config import EngineConfig
+from penstock.models.registry import ARCHITECTURES
+from tests.answers import MAX_MODEL_LEN, NUM_TOKENS, PROMPTS, ask, ask_alone, check, request
+
+# Sizes that are no multiples of a vector's, so that a tail that is computed otherwise shows.
+SIZES: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 60,
+    "intermediate_size": 84,
+    "ffn_hidden_size": 84,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 512,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 24,
+    "moe_intermediate_size": 36,
+    "shared_expert_intermediate_size": 36,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "max_window_layers": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ALONE = (0, 2, 4, 8)  # greedy requests of tests/answers.py
+ARRANGEMENTS: tuple[dict[str, Any], ...] = (
+    {"max_num_batched_tokens": 13, "max_num_seqs": 5, "threads": 2},
+    {"max_num_batched_tokens": 50, "enable_prefix_caching": True},
+)
+
+
+def classes() -> list[str]:
+    """List the decoders of Transformers whose attention goes through its interface and that have no family here."""
+    found = set[str]()
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        for name in [names] if isinstance(names, str) else names:
+            if name not in ARCHITECTURES and getattr(transformers, name)._supports_attention_backend:
+                found.add(name)
+    return sorted(found)
+
+
+def tiny_config(name: str) -> Any:
+    """Make a small config of a class, with as many of its own defaults as possible."""
+    kind = getattr(transformers, name).config_class
+    own, spelling = {item.name for item in dataclasses.fields(kind)}, kind.attribute_map
+    values = {spelling.get(key, key): size for key, size in SIZES.items()}
+    values = {key: size for key, size in values.items() if key in own}
+    values |= {key: 0 for key in own if key.endswith("_token_id") and key not in values}
+    return kind(**values, architectures=[name])
+
+
+def make(name: str, directory: Path, seed: int = 0) -> nn.Module:
+    """Save a tiny random model, and return it."""
+    torch.manual_seed(seed)
+    config = tiny_config(name)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, name)(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            if parameter.ndim == 1:  # a norm's weight is 1, or 0 where 1 is added to it; a bias is 0
+                parameter.copy_(parameter.mean().round() + 0.2 * noise)
+            else:
+                table = any(part in key for part in ("embed", "wte", "head"))
+                parameter.copy_(noise * (2 if table else 1) / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(directory)
+    return model
+
+
+def engine(directory: Path, **options: Any) -> BuiltEngine:
+    fixed = {
+        "model": str(directory),
+        "kernels": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "max_num_seqs": len(PROMPTS),
+        "max_model_len": MAX_MODEL_LEN,
+        "enable_prefix_caching": False,
+        "model_impl": "transformers",
+    }
+    return build_engine(EngineConfig.from_options(**fixed | options))
+
+
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """Let Transformers continue a prompt, without its cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(NUM_TOKENS):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def why_not(name: str, directory: Path) -> str | None:
+    """Try a class. Return why it does not work; None if it does."""
+    try:
+        model = make(name, directory)
+    except Exception as error:  # whatever a class says to a small config
+        return f"not tried: no tiny model could be made ({_line(error)})"
+    try:
+        for dtype in ("float32", "bfloat16"):
+            alone = ask_alone(engine(directory, dtype=dtype, max_num_batched_tokens=2048).engine, ALONE)
+            expected = {index: greedy(model, PROMPTS[index]) for index in ALONE if dtype == "float32"}
+            if any(alone[index][0] != tokens for index, tokens in expected.items()):
+                return "its tokens are not those of Transformers"
+            for options in ARRANGEMENTS:
+                asked = [request(index, prompt_logprobs=False) for index in range(len(PROMPTS))]
+                found = ask(engine(directory, dtype=dtype, **options).engine, asked)
+                try:
+                    check(found, alone, prompts=False)
+                except AssertionError as error:
+                    return f"bits differ in {dtype}: {_line(error)}, {options}"
+    except PenstockError as error:
+        return _line(error).partition("--model-impl transformers): ")[2] or _line(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {_line(error)}"
+    return None
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def rows(names: list[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        with tempfile.TemporaryDirectory() as directory:
+            yield name, why_not(name, Path(directory)) or "works"
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    print("| class | |\n|---|---|")
+    for row in rows(sys.argv[1:] or classes()):
+        print(f"| `{row[0]}` | {row[1]} |", flush=True)
