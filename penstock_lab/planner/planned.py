@@ -16,6 +16,7 @@ from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array, is_torch
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
+from penstock.models.registry import FallbackVersion, find_model
 from penstock.ranks.build import RankPlace, check_codes
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together
@@ -59,7 +60,8 @@ class PlannedModel:
         planned = cls(replace(config, numerics=numerics), model, stored)
         check_codes(planned.resolved(), model, stored)
         kernels = planned.resolved().numerics.kernels
-        if kernels != "cpu" or is_torch(planned.ops.dtype):  # in this order, because the second check may import torch
+        by_modules = isinstance(find_model(model.architecture, model.model_impl), FallbackVersion)
+        if kernels != "cpu" or (is_torch(planned.ops.dtype) and not by_modules):  # may import torch, so it comes last
             raise fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
         return planned
 

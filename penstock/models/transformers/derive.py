@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import initialization
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -107,7 +108,8 @@ def read_config(read: ConfigReader) -> dict[str, Any]:
     values = read.everything()
     name = values["architectures"][0]
     model_class = find_class(name)
-    known = {item.name for item in fields(model_class.config_class)} | set(model_class.config_class.attribute_map)
+    kind = model_class.config_class
+    known = {*(item.name for item in fields(kind)), *kind.attribute_map, *kind().to_dict()}
     read.forget({*values} - {*known, *OLDER_KEYS, "model_type", "architectures", "auto_map"})
     config, found = _config(name, values), derive(name, values)
     site, context = found.sites[0], getattr(config, "max_position_embeddings", None)
@@ -343,6 +345,7 @@ class _Probe:
         return q.new_empty((1, PROBED_TOKENS, heads, value_dim))
 
 
+transformers.logging.set_verbosity_error()  # its warnings are about its own defaults
 _running: _Probe | None = None  # Transformers calls registered functions by name
 
 
@@ -377,11 +380,16 @@ def _table(name: str, model: Any, head: str) -> DerivedTable:
         if quant and full == f"{head}.weight":
             quant = "int8"
         shape = tuple(value.shape)
+        if not shape:
+            raise refused(name, f"{full} is a number without an axis")
+        stored = revert_weight_conversion(model, {full: value})  # as save_pretrained writes it
+        if [tuple(item.shape) for item in stored.values()] != [shape]:
+            raise refused(name, f"its checkpoints hold {full} in another form")
         found.append(
             Parameter(
                 name=full,
                 shape=shape,
-                layouts=(Layout({full: shape}, pieces=(shape[0],) if shape else ()),),
+                layouts=tuple(Layout({key: shape}, pieces=(shape[0],)) for key in dict.fromkeys([*stored, full])),
                 shard=None,
                 unit=None,
                 quant=quant,
