@@ -23,6 +23,7 @@ from penstock import PenstockError
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.models.registry import ARCHITECTURES
+from penstock.spec.config_file import why_unsupported
 from tests.answers import MAX_MODEL_LEN, NUM_TOKENS, PROMPTS, ask, ask_alone, check, request
 
 # Sizes that are no multiples of a vector's, so that a tail that is computed otherwise shows.
@@ -57,6 +58,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+MAX_PARAMETERS = 20_000_000
 ALONE = (0, 2, 4, 8)  # greedy requests of tests/answers.py
 ARRANGEMENTS: tuple[dict[str, Any], ...] = (
     {"max_num_batched_tokens": 13, "max_num_seqs": 5, "threads": 2},
@@ -80,6 +82,8 @@ def tiny_config(name: str) -> Any:
     own, spelling = {item.name for item in dataclasses.fields(kind)}, kind.attribute_map
     values = {spelling.get(key, key): size for key, size in SIZES.items()}
     values = {key: size for key, size in values.items() if key in own}
+    if "kv_lora_rank" in own:  # each head has keys of its own
+        values["num_key_value_heads"] = SIZES["num_attention_heads"]
     values |= {key: 0 for key in own if key.endswith("_token_id") and key not in values}
     return kind(**values, architectures=[name])
 
@@ -127,7 +131,14 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 
 def why_not(name: str, directory: Path) -> str | None:
     """Try a class. Return why it does not work; None if it does."""
+    kind = why_unsupported(name)
+    if kind is not None:
+        return kind
     try:
+        config = tiny_config(name)
+        with torch.device("meta"):
+            if sum(value.numel() for value in getattr(transformers, name)(config).parameters()) > MAX_PARAMETERS:
+                return "not tried: its smallest model is too large"
         model = make(name, directory)
     except Exception as error:  # whatever a class says to a small config
         return f"not tried: no tiny model could be made ({_line(error)})"
@@ -145,7 +156,7 @@ def why_not(name: str, directory: Path) -> str | None:
                 except AssertionError as error:
                     return f"bits differ in {dtype}: {_line(error)}, {options}"
     except PenstockError as error:
-        return _line(error).partition("--model-impl transformers): ")[2] or _line(error)
+        return _line(error).partition("--model-impl transformers): ")[2] or _line(error).partition(": ")[2]
     except Exception as error:
         return f"{type(error).__name__}: {_line(error)}"
     return None

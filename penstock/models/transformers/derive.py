@@ -12,6 +12,7 @@ A class is refused if the engine could not compute it, or not with the same bits
 """
 
 import copy
+import inspect
 import json
 import math
 import re
@@ -49,7 +50,10 @@ EXACT_POWERS = (0.5, 1, 2, 3)  # which are products and roots
 VECTOR = 64
 
 # Classes that pass every check here, but whose own modules break what the engine promises: the class -> why.
-BROKEN: dict[str, str] = {}
+BROKEN: dict[str, str] = {
+    "DeepseekV32ForCausalLM": "its attention chooses keys by an index that it keeps beside them",
+    "GlmMoeDsaForCausalLM": "its attention chooses keys by an index that it keeps beside them",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +191,12 @@ def _derive(name: str, text: str) -> Derived:
     try:
         with torch.device("meta"), initialization.no_init_weights():
             model = find_class(name)(config).eval()
+        head, embedding = (_name_of(model, get()) for get in (model.get_output_embeddings, model.get_input_embeddings))
+    except ModelLoadError:
+        raise
     except Exception as error:
         raise refused(name, f"its modules cannot be built: {_short(error)}") from error
     _check_rotary(name, model)
-    head, embedding = (_name_of(model, get()) for get in (model.get_output_embeddings, model.get_input_embeddings))
     if head is None or embedding is None:
         raise refused(name, "it has no single embedding and head")
     table, probe = _table(name, model, head), _Probe(name, model)
@@ -209,14 +215,26 @@ class Hidden(nn.Module):
     states: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return MoeModelOutputWithPast(last_hidden_state=self.states)
+        out = MoeModelOutputWithPast(last_hidden_state=self.states)
+        out.cross_attentions = None
+        return out
 
 
-def without_decoder(model: Any) -> tuple[Any, Hidden]:
-    """Return a model that shares all with this one but its decoder, and what stands in the decoder's place."""
+def split_decoder(model: Any) -> tuple[Any, Any, Hidden]:
+    """Return the decoder that the model's forward calls; a model that shares all but the decoder with this one; and
+    what stands in the decoder's place.
+    """
+    called = re.search(rf"self\.({model.base_model_prefix}(\.\w+)*)\(", inspect.getsource(type(model).forward))
+    name = model.base_model_prefix if called is None else called[1]
     hidden, head = Hidden(), copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: hidden}
-    return head, hidden
+    *parents, leaf = name.split(".")
+    place = head
+    for part in parents:
+        child = copy.copy(place._modules[part])
+        place._modules = {**place._modules, part: child}
+        place = child
+    place._modules = {**place._modules, leaf: hidden}
+    return model.get_submodule(name), head, hidden
 
 
 class _Widths(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -273,11 +291,11 @@ class _Probe:
         ids = torch.zeros((1, PROBED_TOKENS), dtype=torch.int64, device="meta")
         places = torch.arange(PROBED_TOKENS, device="meta")[None]
         given = {"position_ids": places, "attention_mask": torch.ones_like(ids)}  # else the positions are looked at
-        head, hidden = without_decoder(self._model)
+        decoder, head, hidden = split_decoder(self._model)
         _running, decoder_widths, head_widths = self, _Widths(), _Widths()
         try:
             with torch.no_grad(), decoder_widths:
-                hidden.states = self._model.base_model(input_ids=ids, **given, use_cache=False).last_hidden_state
+                hidden.states = decoder(input_ids=ids, **given, use_cache=False).last_hidden_state
             with torch.no_grad(), head_widths:
                 head(input_ids=ids, use_cache=False)
         except ModelLoadError:

@@ -24,7 +24,7 @@ from penstock.models.transformers.derive import (
     find_class,
     make_hf_config,
     saved_buffers,
-    without_decoder,
+    split_decoder,
 )
 from penstock.spec.model_config import ModelConfig
 
@@ -57,7 +57,7 @@ class TransformersLM(nn.Module):
         swap_linears(model, make)
         for name, module in model.named_children():
             self.add_module(name, module)
-        self._parts = model.base_model, *without_decoder(model)  # a tuple, whose modules are not this one's children
+        self._parts = split_decoder(model)  # a tuple, whose modules are not this one's children
         self._rows, self._head_rows = found.rows, found.head_rows
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
