@@ -46,6 +46,7 @@ SIZES: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts": 4,
     "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,

@@ -94,7 +94,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
 COMMON = {"hidden_act": "silu", "layer_windows": (None,) * 5}
 # Read with a check of their own, or not from a config of Transformers at all.
 READ_ELSEWHERE = {"rope", "local_rope", "dtype", "norm_eps", "extra", "default_sampling", "ignored_generation"}
-READ_ELSEWHERE |= {"is_text_part", "notes"}
+READ_ELSEWHERE |= {"is_text_part", "notes", "source"}
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 

@@ -30,7 +30,7 @@ from tools.structure import ROOT
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 ROW = re.compile(r"^\| `(\w+)` \| (.+) \|$", re.MULTILINE)
-NUM_CHOSEN = 25
+NUM_CHOSEN = 6
 LLAMA = next(case for case in CASES if case.name == "llama")
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
