@@ -56,6 +56,8 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "max_window_layers": 1,
+    "mlp_layer_types": ["dense", "sparse"],  # so that no mixture of experts is tried without its experts
+    "mlp_only_layers": [0],
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -83,6 +85,8 @@ def tiny_config(name: str) -> Any:
     own, spelling = {item.name for item in dataclasses.fields(kind)}, kind.attribute_map
     values = {spelling.get(key, key): size for key, size in SIZES.items()}
     values = {key: size for key, size in values.items() if key in own}
+    if "sparse" not in (getattr(kind(), "mlp_layer_types", None) or ["sparse"]):  # its layers have other names
+        values.pop("mlp_layer_types")
     if "kv_lora_rank" in own:  # each head has keys of its own
         values["num_key_value_heads"] = SIZES["num_attention_heads"]
     values |= {key: 0 for key in own if key.endswith("_token_id") and key not in values}

@@ -83,8 +83,8 @@ class PagedAttention:
             logits = None if sinks is None else sinks.detach().float().contiguous()
             self._params = AttentionParams(self._scale, self._softcap, sink_logits=logits)
         cache, meta = ctx.layer(self._layer)
-        rows = [self._rows(item, ctx.positions.shape[0]) for item in (q, k, v)]
-        mixed: Tensor = self._ops.attend(*rows, cache, meta, self._params).view(rows[0].shape)
+        queries, keys, values = (self._rows(item, ctx.positions.shape[0]) for item in (q, k, v))
+        mixed: Tensor = self._ops.attend(queries, keys, values, cache, meta, self._params).view(queries.shape)
         return whole_rows(mixed, q.shape[2])[None, ..., : v.shape[3]]
 
     def _rows(self, x: Tensor, tokens: int) -> Tensor:

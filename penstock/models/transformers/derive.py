@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -319,7 +319,7 @@ class _Probe:
 
         def seen(at: int) -> Tensor:
             with torch.device("cpu"):
-                return cast(Tensor, torch.as_tensor(sees(zero, zero, torch.tensor(at), keys)).expand(FARTHEST))
+                return torch.as_tensor(sees(zero, zero, torch.tensor(at), keys)).expand(FARTHEST)
 
         last = int(seen(FARTHEST - 1).sum())
         for at in (0, 1, 2, 5, 17, last - 1, last, FARTHEST // 2, FARTHEST - 2, FARTHEST - 1):
