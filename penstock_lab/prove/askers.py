@@ -32,6 +32,8 @@ PIN = "pin"
 LONG_QUEUE_WAIT = (
     "--max-queue-wait=100000"  # for a server: this proof is about bits, and a busy machine is no reason to refuse
 )
+# What a request over HTTP would otherwise take from the model's generation_config.json
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 RETURN_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
@@ -228,7 +230,8 @@ class Serving:
 
     def _body(self, member: Member) -> dict[str, Any]:
         query = self._queries[member.query]
-        return {"prompt": query.prompt, "n": member.n, "cache_salt": member.salt, **query.fields, **RETURN_IDS}
+        own = {"prompt": query.prompt, "n": member.n, "cache_salt": member.salt}
+        return {**NEUTRAL, **own, **query.fields, **RETURN_IDS}
 
 
 def _add_chunk(answer: Completion, choice: dict[str, Any]) -> None:
