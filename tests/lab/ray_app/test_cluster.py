@@ -18,8 +18,9 @@ from penstock import LLM, AsyncLLM, SamplingParams
 from penstock_lab.prove.ray_deaths import cluster_of, parent_of
 
 OPTIONS: dict[str, Any] = {"model": "demo", "max_model_len": 512, "kv_cache_memory_bytes": 2**24, "threads": 1}
-BODY = {"prompt": "Once upon", "max_tokens": 400, "ignore_eos": True, "temperature": 1.0, "seed": 3, "stream": True}
-PARAMS = SamplingParams(max_tokens=400, ignore_eos=True, temperature=1.0, seed=3)
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 3}
+BODY = {"prompt": "Once upon", "max_tokens": 400, "ignore_eos": True, "stream": True, **SAMPLING}
+PARAMS = SamplingParams(max_tokens=400, ignore_eos=True, **SAMPLING)
 TARGET = 1000  # queued tokens of a replica
 SETTLE_S = 90.0
 
