@@ -74,7 +74,7 @@ THIRD_MIXTURE: Mixture = MIXTURE | {
         80, lambda rng: chats.render(calls.conversation(spelling(rng), usual_share=0.5))
     ),
 }  # fmt: skip
-# the mixture of the fourth training: as the third, but with as many stories as all the rest, also amid a conversation
+# the mixture of the fourth training: as the third, but with four times as many stories, also amid a conversation
 FOURTH_MIXTURE: Mixture = THIRD_MIXTURE | {
     "plain stories": (60, plain(lambda rng: stories.tell(rng, once=0.7).text)),
     "stories on request": (40, chat(chats.requested_story)),

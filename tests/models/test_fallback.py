@@ -53,7 +53,7 @@ def chosen() -> list[str]:
 
 
 def test_the_table_has_every_class() -> None:
-    """Guards against classes of a newer Transformers that nobody has tried."""
+    """Guards against classes of a newer Transformers that were never tried."""
     assert sorted(table()) == fallback_classes.classes()
 
 
@@ -116,7 +116,7 @@ def test_drafts_change_nothing(build: Callable[..., BuiltEngine]) -> None:
 
 
 def test_it_is_chosen_and_said(tmp_path: Path) -> None:
-    """Guards against a fallback that nobody notices."""
+    """Guards against a fallback that is chosen silently."""
     fallback_classes.make("ArceeForCausalLM", tmp_path)
     built = fallback_classes.engine(tmp_path, model_impl="auto")
     assert built.info.choices_made["model_impl"].startswith("transformers: its own modules compute ArceeForCausalLM")

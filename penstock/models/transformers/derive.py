@@ -1,6 +1,6 @@
-"""What a model of Transformers is made of.
+"""Find what a model of Transformers is made of: its layers, its parameters, and the numbers of ModelConfig.
 
-That is found by building its class on the meta device, where tensors have shapes but no values, and by running it there
+This is done by building its class on the meta device, where tensors have shapes but no values, and by running it there
 once, so that each of its attention layers shows what it passes on.
 
 A class is refused if the engine could not compute it, or not with the same bits in every arrangement:
@@ -78,7 +78,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """What a class makes of one config.json.
+    """Describe what a class makes of one config.json.
 
     Attributes:
         sites: its attention layers, in the order in which they compute.

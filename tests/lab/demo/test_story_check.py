@@ -1,4 +1,4 @@
-"""What counts as an odd story of the demo model: hardly any story of the generator, and what a reader stumbles over."""
+"""Tests of what counts as odd: hardly any story of the generator, and what a reader stumbles over."""
 
 from random import Random
 
