@@ -76,7 +76,7 @@ def made(file: File, tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def theirs(made: Made) -> Tensor:
-    """Compute the logits [60, V] of the dequantised twin with Transformers."""
+    """Compute the log-probabilities [60, V] of the dequantised twin with Transformers."""
     model = AutoModelForCausalLM.from_pretrained(made.twin, dtype=torch.float32).eval()
     return hf_logprobs(model, random_ids(60))
 
