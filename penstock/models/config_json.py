@@ -43,6 +43,9 @@ HARMLESS_KEYS = """
 """  # the second paragraph: generation settings that old files repeat; Transformers 5 drops them too
 HARMLESS = frozenset(HARMLESS_KEYS.split())
 
+# Names in published files -> those that Transformers has today.
+OLDER_NAMES = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
+
 # Keys that would change what is computed, each with the only value that does not.
 NEUTRAL: dict[str, Any] = {
     "is_encoder_decoder": False,
@@ -170,7 +173,7 @@ def _read_name(read: ConfigReader) -> str:
     names = read.raw("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise read.fail("architectures", "a list of one of " + ", ".join(sorted(ARCHITECTURES)))
-    return names[0]
+    return OLDER_NAMES.get(names[0], names[0])
 
 
 def _read_ids(key: str, vocab_size: int, *files: ConfigReader) -> tuple[int, ...]:

@@ -21,7 +21,14 @@ from penstock.models.falcon.config import read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
 from penstock.models.gpt2.config import read_gpt2
-from penstock.models.llama.config import read_llama, read_ministral, read_mistral, read_qwen2, read_qwen3
+from penstock.models.llama.config import (
+    read_ernie4_5,
+    read_llama,
+    read_ministral,
+    read_mistral,
+    read_qwen2,
+    read_qwen3,
+)
 from penstock.models.mixtral.config import read_mixtral, read_qwen3_moe
 from penstock.models.olmo2.config import read_olmo2
 from penstock.models.phi3.config import read_phi3
@@ -127,6 +134,7 @@ LLAMA = "llama.model.LlamaForCausalLM"
 GEMMA2, MIXTRAL = "gemma2.model.Gemma2ForCausalLM", "mixtral.model.MixtralForCausalLM"
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "Ernie4_5ForCausalLM": _built_in("ernie4_5", read_ernie4_5, LLAMA),
     "FalconForCausalLM": _built_in("falcon", read_falcon, "falcon.model.FalconForCausalLM"),
     "GPT2LMHeadModel": _built_in("gpt2", read_gpt2, "gpt2.model.GPT2LMHeadModel"),
     "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),

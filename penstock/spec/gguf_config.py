@@ -15,6 +15,7 @@ from penstock.spec.gguf import GGUFTensor, read_floats, read_model
 
 # general.architecture -> architectures, model_type.
 ARCHITECTURES = {
+    "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
     "falcon": ("FalconForCausalLM", "falcon"),
     "gemma": ("GemmaForCausalLM", "gemma"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
@@ -128,6 +129,8 @@ def _biases(name: str, tensors: Tensors) -> dict[str, Any]:
     """Return the switches for biases that the tensors imply."""
     if name == "falcon":
         return {"bias": "blk.0.attn_qkv.bias" in tensors}
+    if name == "ernie4_5":
+        return {"use_bias": "blk.0.attn_q.bias" in tensors}
     stored = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
     return {key: True for key, tensor in stored.items() if tensor in tensors and name != "gpt2"}
 

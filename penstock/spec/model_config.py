@@ -15,6 +15,8 @@ class RopeConfig:
         rope_type: "default"; "linear" divides all frequencies by factor; "llama3" and "yarn" divide only the slow ones;
             "dynamic" raises theta with the position; "longrope" divides each frequency by a number of its own.
         partial_rotary_factor: the fraction of each head that is rotated, starting with its first element.
+        interleaved: checkpoints hold the two elements of each rotated pair side by side, not as two halves. The loader
+            reorders the rows of q and k, so that all models are rotated alike; attention is not changed by it.
         original_max_position_embeddings: the context before scaling.
         low_freq_factor, high_freq_factor: for "llama3". A frequency is divided if it makes fewer turns than the first
             within the original context, and kept if it makes more turns than the second.
@@ -27,6 +29,7 @@ class RopeConfig:
     theta: float = 10000.0
     rope_type: str = "default"
     partial_rotary_factor: float = 1.0
+    interleaved: bool = False
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0

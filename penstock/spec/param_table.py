@@ -19,7 +19,9 @@ The file has one entry per parameter. The first `*` stands for the layer number,
                order: kv_group     one tensor holds all pieces, and for each key/value head in turn, that head's share
                                    of every piece
                order: rotary_pairs one tensor per piece; all but the last piece are rotated, and the checkpoint
-                                   interleaves the rows of each of their heads as pairs, Transformers as halves
+                                   interleaves the rotated rows of each of their heads as pairs, the engine as halves.
+                                   For the norms of q and k, it does so with their elements
+               order: rotary       rotary_pairs if the rotary embedding is `interleaved`, otherwise none
                transposed: true    [in, out] in the checkpoint
                stacked: true       one tensor for all experts, which are its first axis
     or       a list of other ways in which a checkpoint may hold it, each as in `from`. Its own name, for the whole
@@ -74,6 +76,7 @@ CONFIG_TYPES = {item.name: item.type for item in fields_of(ModelConfig)}
 EXTRA = "extra."  # before the name of a value in ModelConfig.extra
 QUANT = (False, True, "int8")
 LEAVES = (1, 8)
+ROTARY = ("rotary_pairs", "rotary")  # orders of rows or elements of heads that are rotated
 
 Axis = str | int | tuple[str | int, ...]
 Conditions = Mapping[str, tuple[Any, ...]]
@@ -202,8 +205,10 @@ class _RowReader:
         if not isinstance(names, list) or len(names) not in counts or not all(isinstance(name, str) for name in names):
             raise self._wrong(field, allowed)
         known = set(given) <= {"names", "order", *flags} and all(isinstance(flag, bool) for flag in flags.values())
-        names_of_order = {None: counts, "kv_group": [1], "rotary_pairs": [pieces]}  # how many names the order takes
-        unordered = order is not None and (pieces == 1 or not isinstance(shape[0], tuple))  # only rows have an order
+        names_of_order = {None: counts, "kv_group": [1]} | {name: [pieces] for name in ROTARY}  # numbers of names
+        unordered = order is not None and not isinstance(shape[0], tuple)  # only joined rows have an order, or
+        if order in ROTARY and pieces == 1:  # what has an element for each element of a head
+            unordered = shape[-1] != "head" and shape[0] not in ("q", "kv")
         taken = names_of_order.get(order, ()) if isinstance(order, str | None) else ()
         if not known or len(names) not in taken or unordered:
             raise self._wrong(field, allowed)
@@ -230,7 +235,10 @@ class Layout:
         groups: one tensor holds all pieces in `groups` groups with an equal share of each piece; 1: one piece after the
             other.
         transposed: the tensors are [K, N] in the checkpoint.
-        paired_head: head size if all tensors but the last interleave rotated rows as pairs; 0: as halves.
+        paired_head: head size if the tensors interleave rotated rows as pairs, all but the last one if there are
+            several; 0: as halves.
+        rotated: the number of elements of such a head that are rotated, its first ones.
+        paired_axis: the axis with the elements of heads.
         index: this parameter's index on the first axis of a stacked tensor; None: the tensor is not stacked.
     """
 
@@ -240,6 +248,8 @@ class Layout:
     groups: int = 1
     transposed: bool = False
     paired_head: int = 0
+    rotated: int = 0
+    paired_axis: int = 0
     index: int | None = None
 
 
@@ -367,7 +377,7 @@ class _Expansion:
         return Parameter(
             name=self._name(row.pattern),
             shape=tuple(map(sum, pieces)),
-            layouts=tuple(self._layout(held, pieces) for held in row.held),
+            layouts=tuple(self._layout(row, held, pieces) for held in row.held),
             shard=row.shard,
             unit=row.unit,
             quant=row.quant,
@@ -377,9 +387,12 @@ class _Expansion:
             num_units=1 if row.unit is None else self.config.num_key_value_heads,
         )
 
-    def _layout(self, held: Held, pieces: list[tuple[int, ...]]) -> Layout:
+    def _layout(self, row: Row, held: Held, pieces: list[tuple[int, ...]]) -> Layout:
         """Make the layout. pieces: the sizes of the pieces of each axis; at most one axis has several."""
-        shape = tuple(map(sum, pieces))
+        shape, rope = tuple(map(sum, pieces)), self.config.rope
+        is_paired = held.order == "rotary_pairs"
+        if held.order == "rotary":
+            is_paired = rope is not None and rope.interleaved
         axis = next((index for index, sizes in enumerate(pieces) if len(sizes) > 1), 0)
         sizes = pieces[axis] if len(held.names) > 1 else (shape[axis],)
         parts = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
@@ -393,9 +406,16 @@ class _Expansion:
             pieces=pieces[axis],
             groups=self.config.num_key_value_heads if held.order == "kv_group" else 1,
             transposed=held.transposed,
-            paired_head=self.config.head_dim if held.order == "rotary_pairs" else 0,
+            paired_head=self.config.head_dim if is_paired else 0,
+            rotated=self._rotated() if is_paired else 0,
+            paired_axis=1 if is_paired and row.shape[1:] == ("head",) else 0,
             index=self.expert if held.stacked else None,
         )
+
+    def _rotated(self) -> int:
+        """Count the elements of a head that are rotated."""
+        head, rope = self.config.head_dim, self.config.rope
+        return head if rope is None else (rope.rotary_dim(head) + 1) // 2 * 2
 
     def _name(self, pattern: str) -> str:
         return pattern.replace("*", str(self.layer), 1).replace("*", str(self.expert), 1)

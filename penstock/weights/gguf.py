@@ -22,7 +22,7 @@ from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import FLOAT32, Array
 from penstock.spec.gguf import BLOCKS, GGUFTensor, read_model
 from penstock.weights.quantized import MXFP4
-from penstock.weights.rows import HalvedRows, read_rows
+from penstock.weights.rows import halved, read_rows
 from penstock.weights.safetensors import FLOATS, Checkpoint, FileRows, TensorEntry
 
 IQ4_LEVELS = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
@@ -143,6 +143,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ffn_up_exps": _LAYERS + "block_sparse_moe.experts.#.w3",
         "ffn_down_exps": _LAYERS + "block_sparse_moe.experts.#.w2",
     },
+    "ernie4_5": _DECODER,
     "qwen2": _DECODER,
     "qwen3": _DECODER,
     "qwen3moe": {
@@ -224,9 +225,7 @@ class GGUFCheckpoint(Checkpoint):
         part = name.split(".")[-2]
         if self._architecture == "llama" and part in HEADS:
             head = self._head_rows(entry, HEADS[part])
-            return (
-                rows.map_rows(lambda part: HalvedRows(part, head)) if entry.dtype in FORMATS else HalvedRows(rows, head)
-            )
+            return halved(rows, head, head)
         return LessOneRows(rows) if self._architecture in ADDS_ONE and part.endswith("norm") else rows
 
     def _head_rows(self, entry: TensorEntry, keys: tuple[str, ...]) -> int:

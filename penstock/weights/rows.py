@@ -126,23 +126,32 @@ class TransposedRows:
 class HalvedRows:
     """Rows of rotated heads: the source interleaves the rows of each head as pairs, here they are two halves.
 
-    Row i of a head is the first row of pair i, row i + head/2 the second. `back` converts halves to pairs.
+    Row i of a head is the first row of pair i, row i + rotated/2 the second; rows from `rotated` on stay where they
+    are. `back` converts halves to pairs. A matrix whose rows are heads has the elements in its columns (`axis` 1).
     """
 
     source: RowSource
     head: int
+    rotated: int
     back: bool = False
+    axis: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.source.shape
 
     def read(self, start: int, stop: int) -> Array:
+        if self.axis:
+            return np.ascontiguousarray(read_rows(self.source, start, stop)[:, self._order()])
         first, last = start // self.head, -(-stop // self.head)  # whole heads
         rows = read_rows(self.source, first * self.head, last * self.head)
-        split = (2, self.head // 2) if self.back else (self.head // 2, 2)
-        turned = rows.reshape(last - first, *split, *self.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+        turned: Array = rows.reshape(last - first, self.head, *self.shape[1:])[:, self._order()].reshape(rows.shape)
         return turned[start - first * self.head : stop - first * self.head]
+
+    def _order(self) -> Array:
+        """Return which element of the source's head comes at each place."""
+        split = (2, self.rotated // 2) if self.back else (self.rotated // 2, 2)
+        return np.append(np.arange(self.rotated).reshape(split).T, np.arange(self.rotated, self.head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +212,11 @@ def is_cut_between_blocks(coding: Coding, begin: int, end: int, k: int) -> bool:
     return not coding.order and begin % block == 0 and (end % block == 0 or end == k)
 
 
-def halved(source: RowSource, head: int, *, back: bool = False) -> RowSource:
+def halved(source: RowSource, head: int, rotated: int, *, back: bool = False, axis: int = 0) -> RowSource:
     """Convert the rows of rotated heads as HalvedRows does."""
     if isinstance(source, CodedRows):
-        return source.map_rows(lambda part: HalvedRows(part, head, back))
-    return HalvedRows(source, head, back)
+        return source.map_rows(lambda part: HalvedRows(part, head, rotated, back))
+    return HalvedRows(source, head, rotated, back, axis)
 
 
 def pieces_of(source: RowSource) -> tuple[RowSource, ...]:
@@ -294,6 +303,7 @@ def _upright(rows: RowSource, layout: Layout) -> RowSource:
 
 
 def _halved(parts: list[RowSource], layout: Layout, *, back: bool) -> list[RowSource]:
-    """Convert queries and keys between halves and pairs; the last piece, the values, is not rotated."""
-    *rotated, values = parts
-    return [*(halved(part, layout.paired_head, back=back) for part in rotated), values]
+    """Convert queries and keys between halves and pairs. The last of several pieces, the values, is not rotated."""
+    rotated, values = (parts[:-1], parts[-1:]) if len(parts) > 1 else (parts, [])
+    head, size, axis = layout.paired_head, layout.rotated, layout.paired_axis
+    return [*(halved(part, head, size, back=back, axis=axis) for part in rotated), *values]

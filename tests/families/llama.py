@@ -1,8 +1,10 @@
-"""Llama, Mistral, Ministral, Qwen2 and Qwen3: every switch of the shared block."""
+"""Llama, Mistral, Ministral, Qwen2, Qwen3 and ERNIE 4.5: every switch of the shared block."""
 
 from typing import Any
 
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
@@ -64,6 +66,14 @@ CASES = [
         Qwen3ForCausalLM,
         Qwen3Config,
         UPPER_WINDOW | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True},
+        shape=True,
+    ),
+    Case("ernie4.5", Ernie4_5ForCausalLM, Ernie4_5Config, {"head_dim": 16, "use_bias": True}),
+    Case(
+        "ernie4.5-untied",
+        Ernie4_5ForCausalLM,
+        Ernie4_5Config,
+        {"head_dim": 6, "num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": False},
         shape=True,
     ),
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    Ernie4_5Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -31,6 +32,7 @@ from penstock.spec.model_config import ModelConfig
 from tests.models.configs import EXPERTS, LLAMA, PHI3, QWEN2, QWEN3_MOE
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "Ernie4_5ForCausalLM": Ernie4_5Config,
     "FalconForCausalLM": FalconConfig,
     "GPT2LMHeadModel": GPT2Config,
     "Gemma2ForCausalLM": Gemma2Config,

@@ -54,6 +54,7 @@ fingerprint(Path({str(directory)!r}))
         ("a.weight: {shape: [hidden], from: {names: [b], order: [rows]}}", "from"),  # cannot be a key
         ("a.weight: {shape: [hidden, hidden], from: {names: [b], order: kv_group}}", "from"),
         ("a.weight: {shape: [[q, kv, kv], hidden], from: {names: [b], order: rotary_pairs}}", "from"),
+        ("a.weight: {shape: [hidden, q], from: {names: [b], order: rotary_pairs}}", "from"),
         ("a.weight: {shape: [hidden, [q, kv, kv]], from: {names: [b], order: kv_group}}", "from"),
         ("a.weight: {shape: [hidden], from: {names: [b], transposed: true}}", "transposed for a matrix"),
         ("a.weight: {shape: [hidden], or: [{names: [b], stacked: true}]}", "stacked for a parameter of an expert"),

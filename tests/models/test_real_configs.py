@@ -50,6 +50,15 @@ PHI4_MINI = {
     "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
     "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 200064,
 }  # fmt: skip
+ERNIE_45 = {
+    "architectures": ["Ernie4_5_ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_ernie4_5.Ernie4_5_ForCausalLM"},
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+    "max_position_embeddings": 131072, "model_type": "ernie4_5", "num_attention_heads": 16, "num_key_value_heads": 2,
+    "head_dim": 128, "num_hidden_layers": 18, "pad_token_id": 0, "rms_norm_eps": 1e-05, "use_cache": False,
+    "vocab_size": 103424, "rope_theta": 500000, "use_bias": False, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
 GEMMA3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
     "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
@@ -103,6 +112,7 @@ WHOLE = {
     "SmolLM2": (SMOLLM2, "LlamaForCausalLM", 576),
     "Falcon3": (FALCON3, "LlamaForCausalLM", 2304),
     "Phi-4-mini": (PHI4_MINI, "Phi3ForCausalLM", 3072),
+    "ERNIE 4.5 0.3B": (ERNIE_45, "Ernie4_5ForCausalLM", 1024),
 }
 TEXT_PARTS = {
     "Gemma 3 4B": (GEMMA3_4B, "Gemma3ForCausalLM", 2560),

@@ -18,10 +18,21 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = {
-    "falcon": "falcon", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2", "llama": "llama",
-    "mistral": "llama", "mixtral": "llama", "olmo2": "olmo2", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3",
+    "ernie4_5": "ernie4_5",
+    "falcon": "falcon",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
-}  # fmt: skip
+}
 ON_THEIR_SIDE = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's
 # Where a block has numbers in float16, if it is not at its beginning only.
 SCALES = {

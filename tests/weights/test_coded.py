@@ -66,7 +66,7 @@ def test_rows_keep_their_codes(name: str) -> None:
     for source, expected in (
         (cut(both, 20, 30), values[20:30]),
         (joined([cut(both, 4, 6), cut(both, 26, 28)]), np.concatenate([values[4:6], values[26:28]])),
-        (halved(both, 8), values.reshape(4, 4, 2, 512).swapaxes(1, 2).reshape(32, 512)),
+        (halved(both, 8, 8), values.reshape(4, 4, 2, 512).swapaxes(1, 2).reshape(32, 512)),
     ):
         assert isinstance(source, CodedRows)
         np.testing.assert_array_equal(read(source), expected)

@@ -26,6 +26,7 @@ SIZES = {
 CASES: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
               "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    "ernie4.5": SIZES,
     "llama-biases": SIZES,
     "llama-linear-rope": SIZES,
     "llama-yarn": SIZES,

@@ -28,7 +28,8 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
     parts = len(pieces) if groups == 1 and draw(st.booleans()) else 1
     transposed = len(shape) == 2 and draw(st.booleans())
     axis = 1 if len(shape) == 2 and groups == 1 and draw(st.booleans()) else 0
-    paired = parts > 1 and axis == 0 and draw(st.booleans())
+    paired = not transposed and groups == 1 and (axis == 0 or parts == 1) and draw(st.booleans())
+    head = 0 if not paired else shape[0] if axis == 1 else draw(st.sampled_from([2, shape[0] if parts == 1 else 2]))
     whole = shape if axis == 0 else shape[::-1]
     sizes = pieces if parts > 1 else [sum(pieces)]
     shapes = [(*whole[:axis], size, *whole[axis + 1 :]) for size in sizes]
@@ -39,7 +40,9 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
         pieces,
         groups,
         transposed,
-        2 if paired else 0,
+        head,
+        draw(st.sampled_from(range(2, head + 1, 2))) if paired else 0,
+        axis if paired else 0,
         draw(st.integers(0, 4)) if stacked else None,
     )
     return layout, whole
@@ -52,10 +55,15 @@ def stored_as(layout: Layout, whole: Tensor) -> Tensors:
         whole = torch.cat(shares, dim=1).flatten(0, 1)
     parts = whole.split(layout.pieces, dim=layout.join_axis) if len(layout.sources) > 1 else (whole,)
     if layout.paired_head:
-        half = layout.paired_head // 2
-        order = torch.arange(layout.paired_head).view(2, half).t().flatten()  # 0, half, 1, half + 1, ...
-        pairs = [part.unflatten(0, (-1, layout.paired_head))[:, order].flatten(0, 1) for part in parts[:-1]]
-        parts = (*pairs, parts[-1])
+        half, axis = layout.rotated // 2, layout.paired_axis
+        order = torch.arange(layout.rotated).view(2, half).t().flatten().tolist()  # 0, half, 1, half + 1, ...
+        order += range(layout.rotated, layout.paired_head)
+        rotated = parts[:-1] if len(parts) > 1 else parts
+        pairs = [
+            part.unflatten(axis, (-1, layout.paired_head)).index_select(axis + 1, torch.tensor(order)).view_as(part)
+            for part in rotated
+        ]
+        parts = (*pairs, *parts[len(pairs) :])
     return {name: part.t() if layout.transposed else part for name, part in zip(layout.sources, parts, strict=True)}
 
 

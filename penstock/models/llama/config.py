@@ -1,4 +1,6 @@
-"""Read the config.json of Llama, Mistral, Ministral, Qwen2 and Qwen3."""
+"""Read the config.json of Llama, Mistral, Ministral, Qwen2, Qwen3 and ERNIE 4.5."""
+
+from dataclasses import replace
 
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.config_rules import (
@@ -56,6 +58,19 @@ def read_qwen3(read: ConfigReader) -> Numbers:
     numbers = gated_decoder(read, head_dim=128) | attention_biases(read)
     fixed(read, "mlp_bias", False)
     return numbers | {"qk_norm": True, "layer_windows": upper_windows(read, numbers["num_hidden_layers"])}
+
+
+def read_ernie4_5(read: ConfigReader) -> Numbers:
+    """Read the numbers of ERNIE 4.5: interleaved rotary embedding; `use_bias` applies to all products."""
+    numbers = gated_decoder(read, head_dim=128, theta=500000.0, tied=True)
+    bias = read.boolean("use_bias", False)
+    return numbers | {
+        "rope": replace(numbers["rope"], interleaved=True),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": bias,
+        "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
+    }
 
 
 def attention_biases(read: ConfigReader) -> Numbers:

@@ -1,4 +1,5 @@
-"""Llama-family decoder: Llama 2/3, Mistral, Ministral, Qwen2, Qwen3, Phi-3, and checkpoints that declare one of these.
+"""Llama-family decoder: Llama 2/3, Mistral, Ministral, Qwen2, Qwen3, Phi-3, ERNIE 4.5, and checkpoints that declare one
+of these.
 
 block:  x = x + attn(norm(x));  x = x + mlp(norm(x))      RMSNorm, rotary, grouped-query attention, SwiGLU
 varies by ModelConfig only: windows, rotary scaling, biases, norms of q and k, tied head
