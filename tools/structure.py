@@ -79,8 +79,20 @@ def find_arrows(package: Path = PACKAGE) -> Arrows:
     return {pair: files for pair, files in found.items() if pair[0] != pair[1]}
 
 
+def find_file_arrows(package: Path = PACKAGE) -> set[tuple[str, str]]:
+    """Return (module, imported module) of one package, by dotted names."""
+    modules = {}
+    for path in package.rglob("*.py"):
+        modules[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    found = set()
+    for module, path in modules.items():
+        for name in imported_names(path):
+            found.add((module, name if name in modules else name.rpartition(".")[0]))
+    return {(module, target) for module, target in found if target in modules and target != module}
+
+
 def find_circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Return the groups of rooms that import each other in a loop."""
+    """Return the groups of rooms, or of modules, that import each other in a loop."""
     below = defaultdict(set)
     for room, target in arrows:
         below[room].add(target)
@@ -189,6 +201,7 @@ def measure(package: Path = PACKAGE) -> dict[str, Any]:
         "arrows": len(arrows),
         "arrows up": len(in_circles),
         "circles": circles,
+        "circles of files": find_circles(find_file_arrows(package)),
         "Python files": len(files),
         "lines of code": sum(rooms.values()),
         "lines of Python": sum(count_lines(files).values()),

@@ -36,13 +36,14 @@ from penstock.ranks.build import (
     check_split,
     degrees_of,
     explain_sharding,
+    open_grammars,
     start_ranks,
 )
 from penstock.ranks.launcher import open_launcher
 from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
-from penstock.tokenizer.grammars import Grammars, open_grammars
+from penstock.tokenizer.grammars import Grammars
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance, Weights

@@ -12,9 +12,10 @@ from penstock.engine.beam_search import Beam, Search, check_search
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.observer import EngineObserver
 from penstock.engine.policies import Scheduling
-from penstock.engine.request import Request, StepLog
+from penstock.engine.request import Request
 from penstock.engine.scheduler import InFlightStep, Scheduler
 from penstock.engine.speculation import Speculation
+from penstock.engine.step_log import StepLog
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason

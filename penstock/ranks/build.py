@@ -32,6 +32,7 @@ from penstock.ranks.stage import FollowingRunner, RankRunner, Stage, split_layer
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, leaf_bounds
+from penstock.tokenizer.grammars import Grammars
 from penstock.weights import packed
 from penstock.weights.instance import Weights
 from penstock.weights.kv_scales import read_scales
@@ -276,6 +277,22 @@ def make_runner(
     kind = RankRunner if rank == 0 else FollowingRunner
     layers = None if stage is None else stage.layers
     return kind(model, ops, plan.groups, config, share.config(whole), own_scales, forms, layers)
+
+
+def open_grammars(weights: object, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+    """Make the compiler of forms for a model, with the tokenizer in its directory.
+
+    weights: the directory; anything else, such as a model object, has no tokenizer.
+    """
+
+    def load() -> Any:
+        if not isinstance(weights, Path) or not (weights / "tokenizer.json").is_file():
+            return None
+        from penstock.tokenizer.hf import load_tokenizer  # here, because most engines never need its libraries
+
+        return load_tokenizer(weights)
+
+    return Grammars(load, vocab_size, eos_token_ids)
 
 
 def _own_scales(scales: KVScales, share: Share, whole: ModelConfig) -> KVScales:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 from penstock.errors import ExecutorLostError, PenstockError
 from penstock.interface.plugins import import_files
-from penstock.ranks.build import Begin, RankPlan, make_runner
+from penstock.ranks.build import Begin, RankPlan, make_runner, open_grammars
 from penstock.ranks.group import RANK_OF_GROUP, CannotStart, Ready, StepOrder
 from penstock.ranks.links import Links, inherit_links
 from penstock.ranks.pipeline import (
@@ -33,7 +33,6 @@ from penstock.ranks.pipeline import (
     send_failure,
 )
 from penstock.ranks.stage import FollowingRunner, Stage, StageRunner
-from penstock.tokenizer.grammars import open_grammars
 from penstock.weights.loader import make_ops
 
 EXIT_CANNOT_BUILD = 2

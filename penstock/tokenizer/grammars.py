@@ -11,7 +11,6 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -250,19 +249,3 @@ def _num_shared(one: list[int], other: list[int]) -> int:
     """Count the leading tokens that two answers share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def open_grammars(weights: object, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """Make the compiler of forms for a model, with the tokenizer in its directory.
-
-    weights: the directory; anything else, such as a model object, has no tokenizer.
-    """
-
-    def load() -> Any:
-        if not isinstance(weights, Path) or not (weights / "tokenizer.json").is_file():
-            return None
-        from penstock.tokenizer.hf import load_tokenizer  # here, because most engines never need its libraries
-
-        return load_tokenizer(weights)
-
-    return Grammars(load, vocab_size, eos_token_ids)

@@ -151,6 +151,10 @@ class Recorder:
         """Keep memory that the calls may read or write."""
         self._kept.append(owner)
 
+    def refuse(self, name: str) -> None:
+        """Note an operation that a program cannot contain."""
+        self.foreign = name
+
     def call(self, name: str, arguments: Arguments, used: tuple[object, ...]) -> None:
         """Record the call of a native function. used: owners of the memory that it reads and writes."""
         calls = self._parts[-1] if self._parts else None
@@ -372,7 +376,7 @@ class NativeCalls:
             return nullcontext()
         from penstock.kernels.cpu.torch_watch import TorchWatch
 
-        return TorchWatch(recorder)
+        return TorchWatch(recorder.keep, recorder.refuse)
 
 
 def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[], Value]) -> Value:
