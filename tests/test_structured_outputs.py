@@ -6,11 +6,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.assembly import BuiltEngine, build_engine
@@ -22,8 +25,9 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.runner.structured import Worker
 from penstock.tokenizer.grammars import Grammars
-from penstock.weights.hub import resolve_model
+from penstock.weights.hub import MODEL_DIR, resolve_model
 from tests.forms import schemas
+from tests.weights.gguf_files import write_gguf
 
 FORMS: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"enum": ["x", "yy", "zzz"]}, "b": {"type": "integer"}},
@@ -118,6 +122,17 @@ def test_every_finished_answer_fits_its_schema(llm: LLM, temperature: float) -> 
             finished += 1
             Draft202012Validator(schema).validate(json.loads(answer.text))
     assert finished >= 90
+
+
+def test_a_gguf_file_has_forms(tmp_path: Path) -> None:
+    """Guards against forms for those models only that have a tokenizer.json."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
+    model.config.eos_token_id = model.config.eos_token_id[-1]
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    file = write_gguf(model, tmp_path / "demo.gguf", "Q8_0", tokenizer=tokenizer)
+    params = SamplingParams(temperature=0.0, structured_outputs=form(choice=["été ☃", "alpha"]))
+    (ids, reason) = answers(make(model=str(file)), [EngineRequest("a", PROMPT, params)])["a"]
+    assert (tokenizer.decode(ids) in ("été ☃", "alpha"), reason) == (True, "stop")
 
 
 def test_choices_beams_and_stop_strings(llm: LLM) -> None:

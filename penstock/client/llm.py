@@ -121,7 +121,7 @@ class LLM:
             built = self._built = build_engine(self.config, None if isinstance(model, str) else model)
             self.config = built.config
             seed = built.config.numerics.seed
-            if tokenizer is not None and built.forms is not None:
+            if built.forms is not None:
                 built.forms.use(found)
             self.client = InProcessClient(built.engine, built.info, found, seed=seed, forms=built.forms)
         elif isinstance(model, str):

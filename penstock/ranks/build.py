@@ -280,17 +280,15 @@ def make_runner(
 
 
 def open_grammars(weights: object, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """Make the compiler of forms for a model, with the tokenizer in its directory.
+    """Make the compiler of forms for a model, with its tokenizer, which is loaded with the first form.
 
-    weights: the directory; anything else, such as a model object, has no tokenizer.
+    weights: its directory or GGUF file; anything else, such as a model object, has no tokenizer.
     """
 
     def load() -> Any:
-        if not isinstance(weights, Path) or not (weights / "tokenizer.json").is_file():
-            return None
-        from penstock.tokenizer.hf import load_tokenizer  # here, because most engines never need its libraries
+        from penstock.tokenizer.hf import has_tokenizer, load_tokenizer  # most engines never need its libraries
 
-        return load_tokenizer(weights)
+        return load_tokenizer(weights) if isinstance(weights, Path) and has_tokenizer(weights) else None
 
     return Grammars(load, vocab_size, eos_token_ids)
 

@@ -97,7 +97,7 @@ class Grammars:
 
         to_json = getattr(self._load(), "to_json", None)
         if to_json is None:
-            raise invalid(FIELD, "a form needs a tokenizer.json, and the model has none")
+            raise invalid(FIELD, "a form needs a tokenizer, and the model has none")
         if not self._end_ids:
             raise invalid(FIELD, "the model has no end token to end the answer with")
         try:

@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--acceptance", type=float, default=argparse.SUPPRESS, metavar="P", help=help_text)
     help_text = "how often to run without and with --speculative-config or --json-schema-file, in turn (default: 5)"
     offline.add_argument("--rounds", type=parse_size, default=argparse.SUPPRESS, metavar="N", help=help_text)
-    help_text = "every answer is JSON that the schema in FILE allows; the model's directory needs a tokenizer.json"
+    help_text = "every answer is JSON that the schema in FILE allows; the model needs a tokenizer"
     offline.add_argument("--json-schema-file", type=read_schema, metavar="FILE", help=help_text)
     offline.add_argument("--profile", action="store_true", help="show the calls, time and limits of each operation")
     offline.add_argument("--trace", metavar="FILE", help="write the run for chrome://tracing or Perfetto")
