@@ -118,7 +118,7 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryParams:
-    """The arithmetic from one layer's product to q, k and v: the heads, the norms, the rotation.
+    """The arithmetic from one layer's product to q, k and v: the heads, the norms, the scale of q, the rotation.
 
     Attributes:
         heads: how the columns of the product are split.
@@ -128,6 +128,7 @@ class RotaryParams:
             by itself; a weight [H D] for q, or [Hkv D] for k, norms all heads together. With one head, both are the
             same.
         eps: the eps of both norms.
+        q_scale: [max positions] float32, a factor of q at each position; None: no factor.
     """
 
     heads: Heads
@@ -135,6 +136,7 @@ class RotaryParams:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    q_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

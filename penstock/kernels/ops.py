@@ -229,13 +229,16 @@ class Ops(Protocol):
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Round x [T, hidden] float32 to dtype, for products that read the residual stream without a norm."""
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """Multiply x [M, N] float32 by a factor **in place** and return x."""
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """Compute cap * tanh(x / cap) of x [M, N] float32 **in place** and return x."""
 
     def rotary_qkv(
         self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the product of q, k and v, RMS-norm q and k if norm weights are given, and rotate q and k.
+        """Split the product of q, k and v, RMS-norm q and k if norm weights are given, scale q, and rotate q and k.
 
         qkv [T, (H + 2 Hkv) D] float32, positions [T] int64 -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, D] in dtype.
         """

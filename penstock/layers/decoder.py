@@ -22,7 +22,7 @@ from penstock.kernels.tensors import FLOAT32, Array, Tensor
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import ForwardContext, Module
 from penstock.layers.rotary import Rotary
-from penstock.spec.model_config import ModelConfig
+from penstock.spec.model_config import ModelConfig, QueryScale, RopeConfig
 
 
 class Attention(Module):
@@ -42,8 +42,8 @@ class Attention(Module):
         unit_offset: bool = False,
         scale: float | None = None,
     ) -> None:
-        """rotary: None means no rotation. unit_offset: as in RMSNorm, for the norms of q and k. scale: the factor of
-        the scores; None: the config's."""
+        """rotary: None means no rotation, and no factors of the queries. unit_offset: as in RMSNorm, for the norms of q
+        and k. scale: the factor of the scores; None: the config's."""
         self.ops = make.ops
         self.layer = layer
         self.rotary = rotary
@@ -73,6 +73,7 @@ class Attention(Module):
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             self.eps,
+            None if self.rotary is None else self.rotary.q_scale,
         )
 
     def forward(self, y: Tensor, ctx: ForwardContext) -> Tensor:
@@ -174,7 +175,7 @@ class DecoderLM(Module):
     ) -> None:
         self._decoder = decoder(cfg, make.at(name))
         setattr(self, name, self._decoder)
-        self.lm_head = make.lm_head("lm_head", softcap=cfg.final_logit_softcapping)
+        self.lm_head = make.lm_head("lm_head", scale=cfg.logit_scale, softcap=cfg.final_logit_softcapping)
 
     @property
     def decoder(self) -> Any:
@@ -190,6 +191,24 @@ class DecoderLM(Module):
         return self.lm_head(hidden)
 
 
+def layer_rotaries(cfg: ModelConfig, make: LayerFactory) -> list[Rotary | None]:
+    """Make the rotary table of each layer; layers with the same table share it."""
+    shared: dict[tuple[RopeConfig | None, QueryScale | None], Rotary] = {}
+    found: list[Rotary | None] = []
+    for layer, window in enumerate(cfg.layer_windows):
+        rope = None
+        if cfg.rotates(layer):
+            rope = cfg.rope if window is None or cfg.local_rope is None else cfg.local_rope
+        scale = cfg.query_scale
+        if scale is not None and scale.only_unrotated and rope is not None:
+            scale = None
+        key = rope, scale
+        if key != (None, None) and key not in shared:
+            shared[key] = make.rotary(rope, cfg, scale)
+        found.append(shared.get(key))
+    return found
+
+
 class RMSNormLM(DecoderLM):
     """A DecoderLM whose decoder is an RMSNormDecoder."""
 
@@ -200,17 +219,15 @@ class RMSNormLM(DecoderLM):
 class RMSNormDecoder(Module):
     """Embedding, blocks and a final RMSNorm, under the names of Llama's checkpoints.
 
-    A layer with a window uses the rotary table of `local_rope`, if the config has one.
+    A layer with a window uses the rotary table of `local_rope`, if the config has one. The residual stream is divided
+    by `residual_scale` (ModelConfig.stream).
     """
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, block: MakeBlock, *, unit_offset: bool = False) -> None:
+        cfg = cfg.stream()
         self.embed_tokens = make.embedding("embed_tokens", scale=cfg.embedding_scale)
-        rotary = None if cfg.rope is None else make.rotary(cfg.rope, cfg)
-        local_rotary = rotary if cfg.local_rope is None else make.rotary(cfg.local_rope, cfg)
-        self.layers = [
-            block(cfg, make.at(f"layers.{index}"), index, rotary if window is None else local_rotary)
-            for index, window in enumerate(cfg.layer_windows)
-        ]
+        rotaries = layer_rotaries(cfg, make)
+        self.layers = [block(cfg, make.at(f"layers.{index}"), index, rotary) for index, rotary in enumerate(rotaries)]
         self.norm = make.rms_norm("norm", cfg.norm_eps, unit_offset=unit_offset)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:

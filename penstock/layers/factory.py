@@ -30,7 +30,7 @@ from penstock.layers.weights import (
     LMHead,
     RMSNorm,
 )
-from penstock.spec.model_config import ModelConfig, RopeConfig
+from penstock.spec.model_config import ModelConfig, QueryScale, RopeConfig
 from penstock.spec.param_table import Parameter
 
 # (rows, their coding; None: floats) of each piece of a weight
@@ -99,11 +99,11 @@ class LayerFactory:
         out = self.slot(name, (spec.shape[0] // 2,))
         return GatedLinear(self.ops, spec, out, activation)
 
-    def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
+    def lm_head(self, name: str, *, scale: float = 1.0, softcap: float | None = None) -> LMHead:
         """Make the LM head. Its buffer has columns for the padding, too."""
         spec = self._linear_spec(name, whole=True)
         out = self.slot(name, (self.head.width(spec.shape[0]),), "float32")
-        return LMHead(self.ops, spec, out, softcap=softcap, layout=self.head)
+        return LMHead(self.ops, spec, out, scale=scale, softcap=softcap, layout=self.head)
 
     def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
         """Make a norm whose result is the operand of a product."""
@@ -143,9 +143,9 @@ class LayerFactory:
         expert."""
         return self.ops.experts
 
-    def rotary(self, rope: RopeConfig, cfg: ModelConfig) -> Rotary:
-        """Compute a table of cosines and sines, once for all layers that share it."""
-        return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops)
+    def rotary(self, rope: RopeConfig | None, cfg: ModelConfig, scale: QueryScale | None = None) -> Rotary:
+        """Compute a table of cosines and sines, and of factors of the queries, once for all layers that share them."""
+        return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops, scale)
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: str | None = None) -> Slot:
         """Find the buffer for results of a name. dtype: the name of their type; None: the model's type."""

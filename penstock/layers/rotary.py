@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021): the table of cosines and sines, shared by all layers."""
+"""What depends on a token's position, as tables that layers share: the cosines and sines of rotary position embedding
+(Su et al., "RoFormer", 2021), and factors of the queries."""
 
 import hashlib
 import math
@@ -6,19 +7,20 @@ import math
 import numpy as np
 
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import FLOAT32, FLOAT64, Array, empty
-from penstock.spec.model_config import RopeConfig
+from penstock.kernels.tensors import FLOAT32, FLOAT64, Array, Tensor, empty
+from penstock.spec.model_config import QueryScale, RopeConfig
 
 SAMPLED_POSITIONS = np.arange(0, 2**17, 509, dtype=FLOAT64)
 BLOCK = 4096  # positions computed at once, so that the float64 values of a long context are never all in memory
 
 
 class Rotary:
-    """Cosines and sines of every position.
+    """Cosines and sines of every position, and factors of the queries.
 
     Attributes:
         cos_sin: [positions, D] float32: D/2 cosines, then D/2 sines, where D is the number of rotated elements of a
-            head. Computed in float64.
+            head. Computed in float64. None: no rotation.
+        q_scale: [positions] float32, computed in float64; None: no factors.
 
     An entry depends on its position alone, so that a sequence gives the same bits however long it becomes:
       - "dynamic" scaling uses, at position p, the frequencies of a context of p + 1 tokens. Transformers does the same
@@ -27,7 +29,16 @@ class Rotary:
         exceeds the original context.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int, ops: Ops) -> None:
+    cos_sin: Tensor | None = None
+    q_scale: Tensor | None = None
+
+    def __init__(
+        self, rope: RopeConfig | None, head_dim: int, num_positions: int, ops: Ops, scale: QueryScale | None = None
+    ) -> None:
+        if scale is not None:
+            self.q_scale = ops.tensor(query_factors(scale, num_positions))
+        if rope is None:
+            return
         dim = rope.rotary_dim(head_dim)
         is_long = num_positions > rope.original_max_position_embeddings
         table = empty((num_positions, dim + dim % 2), FLOAT32)
@@ -35,6 +46,13 @@ class Rotary:
             stop = min(start + BLOCK, num_positions)
             table[start:stop] = _rows(rope, dim, np.arange(start, stop, dtype=FLOAT64), is_long=is_long)
         self.cos_sin = ops.tensor(table)
+
+
+def query_factors(scale: QueryScale, num_positions: int) -> Array:
+    """Compute the factor of the queries at each position, [num_positions] float32."""
+    positions = np.arange(num_positions, dtype=FLOAT64)
+    steps = np.floor((positions + scale.offset) / scale.length)
+    return np.asarray(1 + scale.beta * np.log1p(steps), dtype=FLOAT32)
 
 
 def rotary_fingerprint(rope: RopeConfig, head_dim: int, num_positions: int) -> str:

@@ -381,10 +381,19 @@ class LMHead(Linear):
     """
 
     def __init__(
-        self, ops: Ops, spec: LinearSpec, out: Slot, *, softcap: float | None = None, layout: HeadLayout = PLAIN_HEAD
+        self,
+        ops: Ops,
+        spec: LinearSpec,
+        out: Slot,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        layout: HeadLayout = PLAIN_HEAD,
     ) -> None:
-        """out: a buffer with V' columns. softcap: a soft limit of the logits' absolute values."""
+        """out: a buffer with V' columns. scale: a factor of the logits, above 0. softcap: a soft limit of their
+        absolute values, after scaling."""
         super().__init__(ops, spec, out)
+        self.scale = scale
         self.softcap = softcap
         self.layout = layout
         self.vocab_size = spec.shape[0]
@@ -431,6 +440,8 @@ class LMHead(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)
+        if self.scale != 1.0:
+            self.ops.scale(logits, self.scale)
         if self.softcap is not None:
             self._cap(logits, self.softcap)
         return logits

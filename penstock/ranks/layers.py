@@ -241,11 +241,12 @@ class SplitHead(LMHead):
         split: Split,
         columns: Sequence[int],
         *,
+        scale: float,
         softcap: float | None,
     ) -> None:
         """Split a head over ranks. out: buffers for this rank's logits and for all logits. columns: where each rank's
         columns begin, and where the last rank's end."""
-        super().__init__(ops, spec, out[0], softcap=softcap)
+        super().__init__(ops, spec, out[0], scale=scale, softcap=softcap)
         self.all = out[1]
         self.links = split.links
         self.columns = columns
@@ -346,12 +347,13 @@ class RankFactory(LayerFactory):
         made, wires = LayerFactory.gated_linear(self, name, activation), self._wires(name)
         return made if wires is None else WiredGatedLinear(self.ops, made.spec, made.out, activation, wires=wires)
 
-    def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
-        made, cut = LayerFactory.lm_head(self, name, softcap=softcap), self._cut(name)
+    def lm_head(self, name: str, *, scale: float = 1.0, softcap: float | None = None) -> LMHead:
+        made, cut = LayerFactory.lm_head(self, name, scale=scale, softcap=softcap), self._cut(name)
         if not cut.ranges:
             return made
         every = self.slot(f"{name}.all", cut.whole.shape[:1], "float32")
-        return SplitHead(self.ops, made.spec, (made.out, every), self.split, cut.borders(), softcap=softcap)
+        out, columns = (made.out, every), cut.borders()
+        return SplitHead(self.ops, made.spec, out, self.split, columns, scale=scale, softcap=softcap)
 
     def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
         made, cut = LayerFactory.embedding(self, name, scale=scale), self._cut(name)

@@ -101,7 +101,7 @@ class ForwardPass:
                 self._compute(runner, start, min(most, len(token_ids) - start), seen, wanted)
             attentions = self._attentions(blocks, runner, seen) if wanted.attentions else None
         last = np.concatenate(seen.last)
-        states = (*map(np.concatenate, seen.states), last) if wanted.hidden_states else None
+        states = (*map(self._stream, seen.states), last) if wanted.hidden_states else None
         logits = np.concatenate(seen.logits) if wanted.logits else None
         return ForwardOutput(list(token_ids), last, logits, states, attentions)
 
@@ -131,6 +131,13 @@ class ForwardPass:
                 f"{sizes[largest]}; max_bytes allows {max_bytes}",
                 param=largest,
             )
+
+    def _stream(self, chunks: list[Array]) -> Array:
+        """Join the chunks of a residual stream, which is kept divided by the scale of the branches."""
+        whole = np.concatenate(chunks)
+        if self._numbers.residual_scale != 1.0:
+            whole *= FLOAT32.type(self._numbers.residual_scale)
+        return whole
 
     def _runner(self, token_ids: Sequence[int]) -> ModelRunner:
         """Make a runner that knows the tokens, with caches for them alone: a token's slot is its position."""

@@ -1,6 +1,6 @@
 """ModelConfig and RopeConfig: the numbers of one model, as models/config_json.py reads them. No torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.errors import ModelLoadError
@@ -63,6 +63,20 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """A factor of the queries that grows with the position p: 1 + beta * log(1 + floor((p + offset) / length)).
+
+    Attributes:
+        only_unrotated: it applies only in layers without rotary embedding.
+    """
+
+    beta: float
+    length: float
+    offset: int = 0
+    only_unrotated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The numbers of one model, with Transformers' names. Fields that most models lack have defaults.
 
@@ -72,11 +86,16 @@ class ModelConfig:
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
         rope: rotary embedding; None: positions enter in another way (ALiBi, or learned positions).
         local_rope: rotary embedding of the layers with a window, if it differs.
+        rotary_layers: for each layer, whether it has rotary embedding; empty: all have it.
+        query_scale: a factor of the queries that depends on the position; None: no factor.
         attention_bias, attention_out_bias, mlp_bias: whether there is a bias in the products for q, k and v, in the
             product after attention, and in those of the feed-forward branch.
         qk_norm: q and k are RMS-normed before the rotation.
         embedding_scale: factor of the token embeddings.
+        residual_scale: factor of each branch when it is added to the residual stream. The stream is kept divided by it
+            (`stream`), so that the addition needs no product.
         attention_scale: factor of the scores; None is 1 / sqrt(head_dim).
+        logit_scale: factor of the logits.
         attn_logit_softcapping, final_logit_softcapping: soft caps of scores and of logits.
         alibi: scores get a bias that falls with the distance (Press et al., 2022) before they are scaled.
         num_parallel_norms: attention and feed-forward read the same residual stream, after one shared norm (1) or one
@@ -117,12 +136,16 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
     rope: RopeConfig | None
     local_rope: RopeConfig | None = None
+    rotary_layers: tuple[bool, ...] = ()
+    query_scale: QueryScale | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     attention_scale: float | None = None
+    logit_scale: float = 1.0
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     alibi: bool = False
@@ -155,6 +178,24 @@ class ModelConfig:
         if self.rope is None or self.rope.rope_type != "yarn":
             return self.context
         return max(self.context, int(self.rope.original_max_position_embeddings * self.rope.factor))
+
+    def rotates(self, layer: int) -> bool:
+        """Tell whether a layer has rotary embedding."""
+        return self.rope is not None and (not self.rotary_layers or self.rotary_layers[layer])
+
+    def stream(self) -> "ModelConfig":
+        """Return the numbers for a residual stream that is divided by residual_scale.
+
+        Norms of the stream give the same results with eps / residual_scale^2. Norms of anything else would not, so a
+        family with such norms (of q and k, or behind a branch) multiplies its branches itself.
+        """
+        if self.residual_scale == 1.0:
+            return self
+        return replace(
+            self,
+            embedding_scale=self.embedding_scale / self.residual_scale,
+            norm_eps=self.norm_eps / self.residual_scale**2,
+        )
 
     def cache_groups(self) -> list[tuple[tuple[int, ...], int | None]]:
         """Group the layers with the same window: (their indices, the window), ordered by first layer."""

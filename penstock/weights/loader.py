@@ -374,10 +374,12 @@ def _keeps_codes(layer: WeightLayer) -> bool:
 
 
 def rotary_bytes(model_config: ModelConfig, max_model_len: int | None = None) -> int:
-    """Count the bytes of the cosine and sine tables of each kind of rotary embedding that the model has."""
+    """Count the bytes of the tables of positions: cosines and sines of each kind of rotary embedding that the model
+    has, and factors of the queries."""
     positions = max_model_len or model_config.context
     ropes = [rope for rope in (model_config.rope, model_config.local_rope) if rope is not None]
-    return sum(ROTARY_BYTES * positions * rope.rotary_dim(model_config.head_dim) for rope in ropes)
+    columns = sum(rope.rotary_dim(model_config.head_dim) for rope in ropes) + (model_config.query_scale is not None)
+    return ROTARY_BYTES * positions * columns
 
 
 def check_memory(needs: Mapping[str, int], free: int) -> None:

@@ -94,7 +94,7 @@ def compare(ours: OurModel, twin: Twin, ids: list[int]) -> Comparison:
     our_trace, our_logits = ours.run(ids)
     their_trace, their_logits = twin.run(ids)
     source = open_checkpoint_source(ours.directory, ours.config)
-    places = tuple(_Walk(ours.model, source, twin.model, their_trace, len(ids)).places(our_trace))
+    places = tuple(_Walk(ours, source, twin.model, their_trace, len(ids)).places(our_trace))
     rows = tuple(rows_of(places, LAYER_TOLERANCE))
     theirs = their_logits.log_softmax(dim=-1)
     found = errors(our_logits.cpu().log_softmax(dim=-1), theirs)
@@ -183,9 +183,10 @@ def _flat(tensor: Tensor) -> Tensor:
 class _Walk:
     """Goes through our trace and finds what to compare each call with."""
 
-    def __init__(self, ours: object, source: CheckpointSource, twin: nn.Module, theirs: Trace, tokens: int) -> None:
-        self.ours, self.source, self.twin, self.theirs, self.tokens = ours, source, twin, theirs, tokens
-        self.pairs = find_pairs(source.parameters, ours, twin)
+    def __init__(self, ours: OurModel, source: CheckpointSource, twin: nn.Module, theirs: Trace, tokens: int) -> None:
+        self.ours, self.source, self.twin, self.theirs, self.tokens = ours.model, source, twin, theirs, tokens
+        self.pairs = find_pairs(source.parameters, ours.model, twin)
+        self.residual_scale = ours.config.residual_scale  # our stream is divided by it
 
     def places(self, trace: Trace) -> Iterator[Place]:
         activated: str | None = None  # the layer whose activation the next product reads
@@ -240,7 +241,8 @@ class _Walk:
         """Compare the output of a block or a branch."""
         their_call = self.theirs.last(module)
         if their_call is not None and their_call.outputs:
-            yield Place(call.name, what, module, self._rows(_summed(call)), self._rows(their_call.outputs[0]))
+            ours = _summed(call) * (self.residual_scale if what == STREAM else 1.0)
+            yield Place(call.name, what, module, self._rows(ours), self._rows(their_call.outputs[0]))
 
     def _experts(self, branch: str) -> Iterator[Place]:
         """Compare the weights of all experts, because the prompt reaches only some. The place shows the worst one."""
@@ -281,7 +283,7 @@ def find_cause(found: Comparison) -> str | None:
     if place.what == ACTIVATION:
         return "the weights agree: the activation function differs"
     if isinstance(module, RMSNorm | LayerNorm):
-        return _norm(found, place, module.eps)
+        return _norm(found, place, module.eps * found.ours.config.residual_scale**2)
     return "the weights agree: the computation differs"
 
 
@@ -302,7 +304,7 @@ def _changed_weights(found: Comparison, layer: str) -> str | None:
 def _norm(found: Comparison, place: Place, ours: float) -> str:
     module = found.twin.model.get_submodule(place.their_module)
     theirs = next((value for name in EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
-    if theirs is not None and theirs != ours:
+    if theirs is not None and not math.isclose(theirs, ours):
         return f"the input and the weight agree: the norm's epsilon is {ours:g} here and {theirs:g} there"
     return "the input and the weight agree: the kind of norm, or an offset of its weight, differs"
 
@@ -326,7 +328,7 @@ def _same_angles(found: Comparison, attention: Attention) -> bool | None:
     modules = found.twin.model.named_modules()
     names = {name for name, module in modules if type(module).__name__.endswith("RotaryEmbedding")}
     theirs = [call.outputs for call in found.their_trace if call.name in names and len(call.outputs) == 2]
-    if attention.rotary is None or not theirs:
+    if attention.rotary is None or attention.rotary.cos_sin is None or not theirs:
         return None
     ours = attention.rotary.cos_sin.cpu().chunk(2, dim=1)
     return any(all(map(_same_table, ours, pair)) for pair in theirs)

@@ -183,13 +183,13 @@ class PlacedFactory(LayerFactory):
             lambda spec, out: GatedLinear(self.ops, spec, out, activation),
         )
 
-    def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
+    def lm_head(self, name: str, *, scale: float = 1.0, softcap: float | None = None) -> LMHead:
         site = self._site(name)
         if site is None:
-            return LayerFactory.lm_head(self, name, softcap=softcap)
+            return LayerFactory.lm_head(self, name, scale=scale, softcap=softcap)
         spec = self._linear_spec(name)
         out = self.slot(name, (self.head.width(spec.shape[0]),), "float32")
-        made = PlacedHead(self.ops, spec, out, softcap=softcap, layout=self.head)
+        made = PlacedHead(self.ops, spec, out, scale=scale, softcap=softcap, layout=self.head)
         made.site = site
         site.reserve(made.works(site.machine.placement.rows))
         return made

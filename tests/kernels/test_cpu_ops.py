@@ -89,6 +89,8 @@ def calls(ops: Ops) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "layer_norm": (ops.layer_norm, norm | {"bias": draw(HIDDEN, seed=1)}),
         "round": (ops.round, {"x": draw(T, HIDDEN)}),
         "rotary_qkv": (ops.rotary_qkv, qkv | {"params": each_head}),
+        "rotary_qkv, scaled": (ops.rotary_qkv, qkv | {"params": replace(each_head, q_scale=draw(T))}),
+        "rotary_qkv, only scaled": (ops.rotary_qkv, qkv | {"params": RotaryParams(HEADS, q_scale=draw(T))}),
         "rotary_qkv, all heads": (ops.rotary_qkv, qkv | {"params": all_heads}),
         "log_softmax": (ops.log_softmax, {"logits": draw(T, VOCAB)}),
     }
@@ -166,7 +168,8 @@ def test_wrong_tensors_are_refused(pair: tuple[CpuOps, ReferenceOps], name: str)
 
 def test_numbers_outside_of_their_table_are_refused(pair: tuple[CpuOps, ReferenceOps]) -> None:
     """Guards against reads of foreign memory: ids, positions and experts that do not exist."""
-    for name, key in (("embedding", "ids"), ("rotary_qkv", "positions"), ("experts", "ids")):
+    scaled = ("rotary_qkv, only scaled", "positions")
+    for name, key in (("embedding", "ids"), ("rotary_qkv", "positions"), scaled, ("experts", "ids")):
         function, arguments = calls(pair[0])[name]
         for bad in (-1, 10**12, 9):
             wrong = arguments[key].clone()
@@ -200,13 +203,15 @@ def test_a_norm_of_a_sum_adds_in_place(pair: tuple[CpuOps, ReferenceOps], layer:
             pair[0].add_layer_norm(**{"x": x, "h": h, "weight": weight, "bias": bias, "eps": EPS, key: wrong})
 
 
-def test_add_and_softcap_work_in_place(pair: tuple[CpuOps, ReferenceOps]) -> None:
+def test_add_scale_and_softcap_work_in_place(pair: tuple[CpuOps, ReferenceOps]) -> None:
     """Guards against a result beside the argument, which the next operation would not see."""
     x, h = draw(T, HIDDEN), draw(T, HIDDEN, seed=9)
     for ops in pair:
         total, logits = x.clone(), 40.0 * x
         assert ops.add(total, h) is total
         assert torch.equal(total, x + h)
+        assert ops.scale(total, 0.3) is total
+        assert torch.equal(total, (x + h) * 0.3)
         assert ops.softcap(logits, 30.0) is logits
         close(logits, 30.0 * torch.tanh(40.0 * x / 30.0), 1e-5)
     for wrong in broken(x):
@@ -523,6 +528,7 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
         logits = torch.empty(rows, 2 * HIDDEN)
         for start in (0, HIDDEN):
             ops.linear(v, down, out=logits[:, start : start + HIDDEN])
+        ops.scale(logits, 0.5)
         ops.softcap(logits, 3.0)
         results[:] = [q, chosen, weights, x, z, u, v, logits]
         return ops.round(x)

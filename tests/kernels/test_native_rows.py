@@ -60,6 +60,12 @@ class Rows(Native):
         self._call("round", x, x.numel(), out, TYPES[dtype])
         return out
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """Leaves x alone."""
+        scaled = x.clone()
+        self._call("scale", scaled, factor, x.numel())
+        return scaled
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """Leaves x alone."""
         capped = x.clone()
@@ -74,6 +80,7 @@ class Rows(Native):
         heads: tuple[int, int, int],
         norms: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype = F32,
+        q_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, num_kv_heads, head_dim = heads
         q_norm, k_norm = norms or (None, None)
@@ -81,8 +88,9 @@ class Rows(Native):
             torch.full((len(qkv), count, head_dim), torch.nan, dtype=dtype)
             for count in (num_heads, num_kv_heads, num_kv_heads)
         )
+        sizes = (0 if q_scale is None else len(q_scale), 0) if cos_sin is None else cos_sin.shape
         self._call(
-            "rotary_qkv", qkv, positions, cos_sin, *((0, 0) if cos_sin is None else cos_sin.shape), len(qkv), *heads,
+            "rotary_qkv", qkv, positions, cos_sin, q_scale, *sizes, len(qkv), *heads,
             q_norm, head_dim if q_norm is None else len(q_norm), k_norm, head_dim if k_norm is None else len(k_norm),
             EPS, q, k, v, TYPES[dtype],
         )  # fmt: skip
@@ -287,11 +295,23 @@ def test_a_norm_of_one_kind_leaves_the_other(rows: Rows) -> None:
     assert not same(only_k[1], plain[1])
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("table", [True, False])
+def test_queries_are_scaled_by_their_position(rows: Rows, table: bool, dtype: torch.dtype) -> None:
+    """Guards against keys that are scaled too, and against a factor of another row. Powers of two round nothing."""
+    qkv, positions, cos_sin = draw(4, 8 * 16), torch.tensor([2, 0, 3, 2]), angles(4, 8) if table else None
+    factors = torch.tensor([1.0, 8.0, 2.0, 0.5])
+    plain = rows.rotary(qkv, positions, cos_sin, (4, 2, 16), dtype=dtype)
+    scaled = rows.rotary(qkv, positions, cos_sin, (4, 2, 16), dtype=dtype, q_scale=factors)
+    assert same(scaled, (plain[0] * factors[positions, None, None].to(dtype), *plain[1:]))
+
+
 @pytest.mark.parametrize("n", SIZES)
-def test_sums_rounding_and_soft_caps(rows: Rows, n: int) -> None:
+def test_sums_factors_rounding_and_soft_caps(rows: Rows, n: int) -> None:
     """Guards against a last vector left out, and against a cap that multiplies before it divides."""
     x, h = draw(5, n), draw(5, n, seed=1)
     assert torch.equal(rows.add(x, h), x + h)
+    assert torch.equal(rows.scale(x, 0.3), x * 0.3)
     assert torch.equal(rows.round(x, F32), x)
     assert torch.equal(rows.round(x, BF16), x.bfloat16())
     for cap in (30.0, 0.5):
@@ -377,6 +397,7 @@ def operations(tokens: int, width: int, seed: int = 0) -> dict[str, Callable[[Ro
     x, h, weight = draw(tokens, width, seed=seed), draw(tokens, width, seed=seed + 1), draw(width, seed=2)
     heads = (width // 16 - 4, 2, 16)
     cos_sin, positions, norms = angles(100, 12), torch.arange(tokens) % 90, (draw(16, seed=3), draw(16, seed=4))
+    factors = draw(100, seed=8)
     table, bias, all_norms = draw(30, width), draw(width, seed=5), (draw(heads[0] * 16, seed=6), draw(32, seed=7))
     return {
         "rms_norm": lambda rows, i, dtype: rows.rms_norm(x[i], weight, dtype),
@@ -385,9 +406,11 @@ def operations(tokens: int, width: int, seed: int = 0) -> dict[str, Callable[[Ro
         "add_layer_norm": lambda rows, i, dtype: rows.add_layer_norm(x[i], h[i], weight, bias, dtype),
         "add": lambda rows, i, dtype: rows.add(x[i], h[i]),
         "round": lambda rows, i, dtype: rows.round(x[i], dtype),
+        "scale": lambda rows, i, dtype: rows.scale(x[i], 0.7),
         "softcap": lambda rows, i, dtype: rows.softcap(x[i], 0.7),
         "rotary_all": lambda rows, i, dtype: rows.rotary(x[i], positions[i], cos_sin, heads, all_norms, dtype),
         "rotary": lambda rows, i, dtype: rows.rotary(x[i], positions[i], cos_sin, heads, norms, dtype),
+        "rotary_scaled": lambda rows, i, dtype: rows.rotary(x[i], positions[i], None, heads, norms, dtype, factors),
         "embedding": lambda rows, i, dtype: rows.embedding(positions[i] % 30, table.to(dtype), 1.3),
         "route": lambda rows, i, dtype: rows.route(x[i], 4, True),
     }

@@ -200,19 +200,22 @@ def test_a_norm_of_all_heads_together() -> None:
         torch.testing.assert_close(found.flatten(1).double(), exact, atol=1e-6, rtol=1e-5)
 
 
-def test_rotary_qkv_rounds_once() -> None:
-    """Guards against q, k or v rounded to bfloat16 between the norm and the rotation."""
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rotary_qkv_rounds_once(scaled: bool) -> None:
+    """Guards against q, k or v rounded to bfloat16 between the norm, the factor of q and the rotation."""
     ops, tokens, head_dim = ReferenceOps(torch.bfloat16), 60, 16
     qkv, q_norm, k_norm = draw(tokens, (H + 2 * HKV) * head_dim), draw(head_dim).abs(), draw(head_dim, seed=4).abs()
     angles = torch.outer(torch.arange(tokens).double(), 100.0 ** -(torch.arange(0, head_dim, 2).double() / head_dim))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).float()
-    params = RotaryParams(Heads(H, HKV, head_dim), cos_sin, q_norm, k_norm, 1e-6)
+    factors = draw(tokens, seed=5).abs() if scaled else torch.ones(tokens)
+    params = RotaryParams(Heads(H, HKV, head_dim), cos_sin, q_norm, k_norm, 1e-6, factors if scaled else None)
     q, k, v = ops.rotary_qkv(qkv, torch.arange(tokens), params)
     heads = qkv.view(tokens, -1, head_dim).double().split([H, HKV, HKV], dim=1)
-    for result, before, norm in ((q, heads[0], q_norm), (k, heads[1], k_norm)):
+    ones = torch.ones(tokens)
+    for result, before, norm, factor in ((q, heads[0], q_norm, factors), (k, heads[1], k_norm, ones)):
         normed = before / (before.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
         cos, sin = cos_sin.double()[:, None].chunk(2, dim=-1)
-        a, b = normed.chunk(2, dim=-1)
+        a, b = (normed * factor.double()[:, None, None]).chunk(2, dim=-1)
         rounded_once(result, torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1))
     assert torch.equal(v, heads[2].bfloat16())
 

@@ -475,6 +475,11 @@ class CpuOps(NativeCalls):
         self._call("penstock_round", (x, out), at, rows * hidden, to, self._type)
         return out
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        rows, columns = shape = rows_of(x, "x")
+        self._call("penstock_scale", (x,), address(x, shape, FLOAT32, "x"), factor, rows * columns)
+        return x
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         if not cap > 0:
             raise ValueError(f"softcap: {cap} is not above 0")
@@ -486,6 +491,7 @@ class CpuOps(NativeCalls):
         self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, cos_sin, q_norm, k_norm = params.heads, params.cos_sin, params.q_norm, params.k_norm
+        q_scale, q_scale_at = params.q_scale, None
         num_heads, num_kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
         rows, dtype = qkv.shape[0], self.element
         q_shape, kv_shape = (rows, num_heads, head_dim), (rows, num_kv_heads, head_dim)
@@ -498,12 +504,16 @@ class CpuOps(NativeCalls):
             cos_sin_at = address(cos_sin, (num_positions, rotary_dim), FLOAT32, "cos_sin")
             if rotary_dim > head_dim or rotary_dim % 2:
                 raise ValueError(f"cos_sin: {rotary_dim} columns; an even number up to {head_dim} is needed")
+        if q_scale is not None:
+            num_positions = num_positions or len(q_scale)
+            q_scale_at = address(q_scale, (num_positions,), FLOAT32, "q_scale")
         self._call(
             "penstock_rotary_qkv",
-            (qkv, positions, cos_sin, q_norm, k_norm, q, k, v),
+            (qkv, positions, cos_sin, q_scale, q_norm, k_norm, q, k, v),
             address(qkv, (rows, (num_heads + 2 * num_kv_heads) * head_dim), FLOAT32, "qkv"),
             positions_at,
             cos_sin_at,
+            q_scale_at,
             num_positions,
             rotary_dim,
             rows,

@@ -200,6 +200,9 @@ class ReferenceOps:
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         return _deliver(x, self.dtype, out)
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 
@@ -210,6 +213,8 @@ class ReferenceOps:
         sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), sizes, dim=1)
         q, k = _norm_heads(q, params.q_norm, params.eps), _norm_heads(k, params.k_norm, params.eps)
+        if params.q_scale is not None:
+            q = q * params.q_scale[positions, None, None]
         if params.cos_sin is not None:
             cos, sin = params.cos_sin[positions, None, :].chunk(2, dim=-1)  # [T, 1, rotary dim / 2]
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)

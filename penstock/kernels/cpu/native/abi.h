@@ -22,12 +22,12 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 12;        // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 13;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
 constexpr int MAX_LEVELS = 16;         // levels of a coded weight that are a table
-constexpr int MAX_CALL_ARGUMENTS = 18;
+constexpr int MAX_CALL_ARGUMENTS = 19;
 constexpr int READ_LOOPS = 4;          // ways to read memory (limits/reads.inc.h)
 
 // Instruction levels in ascending order; each includes the ones before it.
@@ -82,7 +82,8 @@ enum Recordable : std::int64_t {
     RECORD_EMBEDDING,
     RECORD_ROUTE,
     RECORD_ATTEND,
-    RECORD_PACKED_EMBEDDING
+    RECORD_PACKED_EMBEDDING,
+    RECORD_SCALE
 };
 
 }  // namespace penstock
@@ -358,15 +359,18 @@ PENSTOCK_API std::int32_t penstock_add(penstock::Context* context, float* x, con
 PENSTOCK_API std::int32_t penstock_round(
     penstock::Context* context, const float* x, std::int64_t count, void* out, std::int32_t out_type);
 
+// x *= factor.
+PENSTOCK_API std::int32_t penstock_scale(penstock::Context* context, float* x, float factor, std::int64_t count);
+
 // x = cap * tanh(x / cap).
 PENSTOCK_API std::int32_t penstock_softcap(penstock::Context* context, float* x, float cap, std::int64_t count);
 
-// cos_sin [num_positions, rotary_dim] or null. q_norm and k_norm may be null; else they have head_dim elements (each
+// cos_sin [num_positions, rotary_dim] or null; q_scale [num_positions], factors of q, or null. q_norm and k_norm may be null; else they have head_dim elements (each
 // head is normed by itself) or the elements of all heads. Positions are checked before anything is written.
 PENSTOCK_API std::int32_t penstock_rotary_qkv(
     penstock::Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
-    std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads,
-    std::int64_t head_dim, const float* q_norm, std::int64_t q_norm_size, const float* k_norm,
+    const float* q_scale, std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads,
+    std::int64_t kv_heads, std::int64_t head_dim, const float* q_norm, std::int64_t q_norm_size, const float* k_norm,
     std::int64_t k_norm_size, float eps, void* q, void* k, void* v, std::int32_t out_type);
 
 // table [table_rows, n] -> out [rows, n]. Ids are checked before anything is written.

@@ -51,6 +51,7 @@ std::int32_t replay(Context* context, const PenstockCall& call) {
         case RECORD_ROUTE: return apply(penstock_route, context, call);
         case RECORD_ATTEND: return apply(penstock_attend, context, call);
         case RECORD_PACKED_EMBEDDING: return apply(penstock_packed_embedding, context, call);
+        case RECORD_SCALE: return apply(penstock_scale, context, call);
         default: return STATUS_OUT_OF_RANGE;
     }
 }

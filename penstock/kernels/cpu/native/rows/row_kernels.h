@@ -47,6 +47,7 @@ struct RotaryArgs {
     const float* qkv;  // [.., heads + 2 kv_heads, head_dim]
     const std::int64_t* positions;  // rows of cos_sin, checked by the caller
     const float* cos_sin;  // [positions, rotary_dim], cosines then sines; null: no rotation
+    const float* q_scale;  // [positions], the factor of q at each position; null: 1
     std::int64_t rotary_dim;
     std::int64_t heads, kv_heads, head_dim;
     HeadNorm q_norm, k_norm;
@@ -86,6 +87,7 @@ struct RowKernels {
     void (*route)(const RouteArgs&, std::int64_t first, std::int64_t rows, float* scratch);
     void (*add)(float* x, const float* h, std::int64_t count);          // x += h
     void (*round)(const float* x, std::uint16_t* out, std::int64_t count);
+    void (*scale)(float* x, float factor, std::int64_t count);          // x *= factor
     void (*softcap)(float* x, float cap, std::int64_t count);           // x = cap tanh(x / cap)
 };
 

@@ -75,15 +75,19 @@ void layer_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
 
 // ---- Rotary
 
-// A head, which is normed if it has a weight.
+// A head, which is normed if it has a weight, and multiplied by a factor if it has one.
+template <bool HAS_FACTOR>
 struct Head {
     const float* x;
     const float* weight;  // null: not normed
-    F32x16 scale;
+    F32x16 factor;
+    F32x16 scale = 1.0f;  // of the norm
 
     PENSTOCK_INLINE F32x16 at(std::int64_t i, int count) const {
         const F32x16 value = load_some(x + i, count);
-        return weight == nullptr ? value : value * scale * load_some(weight + i, count);
+        const F32x16 normed = weight == nullptr ? value : value * scale * load_some(weight + i, count);
+        if constexpr (HAS_FACTOR) return normed * factor;
+        return normed;
     }
 };
 
@@ -98,8 +102,8 @@ PENSTOCK_INLINE float scale_of(const float* x, std::int64_t n, float eps) {
 }
 
 // Rotate element i against element i + half, for i < half. Elements from 2 * half on are copied.
-template <class Out>
-PENSTOCK_INLINE void rotate(const Head& head, const float* cosines, std::int64_t half, std::int64_t n, Out* out) {
+template <bool HAS_FACTOR, class Out>
+PENSTOCK_INLINE void rotate(const Head<HAS_FACTOR>& head, const float* cosines, std::int64_t half, std::int64_t n, Out* out) {
     const float* sines = cosines + half;
     each_vector(half, PENSTOCK_BODY {
         const F32x16 c = load_some(cosines + i, count), s = load_some(sines + i, count);
@@ -111,12 +115,12 @@ PENSTOCK_INLINE void rotate(const Head& head, const float* cosines, std::int64_t
     each_vector(n - rest, PENSTOCK_BODY { store_some(out + rest + i, head.at(rest + i, count), count); });
 }
 
-// Norm and rotate the heads [heads, n] of q or of k.
-template <class Out>
+// Norm and rotate the heads [heads, n] of q or of k, and multiply them by a factor.
+template <bool HAS_FACTOR, class Out>
 PENSTOCK_INLINE void rotate_heads(const float* x, std::int64_t heads, std::int64_t n, const HeadNorm& norm, float eps,
-                                const float* cosines, std::int64_t half, Out* out) {
+                                  float factor, const float* cosines, std::int64_t half, Out* out) {
     const bool together = norm.size != n;
-    Head head{x, norm.weight, 1.0f};
+    Head<HAS_FACTOR> head{x, norm.weight, factor};
     if (norm.weight != nullptr && together) head.scale = scale_of(x, norm.size, eps);
     for (std::int64_t at = 0; at < heads; ++at, head.x += n, out += n) {
         if (norm.weight != nullptr && !together) head.scale = scale_of(head.x, n, eps);
@@ -135,9 +139,12 @@ void rotary(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
         Out* q = static_cast<Out*>(a.q) + row * a.heads * n;
         Out* k = static_cast<Out*>(a.k) + row * a.kv_heads * n;
         Out* v = static_cast<Out*>(a.v) + row * a.kv_heads * n;
-        rotate_heads(from, a.heads, n, a.q_norm, a.eps, cosines, half, q);
+        if (a.q_scale == nullptr)
+            rotate_heads<false>(from, a.heads, n, a.q_norm, a.eps, 1.0f, cosines, half, q);
+        else
+            rotate_heads<true>(from, a.heads, n, a.q_norm, a.eps, a.q_scale[a.positions[row]], cosines, half, q);
         from += a.heads * n;
-        rotate_heads(from, a.kv_heads, n, a.k_norm, a.eps, cosines, half, k);
+        rotate_heads<false>(from, a.kv_heads, n, a.k_norm, a.eps, 1.0f, cosines, half, k);
         from += a.kv_heads * n;
         each_vector(a.kv_heads * n, PENSTOCK_BODY { store_some(v + i, load_some(from + i, count), count); });
     }
@@ -218,6 +225,10 @@ void round(const float* x, std::uint16_t* out, std::int64_t count) {
     each_vector(count, PENSTOCK_BODY { store_some(out + i, load_some(x + i, count), count); });
 }
 
+void scale(float* x, float factor, std::int64_t count) {
+    each_vector(count, PENSTOCK_BODY { store_some(x + i, load_some(x + i, count) * factor, count); });
+}
+
 void softcap(float* x, float cap, std::int64_t count) {
     each_vector(count, PENSTOCK_BODY { store_some(x + i, tanh(load_some(x + i, count) / cap) * cap, count); });
 }
@@ -233,7 +244,7 @@ template <> RowKernels row_kernels<THIS_LEVEL>() {
             {layer_norm<float>, layer_norm<Half>},
             {rotary<float>, rotary<Half>},
             {embedding<float>, embedding<Half>},
-            route, add, round, softcap};
+            route, add, round, scale, softcap};
 }
 
 }  // namespace penstock

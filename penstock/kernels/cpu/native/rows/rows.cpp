@@ -152,6 +152,14 @@ extern "C" std::int32_t penstock_round(
     });
 }
 
+extern "C" std::int32_t penstock_scale(Context* context, float* x, float factor, std::int64_t count) {
+    return run_call(context, [&] {
+        return over_blocks(*context, count, 1, [=](std::int64_t first, std::int64_t size, int) {
+            context->rows.scale(x + first, factor, size);
+        });
+    });
+}
+
 extern "C" std::int32_t penstock_softcap(Context* context, float* x, float cap, std::int64_t count) {
     return run_call(context, [&] {
         return over_blocks(*context, count, SOFTCAP_COST, [=](std::int64_t first, std::int64_t size, int) {
@@ -161,13 +169,14 @@ extern "C" std::int32_t penstock_softcap(Context* context, float* x, float cap, 
 }
 
 extern "C" std::int32_t penstock_rotary_qkv(
-    Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin, std::int64_t num_positions,
-    std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim,
-    const float* q_norm, std::int64_t q_norm_size, const float* k_norm, std::int64_t k_norm_size, float eps, void* q,
+    Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin, const float* q_scale,
+    std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads,
+    std::int64_t head_dim, const float* q_norm, std::int64_t q_norm_size, const float* k_norm, std::int64_t k_norm_size, float eps, void* q,
     void* k, void* v, std::int32_t out_type) {
     return run_call(context, [&] {
-        if (cos_sin != nullptr && !all_within(positions, rows, num_positions)) return STATUS_OUT_OF_RANGE;
-        const RotaryArgs args = {qkv, positions, cos_sin, rotary_dim, heads, kv_heads, head_dim,
+        const bool has_table = cos_sin != nullptr || q_scale != nullptr;
+        if (has_table && !all_within(positions, rows, num_positions)) return STATUS_OUT_OF_RANGE;
+        const RotaryArgs args = {qkv, positions, cos_sin, q_scale, rotary_dim, heads, kv_heads, head_dim,
                                  {q_norm, q_norm_size}, {k_norm, k_norm_size}, eps, q, k, v};
         const std::int64_t cost = (heads + 2 * kv_heads) * head_dim;
         return over_blocks(*context, rows, cost, [&](std::int64_t first, std::int64_t count, int) {
