@@ -21,6 +21,7 @@ from penstock.models.falcon.config import read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
 from penstock.models.gpt2.config import read_gpt2
+from penstock.models.granite.config import read_granite, read_granite_hybrid
 from penstock.models.llama.config import (
     read_ernie4_5,
     read_llama,
@@ -140,6 +141,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),
     "Gemma3ForCausalLM": _built_in("gemma3_text", read_gemma3, GEMMA2),
     "GemmaForCausalLM": _built_in("gemma", read_gemma, "gemma.model.GemmaForCausalLM"),
+    "GraniteForCausalLM": _built_in("granite", read_granite, LLAMA),
+    "GraniteMoeHybridForCausalLM": _built_in("granitemoehybrid", read_granite_hybrid, LLAMA, "granite/table.yaml"),
     "LlamaForCausalLM": _built_in("llama", read_llama, LLAMA),
     "MinistralForCausalLM": _built_in("ministral", read_ministral, LLAMA),
     "MistralForCausalLM": _built_in("mistral", read_mistral, LLAMA),
