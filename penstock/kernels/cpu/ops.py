@@ -490,42 +490,31 @@ class CpuOps(NativeCalls):
     def rotary_qkv(
         self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, cos_sin, q_norm, k_norm = params.heads, params.cos_sin, params.q_norm, params.k_norm
-        q_scale, q_scale_at = params.q_scale, None
+        heads, cos_sin, q_scale, dtype = params.heads, params.cos_sin, params.q_scale, self.element
         num_heads, num_kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        rows, dtype = qkv.shape[0], self.element
+        rows = qkv.shape[0]
         q_shape, kv_shape = (rows, num_heads, head_dim), (rows, num_kv_heads, head_dim)
         shapes = q_shape, kv_shape, kv_shape
         q, k, v = (self._new(shape, dtype) for shape in shapes) if out is None else out
-        positions_at, cos_sin_at = address(positions, (rows,), INT64, "positions"), None
-        num_positions = rotary_dim = 0
+        positions_at, cos_sin_at, q_scale_at = address(positions, (rows,), INT64, "positions"), None, None
+        num_positions, rotary_dim = 0 if q_scale is None else len(q_scale), 0
         if cos_sin is not None:
             num_positions, rotary_dim = rows_of(cos_sin, "cos_sin")
             cos_sin_at = address(cos_sin, (num_positions, rotary_dim), FLOAT32, "cos_sin")
             if rotary_dim > head_dim or rotary_dim % 2:
                 raise ValueError(f"cos_sin: {rotary_dim} columns; an even number up to {head_dim} is needed")
         if q_scale is not None:
-            num_positions = num_positions or len(q_scale)
             q_scale_at = address(q_scale, (num_positions,), FLOAT32, "q_scale")
         self._call(
             "penstock_rotary_qkv",
-            (qkv, positions, cos_sin, q_scale, q_norm, k_norm, q, k, v),
+            (qkv, positions, cos_sin, q_scale, params.q_norm, params.k_norm, q, k, v),
             address(qkv, (rows, (num_heads + 2 * num_kv_heads) * head_dim), FLOAT32, "qkv"),
-            positions_at,
-            cos_sin_at,
-            q_scale_at,
-            num_positions,
-            rotary_dim,
-            rows,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            *_head_norm(q_norm, num_heads, head_dim, "q_norm"),
-            *_head_norm(k_norm, num_kv_heads, head_dim, "k_norm"),
+            *(positions_at, cos_sin_at, q_scale_at, num_positions, rotary_dim),
+            *(rows, num_heads, num_kv_heads, head_dim),
+            *_head_norm(params.q_norm, num_heads, head_dim, "q_norm"),
+            *_head_norm(params.k_norm, num_kv_heads, head_dim, "k_norm"),
             params.eps,
-            address(q, q_shape, dtype, "q"),
-            address(k, kv_shape, dtype, "k"),
-            address(v, kv_shape, dtype, "v"),
+            *(address(*item) for item in zip((q, k, v), shapes, (dtype,) * 3, "qkv", strict=True)),
             self._type,
         )
         return q, k, v

@@ -365,8 +365,9 @@ PENSTOCK_API std::int32_t penstock_scale(penstock::Context* context, float* x, f
 // x = cap * tanh(x / cap).
 PENSTOCK_API std::int32_t penstock_softcap(penstock::Context* context, float* x, float cap, std::int64_t count);
 
-// cos_sin [num_positions, rotary_dim] or null; q_scale [num_positions], factors of q, or null. q_norm and k_norm may be null; else they have head_dim elements (each
-// head is normed by itself) or the elements of all heads. Positions are checked before anything is written.
+// cos_sin [num_positions, rotary_dim] or null. q_scale [num_positions], the factors of q, or null. q_norm and k_norm
+// may be null; else they have head_dim elements (each head is normed by itself) or the elements of all heads. Positions
+// are checked before anything is written.
 PENSTOCK_API std::int32_t penstock_rotary_qkv(
     penstock::Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
     const float* q_scale, std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads,

@@ -103,7 +103,8 @@ PENSTOCK_INLINE float scale_of(const float* x, std::int64_t n, float eps) {
 
 // Rotate element i against element i + half, for i < half. Elements from 2 * half on are copied.
 template <bool HAS_FACTOR, class Out>
-PENSTOCK_INLINE void rotate(const Head<HAS_FACTOR>& head, const float* cosines, std::int64_t half, std::int64_t n, Out* out) {
+PENSTOCK_INLINE void rotate(
+    const Head<HAS_FACTOR>& head, const float* cosines, std::int64_t half, std::int64_t n, Out* out) {
     const float* sines = cosines + half;
     each_vector(half, PENSTOCK_BODY {
         const F32x16 c = load_some(cosines + i, count), s = load_some(sines + i, count);

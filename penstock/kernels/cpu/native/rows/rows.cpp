@@ -171,8 +171,8 @@ extern "C" std::int32_t penstock_softcap(Context* context, float* x, float cap, 
 extern "C" std::int32_t penstock_rotary_qkv(
     Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin, const float* q_scale,
     std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads,
-    std::int64_t head_dim, const float* q_norm, std::int64_t q_norm_size, const float* k_norm, std::int64_t k_norm_size, float eps, void* q,
-    void* k, void* v, std::int32_t out_type) {
+    std::int64_t head_dim, const float* q_norm, std::int64_t q_norm_size, const float* k_norm,
+    std::int64_t k_norm_size, float eps, void* q, void* k, void* v, std::int32_t out_type) {
     return run_call(context, [&] {
         const bool has_table = cos_sin != nullptr || q_scale != nullptr;
         if (has_table && !all_within(positions, rows, num_positions)) return STATUS_OUT_OF_RANGE;
