@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.interface.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from penstock.interface.structured_outputs import StructuredOutputsParams
     from penstock.models.registry import register_model
+    from penstock.tokenizer.answer_formats import ReasoningFormat, ToolFormat, register_parser
 
 __version__ = "0.1.0"
 
@@ -75,6 +76,7 @@ _HOMES = {
     "PoolingParams": "interface.pooling",
     "PoolingRequestOutput": "interface.pooling",
     "PrefixUse": "interface.outputs",
+    "ReasoningFormat": "tokenizer.answer_formats",
     "RequestFailedError": "errors",
     "RequestOutput": "interface.outputs",
     "RequestOutputKind": "interface.sampling_params",
@@ -82,9 +84,11 @@ _HOMES = {
     "StructuredOutputsParams": "interface.structured_outputs",
     "ScoringOutput": "interface.pooling",
     "ScoringRequestOutput": "interface.pooling",
+    "ToolFormat": "tokenizer.answer_formats",
     "read_prompts": "client.prompts",
     "register_logits_processor": "interface.plugins",
     "register_model": "models.registry",
+    "register_parser": "tokenizer.answer_formats",
 }
 
 __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it against _HOMES)
@@ -112,6 +116,9 @@ __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it
     "ScoringRequestOutput",
     "register_model",
     "register_logits_processor",
+    "register_parser",
+    "ToolFormat",
+    "ReasoningFormat",
     "PenstockError",
     "InvalidRequestError",
     "NotSupportedError",

@@ -260,7 +260,8 @@ def add_fields(group: argparse._ArgumentGroup, kind: type, names: Sequence[str])
                 how["type"] = parse_object
             elif get_origin(item.type) is tuple or item.type == tuple[str, ...] | None:
                 how["action"] = "append"
-            group.add_argument(flag_of(item.name), default=UNSET, help=item.metadata["help"], **how)
+            flags = [flag_of(item.name), *item.metadata.get("aliases", ())]
+            group.add_argument(*flags, default=UNSET, help=item.metadata["help"], **how)
 
 
 def given_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from penstock.server.inputs import (
 from penstock.server.kept_calls import Frame, KeptCall, Source
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.resumption import continued, keep, stream_of
-from penstock.tokenizer.answer_formats import Kind, Part
+from penstock.tokenizer.answer_reader import Kind, Part
 from penstock.tokenizer.answers import AnswerParser, Message, ReasoningCounter, call_id
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -387,9 +387,10 @@ class ChatAnswers:
         return call_id(self._rules.tool_format, self._id, choice, call)
 
     def _count(self, choice: CompletionOutput) -> None:
-        if not self._rules.reasoning or self._tokenizer is None:
+        reasoning, is_thinking = self._rules.reasoning, self._rules.is_thinking
+        if reasoning is None or self._tokenizer is None:
             return
-        counter = self._counters.setdefault(choice.index, ReasoningCounter(is_thinking=self._rules.is_thinking))
+        counter = self._counters.setdefault(choice.index, ReasoningCounter(reasoning, is_thinking=is_thinking))
         before = counter.count
         for token_id in choice.token_ids:
             counter.add(self._tokenizer.token_to_bytes(token_id))

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -47,11 +47,8 @@ from penstock.server.openai_requests import (
     Tool,
     check_tools,
 )
-from penstock.server.options import ServerOptions
-from penstock.tokenizer.answer_formats import ToolFormat, tool_format_of
+from penstock.tokenizer.answer_formats import ReasoningFormat, ToolFormat, reasoning_format_of, tool_format_of
 from penstock.tokenizer.answers import (
-    END_OF_THINKING,
-    THINK,
     AnswerParser,
     Calls,
     Function,
@@ -434,8 +431,8 @@ READERS: dict[str, Callable[[Any], StructuredOutputsParams | None]] = {
 
 
 SCHEMA_AT = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
-RULE = re.compile(r"call_(\d+)_arguments: %json")
-TAIL = 16  # tokens at the end of a prompt in which <think> is looked for
+RULE = re.compile(r"call_(\d+)_\w+: %json")
+TAIL = 16  # tokens at the end of a prompt in which the beginning of reasoning is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,46 +441,43 @@ class Rules:
 
     Attributes:
         tool_format: how its tool calls are written; None: it has no tool calls.
-        names: the functions that it may call.
+        functions: the functions that it may call, with the schemas of their parameters.
         reasoning, is_thinking: as in AnswerParser.
     """
 
     tool_format: ToolFormat | None = None
-    names: Sequence[str] = ()
-    reasoning: bool = False
+    functions: Mapping[str, dict[str, Any] | None] = field(default_factory=dict)
+    reasoning: ReasoningFormat | None = None
     is_thinking: bool = False
 
     def parser(self) -> AnswerParser | None:
         """Make a parser for one answer; None if all of it is content."""
-        if self.tool_format is None and not self.reasoning:
+        if self.tool_format is None and self.reasoning is None:
             return None
-        return AnswerParser(self.tool_format, self.names, reasoning=self.reasoning, is_thinking=self.is_thinking)
+        return AnswerParser(self.tool_format, self.functions, reasoning=self.reasoning, is_thinking=self.is_thinking)
 
     @property
-    def marks(self) -> tuple[str, ...]:
+    def marks(self) -> list[str]:
         """The texts that separate the parts of an answer."""
-        thoughts = (THINK, END_OF_THINKING) if self.reasoning else ()
-        return (*thoughts, *(() if self.tool_format is None else self.tool_format.marks))
+        formats: Sequence[ToolFormat | ReasoningFormat | None] = (self.reasoning, self.tool_format)
+        return list(dict.fromkeys(mark for item in formats if item is not None for mark in item.marks))
 
 
 def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -> Rules:
     """Choose the rules for a request's answers. They depend only on data that a journal keeps."""
     tokenizer, options = context.tokenizer(), context.options
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
-    reasoning = _separates_reasoning(options, template) and not _has_another_form(body)
-    tail = tokenizer.decode(prompt.token_ids[-TAIL:], skip_special_tokens=False) if reasoning else ""
-    opened, closed = (tail.rstrip().endswith(mark) for mark in (THINK, END_OF_THINKING))
-    is_thinking = reasoning and (opened or (options.reasoning_parser == "deepseek_r1" and not closed))
+    reasoning = None if _has_another_form(body) else reasoning_format_of(template, options.reasoning_parser)
+    is_thinking = False
+    if reasoning is not None:
+        tail = tokenizer.decode(prompt.token_ids[-TAIL:], skip_special_tokens=False).rstrip()
+        is_thinking = tail.endswith(reasoning.begin) or (reasoning.implied and not tail.endswith(reasoning.end))
     if not body.offered:
         return Rules(reasoning=reasoning, is_thinking=is_thinking)
-    tool_format = tool_format_of(template, options.tool_call_parser)
-    return Rules(tool_format, body.callable_names, reasoning, is_thinking)
-
-
-def _separates_reasoning(options: ServerOptions, template: str) -> bool:
-    if options.reasoning_parser == "auto":
-        return END_OF_THINKING in template
-    return options.reasoning_parser != "none"
+    callable_names = body.callable_names
+    functions = {tool.function.name: tool.function.parameters for tool in body.offered}
+    functions = {name: schema for name, schema in functions.items() if name in callable_names}
+    return Rules(tool_format_of(template, options.tool_call_parser), functions, reasoning, is_thinking)
 
 
 def _has_another_form(body: ChatRequest) -> bool:
@@ -512,7 +506,7 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     is_constrained = rules.tool_format is not None and _constrains(body)
     if not is_constrained and params.structured_outputs is None:
         return params
-    functions = [tool.as_function() for tool in body.offered if tool.function.name in rules.names]
+    functions = [tool.as_function() for tool in body.offered if tool.function.name in rules.functions]
     many = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedChoice)
     calls = Calls(functions, body.must_call, many, _answer_schema(params.structured_outputs, body))
     grammar = answer_grammar(

@@ -20,8 +20,7 @@ from penstock.errors import (
     string_tuple,
 )
 from penstock.server.keys import read_key_file
-from penstock.tokenizer.answer_formats import TOOL_FORMATS
-from penstock.tokenizer.answers import REASONING_PARSERS
+from penstock.tokenizer.answer_formats import format_of, parser_names
 from penstock.tokenizer.tokenizer import check_template_kwargs
 
 MIB = 1 << 20
@@ -48,6 +47,14 @@ def _key(name: str, value: Any) -> str:
     check_str(name, value)
     if not (value.isascii() and value.isprintable()):
         raise InvalidRequestError(f"{name}: only printable ASCII characters can be sent in a header", param=name)
+    return str(value)
+
+
+def _parser(name: str, value: Any) -> str:
+    check_str(name, value)
+    if value not in ("auto", "none") and format_of(name, "", value) is None:
+        names = ", ".join(("auto", "none", *parser_names(name)))
+        raise fail(name, value, f"{names}, or a file (.toml or .py) with a parser of your own")
     return str(value)
 
 
@@ -90,9 +97,8 @@ class ServerOptions:
             first.
         allowed_hosts: None: any name, unless the server listens on loopback and has no key. Then only the names of
             loopback are allowed, because otherwise a web page could reach the server under a host name of its own.
-        tool_call_parser: auto chooses by the chat template; none leaves calls in the text.
-        reasoning_parser: qwen3 takes the text between <think> and </think> out of an answer; deepseek_r1 does so even
-            if no <think> comes first; auto is qwen3 if the chat template contains </think>; none leaves it in the text.
+        tool_call_parser, reasoning_parser: a name in tokenizer/answer_formats.toml, a file with a format of the user's,
+            auto to choose by the chat template, or none to leave everything in the text.
         ssl_certfile, ssl_keyfile: PEM files, read again on SIGHUP; the key may be in the file of the certificate.
         uds: path of a socket that every user of the machine may connect to, as to a port of loopback; the permissions
             of its directory can forbid that.
@@ -170,15 +176,16 @@ class ServerOptions:
     )
     tool_call_parser: str = option(
         "auto",
-        ("auto", "none", *TOOL_FORMATS),
-        "how the model writes tool calls: hermes, llama3_json, mistral, none, or auto: as its chat template shows "
-        "(default)",
+        _parser,
+        "how the model writes tool calls: hermes, qwen3_coder, ... (see the page on tools), none, a file with your own "
+        "format, or auto: as the chat template shows (default)",
         metavar="NAME",
+        aliases=("--tool-parser",),
     )
     reasoning_parser: str = option(
         "auto",
-        ("auto", "none", *REASONING_PARSERS),
-        "how the model separates reasoning from the answer: qwen3, deepseek_r1, none, or auto (as above)",
+        _parser,
+        "how the model separates reasoning from the answer: qwen3, deepseek_r1, ..., none, a file, or auto (as above)",
         metavar="NAME",
     )
     default_chat_template_kwargs: Mapping[str, Any] | None = option(

@@ -45,7 +45,7 @@ from penstock.server.openai_requests import (
     with_sampling_fields,
 )
 from penstock.server.resumption import keep, owner_of, resume, stream_of
-from penstock.tokenizer.answer_formats import Kind, Part
+from penstock.tokenizer.answer_reader import Kind, Part
 
 # --- a conversation as items ------------------------------------------------------------------------------------------
 

@@ -7,15 +7,31 @@ every call that begins obeys its function's schema. How calls are written is in 
 """
 
 import json
-from collections.abc import Callable, Container, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from penstock.tokenizer.answer_formats import AnyName, Kind, Part, Reader, Steps, ToolFormat, tool_format_of
-
-THINK, END_OF_THINKING = "<think>", "</think>"
-REASONING_PARSERS = ("qwen3", "deepseek_r1")
+from penstock.errors import invalid
+from penstock.tokenizer.answer_formats import (
+    ReasoningFormat,
+    ToolFormat,
+    read_answer,
+    reasoning_format_of,
+    tool_format_of,
+)
+from penstock.tokenizer.answer_reader import (
+    ANY_WORD,
+    IS_STRING,
+    MARK,
+    Functions,
+    Kind,
+    Part,
+    Reader,
+    Steps,
+    types_of,
+)
 
 
 class AnswerParser:
@@ -23,22 +39,21 @@ class AnswerParser:
 
     Args:
         tool_format: how the model writes calls; None: nothing is a call.
-        names: the names of the functions that the request offers.
-        reasoning: whether text between <think> and </think> at the beginning is reasoning.
-        is_thinking: whether the prompt has already opened <think>.
+        functions: the functions that the request offers, with the schemas of their parameters; None: any.
+        reasoning: how the model writes reasoning; None: nothing is reasoning.
+        is_thinking: whether the answer begins within reasoning.
     """
 
     def __init__(
         self,
         tool_format: ToolFormat | None,
-        names: Container[str] | None = None,
+        functions: Functions | None = None,
         *,
-        reasoning: bool = False,
+        reasoning: ReasoningFormat | None = None,
         is_thinking: bool = False,
     ) -> None:
         self._reader = Reader()
-        self._names = AnyName() if names is None else names
-        self._steps = self._read(tool_format, reasoning, is_thinking)
+        self._steps = self._read(tool_format, functions, reasoning, is_thinking)
 
     @property
     def num_calls(self) -> int:
@@ -58,29 +73,17 @@ class AnswerParser:
         next(self._steps, None)
         return self._reader.take()
 
-    def _read(self, tool_format: ToolFormat | None, reasoning: bool, is_thinking: bool) -> Steps[None]:
-        reader = self._reader
-        if reasoning:
-            yield from _read_reasoning(reader, is_thinking)
-        if tool_format is not None:
-            yield from tool_format.read(reader, self._names)
-        else:
-            reader.begin(Kind.CONTENT)
-        yield from reader.rest()
-
-
-def _read_reasoning(reader: Reader, is_thinking: bool) -> Steps[None]:
-    """Read the model's reasoning, and hold the text after it. Without an end mark, all text is reasoning."""
-    reader.hold()
-    yield from reader.space()
-    if not (yield from reader.accept(THINK)) and not is_thinking:
-        return
-    yield from reader.space()
-    reader.drop()
-    reader.begin(Kind.REASONING)
-    if (yield from reader.until([END_OF_THINKING])):
-        yield from reader.space()
-        reader.drop()
+    def _read(
+        self,
+        tool_format: ToolFormat | None,
+        functions: Functions | None,
+        reasoning: ReasoningFormat | None,
+        is_thinking: bool,
+    ) -> Steps[None]:
+        if reasoning is not None:
+            yield from reasoning.read(self._reader, is_open=is_thinking)
+        yield from read_answer(self._reader, tool_format, functions, reasoning)
+        yield from self._reader.rest()
 
 
 @dataclass
@@ -125,9 +128,8 @@ def assistant_message(text: str, template: str) -> dict[str, Any]:
     Args:
         template: text of the model's chat template, which shows how the model writes calls and reasoning.
     """
-    tool_format = tool_format_of(template)
-    reasoning = END_OF_THINKING in template
-    is_thinking = reasoning and END_OF_THINKING in text and not text.lstrip().startswith(THINK)
+    tool_format, reasoning = tool_format_of(template), reasoning_format_of(template)
+    is_thinking = reasoning is not None and reasoning.end in text and not text.lstrip().startswith(reasoning.begin)
     message = read_message(AnswerParser(tool_format, reasoning=reasoning, is_thinking=is_thinking), text)
     found: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.reasoning:
@@ -151,11 +153,13 @@ class ReasoningCounter:
     """Counts the tokens of an answer that are reasoning. It reads bytes, because tokens may cut characters.
 
     Args:
-        is_thinking: whether the prompt has already opened <think>.
+        is_thinking: whether the answer begins within reasoning.
     """
 
-    def __init__(self, *, is_thinking: bool) -> None:
+    def __init__(self, reasoning: ReasoningFormat, *, is_thinking: bool) -> None:
         self.count = 0
+        self._begin, self._end = reasoning.begin.encode(), reasoning.end.encode()
+        self._again = "outside" if reasoning.again else "after"
         self._state = "inside" if is_thinking else "before"
         self._bytes = b""
 
@@ -163,17 +167,21 @@ class ReasoningCounter:
         if self._state == "after":
             return
         self._bytes += token
+        if self._state == "outside":
+            self._bytes = self._bytes[-len(self._begin) :]
+            self._state = "inside" if self._bytes.endswith(self._begin) else "outside"
+            return
         self.count += 1
         if self._state == "before":
-            start, opening = self._bytes.lstrip(), THINK.encode()
-            if not opening.startswith(start[: len(opening)]):
-                self.count, self._state = 0, "after"
-            elif len(start) >= len(opening):
+            start = self._bytes.lstrip()
+            if not self._begin.startswith(start[: len(self._begin)]):
+                self.count, self._state = 0, self._again
+            elif len(start) >= len(self._begin):
                 self._state = "inside"
         if self._state == "inside":
-            if END_OF_THINKING.encode() in self._bytes:
-                self._state = "after"
-            self._bytes = self._bytes[1 - len(END_OF_THINKING) :]
+            if self._end in self._bytes:
+                self._state = self._again
+            self._bytes = self._bytes[1 - len(self._end) :]
 
 
 # --- the grammar ------------------------------------------------------------------------------------------------------
@@ -182,9 +190,12 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 RULES = """\
 start: {start}
 TEXT: /(.|\\n)*/
-NOT_A_CALL: /[ \\t\\r\\n]*([^ \\t\\r\\n{{](.|\\n)*)?/
+KEY: /[^<>"=:,(){{}}\\[\\]\\s]+/
 BLANK: /\\n{{0,2}}/
 """
+NOT_A_CALL = "/[ \\t\\r\\n]*([^ \\t\\r\\n{}](.|\\n)*)?/"  # the character in braces begins a call
+UNENFORCED = ("pattern", "format", "minLength", "maxLength")  # of strings without quotes
+Spell = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +224,12 @@ class Calls:
 
 
 def answer_grammar(
-    tool_format: ToolFormat | None, calls: Calls, spell: Callable[[str], str], *, reasoning: bool, is_thinking: bool
+    tool_format: ToolFormat | None,
+    calls: Calls,
+    spell: Spell,
+    *,
+    reasoning: ReasoningFormat | None = None,
+    is_thinking: bool = False,
 ) -> str:
     """Write the grammar of an answer.
 
@@ -221,25 +237,29 @@ def answer_grammar(
         tool_format: None if there are no functions; then the grammar is that of `calls.answer`.
         spell: returns a mark of the format as a term of the grammar: a text in quotes, or a special token.
         reasoning, is_thinking: as in AnswerParser. Reasoning may come before what is required.
+
+    Raises:
+        InvalidRequestError: the schema of a strict function demands something that the format cannot express.
     """
-    before = "thinking BLANK" if is_thinking else f"({spell(THINK)} thinking BLANK)?" if reasoning else ""
-    used = {"start": f"{before} answer" if tool_format is None else _start(tool_format, calls, spell, before)}
+    before = content = ""
+    if reasoning is not None:
+        after = _spelled(reasoning.after, spell) or "BLANK"
+        before = f"thinking {after}" if is_thinking else f"({_spelled(reasoning.begin, spell)} thinking {after})?"
+        content = _spelled(reasoning.answer, spell)
+    answer = f"{content} answer"
+    used = {"start": f"{before} {answer if tool_format is None else _start(tool_format, calls, spell, content)}"}
     if tool_format is not None and "to_call" in used["start"]:
-        used |= _lazily("to_call", tool_format.marks[0], spell)
+        used |= _lazily("to_call", tool_format.opener, spell)
     if calls.answer is not None:
         used["answer"] = f"%json {calls.answer}"
-    if "thinking" in used["start"]:
-        used |= _lazily("thinking", END_OF_THINKING, spell)
-    rules = [RULES.format(start=used.pop("start")), *(f"{name}: {rule}\n" for name, rule in used.items())]
-    if tool_format is None:
-        return "".join(rules)
-    names = [f"call_{index}" for index in range(len(calls.functions))]
-    rules.append(f"call: {' | '.join(names)}\n")
-    for name, function in zip(names, calls.functions, strict=True):
-        head, tail = tool_format.around_arguments(function.name, spell)
-        schema = _schema(function, is_enforced=calls.required or function.strict)
-        rules.append(f"{name}: {head} {name}_arguments {tail}\n{name}_arguments: %json {schema}\n")
-    return "".join(rules)
+    if reasoning is not None:
+        used |= _lazily("thinking", reasoning.end, spell)
+    rules = [RULES.format(start=used.pop("start"))]
+    if tool_format is not None:
+        used["call"] = " | ".join(f"call_{index}" for index in range(len(calls.functions)))
+        for index, function in enumerate(calls.functions):
+            used |= _call_rules(tool_format, f"call_{index}", function, spell, is_required=calls.required)
+    return "".join([*rules, *(f"{name}: {rule}\n" for name, rule in used.items())])
 
 
 def literal(text: str) -> str:
@@ -247,32 +267,139 @@ def literal(text: str) -> str:
     return json.dumps(text)
 
 
-def _start(tool_format: ToolFormat, calls: Calls, spell: Callable[[str], str], thoughts: str) -> str:
-    opening = spell(tool_format.marks[0]) if tool_format.opens else ""
-    group = tool_format.group(many=calls.many)
-    all_calls = f"{opening} {group}"
-    if calls.many and tool_format.between is not None:
-        all_calls += f" ({tool_format.between} {opening} {group})*"
+def _spelled(markup: str, spell: Spell, **words: str) -> str:
+    """Write markup as terms, its marks as `spell` writes them. words: what stands for words like NAME, as terms."""
+    words = {ANY_WORD: "/[0-9]+/", **words}
+    pieces = re.split(f"({MARK.pattern}|{'|'.join(words)})", markup)
+    return " ".join(
+        words.get(piece) or (spell if MARK.fullmatch(piece) else literal)(piece) for piece in pieces if piece
+    )
+
+
+def _start(tool_format: ToolFormat, calls: Calls, spell: Spell, content: str) -> str:
+    opening = _spelled(tool_format.opener, spell)
+    before, between, after = (
+        _spelled(text, spell)
+        for text in (tool_format.before.removeprefix(tool_format.opener), tool_format.between, tool_format.after)
+    )
+    if tool_format.before:
+        group = f"{before} call ({between} call)* {after}" if calls.many else f"{before} call {after}"
+        all_calls = f"{opening} {group}"
+    else:
+        group, all_calls = "call", f"{opening} call"
+        if calls.many:
+            all_calls += f" ({between} {opening} call)*"
+    if tool_format.bare:
+        first, *last = (f"({_spelled(tag, spell)})?" for tag in tool_format.tags)
+        all_calls = f"{first} {all_calls} {' '.join(last)}"
     if calls.required or calls.answer is not None:
-        either = all_calls if calls.required else f"(answer | {all_calls})"
-        return f"{thoughts} {either}"
-    if not tool_format.opens:
-        return f"NOT_A_CALL | {all_calls}"
-    return f"(to_call {group})* TEXT" if calls.many else f"TEXT | to_call {group}"
+        return all_calls if calls.required else f"({content} answer | {all_calls})"
+    if content:
+        return f"({content} TEXT | {all_calls})"
+    if tool_format.bare:
+        first_char = (tool_format.before or tool_format.call)[0]
+        return f"({NOT_A_CALL.format(re.escape(first_char))} | {all_calls})"
+    return f"(to_call {group})* TEXT" if calls.many else f"(TEXT | to_call {group})"
 
 
-def _lazily(name: str, mark: str, spell: Callable[[str], str]) -> dict[str, str]:
+def _lazily(name: str, mark: str, spell: Spell) -> dict[str, str]:
     """Write the rules for a text up to and including the first mark, which may be one token or spelled out."""
-    term = spell(mark)
+    term = _spelled(mark, spell)
     spelled_out = f"TEXT {literal(mark)}"
-    if term == literal(mark):
+    if term == _spelled(mark, literal):
         return {f"{name}[lazy]": spelled_out}
     return {name: f"{name}_token | {name}_text", f"{name}_token": f"TEXT {term}", f"{name}_text[lazy]": spelled_out}
 
 
-def _schema(function: Function, *, is_enforced: bool) -> str:
-    """Write the schema of a function's arguments. If the function is strict, anything in its schema that the grammar
-    cannot express is an error."""
-    own = {"properties": {}, "additionalProperties": False} if function.parameters is None else function.parameters
+def _call_rules(
+    tool_format: ToolFormat, rule: str, function: Function, spell: Spell, *, is_required: bool
+) -> dict[str, str]:
+    """Write the rules for one call of a function, after the first word of calls."""
+    opener = "" if tool_format.before else tool_format.opener
+    head, _, tail = tool_format.call.removeprefix(opener).partition("ARGUMENTS")
+    name = literal(function.name)
+    call = f"{_spelled(head, spell, NAME=name)} {rule}_arguments {_spelled(tail, spell)}"
+    own: dict[str, Any] = {"properties": {}, "additionalProperties": False}
+    own = own if function.parameters is None else function.parameters
+    is_enforced = is_required or function.strict
+    if not tool_format.argument:
+        schema = _json({"type": "object", **(own if is_enforced else {})}, function)
+        return {rule: call, f"{rule}_arguments": schema}
+    if not is_enforced or not isinstance(own.get("properties"), dict):
+        argument = _argument(tool_format, f"{rule}_any", "KEY", None, function, spell)
+        join = literal(tool_format.join) if tool_format.join else ""
+        return {rule: call, f"{rule}_arguments": f"({rule}_any ({join} {rule}_any)*)?", **argument}
+    used = {rule: call}
+    # Each argument comes in its turn: `a` is what may follow if there was none yet, `b` if there was one.
+    required, last = own.get("required") or (), len(own["properties"])
+    used |= {f"{rule}_a{last}": '""', f"{rule}_b{last}": '""', f"{rule}_arguments": f"{rule}_a0"}
+    for number, (key, schema) in enumerate(own["properties"].items()):
+        term, join = f"{rule}_value_{number}", literal(tool_format.join) if tool_format.join else ""
+        used |= _argument(tool_format, term, literal(key), schema, function, spell)
+        for letter, separator in (("a", ""), ("b", join)):
+            skipped = "" if key in required else f" | {rule}_{letter}{number + 1}"
+            used[f"{rule}_{letter}{number}"] = f"{separator} {term} {rule}_b{number + 1}{skipped}"
+    return used
+
+
+def _argument(
+    tool_format: ToolFormat, rule: str, key: str, schema: Any, function: Function, spell: Spell
+) -> dict[str, str]:
+    """Write the rules for one argument. schema: of its value; None: any value."""
+    types = types_of(schema, function.parameters)
+    head, _, tail = tool_format.argument.partition("VALUE")
+    is_text = '("true" | "false")' if types is None else literal("true" if "string" in types else "false")
+    begin = _spelled(head, spell, KEY=key, **{IS_STRING: is_text})
+    value = schema if isinstance(schema, Mapping) else {}
+    found = {f"{rule}_json": _json({**value, **_definitions(function)}, function)}
+    choices = value["enum"] if "enum" in value else [value["const"]] if "const" in value else []
+    is_string = types is not None and types == {"string"}
+    if tool_format.values == "raw":
+        if is_string and choices:
+            return {rule: f"{begin} ({' | '.join(map(literal, choices))}) {_spelled(tail, spell)}"}
+        if types is not None and "string" not in types:
+            return {rule: f"{begin} {rule}_json {_spelled(tail, spell)}", **found}
+        _check_text(value, function)
+        end = tail.rstrip()
+        return {rule: f"{begin} {rule}_text {_spelled(tail[len(end) :], spell)}", **_lazily(f"{rule}_text", end, spell)}
+    if tool_format.values == "python":
+        constants = [*(["True", "False"] if types is None or "boolean" in types else [])]
+        constants += ["None"] if types is None or "null" in types else []
+        return {
+            rule: f"{begin} ({' | '.join([*map(literal, constants), f'{rule}_json'])}) {_spelled(tail, spell)}",
+            **found,
+        }
+    quote = _spelled(tool_format.values, spell)
+    if is_string and choices:
+        return {rule: f"{begin} {quote} ({' | '.join(map(literal, choices))}) {quote} {_spelled(tail, spell)}"}
+    if types is not None and "string" not in types:
+        return {rule: f"{begin} {rule}_json {_spelled(tail, spell)}", **found}
+    _check_text(value, function)
+    text = _lazily(f"{rule}_text", tool_format.values, spell)
+    other = {} if is_string else found
+    return {
+        rule: f"{begin} ({quote} {rule}_text{f' | {rule}_json' if other else ''}) {_spelled(tail, spell)}",
+        **text,
+        **other,
+    }
+
+
+def _check_text(schema: Mapping[str, Any], function: Function) -> None:
+    """Raise InvalidRequestError if a strict function demands of a text what its grammar cannot express."""
+    unenforced = [name for name in UNENFORCED if name in schema]
+    if function.strict and unenforced:
+        reason = f"this model writes texts without quotes, so {unenforced[0]} is not supported"
+        raise invalid("tools", f"the parameters of {function.name} cannot be enforced: {reason}")
+
+
+def _definitions(function: Function) -> dict[str, Any]:
+    """List what references in the schemas of a function's parameters refer to."""
+    own = function.parameters or {}
+    return {name: own[name] for name in ("$defs", "definitions") if name in own}
+
+
+def _json(schema: Mapping[str, Any], function: Function) -> str:
+    """Write the schema of a value. If the function is strict, anything in its schema that the grammar cannot express is
+    an error."""
     guidance = SPACING if function.strict else {**SPACING, "lenient": True}
-    return json.dumps({"type": "object", **(own if is_enforced else {}), "x-guidance": guidance})
+    return f"%json {json.dumps({**schema, 'x-guidance': guidance})}"

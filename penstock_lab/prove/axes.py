@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock import PoolingParams
 from penstock.config import SCHEDULING_POLICIES
-from penstock.tokenizer.answer_formats import TOOL_FORMATS
+from penstock.tokenizer.answer_formats import tool_formats
 from penstock.tokenizer.answers import Calls, Function, answer_grammar, literal
 
 Axis = dict[str, dict[str, Any]]
@@ -74,8 +74,7 @@ SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 ADD = Function("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict=True)
 REQUIRED_CALL, OPTIONAL_CALL = (  # tool calls as grammars, in a form without special tokens
-    answer_grammar(TOOL_FORMATS["llama3_json"], Calls([ADD], required), literal, reasoning=False, is_thinking=False)
-    for required in (True, False)
+    answer_grammar(tool_formats()["llama3_json"], Calls([ADD], required), literal) for required in (True, False)
 )
 UNSCORED = {"logprobs": None}  # then tokens without a choice are taken without a step
 # What a request asks for. Every kind except the unscored ones reports log-probabilities or vectors.

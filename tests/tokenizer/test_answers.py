@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from penstock.tokenizer.answer_formats import TOOL_FORMATS, Kind, NewMistral, Part, ToolFormat, tool_format_of
+from penstock.tokenizer.answer_formats import (
+    REASONING,
+    ReasoningFormat,
+    ToolFormat,
+    formats,
+    tool_format_of,
+    tool_formats,
+)
+from penstock.tokenizer.answer_reader import Kind, Part
 from penstock.tokenizer.answers import (
     AnswerParser,
     Calls,
@@ -22,8 +30,9 @@ from penstock.tokenizer.answers import (
     read_message,
 )
 
-FORMATS: dict[str, ToolFormat] = {**TOOL_FORMATS, "new mistral": NewMistral()}
-NAMES = ("add", "weather")
+FORMATS: dict[str, ToolFormat] = tool_formats()
+THINK: ReasoningFormat = formats(REASONING)["qwen3"]
+NAMES = {"add": None, "weather": None}
 ADD = '{"a": 1, "b": 2}'
 CITY = '{"city": "St. </tool_call> \\"}]\\""}'
 CASES: list[tuple[str, str, Any]] = [  # format, text, (content, calls)
@@ -56,7 +65,9 @@ NO_CALLS = [
     ("mistral", "[TOOL_CALLS]add and more"),
 ]
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>",
+    "<tool_call>", "</tool_call>", "<function=add>", "<parameter=a>", "</parameter>", "</function>", "[add(", "a=", ")",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|channel|>",
+    "<|message|>", "commentary to=functions.", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>",
     "{", "}", "[", "]",
     '{"name": "add", "arguments": ', '"', "\\", ": ", ", ", "; ", " ", "\n", '"arguments"', "null", "7", "add", "é",
 ]  # fmt: skip
@@ -102,7 +113,7 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
     st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
     st.lists(st.integers(0, 80), max_size=6),
     st.sampled_from([None, *FORMATS]),
-    st.sampled_from([{}, {"reasoning": True}, {"reasoning": True, "is_thinking": True}]),
+    st.sampled_from([{}, {"reasoning": THINK}, {"reasoning": THINK, "is_thinking": True}]),
 )
 def test_any_cut_gives_the_same_parts(text: str, cuts: list[int], name: str | None, options: Any) -> None:
     """Guards against a stream that says something else than the whole answer, or than its own second computation."""
@@ -120,7 +131,7 @@ def test_any_cut_gives_the_same_parts(text: str, cuts: list[int], name: str | No
 def test_hostile_text_costs_linear_time(text: str) -> None:
     """Guards against a parser that starts again at every mark: these would take minutes (CVE-2025-48887)."""
     text *= 4_000
-    for name in TOOL_FORMATS:
+    for name in FORMATS:
         pieces = [text[at : at + 50] for at in range(0, len(text), 50)]
         assert sum(len(part.text) for part in read(name, pieces)) > len(text) // 2
 
@@ -131,15 +142,18 @@ def test_hostile_text_costs_linear_time(text: str) -> None:
         ("<think>\nWell.\n</think>\n\nHi", False, ("Well.", "Hi")),
         ("Well.</think>Hi", True, ("Well.", "Hi")),
         ("Well, well", True, ("Well, well", "")),
+        ("<think>\nLet me count \n\n", False, ("Let me count \n\n", "")),
+        ("Let me count. ", True, ("Let me count. ", "")),
+        ("Abc\n\n</thi", True, ("Abc\n\n</thi", "")),
         ("<think>\n\n</think>\n\nHi", False, ("", "Hi")),
         (" I <think> so</think>", False, ("", " I <think> so</think>")),
     ],
 )
 def test_reasoning_is_told_apart(text: str, is_thinking: bool, expected: Any) -> None:
     """Guards against thoughts in the content, and against content that is taken for thoughts."""
-    message = read_message(AnswerParser(None, reasoning=True, is_thinking=is_thinking), text)
+    message = read_message(AnswerParser(None, reasoning=THINK, is_thinking=is_thinking), text)
     assert (message.reasoning, message.content) == expected
-    counter = ReasoningCounter(is_thinking=is_thinking)
+    counter = ReasoningCounter(THINK, is_thinking=is_thinking)
     for byte in text.encode():
         counter.add(bytes([byte]))
     end = text.find("</think>") + len("</think>") if "</think>" in text else len(text)
@@ -160,7 +174,7 @@ def test_ids_of_calls_come_back() -> None:
     ("template", "name"),
     [
         ("{{ '<tool_call>\\n' }}", "hermes"),
-        ("<tool_call>\n<function=", None),
+        ("<tool_call>\n<function=", "qwen3_coder"),
         ("{{ '<|python_tag|>' }}", "llama3_json"),
         ('Respond in the format {"name": function name, "parameters": dictionary of', "llama3_json"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
@@ -171,7 +185,7 @@ def test_the_template_tells_the_format(template: str, name: str | None) -> None:
     """Guards against reading one model's calls in another one's way."""
     found = tool_format_of(template)
     assert (None if found is None else found.name) == name
-    assert isinstance(tool_format_of("[TOOL_CALLS]name[ARGS]"), NewMistral)
+    assert tool_format_of("[TOOL_CALLS]name[ARGS]") is FORMATS["mistral_args"]
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------
@@ -181,13 +195,13 @@ ONE = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
     "llama3_json": '{"name": "add", "parameters": {"a": 1, "b": 2}}',
     "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]',
-    "new mistral": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}',
+    "mistral_args": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}',
 }
 TWO = {
     "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "llama3_json": ONE["llama3_json"] + '; {"name": "now", "parameters": {}}',
     "mistral": ONE["mistral"][:-1] + ', {"name": "now", "arguments": {}}]',
-    "new mistral": ONE["new mistral"] + "[TOOL_CALLS]now[ARGS]{}",
+    "mistral_args": ONE["mistral_args"] + "[TOOL_CALLS]now[ARGS]{}",
 }
 BYTES = LLTokenizer("byte")
 
@@ -203,11 +217,11 @@ def allows(grammar: str, text: str) -> bool:
 def grammar_of(name: str, *, thinking: bool | None = None, **fields: Any) -> str:
     functions = [Function("add", SCHEMA, strict=True), Function("now")]
     calls = Calls(functions, **{"required": True, **fields})
-    options = {"reasoning": thinking is not None, "is_thinking": bool(thinking)}
+    options: Any = {"reasoning": None if thinking is None else THINK, "is_thinking": bool(thinking)}
     return answer_grammar(FORMATS[name], calls, literal, **options)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ONE)
 def test_the_grammar_of_calls_is_what_the_parser_reads(name: str) -> None:
     """Guards against a demanded call in markup that nobody reads, text beside it, and wrong arguments."""
     grammar = grammar_of(name)
@@ -224,7 +238,7 @@ def test_the_grammar_of_calls_is_what_the_parser_reads(name: str) -> None:
     assert allows(grammar_of(name, thinking=False), f"<think>Well.</think>{ONE[name]}")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ONE)
 def test_the_grammar_of_text_with_calls(name: str) -> None:
     """Guards against strict functions that are called with anything, or that keep the model from just answering."""
     free, single = grammar_of(name, required=False), grammar_of(name, required=False, many=False)
