@@ -24,14 +24,18 @@ from penstock.models.gpt2.config import read_gpt2
 from penstock.models.granite.config import read_granite, read_granite_hybrid
 from penstock.models.llama.config import (
     read_ernie4_5,
+    read_internlm3,
     read_llama,
     read_ministral,
+    read_ministral3,
     read_mistral,
     read_qwen2,
     read_qwen3,
+    read_seed_oss,
+    read_smollm3,
 )
 from penstock.models.mixtral.config import read_mixtral, read_qwen3_moe
-from penstock.models.olmo2.config import read_olmo2
+from penstock.models.olmo2.config import read_exaone4, read_olmo2, read_olmo3
 from penstock.models.phi3.config import read_phi3
 from penstock.spec.config_file import SUPPORTED, why_unsupported
 from penstock.spec.config_reader import ConfigReader
@@ -133,9 +137,11 @@ def _built_in(model_type: str, read_config: ReadConfig, source: str, table: str 
 
 LLAMA = "llama.model.LlamaForCausalLM"
 GEMMA2, MIXTRAL = "gemma2.model.Gemma2ForCausalLM", "mixtral.model.MixtralForCausalLM"
+OLMO2 = "olmo2.model.Olmo2ForCausalLM"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Ernie4_5ForCausalLM": _built_in("ernie4_5", read_ernie4_5, LLAMA),
+    "Exaone4ForCausalLM": _built_in("exaone4", read_exaone4, OLMO2, "olmo2/exaone4.yaml"),
     "FalconForCausalLM": _built_in("falcon", read_falcon, "falcon.model.FalconForCausalLM"),
     "GPT2LMHeadModel": _built_in("gpt2", read_gpt2, "gpt2.model.GPT2LMHeadModel"),
     "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),
@@ -143,15 +149,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": _built_in("gemma", read_gemma, "gemma.model.GemmaForCausalLM"),
     "GraniteForCausalLM": _built_in("granite", read_granite, LLAMA),
     "GraniteMoeHybridForCausalLM": _built_in("granitemoehybrid", read_granite_hybrid, LLAMA, "granite/table.yaml"),
+    "InternLM3ForCausalLM": _built_in("internlm3", read_internlm3, LLAMA),
     "LlamaForCausalLM": _built_in("llama", read_llama, LLAMA),
+    "Ministral3ForCausalLM": _built_in("ministral3", read_ministral3, LLAMA),
     "MinistralForCausalLM": _built_in("ministral", read_ministral, LLAMA),
     "MistralForCausalLM": _built_in("mistral", read_mistral, LLAMA),
     "MixtralForCausalLM": _built_in("mixtral", read_mixtral, MIXTRAL),
-    "Olmo2ForCausalLM": _built_in("olmo2", read_olmo2, "olmo2.model.Olmo2ForCausalLM"),
+    "Olmo2ForCausalLM": _built_in("olmo2", read_olmo2, OLMO2),
+    "Olmo3ForCausalLM": _built_in("olmo3", read_olmo3, OLMO2),
     "Phi3ForCausalLM": _built_in("phi3", read_phi3, LLAMA, "phi3/table.yaml"),
     "Qwen2ForCausalLM": _built_in("qwen2", read_qwen2, LLAMA),
     "Qwen3ForCausalLM": _built_in("qwen3", read_qwen3, LLAMA),
     "Qwen3MoeForCausalLM": _built_in("qwen3_moe", read_qwen3_moe, MIXTRAL, "mixtral/qwen3_moe.yaml"),
+    "SeedOssForCausalLM": _built_in("seed_oss", read_seed_oss, LLAMA),
+    "SmolLM3ForCausalLM": _built_in("smollm3", read_smollm3, LLAMA),
 }
 
 

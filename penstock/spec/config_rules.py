@@ -4,7 +4,7 @@ A family's config.py (models/<family>/) calls the rules that apply to it, with i
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -77,21 +77,29 @@ def gated_decoder(
     *,
     head_dim: int | None = None,
     theta: float = 10000.0,
+    local_theta: float | None = None,
     partial_rotary: float | None = None,
     original_context: int | None = None,
     tied: bool = False,
+    own: Collection[str] = (),
 ) -> Numbers:
     """Read what decoders similar to Llama share: sizes, RMS norms, a gated activation, rotary embedding.
 
-    The keywords are defaults for keys that the file leaves out; read_rope explains those for rotary embedding.
+    The keywords are defaults for keys that the file leaves out; read_rope explains those for rotary embedding, and
+    `own`. local_theta: the base of the layers with a window, for an architecture whose section is by layer type.
     """
     shape = decoder_shape(read, head_dim=head_dim)
     require_even_heads(read, shape["head_dim"])
     context = shape["max_position_embeddings"]
+    if local_theta is not None:
+        ropes = ropes_by_type(read, context, theta, local_theta)
+    else:
+        kinds: dict[str, Any] = {"partial_rotary": partial_rotary, "original_context": original_context, "own": own}
+        ropes = {"rope": read_rope(read, context, theta, **kinds)}
     return shape | {
         "hidden_act": activation(read),
         "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
-        "rope": read_rope(read, context, theta, partial_rotary=partial_rotary, original_context=original_context),
+        **ropes,
         "tie_word_embeddings": read.boolean("tie_word_embeddings", tied),
     }
 
@@ -164,6 +172,11 @@ def windows_by_type(read: ConfigReader, num_layers: int, window: int | None, def
     return tuple(allowed[item] for item in types)
 
 
+def window_pattern(num_layers: int, period: int) -> list[str]:
+    """List layer types: the last of every `period` layers has no window."""
+    return ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
+
+
 def harmless(read: ConfigReader, *keys: str) -> Numbers:
     """Mark keys that do not affect a forward pass for inference as read. Return {}."""
     for key in keys:
@@ -178,6 +191,7 @@ def read_rope(
     *,
     partial_rotary: float | None = None,
     original_context: int | None = None,
+    own: Collection[str] = (),
 ) -> RopeConfig:
     """Read `rope_parameters`, or `rope_scaling` and `rope_theta` from older files.
 
@@ -185,6 +199,7 @@ def read_rope(
         the file must not say otherwise.
     original_context: the default of `original_max_position_embeddings`, for an architecture that has this key outside
         the section; inside, it may only be repeated. None: it is read from the section, and the default is the context.
+    own: keys of the section that the family reads itself.
     """
     theta = read.number("rope_theta", 1.001, MAX_SIZE, default_theta)
     context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, original_context or max_position_embeddings)
@@ -204,13 +219,19 @@ def read_rope(
     inside = scaling.raw("original_max_position_embeddings")
     if original_context is not None and inside not in (None, context):
         raise scaling.fail("original_max_position_embeddings", f"{context}, as this architecture has it")
-    return read_scaling(scaling, plain, max_position_embeddings, partial_rotary=partial_rotary is not None)
+    return read_scaling(scaling, plain, max_position_embeddings, partial_rotary=partial_rotary is not None, own=own)
 
 
 def read_scaling(
-    read: ConfigReader, plain: RopeConfig, max_position_embeddings: int, *, partial_rotary: bool = False
+    read: ConfigReader,
+    plain: RopeConfig,
+    max_position_embeddings: int,
+    *,
+    partial_rotary: bool = False,
+    own: Collection[str] = (),
 ) -> RopeConfig:
-    """Read one section; `plain` has the defaults. Keys that do not belong to its rope_type are refused."""
+    """Read one section; `plain` has the defaults. Keys that do not belong to its rope_type are refused, unless the
+    family reads them itself (`own`)."""
     kind = _read_kind(read)
     rope = replace(
         plain,
@@ -219,8 +240,31 @@ def read_scaling(
         partial_rotary_factor=_read_partial(read, plain.partial_rotary_factor if partial_rotary else None),
         **_read_numbers(read, kind, plain.original_max_position_embeddings, max_position_embeddings),
     )
-    read.finish(())
+    read.finish(own)
     return rope
+
+
+def ropes_by_type(read: ConfigReader, max_position_embeddings: int, theta: float, local_theta: float) -> Numbers:
+    """Read the rotary embeddings of the layers without and with a window. In older files, only the former is scaled."""
+    ropes = {"rope": ("full_attention", theta), "local_rope": ("sliding_attention", local_theta)}
+    plain = {
+        name: RopeConfig(theta=base, original_max_position_embeddings=max_position_embeddings)
+        for name, (_, base) in ropes.items()
+    }
+    by_type = read.section("rope_parameters")
+    if by_type is None:
+        local_theta = read.number("rope_local_base_freq", 1.001, MAX_SIZE, local_theta)
+        rope = read_rope(read, max_position_embeddings, theta)
+        return {"rope": rope, "local_rope": replace(plain["local_rope"], theta=local_theta)}
+    for key in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
+        if read.has(key):
+            raise read.fail(key, "null beside rope_parameters, or absent")
+    for name, (kind, _) in ropes.items():
+        scaling = by_type.section(kind)
+        if scaling is not None:
+            plain[name] = read_scaling(scaling, plain[name], max_position_embeddings)
+    by_type.finish(())
+    return plain
 
 
 def _read_kind(read: ConfigReader) -> str:

@@ -28,6 +28,10 @@ TEXT_PARTS = {
     "Qwen2_5_VLForConditionalGeneration": TextPart("Qwen2ForCausalLM", "qwen2_5_vl_text", "qwen2"),
     "Qwen3VLForConditionalGeneration": TextPart("Qwen3ForCausalLM", "qwen3_vl_text", "qwen3"),
 }
+# Others in the same architectures, by the model_type of the section.
+OTHER_TEXT_PARTS = {
+    ("Mistral3ForConditionalGeneration", "ministral3"): TextPart("Ministral3ForCausalLM", "ministral3", "ministral3"),
+}
 # What the section leaves out, where the decoder's own config.json does not.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
@@ -75,6 +79,8 @@ def decoder_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
         found, beside = section, {}
     else:
         kind = section.get("model_type", part.section_type)
+        if isinstance(kind, str):
+            part = OTHER_TEXT_PARTS.get((str(name), kind), part)
         if kind not in (part.section_type, part.model_type):
             raise ModelLoadError(
                 f"config.json: text_config: model_type = {shown(kind)} is not supported in {name}; supported is "

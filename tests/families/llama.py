@@ -1,4 +1,4 @@
-"""Llama, Mistral, Ministral, Qwen2, Qwen3 and ERNIE 4.5: every switch of the shared block."""
+"""Llama and the families that differ from it by numbers only: every switch of the shared block."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ from transformers import (
     Ernie4_5ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MistralConfig,
@@ -15,6 +17,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tests.families.case import Case
@@ -23,6 +29,9 @@ from tests.hf_models import LLAMA3_ROPE
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 UPPER_WINDOW = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+# The factor of the queries grows at every 16 tokens, so that prompts have several.
+GROWING = YARN_ROPE | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3, "mscale": 1.0}
+SMOLLM3 = {"pad_token_id": 0, "num_hidden_layers": 3, "no_rope_layer_interval": 2}
 
 
 def llama(name: str, **fields: Any) -> Case:
@@ -74,6 +83,32 @@ CASES = [
         Ernie4_5ForCausalLM,
         Ernie4_5Config,
         {"head_dim": 6, "num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": False},
+        shape=True,
+    ),
+    Case(
+        "ministral3", Ministral3ForCausalLM, Ministral3Config, {"rope_parameters": GROWING, "head_dim": 16}, full=True
+    ),
+    Case(
+        "ministral3-window",
+        Ministral3ForCausalLM,
+        Ministral3Config,
+        {"rope_parameters": GROWING, "head_dim": 10, "sliding_window": 16, "num_key_value_heads": 6},
+        shape=True,
+    ),
+    Case("seed-oss", SeedOssForCausalLM, SeedOssConfig, {"head_dim": 16}),
+    Case(
+        "seed-oss-biases",
+        SeedOssForCausalLM,
+        SeedOssConfig,
+        {"head_dim": 20, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        shape=True,
+    ),
+    Case("smollm3", SmolLM3ForCausalLM, SmolLM3Config, SMOLLM3),
+    Case(
+        "smollm3-window",
+        SmolLM3ForCausalLM,
+        SmolLM3Config,
+        SMOLLM3 | {"use_sliding_window": True, "sliding_window": 16, "attention_bias": True, "mlp_bias": True},
         shape=True,
     ),
 ]

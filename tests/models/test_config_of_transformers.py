@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import (
     Ernie4_5Config,
+    Exaone4Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -15,25 +16,30 @@ from transformers import (
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from penstock.errors import ModelLoadError
 from penstock.models.config_json import parse_model_config
-from penstock.spec.model_config import ModelConfig
+from penstock.spec.model_config import ModelConfig, QueryScale
 from tests.models.configs import EXPERTS, LLAMA, PHI3, QWEN2, QWEN3_MOE
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {
     "Ernie4_5ForCausalLM": Ernie4_5Config,
+    "Exaone4ForCausalLM": Exaone4Config,
     "FalconForCausalLM": FalconConfig,
     "GPT2LMHeadModel": GPT2Config,
     "Gemma2ForCausalLM": Gemma2Config,
@@ -41,20 +47,25 @@ CLASSES: dict[str, type[PreTrainedConfig]] = {
     "GemmaForCausalLM": GemmaConfig,
     "GraniteForCausalLM": GraniteConfig,
     "LlamaForCausalLM": LlamaConfig,
+    "Ministral3ForCausalLM": Ministral3Config,
     "MinistralForCausalLM": MinistralConfig,
     "MistralForCausalLM": MistralConfig,
     "MixtralForCausalLM": MixtralConfig,
     "Olmo2ForCausalLM": Olmo2Config,
+    "Olmo3ForCausalLM": Olmo3Config,
     "Phi3ForCausalLM": Phi3Config,
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "SeedOssForCausalLM": SeedOssConfig,
+    "SmolLM3ForCausalLM": SmolLM3Config,
 }
 
 # What Transformers' config of five layers is made with, where that is not the common thing; and which numbers are not
 # Transformers' of that name, nor ModelConfig's default.
 MADE_WITH: dict[str, dict[str, Any]] = {"FalconForCausalLM": {}, "GPT2LMHeadModel": {}}
 
+EVERY_FOURTH = (4096, 4096, 4096, None, 4096)  # layer has no window
 NUMBERS: dict[str, dict[str, Any]] = {
     "FalconForCausalLM": {
         "hidden_act": "gelu",
@@ -87,14 +98,22 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "layer_windows": (4096,) * 5,
     },
+    "Exaone4ForCausalLM": {
+        "qk_norm": True,
+        "layer_windows": EVERY_FOURTH,
+        "rotary_layers": tuple(window is not None for window in EVERY_FOURTH),
+    },
     "GraniteForCausalLM": {"attention_scale": 1.0},
+    "Ministral3ForCausalLM": {"query_scale": QueryScale(beta=0.1, length=16384)},
     "MinistralForCausalLM": {"layer_windows": (4096,) * 5},
     "MistralForCausalLM": {"layer_windows": (4096,) * 5},
     "MixtralForCausalLM": {"moe_intermediate_size": 14336, "sparse_layers": (True,) * 5},
     "Olmo2ForCausalLM": {"qk_norm": True},
+    "Olmo3ForCausalLM": {"qk_norm": True, "layer_windows": EVERY_FOURTH},
     "Qwen2ForCausalLM": {"attention_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
     "Qwen3MoeForCausalLM": {"qk_norm": True, "sparse_layers": (True,) * 5},
+    "SmolLM3ForCausalLM": {"rotary_layers": tuple(window is not None for window in EVERY_FOURTH)},
 }
 COMMON = {"hidden_act": "silu", "layer_windows": (None,) * 5}
 # Read with a check of their own, or not from a config of Transformers at all.

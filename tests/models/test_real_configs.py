@@ -9,6 +9,7 @@ import pytest
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.spec.model_config import QueryScale
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645,
@@ -106,12 +107,96 @@ MISTRAL_SMALL_31 = {
     },
     "torch_dtype": "bfloat16", "vision_config": {"model_type": "pixtral"}, "vision_feature_layer": -1,
 }  # fmt: skip
+GRANITE33 = {
+    "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192, "logits_scaling": 8.0,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "granite", "num_attention_heads": 32,
+    "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0, "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 49159,
+}  # fmt: skip
+GRANITE4_MICRO = GRANITE33 | {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "hidden_size": 2560, "init_method": "mup",
+    "layer_types": ["attention"] * 40, "logits_scaling": 10, "mamba_chunk_size": 256, "mamba_conv_bias": True,
+    "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_expand": 2, "mamba_n_groups": 1,
+    "mamba_n_heads": 80, "mamba_proj_bias": False, "mlp_bias": None, "model_type": "granitemoehybrid",
+    "normalization_function": "rmsnorm", "num_attention_heads": 40, "num_experts_per_tok": 0,
+    "num_local_experts": 0, "output_router_logits": False, "position_embedding_type": "rope",
+    "router_aux_loss_coef": 0.01, "shared_intermediate_size": 8192, "vocab_size": 100352,
+}  # fmt: skip
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 128012,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3",
+    "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
+    "num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
+    "torch_dtype": "bfloat16", "use_cache": False, "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+LLLG = ["sliding_attention"] * 3 + ["full_attention"]
+OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "layer_types": LLLG * 8,
+    "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_theta": 500000,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+    "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": False,
+    "vocab_size": 100278,
+}  # fmt: skip
+EXAONE4_32B = {
+    "architectures": ["Exaone4ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 361,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 27392, "layer_types": LLLG * 16,
+    "max_position_embeddings": 131072, "model_type": "exaone4", "num_attention_heads": 40, "num_hidden_layers": 64,
+    "num_key_value_heads": 8, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_theta": 1000000,
+    "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 102400,
+}  # fmt: skip
+SEED_OSS = {
+    "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1,
+    "attention_out_bias": False, "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 5120, "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False,
+    "model_type": "seed_oss", "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8,
+    "pad_token_id": 1, "residual_dropout": 0.1, "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"},
+    "rope_theta": 10000000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 155136,
+}  # fmt: skip
+INTERNLM3 = {
+    "architectures": ["InternLM3ForCausalLM"], "attention_dropout": 0.0, "bias": False, "bos_token_id": 1,
+    "auto_map": {"AutoConfig": "configuration_internlm3.InternLM3Config"}, "eos_token_id": [2, 128131],
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10240,
+    "max_position_embeddings": 32768, "model_type": "internlm3", "num_attention_heads": 32, "num_hidden_layers": 48,
+    "num_key_value_heads": 2, "pad_token_id": 2, "qkv_bias": False, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50000000, "torch_dtype": "bfloat16",
+    "use_cache": True, "vocab_size": 128512,
+}  # fmt: skip
+MINISTRAL3_8B = MISTRAL_SMALL_31 | {
+    "text_config": {
+        "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 262144,
+        "model_type": "ministral3", "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "sliding_window": None, "tie_word_embeddings": False, "use_cache": True,
+        "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
+                            "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                            "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"},
+        "vocab_size": 131072,
+    },
+}  # fmt: skip
 WHOLE = {
     "Qwen3-8B": (QWEN3, "Qwen3ForCausalLM", 4096),
     "Qwen3-Coder": (QWEN3_CODER, "Qwen3MoeForCausalLM", 6144),
     "SmolLM2": (SMOLLM2, "LlamaForCausalLM", 576),
     "Falcon3": (FALCON3, "LlamaForCausalLM", 2304),
     "Phi-4-mini": (PHI4_MINI, "Phi3ForCausalLM", 3072),
+    "Granite 3.3 2B": (GRANITE33, "GraniteForCausalLM", 2048),
+    "Granite 4.0 Micro": (GRANITE4_MICRO, "GraniteMoeHybridForCausalLM", 2560),
+    "SmolLM3": (SMOLLM3, "SmolLM3ForCausalLM", 2048),
+    "OLMo 3 7B": (OLMO3, "Olmo3ForCausalLM", 4096),
+    "EXAONE 4.0 32B": (EXAONE4_32B, "Exaone4ForCausalLM", 5120),
+    "Seed-OSS 36B": (SEED_OSS, "SeedOssForCausalLM", 5120),
+    "InternLM3 8B": (INTERNLM3, "InternLM3ForCausalLM", 4096),
     "ERNIE 4.5 0.3B": (ERNIE_45, "Ernie4_5ForCausalLM", 1024),
 }
 TEXT_PARTS = {
@@ -119,7 +204,9 @@ TEXT_PARTS = {
     "Qwen2.5-VL 7B": (QWEN25_VL, "Qwen2ForCausalLM", 3584),
     "Qwen3-VL 2B": (QWEN3_VL, "Qwen3ForCausalLM", 2048),
     "Mistral Small 3.1": (MISTRAL_SMALL_31, "MistralForCausalLM", 5120),
+    "Ministral 3 8B": (MINISTRAL3_8B, "Ministral3ForCausalLM", 4096),
 }
+WINDOWS = {"Phi-4-mini": 262144, "OLMo 3 7B": 4096, "EXAONE 4.0 32B": 4096}  # of layer 5
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -130,7 +217,7 @@ def test_is_read(name: str) -> None:
     found = parse_model_config(config)
     assert (found.architecture, found.hidden_size, found.dtype) == (architecture, hidden_size, "bfloat16")
     assert found.is_text_part == (name in TEXT_PARTS)
-    assert found.layer_windows[5] == (262144 if name == "Phi-4-mini" else None)
+    assert found.layer_windows[5] == WINDOWS.get(name)
     assert ("vision_config" in found.notes) == (name in TEXT_PARTS)
     assert ("auto_map" in found.notes) == ("auto_map" in config)
 
@@ -143,6 +230,26 @@ def test_sizes_that_a_text_part_leaves_out() -> None:
     assert (found.max_position_embeddings, found.eos_token_ids) == (131072, (1, 106))
     assert found.rope is not None
     assert (found.rope.rope_type, found.rope.factor) == ("linear", 8.0)
+
+
+def test_numbers_that_follow_from_other_keys() -> None:
+    """Guards against layers that rotate where they should not, and against factors of another form."""
+    found = parse_model_config(GRANITE33)
+    assert (found.embedding_scale, found.attention_scale, found.residual_scale) == (12.0, 0.015625, 0.22)
+    assert found.logit_scale == 1 / 8
+    assert parse_model_config(SMOLLM3).rotary_layers == (True, True, True, False) * 9
+    exaone = parse_model_config(EXAONE4_32B)
+    assert exaone.rotary_layers == (True, True, True, False) * 16
+    without = parse_model_config(EXAONE4_32B | {"sliding_window": None, "layer_types": None})
+    assert (without.rotary_layers, set(without.layer_windows)) == ((), {None})
+    olmo = parse_model_config(OLMO3)
+    assert olmo.rope is not None
+    assert olmo.local_rope is not None
+    assert (olmo.rope.rope_type, olmo.local_rope.rope_type) == ("yarn", "default")
+    ministral = parse_model_config(MINISTRAL3_8B)
+    assert ministral.query_scale == QueryScale(beta=0.1, length=16384)
+    assert ministral.rope is not None
+    assert ministral.rope.attention_factor == 1.0
 
 
 @pytest.mark.parametrize(
@@ -161,10 +268,13 @@ def test_sizes_that_a_text_part_leaves_out() -> None:
         ),
         (
             MISTRAL_SMALL_31,
-            {"text_config": {"model_type": "ministral3"}},
-            "ministral3' is not supported in Mistral3For",
+            {"text_config": {"model_type": "mistral4"}},
+            "mistral4' is not supported in Mistral3For",
         ),
         (MISTRAL_SMALL_31, {"text_config": 5}, "text_config = 5 must be an object"),
+        (GRANITE4_MICRO, {"layer_types": ["mamba"] * 39 + ["attention"]}, "layer_types.*mamba layers are not support"),
+        (GRANITE4_MICRO, {"num_local_experts": 62}, "num_local_experts = 62"),
+        (SMOLLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     ],
 )
 def test_what_changes_the_result_is_refused(config: dict[str, Any], change: dict[str, Any], message: str) -> None:

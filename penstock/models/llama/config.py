@@ -1,5 +1,6 @@
-"""Read the config.json of Llama, Mistral, Ministral, Qwen2, Qwen3 and ERNIE 4.5."""
+"""Read the config.json of Llama and of families that differ from it by numbers only."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
@@ -15,6 +16,9 @@ from penstock.spec.config_rules import (
     sliding_window,
     windows_by_type,
 )
+from penstock.spec.model_config import QueryScale
+
+LLAMA4_BETA = "llama_4_scaling_beta"
 
 
 def read_llama(read: ConfigReader) -> Numbers:
@@ -27,12 +31,18 @@ def read_llama(read: ConfigReader) -> Numbers:
     }
 
 
-def read_mistral(read: ConfigReader) -> Numbers:
-    """Read the numbers of Mistral: a window on all layers, or none."""
-    numbers = gated_decoder(read)
+def read_mistral(
+    read: ConfigReader,
+    *,
+    window: int | None = DEFAULT_WINDOW,
+    head_dim: int | None = None,
+    own: Collection[str] = (),
+) -> Numbers:
+    """Read the numbers of Mistral: a window on all layers, or none. The keywords are as in gated_decoder."""
+    numbers = gated_decoder(read, head_dim=head_dim, own=own)
     fixed(read, "attention_bias", False)
     fixed(read, "mlp_bias", False)
-    return numbers | {"layer_windows": same_windows(read, numbers["num_hidden_layers"], DEFAULT_WINDOW)}
+    return numbers | {"layer_windows": same_windows(read, numbers["num_hidden_layers"], window)}
 
 
 def read_ministral(read: ConfigReader) -> Numbers:
@@ -71,6 +81,62 @@ def read_ernie4_5(read: ConfigReader) -> Numbers:
         "mlp_bias": bias,
         "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
     }
+
+
+def read_smollm3(read: ConfigReader) -> Numbers:
+    """Read the numbers of SmolLM3: every fourth layer (or those that no_rope_layers marks with 0) does not rotate.
+
+    With use_sliding_window, layer_types says which layers have a window; without it, those that do not rotate.
+    """
+    numbers = gated_decoder(read, theta=2e6, tied=True) | attention_biases(read)
+    layers, window = numbers["num_hidden_layers"], sliding_window(read, None)
+    period = read.integer("no_rope_layer_interval", 1, MAX_SIZE, 4)
+    rotates = read.raw("no_rope_layers") or [int((index + 1) % period != 0) for index in range(layers)]
+    if not isinstance(rotates, list) or len(rotates) != layers or not all(item in (0, 1) for item in rotates):
+        raise read.fail("no_rope_layers", f"a list of {layers} of 0 and 1")
+    if not read.boolean("use_sliding_window", False):
+        window = None
+    harmless(read, "max_window_layers")
+    types = ["full_attention" if item or window is None else "sliding_attention" for item in rotates]
+    return numbers | {
+        "mlp_bias": read.boolean("mlp_bias", False),
+        "rotary_layers": tuple(map(bool, rotates)),
+        "layer_windows": windows_by_type(read, layers, window, types),
+    }
+
+
+def read_seed_oss(read: ConfigReader) -> Numbers:
+    """Read the numbers of Seed-OSS: Llama with biases of q, k and v."""
+    numbers = gated_decoder(read, head_dim=128)
+    harmless(read, "residual_dropout")
+    return numbers | {
+        "attention_bias": read.boolean("attention_bias", True),
+        "attention_out_bias": read.boolean("attention_out_bias", False),
+        "mlp_bias": read.boolean("mlp_bias", False),
+        "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
+    }
+
+
+def read_internlm3(read: ConfigReader) -> Numbers:
+    """Read the numbers of InternLM3: Llama with two switches for biases. Its class is not part of Transformers."""
+    numbers, bias = gated_decoder(read), read.boolean("bias", False)
+    return numbers | {
+        "attention_bias": read.boolean("qkv_bias", False),
+        "attention_out_bias": bias,
+        "mlp_bias": bias,
+        "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
+    }
+
+
+def read_ministral3(read: ConfigReader) -> Numbers:
+    """Read the numbers of Ministral 3 and Devstral 2: a factor of the queries, which grows with every stretch of the
+    original context."""
+    numbers = read_mistral(read, window=None, head_dim=128, own=(LLAMA4_BETA, "max_position_embeddings"))
+    scaling = read.section("rope_parameters")
+    if scaling is None:  # a rope_scaling lacks the key; without both, Transformers scales as the first model does
+        raise read.fail("rope_parameters", "an object")
+    length, beta = numbers["rope"].original_max_position_embeddings, scaling.number(LLAMA4_BETA, 0.0, MAX_SIZE, 0.0)
+    return numbers | {"query_scale": QueryScale(beta=beta, length=length) if beta else None}
 
 
 def attention_biases(read: ConfigReader) -> Numbers:

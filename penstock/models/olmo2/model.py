@@ -1,9 +1,9 @@
-"""OLMo 2 decoder (OLMo team, "2 OLMo 2 Furious", 2025).
+"""Decoder of OLMo 2 and 3 (OLMo team, "2 OLMo 2 Furious", 2025) and of EXAONE 4 (LG AI Research, 2025).
 
 block:  x = x + norm(attn(x));  x = x + norm(mlp(x))      norms after the branches, not before them
-        attention normalises q and k over all heads together, then rotates them; SwiGLU
-varies by ModelConfig only: biases of attention, grouped queries, rotary scaling, tied head
-not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
+        attention normalises q and k, over all heads together or each by itself, then rotates them; SwiGLU
+varies by ModelConfig only: windows, which layers rotate, biases of attention, rotary scaling, tied head
+not here: parameter names and sharding (table.yaml, exaone4.yaml), KV layout (runner), arithmetic (kernels/ops.py)
 """
 
 from penstock.layers.decoder import Attention, GatedMLP, RMSNormLM
