@@ -16,18 +16,24 @@ from penstock.spec.gguf import GGUFTensor, read_floats, read_model
 # general.architecture -> architectures, model_type.
 ARCHITECTURES = {
     "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
+    "exaone4": ("Exaone4ForCausalLM", "exaone4"),
     "falcon": ("FalconForCausalLM", "falcon"),
     "gemma": ("GemmaForCausalLM", "gemma"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "gpt2": ("GPT2LMHeadModel", "gpt2"),
+    "granite": ("GraniteForCausalLM", "granite"),  # and Granite 4 without experts and mamba layers
     "llama": ("LlamaForCausalLM", "llama"),  # and Mistral; with experts: MIXTRAL
-    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "mistral3": ("Ministral3ForCausalLM", "ministral3"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),  # with windows: OLMO3
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
+OLMO3 = ("Olmo3ForCausalLM", "olmo3")
 MIXTRAL = ("MixtralForCausalLM", "mixtral")
 # Keys after "llama." -> Transformers'.
 KEYS = {
@@ -48,6 +54,12 @@ KEYS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+GRANITE = {  # Granite's, whose divisor of the logits is called a scale
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
 NEUTRAL = {
     "attention.causal": True,
     "attention.clamp_kqv": 0,
@@ -59,6 +71,8 @@ NEUTRAL = {
     "rope.scaling.yarn_ext_factor": 1,
 }
 HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned"})
+LLAMA4_BETA = "llama_4_scaling_beta"
+WITH_WINDOWS = ("exaone4", "gemma2", "gemma3", "olmo2", "phi3")
 LAST_POOLING = (0, 3)  # none, or the last token's, as for every model without modules.json
 # Numbers of layers of the 27B models, which scale their scores by hidden_size / num_attention_heads, not by head_dim.
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
@@ -103,6 +117,8 @@ def _config(read: ConfigReader, name: str, tensors: Tensors) -> dict[str, Any]:
         config = {key: value for key, value in config.items() if key not in ("num_experts", "num_experts_per_tok")}
     embedding = tensors["token_embd.weight"]
     architecture, model_type = MIXTRAL if name == "llama" and "num_experts" in config else ARCHITECTURES[name]
+    if name == "olmo2" and read.raw("attention.sliding_window"):
+        architecture, model_type = OLMO3
     read.neutral(NEUTRAL | {"vocab_size": embedding.shape[0]})
     if read.has("pooling_type") and read.raw("pooling_type") not in LAST_POOLING:
         raise read.fail("pooling_type", "3 (last), or absent")
@@ -176,7 +192,9 @@ def _rope_scaling(read: ConfigReader, name: str, tensors: Tensors, config: Mappi
             if read.has(f"rope.scaling.yarn_{key}")
         }
         attention *= read.number("rope.scaling.yarn_attn_factor", 0.0, MAX_SIZE, 1.0)
-        scaling["attention_factor"] = attention * (0.1 * math.log(max(factor, 1.0)) + 1)
+        growth = 0.1 * math.log(max(factor, 1.0))
+        divisor = growth * read.number("rope.scaling.yarn_log_multiplier", 0.0, MAX_SIZE, 0.0) + 1
+        scaling["attention_factor"] = attention * (growth + 1) / divisor
         return found | {"rope_scaling": scaling}
     if kind == "longrope":
         raise read.fail("rope.scaling.type", f"none, linear or yarn where {LONG} is absent")
@@ -197,20 +215,37 @@ def _family(read: ConfigReader, name: str, tensors: Tensors, config: Mapping[str
         heads = config.get("num_key_value_heads", 1)
         parallel = {"num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in tensors else 1} if heads != 1 else {}
         return {"new_decoder_architecture": heads != 1, "multi_query": heads == 1, "parallel_attn": True, **parallel}
-    window = read.raw("attention.sliding_window") or None if name in ("gemma2", "gemma3", "phi3") else None
+    if name == "granite":
+        read.neutral({"rope.scaling.finetuned": True})  # false: no rotary embedding
+        return {target: read.raw(key) for key, target in GRANITE.items()}
+    if name == "mistral3":
+        beta = read.number("attention.temperature_scale", 0.0, MAX_SIZE, 0.0)
+        return {"rope_scaling": None, "rope_parameters": {**config.get("rope_scaling", {}), LLAMA4_BETA: beta}}
+    window = read.raw("attention.sliding_window") or None if name in WITH_WINDOWS else None
     if name == "phi3":
         return {"sliding_window": window}
+    if name in ("exaone4", "olmo2"):
+        if window is None:
+            return {"sliding_window": None} if name == "exaone4" else {}
+        return {"sliding_window": window, **_layer_types(read)}
     if name not in LARGE_GEMMA:
         return {}
     is_large = config.get("num_hidden_layers") == LARGE_GEMMA[name]
     hidden, heads = (read.integer(key, 1, MAX_SIZE) for key in ("embedding_length", "attention.head_count"))
     found = {"query_pre_attn_scalar": hidden // heads if is_large else config["head_dim"], "sliding_window": window}
     pattern = read.raw("attention.sliding_window_pattern")
-    if isinstance(pattern, list):  # a truth value for each layer
-        found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    elif name == "gemma3":
+    found |= _layer_types(read)
+    if name == "gemma3" and "layer_types" not in found:
         found["sliding_window_pattern"] = 1 if window is None else 6 if pattern is None else pattern
     return found
+
+
+def _layer_types(read: ConfigReader) -> dict[str, Any]:
+    """Return layer_types, if there is a truth value for each layer: whether it has a window."""
+    pattern = read.raw("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        return {}
+    return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
 
 
 def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -144,6 +144,9 @@ NAMES: dict[str, dict[str, str]] = {
         "ffn_down_exps": _LAYERS + "block_sparse_moe.experts.#.w2",
     },
     "ernie4_5": _DECODER,
+    "exaone4": {**_DECODER, **_AFTER},
+    "granite": _DECODER,
+    "mistral3": _DECODER,
     "qwen2": _DECODER,
     "qwen3": _DECODER,
     "qwen3moe": {
@@ -157,6 +160,8 @@ NAMES: dict[str, dict[str, str]] = {
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA2,
     "olmo2": {**_DECODER, **_AFTER},
+    "seed_oss": {**_DECODER, **_AFTER},
+    "smollm3": _DECODER,
     "phi3": {**_DECODER, "attn_qkv": _LAYERS + "self_attn.qkv_proj", "ffn_up": _LAYERS + "mlp.gate_up_proj"},
     "gpt2": {
         "token_embd": "transformer.wte",
@@ -182,9 +187,10 @@ NAMES: dict[str, dict[str, str]] = {
         "ffn_down": _H + "mlp.down_proj",
     },
 }
-HEADS = {  # whose rows Llama's files hold in pairs -> the keys for the number of heads
-    "q_proj": ("llama.attention.head_count",),
-    "k_proj": ("llama.attention.head_count_kv", "llama.attention.head_count"),
+IN_PAIRS = ("granite", "llama", "mistral3", "smollm3")  # whose files hold the rows of queries and keys in pairs
+HEADS = {  # -> the keys for the number of heads, after the architecture
+    "q_proj": ("attention.head_count",),
+    "k_proj": ("attention.head_count_kv", "attention.head_count"),
 }
 ADDS_ONE = ("gemma", "gemma2", "gemma3")
 FROM_CONFIG = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")  # spec/gguf_config.py
@@ -223,8 +229,8 @@ class GGUFCheckpoint(Checkpoint):
         else:
             rows = FileRows(name, entry)
         part = name.split(".")[-2]
-        if self._architecture == "llama" and part in HEADS:
-            head = self._head_rows(entry, HEADS[part])
+        if self._architecture in IN_PAIRS and part in HEADS:
+            head = self._head_rows(entry, tuple(f"{self._architecture}.{key}" for key in HEADS[part]))
             return halved(rows, head, head)
         return LessOneRows(rows) if self._architecture in ADDS_ONE and part.endswith("norm") else rows
 

@@ -19,20 +19,27 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 ARCHITECTURES = {
     "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
     "falcon": "falcon",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt2": "gpt2",
+    "granite": "granite",
     "llama": "llama",
+    "ministral3": "mistral3",
     "mistral": "llama",
     "mixtral": "llama",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
 }
+IN_PAIRS = ("granite", "llama", "ministral3", "mistral", "mixtral", "smollm3")
 ON_THEIR_SIDE = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's
 # Where a block has numbers in float16, if it is not at its beginning only.
 SCALES = {
@@ -168,7 +175,7 @@ def _converted(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np
         return [(f"{stem}gate_proj.weight", gate), (f"{stem}up_proj.weight", up)]
     if name.endswith("mlp.experts.down_proj"):
         return [(f"{name}.weight", values)]
-    if kind in ("llama", "mistral", "mixtral") and part in ("q_proj", "k_proj"):
+    if kind in IN_PAIRS and part in ("q_proj", "k_proj"):
         count = heads if part == "q_proj" else kv_heads
         turned = values.reshape(count, 2, len(values) // count // 2, -1).swapaxes(1, 2)
         return [(name, turned.reshape(values.shape))]
@@ -210,11 +217,22 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     else:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        if kind in ("llama", "mistral", "mixtral"):
+        if kind in IN_PAIRS:
             writer.add_rope_dimension_count(head_dim)
             writer.add_vocab_size(config.vocab_size)
     if kind in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(config.sliding_window)
+    if kind in ("exaone4", "olmo3") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([item == "sliding_attention" for item in config.layer_types])
+    if kind == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if kind == "ministral3":
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None) is not None:
             getattr(writer, f"add_{key}")(getattr(config, key))
