@@ -361,6 +361,18 @@ class PoolingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    """Options of the text around the engine, in which conversations become prompts."""
+
+    chat_template: str | None = option(
+        None, str, "file with the chat template to use, or the name of one of the model's, like tool_use or rag"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsConfig:
     """Everything that can change a bit of the answer.
 
@@ -547,6 +559,7 @@ class EngineConfig:
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    text: TextConfig = field(default_factory=TextConfig)
     reasons: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -605,6 +618,7 @@ PARTS: dict[str, type] = {
     "numerics": NumericsConfig,
     "speculation": SpeculationConfig,
     "pooling": PoolingConfig,
+    "text": TextConfig,
 }
 
 

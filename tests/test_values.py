@@ -117,6 +117,7 @@ BAD_OPTIONS = {
     "verify_files": [1, None, "yes"],
     "speculative_config": [5, "ngram", ["ngram"]],
     "pooler_config": [5, "MEAN", ["MEAN"]],
+    "chat_template": [5, ["x"], {"default": "x"}, True],
     "kernels": ["cuda", "triton", None],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
     "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],

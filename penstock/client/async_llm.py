@@ -79,7 +79,9 @@ class AsyncLLM:
         transfer = pop_options(KVTransferOptions, options)
         config = EngineConfig.from_options(model=model, **options)
         transfer.check_directory(config.cache.kv_offload_dir)
-        found = self._tokenizer = choose_tokenizer(tokenizer, model, isolated=True)
+        found = self._tokenizer = choose_tokenizer(
+            tokenizer, model, isolated=True, chat_template=config.text.chat_template
+        )
         self.client = ProcessClient(
             {"model": model, **options},
             found,

@@ -106,7 +106,8 @@ class LLM:
         check_bool("standby", standby)
         name = model if isinstance(model, str) else type(model).__name__
         self.config = EngineConfig.from_options(model=name, **options)
-        found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
+        chosen = self.config.text.chat_template
+        found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None, chat_template=chosen)
         self._lock = threading.Lock()
         self._streaming = threading.Lock()
         self.client: StepClient

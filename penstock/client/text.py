@@ -74,12 +74,15 @@ LOAD_MEMORY_PER_BYTE = 32
 MAX_TOKEN_CHARS = 2**16  # the serving process turns tokens into text itself
 
 
-def choose_tokenizer(given: Any, model: str | None, *, isolated: bool = False) -> Tokenizer | None:
+def choose_tokenizer(
+    given: Any, model: str | None, *, isolated: bool = False, chat_template: str | None = None
+) -> Tokenizer | None:
     """Choose the tokenizer that a user gave, or the model's own; None without one: prompts must then be ids.
 
     Args:
         given: an object (of Penstock or Transformers), a directory, a hub name, "demo", or None for the model's own.
         model: a directory, a hub name or "demo"; None for a model object, which has no tokenizer.
+        chat_template: a file with the chat template to use, or the name of one of the model's.
         isolated: whether a tokenizer from files handles texts in processes of its own; it must
             be loaded before it is used.
 
@@ -87,14 +90,15 @@ def choose_tokenizer(given: Any, model: str | None, *, isolated: bool = False) -
         ModelLoadError, InvalidRequestError: the tokenizer does not exist or cannot be used.
     """
     if given is not None and not isinstance(given, str):
-        return adopt_tokenizer(given)
+        return adopt_tokenizer(given, chat_template)
     source = given or model
     if source is None:
         return None
     directory = resolve_model(source)
     if not has_tokenizer(directory):
         return None
-    return IsolatedTokenizer(directory) if isolated else load_tokenizer(directory)
+    make = IsolatedTokenizer if isolated else load_tokenizer
+    return make(directory, chat_template=chat_template)
 
 
 class IsolatedTokenizer:
@@ -103,10 +107,10 @@ class IsolatedTokenizer:
     The constructor starts the first process; nothing else may be called before `load`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._short = TextWorker(folder)
-        self._long = TextWorker(folder, at_once=False)
+    def __init__(self, folder: Path, *, chat_template: str | None = None) -> None:
+        self._folder, self._chosen = folder, chat_template
+        self._short = TextWorker(folder, chat_template)
+        self._long = TextWorker(folder, chat_template, at_once=False)
         self._forms = TextWorker(folder, at_once=False)  # a form that is cut off must not hold up tokenising
         self._fitting: OrderedDict[bytes, None] = OrderedDict()  # digests of checked forms
 
@@ -117,7 +121,7 @@ class IsolatedTokenizer:
             ModelLoadError: a file is missing or damaged, or takes too much time or memory.
         """
         self._short.load()
-        local = self._local = load_tokenizer(self._folder, only_decodes=True)
+        local = self._local = load_tokenizer(self._folder, only_decodes=True, chat_template=self._chosen)
         self.bos_token_id, self.eos_token_id = local.bos_token_id, local.eos_token_id
         self.special_ids = local.special_ids
         self.token_to_text, self.token_to_bytes = local.token_to_text, local.token_to_bytes
@@ -191,12 +195,12 @@ class TextWorker:
     at_once: whether the first process starts now, instead of with the first call.
     """
 
-    def __init__(self, folder: Path, *, at_once: bool = True) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, chat_template: str | None = None, *, at_once: bool = True) -> None:
+        self._folder, self._chosen = folder, chat_template
         self._lock = threading.Lock()
         self._closed = False
         self._files: Any = None  # files_state() of the first process
-        self._child: _Child | None = _Child(folder) if at_once else None
+        self._child: _Child | None = _Child(folder, chat_template) if at_once else None
 
     def load(self) -> None:
         """Wait until the files are loaded.
@@ -235,7 +239,7 @@ class TextWorker:
                 reason = child.reason(cpu_s)
                 self._child = None
                 with suppress(OSError):  # otherwise the next call tries again
-                    self._child = _Child(self._folder)  # loads before the next call needs it
+                    self._child = _Child(self._folder, self._chosen)  # loads before the next call needs it
                 raise _cut_off(function, reason)
         if reply.code == "out_of_memory":
             raise _cut_off(function, str(reply.error))
@@ -269,7 +273,7 @@ class TextWorker:
             LOGGER.warning("the tokenizer process has ended; starting another one")
             self._child.end()
             self._child = None
-        child = self._child = self._child or _Child(self._folder)
+        child = self._child = self._child or _Child(self._folder, self._chosen)
         if child.loaded:
             return child
         reply = child.receive(LOAD_CPU_S)
@@ -289,9 +293,10 @@ class TextWorker:
 class _Child:
     """A text process and our end of its connection. It ends when this end is closed, by us or with our process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chat_template: str | None) -> None:
         self.loaded = False
-        words, module = [str(folder.absolute())], "penstock.client.text"
+        words = [str(folder.absolute()), *([] if chat_template is None else [chat_template])]
+        module = "penstock.client.text"
         self._sock, self._process = spawn_connected(module, words, stdout=subprocess.DEVNULL)
 
     @property
@@ -427,10 +432,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def files_state(folder: Path) -> list[list[Any]]:
+def files_state(folder: Path, chat_template: str | None = None) -> list[list[Any]]:
     """List name, size and modification time of the tokenizer files, because changed files would give other tokens."""
     patterns = ("*.json", "tokenizer.model*", "*.jinja", "*/*.jinja")
     files = [folder] if is_gguf(folder) else sorted(file for pattern in patterns for file in folder.glob(pattern))
+    files += [] if chat_template is None or not Path(chat_template).is_file() else [Path(chat_template)]
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
@@ -448,11 +454,11 @@ def limited(cpu_s: float, memory: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _load(folder: Path) -> HFTokenizer:
+def _load(folder: Path, chat_template: str | None) -> HFTokenizer:
     file = find_tokenizer_file(folder)
     size = 0 if file is None else read_file(file).num_bytes if is_gguf(file) else file.stat().st_size
     with limited(LOAD_CPU_S, LOAD_MEMORY + LOAD_MEMORY_PER_BYTE * size):
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, chat_template=chat_template)
         tokenizer.check_token_lengths(MAX_TOKEN_CHARS)
     return tokenizer
 
@@ -477,13 +483,15 @@ def _encoded(reply: Reply) -> bytes:
 
 
 def main(argv: list[str]) -> int:
-    """Load the tokenizer of the directory argv[1], then answer calls on the inherited socket of descriptor argv[0]."""
+    """Load the tokenizer of the directory argv[1], with the chat template argv[2] if there is one, then answer calls on
+    the inherited socket of descriptor argv[0]."""
     sock, folder = socket.socket(fileno=int(argv[0])), Path(argv[1])
+    chat_template = argv[2] if len(argv) > 2 else None
     loaded: list[HFTokenizer] = []
 
     def load() -> list[list[Any]]:
-        loaded.append(_load(folder))
-        return files_state(folder)
+        loaded.append(_load(folder, chat_template))
+        return files_state(folder, chat_template)
 
     sock.sendall(frames.with_header(msgspec.msgpack.encode(_answer(load))))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints each panic, which the reply already reports

@@ -38,6 +38,7 @@ class ServerContext:
         draining: set once, when the server stops accepting requests.
         kept: the calls that outlive their connection.
         mark_tokens: marks looked up so far -> the token id, or None if the mark is not a single token.
+        takes_several_calls: whether the chat template shows several calls of one message; None: not tried yet.
         timelines: where the time of the last calls went.
         sources: kind of kept call -> a function of the context, the call and its generation that makes its Source.
         num_arriving: requests that have arrived but are not with the engine yet. Many may arrive in one turn of the
@@ -54,6 +55,7 @@ class ServerContext:
     timelines: TimelineTable = field(default_factory=TimelineTable)
     sources: Mapping[str, SourceOf] = field(default_factory=dict)
     mark_tokens: dict[str, int | None] = field(default_factory=dict)
+    takes_several_calls: bool | None = None
     num_arriving: int = 0
     tokenizing: asyncio.Semaphore = field(init=False)
 

@@ -55,6 +55,7 @@ from penstock.tokenizer.answers import (
     answer_grammar,
     literal,
 )
+from penstock.tokenizer.chat_template import takes_several_calls
 from penstock.tokenizer.tokenizer import (
     KWARGS,
     RenderedChat,
@@ -211,7 +212,7 @@ async def _render(
     options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **implied, **given}
     for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
         check_nesting(name, value)
-    text = "".join(turn["content"] for turn in turns) + "".join(str(value) for value in options.values() if value)
+    text = "".join(turn["content"] or "" for turn in turns) + "".join(str(value) for value in options.values() if value)
     check_prompt_length(text, info.max_model_len, param="messages")
     continues = bool(body.continue_final_message)
     adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -503,11 +504,15 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     tokens = await _tokens_of(context, rules.marks)
     if context.tokenizer().special_ids.intersection(tokens.values()):
         params = params.settled(skip_special_tokens=False)
-    is_constrained = rules.tool_format is not None and _constrains(body)
+    once = rules.tool_format is None or rules.tool_format.once
+    several = once or await _takes_several_calls(context)
+    is_constrained = rules.tool_format is not None and (_constrains(body) or not several)
     if not is_constrained and params.structured_outputs is None:
         return params
     functions = [tool.as_function() for tool in body.offered if tool.function.name in rules.functions]
-    many = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedChoice)
+    many = (
+        several and not once and body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedChoice)
+    )
     calls = Calls(functions, body.must_call, many, _answer_schema(params.structured_outputs, body))
     grammar = answer_grammar(
         rules.tool_format, calls, partial(_term, tokens), reasoning=rules.reasoning, is_thinking=rules.is_thinking
@@ -555,6 +560,15 @@ def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> s
     if form.disable_any_whitespace:
         guidance = {"whitespace_flexible": False}
     return json.dumps({**schema, "x-guidance": guidance} if isinstance(schema, dict) else schema)
+
+
+async def _takes_several_calls(context: ServerContext) -> bool:
+    """Find out, once, whether the chat template takes several calls in one message. Where it takes one, as Llama 3.1's,
+    an answer with more could not be sent back."""
+    if context.takes_several_calls is None:
+        template = context.tokenizer().chat_template
+        context.takes_several_calls = template is None or await asyncio.to_thread(takes_several_calls, template)
+    return context.takes_several_calls
 
 
 async def _tokens_of(context: ServerContext, marks: Sequence[str]) -> dict[str, int]:

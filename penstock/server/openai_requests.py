@@ -254,6 +254,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 class ContentPart(Strict, kw_only=True, frozen=True):
     type: str
     text: str | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]

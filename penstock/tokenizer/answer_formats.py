@@ -191,6 +191,7 @@ class ToolFormat:
     join: str = ""
     values: str = "json"
     bare: bool = False
+    once: bool = False
     tags: Sequence[str] = ()
     skips: str = ""
     reads: Sequence[str] = ()

@@ -7,7 +7,9 @@ and memory are limited by the caller that serves requests (client/text.py), not 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -33,15 +35,17 @@ class ChatTemplate:
 
     Args:
         source: one template, or several as {name: template} or a list of {"name", "template"}. "tool_use" renders
-            conversations with tools, "default" all others.
+            conversations with tools, "rag" those with documents, and "default" all others.
         special_tokens: further variables of the template (bos_token, ...).
+        chosen: name of the only template to use, or a file with another one.
 
     Raises:
         ModelLoadError: a template does not parse.
     """
 
-    def __init__(self, source: Any, special_tokens: Mapping[str, str] | None = None) -> None:
-        self._sources = _named_sources(source)
+    def __init__(self, source: Any, special_tokens: Mapping[str, str] | None = None, chosen: str | None = None) -> None:
+        self._sources = _named_sources(source, chosen)
+        self._forms: dict[str, CallForm] = {}
         self._special_tokens = dict(special_tokens or {})
         environment = _make_environment()
         self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
@@ -78,14 +82,34 @@ class ChatTemplate:
         values = {
             **self._special_tokens,
             **_plain(KWARGS, template_kwargs or {}),
-            "messages": _plain_messages(messages),
+            "messages": messages,
             "tools": _plain("tools", tools),
             "documents": _plain("documents", documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        wanted = [name for name, given in (("tool_use", tools), ("rag", documents)) if given and name in self._sources]
+        name = [*wanted, "default"][0]
+        has_calls = any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages or ())
+        form = self._form_of_calls(name) if has_calls else CallForm()
+        values["messages"] = _plain_messages(messages, form)
         run = self._run_to_final_message if continue_final_message else self._run
         return run(name, values)
+
+    def _form_of_calls(self, name: str) -> "CallForm":
+        """Find, by trying, how a template wants messages with calls: the first form in which it shows a call."""
+        if name not in self._forms:
+            shown = [form for form in CALL_FORMS if self._shows_call(name, form)]
+            self._forms[name] = shown[0] if shown else CallForm()
+        return self._forms[name]
+
+    def _shows_call(self, name: str, form: "CallForm") -> bool:
+        messages = _plain_messages(conversation_with_calls(1), form)
+        values = {**self._special_tokens, "messages": messages, "tools": PROBED_TOOLS, "documents": None}
+        try:
+            text = self._run(name, {**values, "add_generation_prompt": False})
+        except InvalidRequestError:
+            return False
+        return PROBED_NAMES[0] in text and PROBED_VALUE in text
 
     def _run(self, name: str, values: dict[str, Any]) -> str:
         try:
@@ -113,12 +137,25 @@ def _refused(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="messages")
 
 
-def _named_sources(source: Any) -> dict[str, str]:
+def _named_sources(source: Any, chosen: str | None) -> dict[str, str]:
+    """List the templates by name; `chosen` alone, as "default", if it is given."""
     if isinstance(source, list) and all(isinstance(item, dict) for item in source):
         source = {item.get("name"): item.get("template") for item in source}
-    sources = {"default": source} if isinstance(source, str) else source
+    sources = {"default": source} if isinstance(source, str) else {} if source is None else source
     if not isinstance(sources, dict) or not all(isinstance(item, str) for pair in sources.items() for item in pair):
         raise ModelLoadError("chat_template: must be a string, or a list of objects with name and template")
+    if chosen in sources:
+        return {"default": sources[chosen]}
+    if chosen is not None:
+        file = Path(chosen).expanduser()
+        if not file.is_file():
+            names = ", ".join(sorted(sources)) or "none"
+            allowed = f"a file, or the name of one of the model's templates ({names})"
+            raise fail("chat_template", chosen, allowed)
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"chat_template: {file} cannot be read: {error}") from None
     if "default" not in sources:
         names = ", ".join(sorted(sources)) or "none"
         raise ModelLoadError(f"chat_template: no template is named 'default'; found: {names}")
@@ -137,7 +174,55 @@ def _compile(environment: jinja2.Environment, name: str, text: str) -> jinja2.Te
 # ---- the values that a template sees
 
 
-def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class CallForm:
+    """How a template gets messages with calls.
+
+    content: what stands for content that is null. It is left out ({}), as in Transformers; but some templates demand a
+        text, and others write calls only if it is null.
+    as_text: arguments are JSON texts, which some templates concatenate, instead of objects.
+    """
+
+    content: Mapping[str, str | None] = field(default_factory=dict)
+    as_text: bool = False
+
+
+CONTENTS: list[dict[str, str | None]] = [{}, {"content": ""}, {"content": None}]
+CALL_FORMS = [CallForm(content, as_text) for as_text in (False, True) for content in CONTENTS]
+PROBED_NAMES, PROBED_VALUE = ("probed_call_a", "probed_call_b"), "probed_value"
+PROBED_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+
+
+def conversation_with_calls(count: int) -> list[dict[str, Any]]:
+    """Make a conversation with so many calls in one message, to find out what a template does with them."""
+    calls = [
+        {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": {"key": PROBED_VALUE}}}
+        for number, name in enumerate(PROBED_NAMES[:count])
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"} for call in calls]
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+
+
+def takes_several_calls(template: Any) -> bool:
+    """Check whether a template shows several calls of one message: some refuse them, or show only the first. True if it
+    shows none."""
+
+    def shown(count: int) -> bool:
+        try:
+            text = template.render(conversation_with_calls(count), tools=PROBED_TOOLS, add_generation_prompt=False)
+        except InvalidRequestError:
+            return False
+        return all(name in text for name in PROBED_NAMES[:count])
+
+    return shown(2) or not shown(1)
+
+
+def _plain_messages(messages: Sequence[Message], form: CallForm) -> list[dict[str, Any]]:
     """Copy messages without null values (many templates would print "None"), with reasoning under the usual name."""
     if not isinstance(messages, list | tuple) or not messages:
         raise _refused("messages: must be a list of at least one message")
@@ -146,12 +231,24 @@ def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise fail("messages", message, "an object with role and content")
         copied = {name: value for name, value in _plain("messages", message).items() if value is not None}
+        if copied.get("tool_calls") and message.get("content") is None:
+            copied |= form.content
+        if form.as_text and copied.get("tool_calls"):
+            copied["tool_calls"] = [_with_text(call) for call in copied["tool_calls"]]
         for name in REASONING_NAMES:
             if name in copied:
                 copied = {"thinking": copied[name], **copied, REASONING_NAMES[0]: copied[name]}
                 break
         plain.append(copied)
     return plain
+
+
+def _with_text(call: Any) -> Any:
+    """Copy a call with its arguments as a text."""
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_text(call["function"])}
+    is_object = isinstance(call, Mapping) and isinstance(call.get("arguments"), Mapping)
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if is_object else call
 
 
 def _plain(param: str, value: Any) -> Any:

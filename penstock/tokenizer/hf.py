@@ -25,7 +25,7 @@ from typing import Any, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import ModelLoadError, check_unicode, invalid, one_line, shown
+from penstock.errors import ModelLoadError, check_unicode, fail, invalid, one_line, shown
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.spec.gguf import is_gguf
 from penstock.tokenizer.chat_template import ChatTemplate
@@ -46,7 +46,7 @@ class HFTokenizer:
     Args:
         backend: changed in place; padding and truncation are turned off.
         named_tokens: special tokens by name (bos_token, ...).
-        template: source of a `ChatTemplate`.
+        template, chat_template: source of a `ChatTemplate`, and the template to use instead (its `chosen`).
         clean_up: whether to remove spaces before punctuation, as `clean_up_tokenization_spaces` does.
     """
 
@@ -56,6 +56,7 @@ class HFTokenizer:
         *,
         named_tokens: Mapping[str, str] | None = None,
         template: Any = None,
+        chat_template: str | None = None,
         clean_up: bool = False,
     ) -> None:
         named = named_tokens or {}
@@ -74,7 +75,8 @@ class HFTokenizer:
         self.joins_bytes = token_bytes.joins
         self.byte_fallback_ids = token_bytes.fallback_ids
         self.token_to_bytes = token_bytes.__getitem__
-        self.chat_template = None if template is None else ChatTemplate(template, named)
+        has_template = template is not None or chat_template is not None
+        self.chat_template = ChatTemplate(template, named, chat_template) if has_template else None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -169,9 +171,12 @@ def clean_up_spaces(text: str) -> str:
     return text
 
 
-def load_tokenizer(directory: str | Path, *, only_decodes: bool = False) -> HFTokenizer:
+def load_tokenizer(
+    directory: str | Path, *, only_decodes: bool = False, chat_template: str | None = None
+) -> HFTokenizer:
     """Read the tokenizer of a model directory.
 
+    chat_template: a file with the chat template to use, or the name of one of the model's.
     only_decodes: it may leave out what only `encode` needs, which takes most of the time for other files than
         tokenizer.json.
 
@@ -198,6 +203,7 @@ def load_tokenizer(directory: str | Path, *, only_decodes: bool = False) -> HFTo
         backend,
         named_tokens={name: token.content for name, token in named.items()},
         template=_read_chat_template(folder, config),
+        chat_template=chat_template,
         clean_up=bool(config.get("clean_up_tokenization_spaces", False)),
     )
 
@@ -264,7 +270,7 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
     return config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
 
 
-def adopt_tokenizer(given: Any) -> Tokenizer:
+def adopt_tokenizer(given: Any, chat_template: str | None = None) -> Tokenizer:
     """Convert a Transformers tokenizer to an HFTokenizer, without Transformers. A `Tokenizer` is returned unchanged.
 
     The object's `tokenizers` backend is copied, because HFTokenizer changes it. An object without a backend is saved to
@@ -275,6 +281,8 @@ def adopt_tokenizer(given: Any) -> Tokenizer:
         ModelLoadError: the object cannot be saved as a tokenizer.json.
     """
     if callable(getattr(given, "token_to_bytes", None)):
+        if chat_template is not None:
+            raise fail("chat_template", chat_template, "left out: the tokenizer that was passed brings its own")
         return cast(Tokenizer, given)
     if isinstance(getattr(given, "backend_tokenizer", None), Backend):
         backend = Backend.from_str(given.backend_tokenizer.to_str())
@@ -285,6 +293,7 @@ def adopt_tokenizer(given: Any) -> Tokenizer:
                 name: str(token) for name in NAMED_TOKENS if (token := getattr(given, name, None)) is not None
             },
             template=getattr(given, "chat_template", None),
+            chat_template=chat_template,
             clean_up=bool(getattr(given, "clean_up_tokenization_spaces", False)),
         )
     if not callable(getattr(given, "save_pretrained", None)):
@@ -295,7 +304,7 @@ def adopt_tokenizer(given: Any) -> Tokenizer:
         )
     with tempfile.TemporaryDirectory() as directory:
         given.save_pretrained(directory)
-        return load_tokenizer(directory)
+        return load_tokenizer(directory, chat_template=chat_template)
 
 
 # --- tokenizer.json, so that a damaged file raises an error instead of ending the process -----------------------------

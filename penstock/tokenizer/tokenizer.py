@@ -116,11 +116,13 @@ def text_of_content(content: Any, role: str) -> str:
 
     Raises:
         InvalidRequestError: the content is neither a string nor a list of at least one part {"type": "text", "text":
-            "..."}.
+            "..."}, nor null or empty in a message of the assistant or a tool.
         NotSupportedError: a part is an image, audio, video or a file.
     """
     if isinstance(content, str):
         return content
+    if not content and role in ("assistant", "tool") and content in (None, []):
+        return ""  # so clients write that the model said nothing, or that a function returned nothing
     if isinstance(content, list | tuple) and content:
         return "\n".join(_text_of_part(part) for part in content)
     raise fail("messages", content, f"a string or a list of text parts, as the content of the {role} message")
@@ -130,6 +132,7 @@ def _text_of_part(part: Any) -> str:
     fields = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
     if isinstance(fields.get("type"), str) and fields["type"] in PLANNED_PARTS:
         raise NotSupportedError(f"messages: parts of type {fields['type']} are not built yet", param="messages")
+    fields.pop("cache_control", None)  # of clients of Anthropic's API: prefixes are cached without it
     if set(fields) != {"type", "text"} or fields["type"] != "text" or not isinstance(fields["text"], str):
         raise fail("messages", part, 'a part of the content like {"type": "text", "text": "..."}')
     return fields["text"]
@@ -163,14 +166,13 @@ class RenderedChat:
 def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a message for templates: its content is one text, and the arguments of its tool calls are objects.
 
-    An assistant's content may be null beside tool calls. Arguments that are not JSON stay text: the model wrote them,
-    and they must not end the conversation.
+    An assistant's content may be null, and stays null beside tool calls. Arguments that are not JSON stay text: the
+    model wrote them, and they must not end the conversation.
     """
     calls = message.get("tool_calls")
     content = message.get("content")
-    if calls and content is None:
-        content = ""
-    turn = {**message, "content": text_of_content(content, message["role"])}
+    is_null = calls and content is None
+    turn = {**message, "content": None if is_null else text_of_content(content, message["role"])}
     if not calls:
         return {name: value for name, value in turn.items() if name != "tool_calls"}
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):

@@ -312,3 +312,40 @@ def test_the_official_client() -> None:
         )
         assert end.choices[0].message.content == "It is 3."
         assert end.choices[0].finish_reason == "stop"
+
+
+# --- what clients send, and templates that take one call --------------------------------------------------------------
+
+
+SINGLE = TEMPLATE.replace("{% for call in", "{% if message.tool_calls and message.tool_calls | length > 1 %}"
+                          "{{ raise_exception('one call only') }}{% endif %}{% for call in")  # fmt: skip
+
+
+def test_at_most_one_call_where_the_template_takes_one() -> None:
+    """Guards against an answer with calls that the next request cannot send back."""
+    _, (_, params) = ask(CALLED, {"tools": TOOLS}, SINGLE)
+    tokens = LLTokenizer("byte")
+    for text, allowed in ((CALLED, True), ("Hi", True), (f"{CALLED}\n{CALLED}", False)):
+        matcher = LLMatcher(tokens, params.structured_outputs.grammar)
+        ids = tokens.tokenize_str(text)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is allowed, text
+    assert ask(CALLED, {"tools": TOOLS})[1][1].structured_outputs is None
+
+
+@pytest.mark.parametrize(
+    ("turns", "shown"),
+    [
+        ([USER, {"role": "assistant", "content": None}, USER], "<assistant><user>"),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": [call("{}")]},
+          {"role": "tool", "tool_call_id": "call_1", "content": None}], "<tool><assistant>"),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": [call("{}")]},
+          {"role": "tool", "tool_call_id": "call_1", "content": []}], "<tool><assistant>"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}],
+         "<user>x<assistant>"),
+    ],
+)  # fmt: skip
+def test_what_clients_send(turns: list[Any], shown: str) -> None:
+    """Guards against a conversation of a coding agent that ends because nothing was said, or because of a hint."""
+    _, (prompt, _) = ask("Hi", {"messages": turns}, TEMPLATE)
+    assert shown in prompt
+    assert "None" not in prompt

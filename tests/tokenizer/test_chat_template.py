@@ -1,12 +1,15 @@
 """ChatTemplate against Transformers' apply_chat_template."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.chat_template import ChatTemplate, takes_several_calls
+from penstock.tokenizer.tokenizer import turn_of
 from tests.tokenizer import templates
 from tests.tokenizer import vocabularies as voc
 
@@ -222,3 +225,70 @@ def test_named_templates():
     template = ChatTemplate([{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}])
     assert template.render([USER]) == "d"
     assert template.render([USER], tools=[TOOL]) == "t"
+
+
+# --- several templates, and how they want calls -----------------------------------------------------------------------
+
+NAMED = [
+    {"name": "default", "template": "default"},
+    {"name": "tool_use", "template": "tools: {{ tools | length }}"},
+    {"name": "rag", "template": "documents: {{ documents | length }}"},
+]
+ASKED = {"role": "user", "content": "Which part?"}
+LOOKUP = {"id": "a", "type": "function", "function": {"name": "lookup_part", "arguments": '{"n": 1}'}}
+CONVERSATION = [ASKED, {"role": "assistant", "content": None, "tool_calls": [LOOKUP]},
+                {"role": "tool", "tool_call_id": "a", "content": "4"}]  # fmt: skip
+
+
+def test_templates_are_chosen(tmp_path: Path) -> None:
+    """Guards against one template for all conversations, and against a choice that is ignored."""
+    template = ChatTemplate(NAMED)
+    assert template.render([ASKED]) == "default"
+    assert template.render([ASKED], tools=[{}]) == "tools: 1"
+    assert template.render([ASKED], documents=[{}, {}]) == "documents: 2"
+    assert template.render([ASKED], documents=[{}], tools=[{}, {}]) == "tools: 2"
+    assert ChatTemplate(NAMED, chosen="rag").render([ASKED], documents=[{}], tools=[{}]) == "documents: 1"
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine: {{ messages[0].content }}")
+    assert ChatTemplate(NAMED, chosen=str(file)).render([ASKED]) == "mine: Which part?"
+    assert ChatTemplate(None, chosen=str(file)).render([ASKED]) == "mine: Which part?"
+    with pytest.raises(InvalidRequestError, match="default, rag, tool_use"):
+        ChatTemplate(NAMED, chosen="chatml")
+
+
+CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }}:{{ARGUMENTS}}</call>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("shown", "arguments"),
+    [
+        ("{% if m.role == 'assistant' and m.content is none %}CALLS{% else %}{{ m.content }}{% endif %}", "tojson"),
+        ("{{ m.content }}CALLS", "tojson"),
+        ("{{ m.content + '' }}{% if m.tool_calls %}CALLS{% endif %}", "tojson"),
+        ("{{ m['content'] or '' }}{% if m.tool_calls %}CALLS{% endif %}", "concatenation"),
+        ("{% if m['content'] is none %}CALLS{% else %}{{ m.content }}{% endif %}", "concatenation"),
+    ],
+)
+def test_calls_are_given_as_the_template_wants_them(shown: str, arguments: str) -> None:
+    """Guards against calls that are lost in silence, "None" in a prompt, and a refusal where a template concatenates
+    arguments: DeepSeek V3, R1-Distill, Functionary (findings of users of these templates)."""
+    written = {"tojson": " c.function.arguments | tojson ", "concatenation": " '' + c.function.arguments "}[arguments]
+    calls = CALLS.replace("ARGUMENTS", written)
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>" + shown.replace("CALLS", calls) + "{% endfor %}")
+    expected = '<user>Which part?<assistant><call>lookup_part:{"n": 1}</call><tool>4'
+    assert template.render([turn_of(message) for message in CONVERSATION]) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "several"),
+    [
+        ("{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}", True),
+        ("{% for m in messages %}{{ (m.tool_calls or [{'function': {}}])[0].function.name }}{% endfor %}", False),
+        ("{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one') }}"
+         "{% endif %}{{ m.tool_calls[0].function.name }}{% endif %}{% endfor %}", False),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", True),
+    ],
+)  # fmt: skip
+def test_templates_that_take_one_call(source: str, several: bool) -> None:
+    """Guards against several calls in an answer that could not be sent back, as with Llama 3.1."""
+    assert takes_several_calls(ChatTemplate(source)) is several
