@@ -4,6 +4,7 @@ render() writes exactly what the model's chat template writes; a test compares t
 kind occurs.
 """
 
+from collections.abc import Callable
 from functools import cache
 from random import Random
 
@@ -99,6 +100,47 @@ def requested_story(rng: Random, questions: int = 0) -> list[Turn]:
     return turns + [turn for pair in pairs for turn in ask(rng, pair)]
 
 
+def somebody(rng: Random, story: stories.Story) -> str:
+    """Name the hero of a story as a request does, sometimes with a deed or a fear."""
+    kind = story.kind if rng.random() < 0.7 else f"{rng.choice(words.HERO_WORDS)} {story.kind}"
+    hero = stories.article(kind) if rng.random() < 0.85 else f"the {kind}"
+    if rng.random() < 0.25:
+        hero += rng.choice((" named ", " called ")) + story.hero
+    if rng.random() < 0.25:
+        return hero
+    deed = rng.choice(story.deeds)
+    if rng.random() < 0.4:
+        deed = rng.choice(PHRASES["fear_forms"]).format(rng.choice(PHRASES["fears"]))
+    return hero + rng.choice((" who ", " who ", " who ", " that ")) + deed
+
+
+def something(rng: Random) -> str:
+    """Name one or two things that a story may be requested by, and that no plot has."""
+    one, two = (rng.choice((rng.choice(words.COMMON), rng.choice(words.THINGS))) for _ in range(2))
+    kind, color = rng.choice(words.KINDS), rng.choice(words.COLORS)
+    place = rng.choice(words.PLACES)[0]
+    forms = (
+        one, f"the {one}", stories.article(one), f"{stories.article(one)} and {stories.article(two)}", f"two {kind}s",
+        f"the {color} {one}", f"{stories.article(kind)} and {stories.article(one)}", f"{stories.article(kind)} {place}",
+        f"{stories.article(one)} {place}", f"three friends and {stories.article(one)}", f"the {one} and the {two}",
+    )  # fmt: skip
+    return rng.choice(forms)
+
+
+def asked_story(rng: Random) -> list[Turn]:
+    """Ask for a story in one of many ways, some of them short or vague."""
+    story = stories.tell(rng)
+    word = rng.choice(PHRASES["story_words"])
+    drawn = rng.random()
+    if drawn < 0.3:
+        form, about = rng.choice(PHRASES["free_asks"]), ""
+    else:
+        form = rng.choice(PHRASES["topic_asks" if rng.random() < 0.75 else "about_asks"])
+        about = somebody(rng, story) if drawn < 0.7 else something(rng) if drawn < 0.9 else rng.choice(story.topics)
+    request = form.format(about, s=word, a_s=stories.article(word), x=about, n=rng.randint(3, 9))
+    return ask(rng, (stories.capital(request) if rng.random() < 0.8 else request, story.text))
+
+
 def read_story(rng: Random) -> list[Turn]:
     """Give a story, and ask one to three questions about it."""
     story = stories.tell(rng, fullness=rng.choice((0.0, 0.0, 0.3, 0.6)))
@@ -121,10 +163,10 @@ def several(rng: Random) -> list[Turn]:
     return [turn for talk in talks for turn in talk if turn[0] != "system"]
 
 
-def story_talk(rng: Random) -> list[Turn]:
+def story_talk(rng: Random, request: Callable[[Random], list[Turn]] = requested_story) -> list[Turn]:
     """Draw a conversation in which stories are asked for between other short exchanges."""
-    makers = (requested_story, requested_story, smalltalk, unknown, sum_task, list_task, fact_task)
-    talks = [requested_story(rng), *(rng.choice(makers)(rng) for _ in range(rng.randint(1, 3)))]
+    makers = (request, request, smalltalk, unknown, sum_task, list_task, fact_task)
+    talks = [request(rng), *(rng.choice(makers)(rng) for _ in range(rng.randint(1, 3)))]
     rng.shuffle(talks)
     return [turn for talk in talks for turn in talk]
 

@@ -8,13 +8,16 @@ of chats.render(). Standard library only.
 """
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from random import Random
 
-from penstock_lab.training import HELDOUT_FILE, calls, chats, records, stories, sums
+import yaml
+
+from penstock_lab.training import HELDOUT_FILE, calls, chats, records, stories, sums, words
 
 HELDOUT_SEED = "penstock held-out"
 HELDOUT_BYTES = 36_000
@@ -82,7 +85,57 @@ FOURTH_MIXTURE: Mixture = THIRD_MIXTURE | {
     "conversations with stories": (30, chat(chats.story_talk)),
     "JSON answers with open names and schemas": (120, chat(lambda rng: records.task(spelling(rng)))),
 }
-MIXTURES = (MIXTURE, SECOND_MIXTURE, THIRD_MIXTURE, FOURTH_MIXTURE)  # of the successive trainings
+
+
+def piecing(rng: Random) -> records.Source:
+    """Make the fifth training's source: most new names and words consist of any of the tokenizer's tokens."""
+    return records.Source(rng, spelled_share=0.7, pieced_share=0.75)
+
+
+@cache
+def kept_requests() -> frozenset[str]:
+    """List the evaluation's requests for stories in lower case, without those that are a wording of training."""
+    fixed = yaml.safe_load(words.read_text("prompts.yaml"))["questions"]["story"]
+    return frozenset(plain_words(text) for text, *_ in fixed if text not in words.PHRASES["story_asks"])
+
+
+def plain_words(text: str) -> str:
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def unlike_evaluation(make: Callable[[Random], str]) -> Callable[[Random], str]:
+    """Draw again while a document asks for a story as the evaluation does."""
+
+    def made(rng: Random) -> str:
+        while True:
+            document = make(rng)
+            if kept_requests().isdisjoint(map(plain_words, re.findall(r"<\|user\|>(.*?)<\|end\|>", document, re.S))):
+                return document
+
+    return made
+
+
+# the mixture of the fifth training: requests for stories in many ways, more beginnings, and copying of all tokens
+FIFTH_MIXTURE: Mixture = {
+    name: (weight, unlike_evaluation(make))
+    for name, (weight, make) in (FOURTH_MIXTURE | {
+        "plain stories": (50, plain(lambda rng: stories.tell(rng, once=0.7, other=0.5).text)),
+        "stories on request": (25, chat(chats.requested_story)),
+        "stories on request in other words": (70, chat(chats.asked_story)),
+        "conversations with stories": (15, chat(chats.story_talk)),
+        "conversations with stories on request in other words": (
+            25, chat(lambda rng: chats.story_talk(rng, chats.asked_story))
+        ),
+        "JSON answers with open names and schemas": (150, chat(lambda rng: records.task(piecing(rng)))),
+        "JSON lists to copy": (110, chat(lambda rng: records.array(piecing(rng)))),
+        "open text to repeat": (40, chat(lambda rng: records.echo(piecing(rng)))),
+        "conversations with tools": (
+            110, lambda rng: chats.render(calls.conversation(piecing(rng), usual_share=0.6))
+        ),
+    }).items()
+}  # fmt: skip
+# of the successive trainings
+MIXTURES = (MIXTURE, SECOND_MIXTURE, THIRD_MIXTURE, FOURTH_MIXTURE, FIFTH_MIXTURE)
 
 
 def stream(seed: str, mixture: Mixture = MIXTURE) -> Iterator[str]:

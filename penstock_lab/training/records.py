@@ -5,17 +5,21 @@ either the names and numbers of training, or those that training never sees.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from random import Random
+from string import ascii_uppercase
 
+from penstock.weights.hub import MODEL_DIR
 from penstock_lab.training import sums, tasks, words
 from penstock_lab.training.words import PHRASES
 
 JSON_TYPES = {str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}}
 INVENTED_SHARE, KNOWN_SHARE = 0.45, 0.15  # shares of names; the remaining ones come from the longer lists
 SPELLED_LETTERS = range(3, 12)
+PIECED_LETTERS = 16  # at most
 ALL_HELD_OUT = frozenset(words.HELDOUT_NAMES + words.HELDOUT_CITIES)
 CITY_FORMS = ("{} City", "New {}", "San {}", "Port {}", "{} Bay", "Saint {}")
 
@@ -42,6 +46,28 @@ def spelled(rng: Random) -> str:
             return text[2:-1]
 
 
+@cache
+def pieces() -> dict[str, tuple[str, ...]]:
+    """Sort the demo model's tokens: beginnings of names, the pieces inside words, and whole words."""
+    vocab = json.loads((MODEL_DIR / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    forms = {"first": r"[A-Z][a-z]*", "inner": r"[a-z]+", "words": r"\u0120([a-z]{3,})", "names": r"\u0120([A-Z][a-z]{2,})"}
+    return {
+        kind: tuple(found[found.lastindex or 0] for token in vocab if (found := re.fullmatch(form, token)))
+        for kind, form in forms.items()
+    }
+
+
+def pieced(rng: Random, capital: bool) -> str:
+    """Put a word together from tokens, so that every token is copied, also those that names rarely have."""
+    found = pieces()
+    if rng.random() < 0.25:
+        return rng.choice(found["names" if capital else "words"])
+    text = rng.choice(rng.choice((ascii_uppercase, found["first"])) if capital else found["inner"])
+    for _ in range(rng.choice((1, 1, 2, 2, 3))):
+        text += rng.choice(found["inner"])
+    return text if len(text) <= PIECED_LETTERS else pieced(rng, capital)
+
+
 @dataclass(frozen=True)
 class Source:
     """Draws names, words and pairs of numbers: those of training, or the held-out ones.
@@ -49,16 +75,24 @@ class Source:
     Attributes:
         rng: the random number generator.
         held_out: draw only what training never states.
-        spelled_share: the share of names and words for training that spelled() makes.
+        spelled_share: the share of names and words for training that spelled() or pieced() makes.
+        pieced_share: the share of these that pieced() makes.
     """
 
     rng: Random
     held_out: bool = False
     spelled_share: float = 0.0
+    pieced_share: float = 0.0
 
     def spells(self) -> bool:
         """Decide whether spelled() makes the next name or word. Draws no random number if spelled_share is 0."""
         return self.spelled_share > 0 and self.rng.random() < self.spelled_share
+
+    def spelled(self, capital: bool) -> str:
+        """Make a new word, of letters or of tokens."""
+        if self.pieced_share and self.rng.random() < self.pieced_share:
+            return pieced(self.rng, capital)
+        return spelled(self.rng).capitalize() if capital else spelled(self.rng)
 
     def invented(self) -> str:
         """Make up a word of two or three syllables, which is probably not a real word."""
@@ -71,7 +105,7 @@ class Source:
         spells = self.spells()
         drawn = self.rng.random()
         if spells or drawn < INVENTED_SHARE:
-            name = (spelled(self.rng) if spells else self.invented()).capitalize()
+            name = self.spelled(capital=True) if spells else self.invented().capitalize()
             return name if name not in ALL_HELD_OUT else self.open_choice(known, more, held_out)
         return self.rng.choice(known if drawn < INVENTED_SHARE + KNOWN_SHARE else more)
 
@@ -88,7 +122,7 @@ class Source:
     def word(self, known: tuple[str, ...]) -> str:
         """Choose one of `known`, another common word, or an invented one."""
         if self.spells():
-            return spelled(self.rng)
+            return self.spelled(capital=False)
         drawn = self.rng.random()
         if drawn < 0.5:
             return self.rng.choice(known)

@@ -16,37 +16,42 @@ MORAL_SHARE, PARAGRAPH_SHARE = 0.25, 0.2
 
 @dataclass(frozen=True)
 class Plot:
-    """Topics to ask for, lines as (optional, alternatives), and question and answer templates."""
+    """Topics and deeds of the hero to ask for, lines as (optional, alternatives), and questions with answers."""
 
     topics: tuple[str, ...]
+    deeds: tuple[str, ...]
     beats: tuple[tuple[bool, tuple[str, ...]], ...]
     questions: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Story:
-    """A finished story, what it may be requested by (hero, kind and topics), and (question, answer) pairs."""
+    """A finished story, what it may be requested by (hero, kind, topics, deeds), and (question, answer) pairs."""
 
     text: str
     hero: str
     kind: str
     topics: tuple[str, ...]
+    deeds: tuple[str, ...]
     questions: tuple[tuple[str, str], ...]
 
 
 def read_plot(block: str) -> Plot:
     """Parse the plot in one paragraph of plots.txt."""
     topics: tuple[str, ...] = ()
+    deeds: tuple[str, ...] = ()
     beats, questions = [], []
     for line in block.splitlines():
         if line.startswith("plot: "):
             topics = tuple(line.removeprefix("plot: ").split(", "))
+        elif line.startswith("who: "):
+            deeds = tuple(line.removeprefix("who: ").split(" | "))
         elif line.startswith("Q: "):
             question, answer = line.removeprefix("Q: ").split(" = ")
             questions.append((question, answer))
         else:
             beats.append((line.startswith("? "), tuple(line.removeprefix("? ").split(" | "))))
-    return Plot(topics, tuple(beats), tuple(questions))
+    return Plot(topics, deeds, tuple(beats), tuple(questions))
 
 
 @cache
@@ -122,8 +127,20 @@ def props(rng: Random) -> dict[str, str]:
     }  # fmt: skip
 
 
-def tell(rng: Random, fullness: float | None = None, once: float = 0.6) -> Story:
-    """Tell a story. `fullness` is the chance of each extra sentence (None: drawn), `once` of "Once upon a time"."""
+def begun_at_once(plot: Plot) -> tuple[str, ...]:
+    """Write the plot's first lines so that they also introduce the hero, as far as they name the hero."""
+    return tuple(line.replace("{N}", "{a_hero} named {N}", 1) for line in plot.beats[0][1] if "{N}" in line)
+
+
+def tell(rng: Random, fullness: float | None = None, once: float = 0.6, other: float = 0.0) -> Story:
+    """Tell a story.
+
+    Args:
+        rng: the random number generator.
+        fullness: the chance of each extra sentence. None draws it.
+        once: the chance of "Once upon a time".
+        other: the chance of one of the rarer beginnings, such as a first line of the plot that introduces the hero.
+    """
     full = rng.choice((0.0, 0.3, 0.6, 1.0)) if fullness is None else fullness
     scene = people(rng) | props(rng)
     plot = rng.choice(plots())
@@ -133,12 +150,19 @@ def tell(rng: Random, fullness: float | None = None, once: float = 0.6) -> Story
     end_chances = {"closing": full, "moral": MORAL_SHARE * full}
     ends = [rng.choice(pool[name]) for name, chance in end_chances.items() if rng.random() < chance]
     middle = [rng.choice(variants) for optional, variants in plot.beats if not optional or rng.random() < full]
+    if other and rng.random() < other:
+        first = begun_at_once(plot)
+        if first and rng.random() < 0.5:
+            lines, middle[0] = [], rng.choice(first)
+        else:
+            lines[0] = rng.choice(pool["opening_other"])
     parts = [sentence_case(line.format_map(scene)) for line in lines + middle + ends]
     questions = (("Who is the story about?", "The story is about {a_hero} named {N}."), *plot.questions)
     filled = tuple((q.format_map(scene), a.format_map(scene)) for q, a in questions)
     topics = tuple(topic.format_map(scene) for topic in plot.topics)
+    deeds = tuple(deed.format_map(scene) for deed in plot.deeds)
     text = " ".join(parts)
     if rng.random() < PARAGRAPH_SHARE and len(parts) >= 6:  # two paragraphs
         cut = rng.randrange(3, len(parts) - 2)
         text = " ".join(parts[:cut]) + "\n\n" + " ".join(parts[cut:])
-    return Story(text, scene["N"], scene["kind"], topics, filled)
+    return Story(text, scene["N"], scene["kind"], topics, deeds, filled)

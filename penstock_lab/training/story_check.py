@@ -57,6 +57,7 @@ def world() -> tuple[frozenset[str], frozenset[Triple]]:
     rng = Random("story check")
     lines = [line for lines in words.EXTRAS.values() for line in lines]
     lines += [line for plot in stories.plots() for _, variants in plot.beats for line in variants]
+    lines += [line for plot in stories.plots() for line in stories.begun_at_once(plot)]
     known: set[str] = set()
     found: set[Triple] = set()
     for _ in range(SCENES):
