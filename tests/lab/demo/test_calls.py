@@ -19,18 +19,22 @@ TOOLS = re.compile(r"<tools>\n(.*)\n</tools>", re.S)
 
 @cache
 def talks() -> list[list[Turn]]:
-    """Conversations as the second and the third training have them."""
+    """Conversations as the second and the later trainings have them."""
     rng = Random(4)
     usual = [calls.conversation(records.Source(rng)) for _ in range(100)]
-    return usual + [calls.conversation(corpus.spelling(rng), usual_share=0.5) for _ in range(50)]
+    return usual + [
+        calls.conversation(source(rng), usual_share=0.5)
+        for source in (corpus.spelling, corpus.piecing)
+        for _ in range(50)
+    ]
 
 
 @cache
 def json_talks() -> list[list[Turn]]:
-    """Requests for JSON as the second and the third training have them."""
+    """Requests for JSON as the second and the later trainings have them."""
     rng = Random(4)
     usual = [records.task(records.Source(rng)) for _ in range(200)]
-    return usual + [records.task(corpus.spelling(rng)) for _ in range(100)]
+    return usual + [records.task(source(rng)) for source in (corpus.spelling, corpus.piecing) for _ in range(100)]
 
 
 def test_spelled_words_are_new():
@@ -39,6 +43,17 @@ def test_spelled_words_are_new():
     made = [records.spelled(rng) for _ in range(1000)]
     assert len(set(made)) > 700
     assert all(word.isalpha() and word.islower() for word in made)
+
+
+def test_pieced_words_have_all_tokens():
+    """Guards against tokens that no name or word to copy has, which the model then cannot copy."""
+    tokenizer, rng = load_tokenizer(MODEL_DIR), Random(4)
+    made = [records.pieced(rng, capital) for capital in (True, False) for _ in range(10_000)]
+    assert all(re.fullmatch(r"[A-Za-z]+", word) for word in made)
+    used = {token_id for word in made for token_id in tokenizer.encode(f'"{word}"', add_special_tokens=False)}
+    inner = records.pieces()["inner"]
+    assert len(inner) > 1000
+    assert {tokenizer.token_to_text(token_id) for token_id in used}.issuperset(inner)
 
 
 def as_messages(turns: list[Turn]) -> tuple[list[dict], list[object]]:

@@ -11,6 +11,7 @@ import pytest
 from penstock_lab.training import chats, corpus, stories, sums, tasks
 
 SAMPLE = list(islice(corpus.training_documents(0), 3000))
+FIFTH_SAMPLE = list(islice(corpus.training_documents(0, corpus.FIFTH_MIXTURE), 1000))
 
 
 def test_equal_seeds_give_equal_documents() -> None:
@@ -48,10 +49,10 @@ def test_sums_are_right() -> None:
 
 
 def test_every_document_ends_properly_and_fills_every_slot() -> None:
-    for text in SAMPLE:
+    for text in SAMPLE + FIFTH_SAMPLE:
         assert text.startswith(chats.BOS)
         assert text.endswith((chats.EOS, chats.END))
-        body = re.sub(r'\{".*?\}', "", text)
+        body = re.sub(r'\{".*\}', "", text)
         assert "{" not in body
         assert "}" not in body
 
@@ -77,7 +78,10 @@ def test_every_plot_fills_its_slots(plot: stories.Plot) -> None:
         assert len(lines) == 3
         for line in lines:
             line.format_map(scene)
+    for deed in plot.deeds:
+        deed.format_map(scene)
     assert plot.questions
+    assert len(plot.deeds) >= 3
 
 
 def test_names_that_answer_stand_in_the_story() -> None:
@@ -95,3 +99,33 @@ def test_story_lengths_vary() -> None:
     lengths = [len(stories.tell(rng).text.split()) for _ in range(300)]
     assert min(lengths) < 75
     assert max(lengths) > 130
+
+
+def test_the_evaluations_requests_are_drawn_again() -> None:
+    """Guards against figures of odd stories that measure memory, however the request is written."""
+    requests = ["Story, please!", "tell me a bedtime story about a hedgehog", "Tell me a story about a hedgehog."]
+    documents = [chats.render([("user", "Hi"), ("assistant", "Hello!"), ("user", request)]) for request in requests]
+    assert corpus.unlike_evaluation(lambda rng: documents.pop(0))(Random(0)) == chats.render(
+        [("user", "Hi"), ("assistant", "Hello!"), ("user", "Tell me a story about a hedgehog.")]
+    )
+    asked = {corpus.plain_words(text) for text in re.findall(r"<\|user\|>(.*?)<\|end\|>", "".join(FIFTH_SAMPLE))}
+    assert len(asked) > 500
+    assert len(corpus.kept_requests()) == 7
+    assert asked.isdisjoint(corpus.kept_requests())
+
+
+def test_a_requested_story_is_about_the_hero_asked_for() -> None:
+    rng = Random(2)
+    requests = [chats.asked_story(rng) for _ in range(400)]
+    heroes = [(found[1], story) for (_, request), (_, story) in requests
+              if (found := re.search(r"\b(?:named|called) (\w+)", request))]  # fmt: skip
+    assert len(heroes) > 20
+    assert all(name.lower() in story.lower() for name, story in heroes)
+    assert len({request for (_, request), _ in requests}) > 350
+
+
+def test_a_story_may_begin_in_the_midst() -> None:
+    rng = Random(2)
+    begun = [stories.tell(rng, other=1.0) for _ in range(300)]
+    assert sum(story.text.startswith(("One ", "On a ", "Early ", "After ")) for story in begun) > 50
+    assert all(story.kind in story.text[:250] and story.hero in story.text[:250] for story in begun)
