@@ -83,7 +83,7 @@ def training_text(trainings: Trainings) -> str:
 def commands(trainings: Trainings) -> str:
     """List the commands of the trainings. A training whose schedule was changed on the way has several commands."""
     lines = []
-    folders = [*("FIRST", "SECOND", "THIRD")[: len(trainings) - 1], "DIR"]
+    folders = [*("FIRST", "SECOND", "THIRD", "FOURTH")[: len(trainings) - 1], "DIR"]
     for number, facts in enumerate(trainings, 1):
         start = "    python -m penstock_lab.training.train" + (f" --from {folders[number - 2]}" if number > 1 else "")
         start += "".join(f" --{option}" for option in ("muon", "float32", "average") if facts.get(option))

@@ -4,12 +4,14 @@
     train --seed 0 --steps 4500 --out FIRST
     train --from FIRST --seed 1 --steps 4000 --lr 1.5e-3 --tokens-per-step 2048 --out SECOND
     train --from SECOND --muon --float32 --seed 2 --steps 4000 --lr 2e-3 --out THIRD
-    train --from THIRD --muon --float32 --seed 3 --steps 1300 --lr 2e-3 --average --out DIR
+    train --from THIRD --muon --float32 --seed 3 --steps 1300 --lr 2e-3 --average --out FOURTH
+    train --from FOURTH --muon --float32 --seed 4 --steps 1000 --lr 1.5e-3 --out DIR
     train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
 
 The second training continues from the weights of the first, with a mixture that includes tool calls. The tokenizer has
 one token for each of their tags. The third continues from the second, with names that are spelled letter by letter, and
-the fourth from the third, with more stories; the model is the mean of the two.
+the fourth from the third, with more stories; its result is the mean of the two. The fifth continues from that, with
+names and words to copy that consist of any of the tokenizer's tokens, and with requests for stories in many ways.
 
 The model is Transformers' LlamaForCausalLM. Every document is drawn once. Two processes of one thread each share every
 batch and average their gradients. This is faster than two threads in one process, which wait for each other on a busy
