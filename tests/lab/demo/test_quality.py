@@ -46,7 +46,7 @@ def test_few_stories_are_odd_at_the_models_own_settings(generate):
     """Guards against weights that mix other kinds of text into stories, and against sampling defaults that are lost."""
     found = story_oddities(generate, None)
     assert found["stories"] == 100
-    assert found["odd"] <= 16, found["all"]
+    assert found["odd"] <= 4, found["all"]
 
 
 def test_conversations_keep_stories_and_sums_apart(generate):
@@ -69,12 +69,12 @@ def test_json_answers_parse_and_8_of_10_are_right(generate):
     assert sum(right(prompt, completion.text) is True for prompt, completion in pairs) >= 0.8 * len(pairs)
 
 
-def test_9_of_10_held_out_calls_and_json_answers_are_right(generate):
+def test_19_of_20_held_out_calls_and_json_answers_are_right(generate):
     """Guards against weights that know their names instead of copying them; every sixth case is looked at."""
     cases = (heldout_cases.tool_cases() + heldout_cases.json_cases())[::6]
     done = generate([prompt for _, prompt, _ in cases], 0.0, 120)
     hits = [heldout_cases.right(kind, text, one.text) for (kind, _, text), one in zip(cases, done, strict=True)]
-    assert sum(hits) >= 0.9 * len(hits) > 60
+    assert sum(hits) >= 0.95 * len(hits) > 60
     texts = [one.text for one in generate(heldout_cases.direct_prompts()[::3], 0.0, 30)]
     assert sum("<tool_call>" in text for text in texts) <= 1
 
@@ -89,7 +89,7 @@ def test_held_out_json_answers_are_right_under_their_schemas(llm):
         demo_answers.verdicts_of(right, text)
         for (_, _, right), text in zip(cases, demo_answers.answers(llm, cases, 0.0), strict=True)
     ]
-    assert sum(all(hit for _, hit in verdicts) for verdicts in found) >= 0.8 * len(found) > 20
+    assert sum(all(hit for _, hit in verdicts) for verdicts in found) >= 0.9 * len(found) > 20
     closed = [hit for verdicts in found for name, hit in verdicts if name in CLOSED_FIELDS]
     assert sum(closed) >= 0.97 * len(closed) > 20
 
