@@ -50,7 +50,12 @@ def spelled(rng: Random) -> str:
 def pieces() -> dict[str, tuple[str, ...]]:
     """Sort the demo model's tokens: beginnings of names, the pieces inside words, and whole words."""
     vocab = json.loads((MODEL_DIR / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    forms = {"first": r"[A-Z][a-z]*", "inner": r"[a-z]+", "words": r"\u0120([a-z]{3,})", "names": r"\u0120([A-Z][a-z]{2,})"}
+    forms = {
+        "first": r"[A-Z][a-z]*",
+        "inner": r"[a-z]+",
+        "words": r"\u0120([a-z]{3,})",  # U+0120 is a space
+        "names": r"\u0120([A-Z][a-z]{2,})",
+    }
     return {
         kind: tuple(found[found.lastindex or 0] for token in vocab if (found := re.fullmatch(form, token)))
         for kind, form in forms.items()
