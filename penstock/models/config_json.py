@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import ModelLoadError, nearest, shown
 from penstock.models.registry import ARCHITECTURES, HEADLESS, find_architecture, may_fall_back, unsupported
-from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported, with_overrides
+from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported_config, with_overrides
 from penstock.spec.config_reader import ConfigReader, read_json
 from penstock.spec.generation_config import read_ignored, read_sampling
 from penstock.spec.gguf import is_gguf
@@ -111,9 +111,8 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
     name = _read_name(read)
     model_type = str(read.raw("model_type"))
     if name not in {*ARCHITECTURES, *HEADLESS} and not may_fall_back(name, model_type):
-        raise unsupported(name, why_unsupported(model_type))
+        raise unsupported(name, why_unsupported_config(config))
     architecture = find_architecture(name)
-    quantization = parse_quantization(read.raw(KEY)) if read.section(KEY) else None
     notes = {"auto_map": "not followed: code of a checkpoint is never run"} if read.has("auto_map") else {}
     if decoder is not None:
         notes["vision_config"] = "images are not served, only the text part of this checkpoint"
@@ -122,6 +121,7 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
     read.neutral(NEUTRAL)
     model_type = read.raw("model_type") or architecture.model_type or ""
     numbers = architecture.read_config(read)
+    quantization = parse_quantization(read.raw(KEY)) if read.section(KEY) else None
     _check_fields(name, numbers)
     vocab_size = numbers["vocab_size"]
     bos = _read_ids("bos_token_id", vocab_size, generation, read)

@@ -39,6 +39,15 @@ UNSUPPORTED: dict[str, str] = {
     r"ForConditionalGeneration$|Vision|LlavaFor|Audio": "a multimodal model: it reads more than text",
     r"(?<!LMHead)Model$": "a model without a language-model head",
 }
+# Keys of config.json -> the kind of model that has them.
+RECURRENT = "a hybrid model: some of its layers keep a recurrent state instead of keys and values"
+UNSUPPORTED_KEYS: dict[str, str] = {
+    "linear_attn_config": RECURRENT,
+    "linear_num_key_heads": RECURRENT,
+    "mamba_num_heads": RECURRENT,
+    "sparse_attention_config": "sparse attention: it chooses keys by an index that it keeps beside them",
+    "kv_lora_rank": "latent attention: it keeps one compressed vector per token instead of keys and values",
+}
 # Of params.json:
 CONTEXT = 32768  # default context
 WINDOW_THETA, THETA = 1e4, 1e6  # default rotary base, with a window and without one
@@ -114,6 +123,15 @@ def with_overrides(
 def why_unsupported(architecture: str) -> str | None:
     """Find the kind of model that an architecture's name or a model_type indicates; None if neither is known."""
     return next((reason for pattern, reason in UNSUPPORTED.items() if re.search(pattern, architecture)), None)
+
+
+def why_unsupported_config(config: dict[str, Any]) -> str | None:
+    """Find the kind of model that the keys of a config.json indicate, or its name and model_type; None if they do
+    not."""
+    section = config.get("text_config")
+    keys = config | (section if isinstance(section, dict) else {})
+    found = next((reason for key, reason in UNSUPPORTED_KEYS.items() if keys.get(key)), None)
+    return found or why_unsupported(str(config.get("model_type")))
 
 
 def config_of_params(params: dict[str, Any]) -> dict[str, Any]:

@@ -101,6 +101,9 @@ def parse_quantization(values: dict[str, Any]) -> Quantization | None:
     method = read.raw("quant_method")
     if method is None and (read.raw("load_in_4bit") or read.raw("load_in_8bit")):
         method = "bitsandbytes"  # files of early versions do not name it
+    producer = read.raw("producer")
+    if method is None and isinstance(producer, dict) and producer.get("name") == "modelopt":
+        method = "modelopt"  # nor do these
     if not isinstance(method, str) or method not in METHODS:
         raise NotSupportedError(
             f"{KEY}: quant_method = {shown(method)} is not supported; supported are {', '.join(METHODS)}", param="model"
@@ -231,7 +234,7 @@ def _compressed_tensors(read: ConfigReader) -> Quantization:
 
 def _fp8(read: ConfigReader) -> Quantization:
     read.choice("activation_scheme", ("dynamic", "static"), "dynamic")
-    read.choice("fmt", ("e4m3",), "e4m3")
+    read.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     read.choice("scale_fmt", ("float", "ue8m0"), "float")
     read.neutral({"dequantize": False, "expert_dtype": "fp8", "is_checkpoint_fp8_serialized": True})
     method, blocks = str(read.raw("quant_method")), _block(read, "weight_block_size")

@@ -172,6 +172,14 @@ INTERNLM3 = {
     "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50000000, "torch_dtype": "bfloat16",
     "use_cache": True, "vocab_size": 128512,
 }  # fmt: skip
+MIMO = {
+    "architectures": ["MiMoForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 32768,
+    "max_window_layers": 32, "model_type": "mimo", "num_attention_heads": 32, "num_hidden_layers": 36,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_theta": 640000,
+    "sliding_window": 32768, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_mrope": False, "use_sliding_window": False, "vocab_size": 151680,
+}  # fmt: skip
 MINISTRAL3_8B = MISTRAL_SMALL_31 | {
     "text_config": {
         "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
@@ -196,6 +204,7 @@ WHOLE = {
     "OLMo 3 7B": (OLMO3, "Olmo3ForCausalLM", 4096),
     "EXAONE 4.0 32B": (EXAONE4_32B, "Exaone4ForCausalLM", 5120),
     "Seed-OSS 36B": (SEED_OSS, "SeedOssForCausalLM", 5120),
+    "MiMo 7B": (MIMO, "MiMoForCausalLM", 4096),
     "InternLM3 8B": (INTERNLM3, "InternLM3ForCausalLM", 4096),
     "ERNIE 4.5 0.3B": (ERNIE_45, "Ernie4_5ForCausalLM", 1024),
 }
@@ -273,6 +282,16 @@ def test_numbers_that_follow_from_other_keys() -> None:
         ),
         (MISTRAL_SMALL_31, {"text_config": 5}, "text_config = 5 must be an object"),
         (GRANITE4_MICRO, {"layer_types": ["mamba"] * 39 + ["attention"]}, "layer_types.*mamba layers are not support"),
+        (
+            QWEN3,
+            {"architectures": ["NewForCausalLM"], "linear_num_key_heads": 16},
+            "a hybrid model: some of its layers",
+        ),
+        (
+            MISTRAL_SMALL_31 | {"text_config": {"kv_lora_rank": 512}},
+            {"architectures": ["NewForConditionalGeneration"]},
+            "latent attention",
+        ),
         (GRANITE4_MICRO, {"num_local_experts": 62}, "num_local_experts = 62"),
         (SMOLLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     ],

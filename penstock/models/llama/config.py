@@ -63,6 +63,12 @@ def read_qwen2(read: ConfigReader) -> Numbers:
     return numbers | {"attention_bias": True, "layer_windows": upper_windows(read, numbers["num_hidden_layers"])}
 
 
+def read_mimo(read: ConfigReader) -> Numbers:
+    """Read the numbers of MiMo: Qwen2, with layers that predict further tokens beside the model, which are not read."""
+    harmless(read, "num_nextn_predict_layers")
+    return read_qwen2(read)
+
+
 def read_qwen3(read: ConfigReader) -> Numbers:
     """Read the numbers of Qwen3: norms of q and k."""
     numbers = gated_decoder(read, head_dim=128) | attention_biases(read)
