@@ -156,7 +156,8 @@ class Ops(Protocol):
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
         """Compute activation(gate) * up of x [M, K] dtype: [M, N] dtype. The weight [2N, K] is gate rows, then up rows.
 
-        `activation`: "silu", "gelu" (exact) or "gelu_tanh". Equal to linear followed by the element-wise product.
+        `activation`: "silu", "gelu" (exact), "gelu_tanh", or "clamped_silu": min(x, 7) sigmoid(1.702 min(x, 7)), which
+        multiplies up, clamped to -7 .. 7, plus 1. Equal to linear followed by the element-wise product.
         """
 
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:

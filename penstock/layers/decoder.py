@@ -12,6 +12,7 @@ softmax over the chosen logits.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ class Attention(Module):
         self.qkv_proj = make.linear("qkv_proj")
         self.q_norm = make.rms_norm("q_norm", self.eps, unit_offset=unit_offset) if cfg.qk_norm else None
         self.k_norm = make.rms_norm("k_norm", self.eps, unit_offset=unit_offset) if cfg.qk_norm else None
+        self.sinks = make.vector("sinks") if cfg.sink_logits else None
         self.o_proj = make.linear("o_proj")
         self.q_out = make.slot("q", (heads.num_heads, heads.head_dim))
         self.k_out, self.v_out = (make.slot(name, (heads.num_kv_heads, heads.head_dim)) for name in ("k", "v"))
@@ -82,6 +84,8 @@ class Attention(Module):
         out = self.q_out(tokens), self.k_out(tokens), self.v_out(tokens)
         q, k, v = self.ops.rotary_qkv(self.qkv_proj(y), ctx.positions, self.rotary_params, out=out)
         cache, meta = ctx.layer(self.layer)
+        if self.sinks is not None and self.params.sink_logits is None:  # they are loaded now
+            self.params = replace(self.params, sink_logits=self.sinks.weight)
         mixed = self.ops.attend(q, k, v, cache, meta, self.params, out=self.mixed_out(tokens))
         return self.o_proj(mixed)
 

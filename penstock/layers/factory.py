@@ -29,6 +29,7 @@ from penstock.layers.weights import (
     LinearSpec,
     LMHead,
     RMSNorm,
+    Vector,
 )
 from penstock.spec.model_config import ModelConfig, QueryScale, RopeConfig
 from penstock.spec.param_table import Parameter
@@ -114,6 +115,10 @@ class LayerFactory:
         """Make a norm whose float32 result is added to the residual stream."""
         shape = self._find(name).shape
         return RMSNorm(self.ops, shape, eps, self.slot(name, shape, "float32"), unit_offset=unit_offset)
+
+    def vector(self, name: str) -> Vector:
+        """Make a vector that an operation of another layer reads."""
+        return Vector(self.ops, self._find(name).shape)
 
     def layer_norm(self, name: str, eps: float) -> LayerNorm:
         """Make a layer norm, with a bias if the table has one."""

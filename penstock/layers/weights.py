@@ -29,10 +29,9 @@ class WeightLayer(Module):
         shapes: shape of each declared parameter, by name.
     """
 
-    def __init__(self, ops: Ops, out: Slot) -> None:
+    def __init__(self, ops: Ops) -> None:
         super().__init__()  # of SwappedLinear, which is a torch.nn.Module, too
         self.ops = ops
-        self.out = out
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
@@ -106,8 +105,8 @@ class Linear(WeightLayer):
     packed: tuple[PackedLinear, ...]
 
     def __init__(self, ops: Ops, spec: LinearSpec, out: Slot) -> None:
-        super().__init__(ops, out)
-        self.spec = spec
+        super().__init__(ops)
+        self.spec, self.out = spec, out
         self.shapes = {"weight": spec.shape} | ({"bias": spec.shape[:1]} if spec.bias else {})
         ends = list(itertools.accumulate(rows for rows, _ in spec.pieces))
         self.pieces = [(end - rows, end, item) for end, (rows, item) in zip(ends, spec.pieces, strict=True)]
@@ -191,14 +190,13 @@ class GatedLinear(ActivatedLinear):
         return self.ops.gated_linear(x, weight, self.activation, out=out)
 
 
-class Norm(WeightLayer):
-    """Base of the norms. They compute the norm alone, or together with the addition before it."""
+class Vector(WeightLayer):
+    """A vector that an operation reads."""
 
     weight: Tensor
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot) -> None:
-        super().__init__(ops, out)
-        self.eps = eps
+    def __init__(self, ops: Ops, shape: tuple[int, ...]) -> None:
+        super().__init__(ops)
         self.shapes = {"weight": shape}
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
@@ -208,6 +206,14 @@ class Norm(WeightLayer):
 
     def _value(self, name: str, stored: Array) -> Array:
         return rounded(stored, FLOAT32)
+
+
+class Norm(Vector):
+    """Base of the norms. They compute the norm alone, or together with the addition before it."""
+
+    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot) -> None:
+        super().__init__(ops, shape)
+        self.eps, self.out = eps, out
 
 
 class RMSNorm(Norm):
@@ -270,8 +276,8 @@ class Embedding(WeightLayer):
         self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float = 1.0, packing: Packing | None = None
     ) -> None:
         """packing: how a coded table is packed; None: it is a tensor of the model's type."""
-        super().__init__(ops, out)
-        self.scale = scale
+        super().__init__(ops)
+        self.scale, self.out = scale, out
         self.shapes = {"weight": shape}
         self.packing = packing
 

@@ -129,7 +129,9 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         architecture=name,
         model_type=model_type,
         **numbers,
-        dtype=read.choice("dtype", DTYPES, read.choice("torch_dtype", DTYPES, "float32")),
+        dtype=read.choice(
+            "dtype", DTYPES, read.choice("torch_dtype", DTYPES, "bfloat16" if quantization else "float32")
+        ),
         eos_token_ids=_read_ids("eos_token_id", vocab_size, generation, read),
         bos_token_id=bos[0] if bos else None,
         quantization=quantization,

@@ -21,6 +21,7 @@ from penstock.models.falcon.config import read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
 from penstock.models.gpt2.config import read_gpt2
+from penstock.models.gpt_oss.config import read_gpt_oss
 from penstock.models.granite.config import read_granite, read_granite_hybrid
 from penstock.models.llama.config import (
     read_ernie4_5,
@@ -148,6 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),
     "Gemma3ForCausalLM": _built_in("gemma3_text", read_gemma3, GEMMA2),
     "GemmaForCausalLM": _built_in("gemma", read_gemma, "gemma.model.GemmaForCausalLM"),
+    "GptOssForCausalLM": _built_in("gpt_oss", read_gpt_oss, MIXTRAL, "gpt_oss/table.yaml"),
     "GraniteForCausalLM": _built_in("granite", read_granite, LLAMA),
     "GraniteMoeHybridForCausalLM": _built_in("granitemoehybrid", read_granite_hybrid, LLAMA, "granite/table.yaml"),
     "InternLM3ForCausalLM": _built_in("internlm3", read_internlm3, LLAMA),

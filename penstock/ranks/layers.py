@@ -272,8 +272,7 @@ class SplitMixture:
         self.first, self.last = split.share.experts.even_bounds(num_experts)
         self.num_experts = num_experts
         self.down = down
-        self._scales: Array | None = None
-        self._has_scales = False
+        self._terms: tuple[Array | None, Array | None] | None = None
 
     def __call__(
         self, y: Array, gate_up: Any, down: Any, ids: Array, weights: Array, activation: str, *, out: Array
@@ -293,24 +292,27 @@ class SplitMixture:
         degree = self.split.share.degrees.mixture
         if degree > 1:
             results = tree_sum(self.split.links.gather(results, degree), np.empty_like(results))
-        scales = self._all_scales()
+        scales, biases = self._scales_and_biases()
         if scales is not None:
             results *= scales[chosen]
+        if biases is not None:
+            results += biases[chosen]
         return _mixed(results.reshape(*ids.shape, -1), ids, weights, out)
 
-    def _all_scales(self) -> Array | None:
-        """Gather the column scales of all experts, [experts, hidden], once; None if there are no scales."""
-        if not self._has_scales:
-            self._scales = self._gather_scales([getattr(item, "scales", None) for item in self.down])
-            self._has_scales = True
-        return self._scales
+    def _scales_and_biases(self) -> tuple[Array | None, Array | None]:
+        """Gather the column scales and the biases of all experts, [experts, hidden], once; None if there are none. The
+        product of a whole expert applies its own."""
+        if self._terms is None:
+            scales, biases = ([getattr(item, name, None) for item in self.down] for name in ("scales", "bias"))
+            self._terms = self._gathered(scales), self._gathered(biases)
+        return self._terms
 
-    def _gather_scales(self, own: Sequence[Array | None]) -> Array | None:
-        """Gather the column scales of all experts from their ranks. The product of a whole expert applies its own."""
-        scales = [item for item in own if item is not None]
-        if not scales:
+    def _gathered(self, own: Sequence[Array | None]) -> Array | None:
+        """Gather a vector of each expert from the experts' ranks."""
+        found = [item for item in own if item is not None]
+        if not found:
             return None
-        degrees, mine = self.split.share.degrees, np.stack(scales)
+        degrees, mine = self.split.share.degrees, np.stack(found)
         bounds = [Share(rank, degrees).experts.even_bounds(self.num_experts) for rank in range(degrees.mixture)]
         shapes = [(last - first, mine.shape[1]) for first, last in bounds]
         parts = self.split.links.gather(mine, degrees.mixture, shapes)

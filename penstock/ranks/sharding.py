@@ -259,7 +259,8 @@ def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConf
         cut = _by_table(whole, share.part_of(whole))
         if share.degrees.forms is not None and found is None:
             weight = parameters.get(whole.name.removesuffix(".bias") + ".weight", whole)
-            cut = _by_form(whole, weight, share, share.degrees.forms[general(weight.name)])
+            if len(weight.shape) > 1:  # a vector follows the heads of its layer, if it has an element for each of them
+                cut = _by_form(whole, weight, share, share.degrees.forms[general(weight.name)])
         if found is not None:
             name = EXPERT.sub(f".experts.{int(found[1]) - first}.", whole.name)
             cut = replace(cut, own=replace(cut.own, name=name))

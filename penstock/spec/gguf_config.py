@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "gemma": ("GemmaForCausalLM", "gemma"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "gpt2": ("GPT2LMHeadModel", "gpt2"),
     "granite": ("GraniteForCausalLM", "granite"),  # and Granite 4 without experts and mamba layers
     "llama": ("LlamaForCausalLM", "llama"),  # and Mistral; with experts: MIXTRAL
@@ -72,7 +73,7 @@ NEUTRAL = {
 }
 HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned"})
 LLAMA4_BETA = "llama_4_scaling_beta"
-WITH_WINDOWS = ("exaone4", "gemma2", "gemma3", "olmo2", "phi3")
+WITH_WINDOWS = ("exaone4", "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3")
 LAST_POOLING = (0, 3)  # none, or the last token's, as for every model without modules.json
 # Numbers of layers of the 27B models, which scale their scores by hidden_size / num_attention_heads, not by head_dim.
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
@@ -132,7 +133,10 @@ def _config(read: ConfigReader, name: str, tensors: Tensors) -> dict[str, Any]:
     config |= _biases(name, tensors)
     _add_head_dim(read, name, config)
     config |= _rope_scaling(read, name, tensors, config)
-    return config | _family(read, name, tensors, config)
+    config |= _family(read, name, tensors, config)
+    if name == "gpt-oss":
+        config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
+    return config
 
 
 def _dtype(tensors: Tensors) -> str:
@@ -191,6 +195,7 @@ def _rope_scaling(read: ConfigReader, name: str, tensors: Tensors, config: Mappi
             for key in ("beta_fast", "beta_slow")
             if read.has(f"rope.scaling.yarn_{key}")
         }
+        scaling |= {"truncate": False} if name == "gpt-oss" else {}
         attention *= read.number("rope.scaling.yarn_attn_factor", 0.0, MAX_SIZE, 1.0)
         growth = 0.1 * math.log(max(factor, 1.0))
         divisor = growth * read.number("rope.scaling.yarn_log_multiplier", 0.0, MAX_SIZE, 0.0) + 1
@@ -222,7 +227,7 @@ def _family(read: ConfigReader, name: str, tensors: Tensors, config: Mapping[str
         beta = read.number("attention.temperature_scale", 0.0, MAX_SIZE, 0.0)
         return {"rope_scaling": None, "rope_parameters": {**config.get("rope_scaling", {}), LLAMA4_BETA: beta}}
     window = read.raw("attention.sliding_window") or None if name in WITH_WINDOWS else None
-    if name == "phi3":
+    if name in ("gpt-oss", "phi3"):
         return {"sliding_window": window}
     if name in ("exaone4", "olmo2"):
         if window is None:

@@ -81,8 +81,9 @@ class ModelConfig:
     """The numbers of one model, with Transformers' names. Fields that most models lack have defaults.
 
     Attributes:
-        hidden_act: "silu", "gelu" (exact) or "gelu_tanh".
-        dtype: type of the checkpoint: "float32", "bfloat16" or "float16"; float32 if the file does not say.
+        hidden_act: "silu", "gelu" (exact), "gelu_tanh" or "clamped_silu" (kernels/ops.py).
+        dtype: type of the checkpoint: "float32", "bfloat16" or "float16". If the file does not say: float32, or
+            bfloat16 beside codes.
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
         rope: rotary embedding; None: positions enter in another way (ALiBi, or learned positions).
         local_rope: rotary embedding of the layers with a window, if it differs.
@@ -97,6 +98,7 @@ class ModelConfig:
         attention_scale: factor of the scores; None is 1 / sqrt(head_dim).
         logit_scale: factor of the logits.
         attn_logit_softcapping, final_logit_softcapping: soft caps of scores and of logits.
+        sink_logits: each head has a learned logit that takes part in every softmax and has no value.
         alibi: scores get a bias that falls with the distance (Press et al., 2022) before they are scaled.
         num_parallel_norms: attention and feed-forward read the same residual stream, after one shared norm (1) or one
             each (2); 0: one branch follows the other.
@@ -148,6 +150,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    sink_logits: bool = False
     alibi: bool = False
     num_parallel_norms: int = 0
     num_experts: int = 0

@@ -22,7 +22,8 @@ The file has one entry per parameter. The first `*` stands for the layer number,
                                    interleaves the rotated rows of each of their heads as pairs, the engine as halves.
                                    For the norms of q and k, it does so with their elements
                order: rotary       rotary_pairs if the rotary embedding is `interleaved`, otherwise none
-               transposed: true    [in, out] in the checkpoint
+               order: alternating  one tensor holds both pieces, whose rows take turns
+               transposed: true    [in, out] in the checkpoint, if it holds floats; codes are never transposed
                stacked: true       one tensor for all experts, which are its first axis
     or       a list of other ways in which a checkpoint may hold it, each as in `from`. Its own name, for the whole
              parameter, is always allowed, unless `from` or `or` gives that name another meaning.
@@ -76,6 +77,7 @@ CONFIG_TYPES = {item.name: item.type for item in fields_of(ModelConfig)}
 EXTRA = "extra."  # before the name of a value in ModelConfig.extra
 QUANT = (False, True, "int8")
 LEAVES = (1, 8)
+PAIR = 2
 ROTARY = ("rotary_pairs", "rotary")  # orders of rows or elements of heads that are rotated
 
 Axis = str | int | tuple[str | int, ...]
@@ -206,6 +208,7 @@ class _RowReader:
             raise self._wrong(field, allowed)
         known = set(given) <= {"names", "order", *flags} and all(isinstance(flag, bool) for flag in flags.values())
         names_of_order = {None: counts, "kv_group": [1]} | {name: [pieces] for name in ROTARY}  # numbers of names
+        names_of_order["alternating"] = [1] if pieces == PAIR else []
         unordered = order is not None and not isinstance(shape[0], tuple)  # only joined rows have an order, or
         if order in ROTARY and pieces == 1:  # what has an element for each element of a head
             unordered = shape[-1] != "head" and shape[0] not in ("q", "kv")
@@ -234,7 +237,7 @@ class Layout:
         pieces: sizes of the joined pieces along `join_axis`, whether they are in one tensor or in several.
         groups: one tensor holds all pieces in `groups` groups with an equal share of each piece; 1: one piece after the
             other.
-        transposed: the tensors are [K, N] in the checkpoint.
+        transposed: the tensors are [K, N] in the checkpoint, if they hold floats.
         paired_head: head size if the tensors interleave rotated rows as pairs, all but the last one if there are
             several; 0: as halves.
         rotated: the number of elements of such a head that are rotated, its first ones.
@@ -404,13 +407,16 @@ class _Expansion:
             sources=dict(zip(map(self._name, held.names), parts, strict=True)),
             join_axis=axis,
             pieces=pieces[axis],
-            groups=self.config.num_key_value_heads if held.order == "kv_group" else 1,
+            groups=self._groups(held, pieces[axis][0]),
             transposed=held.transposed,
             paired_head=self.config.head_dim if is_paired else 0,
             rotated=self._rotated() if is_paired else 0,
             paired_axis=1 if is_paired and row.shape[1:] == ("head",) else 0,
             index=self.expert if held.stacked else None,
         )
+
+    def _groups(self, held: Held, piece: int) -> int:
+        return {"kv_group": self.config.num_key_value_heads, "alternating": piece}.get(held.order or "", 1)
 
     def _rotated(self) -> int:
         """Count the elements of a head that are rotated."""

@@ -156,6 +156,15 @@ NAMES: dict[str, dict[str, str]] = {
         "ffn_up_exps": _LAYERS + "mlp.experts.#.up_proj",
         "ffn_down_exps": _LAYERS + "mlp.experts.#.down_proj",
     },
+    "gpt-oss": {
+        **_DECODER,
+        "attn_sinks": _LAYERS + "self_attn.sinks",
+        "post_attention_norm": _LAYERS + "post_attention_layernorm",
+        "ffn_gate_inp": _LAYERS + "mlp.gate",
+        "ffn_gate_exps": _LAYERS + "mlp.experts.#.gate_proj",
+        "ffn_up_exps": _LAYERS + "mlp.experts.#.up_proj",
+        "ffn_down_exps": _LAYERS + "mlp.experts.#.down_proj",
+    },
     "gemma": _DECODER,
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA2,
@@ -263,9 +272,10 @@ def _entries(stored: str, tensor: GGUFTensor, names: dict[str, str]) -> Iterator
             )
         yield name.replace("#", str(expert)), whole
         return
-    if len(whole.shape) != 3:
+    dimensions = 3 if kind == "weight" else 2
+    if len(whole.shape) != dimensions:
         raise ModelLoadError(
-            f"{tensor.file}: {stored} has the shape {list(whole.shape)}; experts have three dimensions"
+            f"{tensor.file}: {stored} has the shape {list(whole.shape)}; experts have {dimensions} dimensions"
         )
     elements, size = BLOCKS[whole.dtype]
     length = math.prod(whole.shape[1:]) // elements * size

@@ -291,6 +291,8 @@ def _regrouped(rows: RowSource, layout: Layout, *, back: bool) -> RowSource:
     `back` does the reverse.
     """
     shares = [size // layout.groups for size in layout.pieces]
+    if shares == [1, 1]:  # pairs of rows, as if all of them were one rotated head
+        return halved(rows, rows.shape[0], rows.shape[0], back=back)
     by_piece = list(itertools.product(range(len(shares)), range(layout.groups)))
     by_group = sorted(by_piece, key=lambda place: place[1])
     source, target = (by_piece, by_group) if back else (by_group, by_piece)
@@ -299,7 +301,7 @@ def _regrouped(rows: RowSource, layout: Layout, *, back: bool) -> RowSource:
 
 
 def _upright(rows: RowSource, layout: Layout) -> RowSource:
-    return TransposedRows(rows) if layout.transposed else rows
+    return TransposedRows(rows) if layout.transposed and not isinstance(rows, CodedRows) else rows
 
 
 def _halved(parts: list[RowSource], layout: Layout, *, back: bool) -> list[RowSource]:

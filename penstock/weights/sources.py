@@ -31,7 +31,7 @@ from penstock.spec.text_part import IMAGE_TENSORS, text_name
 from penstock.weights.gguf import GGUFCheckpoint
 from penstock.weights.quantized import QuantizedCheckpoint, usual_coding
 from penstock.weights.rows import RoundedRows, parameter_rows, read_rows, runs_of
-from penstock.weights.safetensors import Checkpoint, TensorEntry, find_files
+from penstock.weights.safetensors import FLOATS, Checkpoint, TensorEntry, find_files
 
 # Form of a whole checkpoint -> a function that returns the layout of each parameter.
 FORMS: dict[str, Callable[[Parameter], Layout]] = {
@@ -110,6 +110,8 @@ def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entr
     for layout in layouts.values():
         for name, shape in layout.sources.items():
             entry = entries[stored[name]]
+            if layout.transposed and entry.dtype not in FLOATS:
+                shape = (*shape[:-2], shape[-1], shape[-2])
             if entry.shape != shape:
                 raise ModelLoadError(
                     f"{entry.file.name}: {stored[name]} has the shape {list(entry.shape)}; the configuration requires "
@@ -285,9 +287,12 @@ class DescribedSource(DummySource):
         return {coding for item in self.parameters.values() for _, coding in self.runs(item) if coding is not None}
 
     def runs(self, parameter: Parameter) -> Runs:
-        """Guess how a parameter is coded. Quantisers leave norms, embeddings and heads alone."""
-        shape = parameter.shape
-        return ((shape[0], usual_coding(self.quantization, shape[1])),) if parameter.quant is True else ()
+        """Guess how a parameter is coded. Quantisers leave norms, embeddings and heads alone, and "mxfp4" all but
+        experts."""
+        shape, is_coded = parameter.shape, parameter.quant is True
+        if self.quantization.method == "mxfp4":
+            is_coded = is_coded and EXPERT.search(parameter.name) is not None
+        return ((shape[0], usual_coding(self.quantization, shape[1])),) if is_coded else ()
 
     def rows(self, parameter: Parameter) -> RowSource:
         runs = self.runs(parameter)

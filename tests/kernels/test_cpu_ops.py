@@ -267,7 +267,7 @@ def test_a_product_fills_some_columns_of_a_wider_buffer(pair: tuple[CpuOps, Refe
         ops.linear(x, ops.pack_linear(draw(40, 50)), out=wide[:, :40].T)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_silu"])
 def test_an_activated_product_is_a_product_and_an_activation(
     pair: tuple[CpuOps, ReferenceOps], activation: str
 ) -> None:

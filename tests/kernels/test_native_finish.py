@@ -11,7 +11,7 @@ from torch import Tensor
 from .packed import ACTIVATIONS, TYPES, Native, Packed, levels, pack
 
 DTYPES = [torch.float32, torch.bfloat16]
-GATES = ["silu", "gelu", "gelu_tanh"]
+GATES = ["silu", "gelu", "gelu_tanh", "clamped_silu"]
 INFINITY = float("inf")
 
 
@@ -24,7 +24,18 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda t: t * torch.sigmoid(t),
     "gelu": lambda t: t * normal(t),
     "gelu_tanh": lambda t: t * torch.sigmoid((8 / torch.pi) ** 0.5 * (t + 0.044715 * t**3)),
+    "clamped_silu": lambda t: t.clamp(max=7) * torch.sigmoid(1.702 * t.clamp(max=7)),
 }
+
+
+def multiplied(up: Tensor, activation: str | None) -> Tensor:
+    """What the activation of a gate multiplies."""
+    return up.clamp(-7, 7) + 1 if activation == "clamped_silu" else up
+
+
+def one(activation: str) -> float:
+    """The other half that changes nothing."""
+    return 0.0 if activation == "clamped_silu" else 1.0
 
 
 @pytest.fixture(params=levels())
@@ -83,7 +94,7 @@ def test_a_gate_is_scaled_and_biased_first(native: Native, activation: str, n: i
     weight = column(values, column_scales=scales, bias=bias, gated=True)
     result = native.linear(weight, torch.from_numpy(x), activation=activation)
     gate, up = torch.from_numpy(x * values * scales + bias).chunk(2, dim=1)
-    exact = EXACT[activation](gate.double()) * up.double()
+    exact = EXACT[activation](gate.double()) * multiplied(up.double(), activation)
     torch.testing.assert_close(result.double(), exact, rtol=2e-5, atol=1e-7)
     rounded = native.linear(weight, torch.from_numpy(x), out_dtype=torch.bfloat16, activation=activation)
     assert torch.equal(bits(rounded), bits(result.bfloat16()))
@@ -99,7 +110,7 @@ def test_an_activation_without_a_gate(native: Native, activation: str, n: int) -
         result = native.linear(column(values, bias=bias), x, activation=activation)
         sums = native.linear(column(values, bias=bias), x)
         torch.testing.assert_close(result.double(), EXACT[activation](sums.double()), rtol=2e-5, atol=1e-7)
-        ones = np.concatenate([np.zeros(n) if bias is None else bias, np.ones(n)])
+        ones = np.concatenate([np.zeros(n) if bias is None else bias, np.full(n, one(activation))])
         weight = column(np.concatenate([values, np.zeros(n)]), bias=ones, gated=True)
         assert torch.equal(bits(result), bits(native.linear(weight, x, activation=activation)))
         rounded = native.linear(column(values, bias=bias), x, out_dtype=torch.bfloat16, activation=activation)
@@ -111,7 +122,9 @@ def test_activations_within_their_bounds(native: Native, activation: str) -> Non
     """Guards against a wrong coefficient or a cancellation: a sample of all float32 values against float64."""
     sample = np.arange(0, 2**32, 65_537 * 3, dtype=np.uint64).astype(np.uint32).view(np.float32)
     gate = np.concatenate([sample[np.isfinite(sample)], np.linspace(-110, 20, 20_000, dtype=np.float32)])
-    result = gated(native, gate, np.ones_like(gate), activation, torch.ones(1, 1), torch.float32)[0].double()
+    result = gated(native, gate, np.full_like(gate, one(activation)), activation, torch.ones(1, 1), torch.float32)[
+        0
+    ].double()
     t = torch.from_numpy(gate).double()
     exact = EXACT[activation](t)
     ulp = torch.from_numpy(np.spacing(exact.abs().clamp(max=3e38).float().numpy())).double()
@@ -126,10 +139,22 @@ def test_activations_at_their_limits(native: Native, activation: str) -> None:
     come through the bias, because an infinite weight would meet the padding's zeros."""
     gate = np.array([-INFINITY, -3e38, -1000, -0.0, 0.0, 1000, 3e38, INFINITY, np.nan], dtype=np.float32)
     n = len(gate)
-    weight = column(np.zeros(2 * n), bias=np.concatenate([gate, np.ones(n)]), gated=True)
+    weight = column(np.zeros(2 * n), bias=np.concatenate([gate, np.full(n, one(activation))]), gated=True)
     result = native.linear(weight, torch.ones(1, 1), activation=activation)[0]
-    assert result.tolist()[:8] == [0, 0, 0, 0, 0, 1000, torch.tensor(3e38).item(), INFINITY]
+    open_gate = [1000, torch.tensor(3e38).item(), INFINITY]
+    if activation == "clamped_silu":
+        open_gate = EXACT[activation](torch.tensor(open_gate)).tolist()
+    torch.testing.assert_close(result[:8], torch.tensor([0.0] * 5 + open_gate), rtol=1e-6, atol=0)
     assert bool(result[8].isnan())
+
+
+def test_both_halves_of_a_clamped_gate_are_clamped(native: Native) -> None:
+    """Guards against a limit on one side of up only, one below the gate, and a NaN that is clamped away."""
+    gate = np.array([9, -9, 7, 1, 1, 1, 1, np.nan], dtype=np.float32)
+    up = np.array([1, 1, 1, 8, -8, 7, np.nan, 1], dtype=np.float32)
+    result = gated(native, gate, up, "clamped_silu", torch.ones(1, 1), torch.float32)[0]
+    exact = EXACT["clamped_silu"](torch.from_numpy(gate).double()) * multiplied(torch.from_numpy(up), "clamped_silu")
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-8, equal_nan=True)
 
 
 @pytest.mark.parametrize("activation", [None, *GATES])

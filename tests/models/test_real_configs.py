@@ -192,11 +192,24 @@ MINISTRAL3_8B = MISTRAL_SMALL_31 | {
         "vocab_size": 131072,
     },
 }  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072, "model_type": "gpt_oss",
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False},
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
 WHOLE = {
     "Qwen3-8B": (QWEN3, "Qwen3ForCausalLM", 4096),
     "Qwen3-Coder": (QWEN3_CODER, "Qwen3MoeForCausalLM", 6144),
     "SmolLM2": (SMOLLM2, "LlamaForCausalLM", 576),
     "Falcon3": (FALCON3, "LlamaForCausalLM", 2304),
+    "gpt-oss-20b": (GPT_OSS, "GptOssForCausalLM", 2880),
     "Phi-4-mini": (PHI4_MINI, "Phi3ForCausalLM", 3072),
     "Granite 3.3 2B": (GRANITE33, "GraniteForCausalLM", 2048),
     "Granite 4.0 Micro": (GRANITE4_MICRO, "GraniteMoeHybridForCausalLM", 2560),

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt2": "gpt2",
+    "gpt_oss": "gpt-oss",
     "granite": "granite",
     "llama": "llama",
     "ministral3": "mistral3",
@@ -40,7 +41,10 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
 }
 IN_PAIRS = ("granite", "llama", "ministral3", "mistral", "mixtral", "smollm3")
-ON_THEIR_SIDE = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's
+ON_THEIR_SIDE = {  # which matrices are [in, out]
+    "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+    "gpt_oss": ("experts.gate_up_proj", "experts.down_proj"),
+}
 # Where a block has numbers in float16, if it is not at its beginning only.
 SCALES = {
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,),
@@ -62,15 +66,17 @@ def write_gguf(model: PreTrainedModel, path: Path, kinds: str | Mapping[str, str
     _add_tokenizer(writer, config, options.pop("tokenizer", None), options.pop("template", None))
     for key, value in options.items():
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], config.num_hidden_layers)
+    names = _names(writer, config)
     for name, parameter in model.named_parameters():  # each once: a head that is the embedding is left out
         values = parameter.detach().float().numpy()
-        on_its_side = config.model_type == "gpt2" and name.endswith(ON_THEIR_SIDE)
-        values, kind = values.T if on_its_side else values, _kind(name, values, kinds)
+        on_its_side = name.endswith(ON_THEIR_SIDE.get(config.model_type, ()))
+        values, kind = np.swapaxes(values, -1, -2) if on_its_side else values, _kind(name, values, kinds)
         blocks = values if kind == "F32" else quantise(values, kind)  # rows, which may be put in another order
         if kind != "F32":
             values = quants.dequantize(blocks, GGMLQuantizationType[kind])
-            parameter.data.copy_(torch.from_numpy(np.ascontiguousarray(values.T if on_its_side else values)))
+            parameter.data.copy_(
+                torch.from_numpy(np.ascontiguousarray(np.swapaxes(values, -1, -2) if on_its_side else values))
+            )
         for target, array in _converted(name, blocks, config):
             found = names.get_name(target, try_suffixes=(".weight", ".bias"))
             assert found is not None, target
@@ -94,7 +100,7 @@ def write_zeros(config: PreTrainedConfig, path: Path, kind: str) -> Path:
     """Write a model of any size quickly: all its matrices are blocks of zeros."""
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
     _add_config(writer, config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], config.num_hidden_layers)
+    names = _names(writer, config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
@@ -112,9 +118,21 @@ def write_zeros(config: PreTrainedConfig, path: Path, kind: str) -> Path:
     return path
 
 
+def _names(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> Any:
+    architecture = gguf.MODEL_ARCH[writer.arch.upper().replace("-", "_")]
+    return gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+
+
 def _kind(name: str, values: np.ndarray, kinds: str | Mapping[str, str]) -> str:
     """The type that a tensor gets: F32 for vectors, routers, and GPT-2's positions."""
-    if values.ndim == 1 or "position" in name or ".wpe." in name or "gate.weight" in name:
+    if (
+        values.ndim == 1
+        or "position" in name
+        or ".wpe." in name
+        or "gate.weight" in name
+        or "router" in name
+        or "_bias" in name
+    ):
         return "F32"
     return kinds if isinstance(kinds, str) else next(kind for part, kind in kinds.items() if part in name)
 
@@ -169,6 +187,12 @@ def _converted(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np
     kind, heads = config.model_type, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     part = name.split(".")[-2]
+    if kind == "gpt_oss" and "gate_up_proj" in name:
+        stem, suffix = name.split("gate_up_proj")
+        suffix = suffix.replace("_", ".") or ".weight"
+        return [(f"{stem}gate_proj{suffix}", values[:, ::2]), (f"{stem}up_proj{suffix}", values[:, 1::2])]
+    if name.endswith(("experts.down_proj_bias", "self_attn.sinks")):
+        return [(name.replace("_bias", ".bias") if name.endswith("_bias") else f"{name}.weight", values)]
     if name.endswith("mlp.experts.gate_up_proj"):
         gate, up = np.split(values, 2, axis=1)
         stem = name.removesuffix("gate_up_proj")
@@ -220,7 +244,7 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         if kind in IN_PAIRS:
             writer.add_rope_dimension_count(head_dim)
             writer.add_vocab_size(config.vocab_size)
-    if kind in ("gemma2", "gemma3_text"):
+    if kind in ("gemma2", "gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
     if kind in ("exaone4", "olmo3") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
@@ -236,11 +260,12 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None) is not None:
             getattr(writer, f"add_{key}")(getattr(config, key))
-    if kind in ("mixtral", "qwen3_moe"):
-        writer.add_expert_count(config.num_local_experts if kind == "mixtral" else config.num_experts)
+    if kind in ("gpt_oss", "mixtral", "qwen3_moe"):
+        writer.add_expert_count(config.num_experts if kind == "qwen3_moe" else config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if kind == "qwen3_moe":
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if kind in ("gpt_oss", "qwen3_moe"):
+        inner = config.intermediate_size if kind == "gpt_oss" else config.moe_intermediate_size
+        writer.add_expert_feed_forward_length(inner)
     _add_rope(writer, rope.get("full_attention", rope))
 
 

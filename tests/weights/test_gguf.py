@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon-40b": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2},
     "falcon-11b": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "ffn_hidden_size": 96},
     "gpt2": {"n_embd": 64, "n_head": 4},
+    "gpt-oss": SIZES,
 }  # fmt: skip
 TOLERANCE = 1e-4
 CODED = 5e-3  # activations are two int8 slices
@@ -83,7 +84,7 @@ def test_floats_of_every_family(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-oss", "mixtral"])
 def test_values_are_those_of_the_file(name: str, kind: str, tmp_path: Path) -> None:
     """Guards against codes that are read as another row's or another expert's: the twin has the file's values."""
     model = _make(name)

@@ -40,10 +40,12 @@ from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array, Dtype, as_torch, dtype_of
 
+CLAMP = 7.0  # of clamped_silu
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "clamped_silu": lambda x: x.clamp(max=CLAMP) * torch.sigmoid(1.702 * x.clamp(max=CLAMP)),
 }
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes an oracle
 
@@ -127,6 +129,7 @@ class ReferenceOps:
 
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
         gate, up = own(weight, ReferenceLinear)(x).chunk(2, dim=-1)
+        up = up.clamp(-CLAMP, CLAMP) + 1 if activation == "clamped_silu" else up
         return _deliver(ACTIVATIONS[activation](gate) * up, self.dtype, out)
 
     def activated_linear(

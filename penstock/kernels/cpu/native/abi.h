@@ -49,7 +49,10 @@ enum Status : std::int32_t {
 
 enum DataType : std::int32_t { TYPE_F32 = 0, TYPE_BF16 = 1 };
 
-enum Activation : std::int32_t { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3 };
+enum Activation : std::int32_t {
+    ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3,
+    ACT_CLAMPED_SILU = 4  // of a gated product: it clamps the other half, and adds 1 to it, too
+};
 
 // How a weight is stored and what it is multiplied with.
 enum Kind : std::int32_t {

@@ -12,7 +12,7 @@
 namespace penstock {
 
 // Turn product sums into results: multiply by the scale of the column, add its bias, then apply the activation. If the
-// weight is gated, the result is the activation of the gate times the up half.
+// weight is gated, the result is the activation of the gate times the up half (ACT_CLAMPED_SILU: clamped, plus 1).
 struct EpilogueArgs {
     const PenstockWeight* weight;
     std::int64_t first_panel;
