@@ -264,7 +264,8 @@ def _one_piece(sources: Sequence[RowSource]) -> RowSource:
 
 def parameter_rows(layout: Layout, find: FindRows) -> RowSource:
     """Join the parameter that a checkpoint holds in this layout."""
-    parts = [_upright(find(name, layout.index), layout) for name in layout.sources]
+    stored = [find(name, layout.index) for name in layout.sources]
+    parts = [rows if isinstance(rows, CodedRows) else _upright(rows, layout) for rows in stored]
     if layout.paired_head:
         parts = _halved(parts, layout, back=False)
     whole = joined(parts, layout.join_axis)
@@ -301,7 +302,7 @@ def _regrouped(rows: RowSource, layout: Layout, *, back: bool) -> RowSource:
 
 
 def _upright(rows: RowSource, layout: Layout) -> RowSource:
-    return TransposedRows(rows) if layout.transposed and not isinstance(rows, CodedRows) else rows
+    return TransposedRows(rows) if layout.transposed else rows
 
 
 def _halved(parts: list[RowSource], layout: Layout, *, back: bool) -> list[RowSource]:

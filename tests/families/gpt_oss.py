@@ -5,7 +5,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from tests.families.case import Case
 
 GPT_OSS = {
-    "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 16,
+    "num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 16, "sliding_window": 16,
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 15000.0, "factor": 8.0, "truncate": False,
                         "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0},
 }  # fmt: skip

@@ -14,7 +14,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from penstock_lab.prove.file_mutations import mutate_bytes, mutate_gguf, mutate_json, mutate_safetensors
 from tests.hf_models import TINY, make_llama, make_mistral, make_qwen2, randomise
@@ -117,8 +125,26 @@ def written(name: str, directory: Path, **sizes: Any) -> Made:
     return place, quantise(place, *MODELS[name])
 
 
+def gpt_oss(directory: Path) -> Made:
+    """As it is published: the codes of experts as [out, in], floats (of the twin) as [in, out]."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16}
+    config = GptOssConfig(**TINY | SIZES | sizes | {"intermediate_size": SIZES["hidden_size"]})
+    config.architectures = ["GptOssForCausalLM"]
+    model = GptOssForCausalLM(config).eval()
+    randomise(model, 0)
+    place = directory / "gpt-oss"
+    config.save_pretrained(place)
+    values = {name: value.detach() for name, value in model.state_dict().items()}
+    held = dict(values)
+    for name in [name for name in values if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        codes, decoded = mxfp4(held.pop(name).mT.contiguous())
+        held |= {name + suffix: tensor for suffix, tensor in codes.items()}
+        values[name] = decoded.mT
+    return place, replace(place, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, held, values)
+
+
 def stacked(directory: Path) -> Made:
-    """As gpt-oss: the experts of a layer as one tensor of blocks."""
+    """The experts of a layer as one tensor of blocks."""
     config = MixtralConfig(**TINY | SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2})
     config.architectures = ["MixtralForCausalLM"]
     model = MixtralForCausalLM(config).eval()
@@ -182,6 +208,7 @@ FILES = [
     *_golden("MXFP8", "ct_mxfp8"),
     *_golden("MXFP4", "ct_mxfp4"),
     File("MXFP4", "experts in one tensor", stacked),
+    File("MXFP4", "gpt-oss", gpt_oss),
     *_golden("NVFP4", "ct_nvfp4"),
     *_written("NVFP4", "nvfp4"),
     *_golden("bitsandbytes, NF4", "bnb_nf4", "bnb_nf4_nested"),
