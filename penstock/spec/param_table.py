@@ -237,7 +237,7 @@ class Layout:
         pieces: sizes of the joined pieces along `join_axis`, whether they are in one tensor or in several.
         groups: one tensor holds all pieces in `groups` groups with an equal share of each piece; 1: one piece after the
             other.
-        transposed: the tensors are [K, N] in the checkpoint, if they hold floats.
+        transposed: the tensors are [K, N] in the checkpoint.
         paired_head: head size if the tensors interleave rotated rows as pairs, all but the last one if there are
             several; 0: as halves.
         rotated: the number of elements of such a head that are rotated, its first ones.

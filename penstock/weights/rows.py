@@ -264,8 +264,7 @@ def _one_piece(sources: Sequence[RowSource]) -> RowSource:
 
 def parameter_rows(layout: Layout, find: FindRows) -> RowSource:
     """Join the parameter that a checkpoint holds in this layout."""
-    stored = [find(name, layout.index) for name in layout.sources]
-    parts = [rows if isinstance(rows, CodedRows) else _upright(rows, layout) for rows in stored]
+    parts = [_upright(find(name, layout.index), layout) for name in layout.sources]
     if layout.paired_head:
         parts = _halved(parts, layout, back=False)
     whole = joined(parts, layout.join_axis)

@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -79,8 +79,17 @@ def match(
     rest = [stored_name for name, stored_name in stored.items() if name not in used]
     images = {name for name in rest if is_text_part and IMAGE_TENSORS.match(name)}
     _check_names(list(missing), [name for name in rest if name not in images and not table.ignores(name)])
+    layouts = {name: _as_held(layout, stored, entries) for name, layout in layouts.items()}
     _check_shapes(layouts, stored, entries)
     return Match(layouts, stored, tuple(rest))
+
+
+def _as_held(layout: Layout, stored: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> Layout:
+    """Turn the shapes of a transposed layout if the checkpoint holds codes, which are never transposed."""
+    if not layout.transposed or all(entries[stored[name]].dtype in FLOATS for name in layout.sources):
+        return layout
+    turned = {name: (*shape[:-2], shape[-1], shape[-2]) for name, shape in layout.sources.items()}
+    return replace(layout, sources=turned, transposed=False)
 
 
 def _full_name(name: str, entries: Mapping[str, str], known: set[str], table: ParamTable) -> str:
@@ -110,8 +119,6 @@ def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entr
     for layout in layouts.values():
         for name, shape in layout.sources.items():
             entry = entries[stored[name]]
-            if layout.transposed and entry.dtype not in FLOATS:
-                shape = (*shape[:-2], shape[-1], shape[-2])
             if entry.shape != shape:
                 raise ModelLoadError(
                     f"{entry.file.name}: {stored[name]} has the shape {list(entry.shape)}; the configuration requires "
