@@ -98,7 +98,8 @@ void epilogue_gated(const EpilogueArgs& a) {
             const F32x16 gate = scaled(weight, load(sums), column);
             const F32x16 up = scaled(weight, load(sums + LANES), column + LANES);
             const std::int64_t to = column / 2;
-            store_some(out + to, activate<ACTIVATION>(gate) * multiplied<ACTIVATION>(up), columns_left(weight.n / 2, to));
+            const F32x16 result = activate<ACTIVATION>(gate) * multiplied<ACTIVATION>(up);
+            store_some(out + to, result, columns_left(weight.n / 2, to));
         }
     }
 }
