@@ -33,7 +33,7 @@ from penstock_lab.check.twin import Call, Trace, Twin
 LAYER_TOLERANCE = 1e-5
 KERNEL_TOLERANCE = {"float32": LAYER_TOLERANCE, "bfloat16": 5e-3}  # a bfloat16 rounding is at most 2^-9
 ATTENTION, ACTIVATION, STREAM = "attention (rotary, mask, scale)", "activation", "residual stream"
-LOGPROBS, TABLE, EXPERTS = "log-probabilities", "(all rows)", "(weights of all experts)"
+LOGPROBS, TABLE, WEIGHTS = "log-probabilities", "(all rows)", "(weights of experts, and other single ones)"
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of this attribute in Transformers' modules
 
 
@@ -245,9 +245,12 @@ class _Walk:
             yield Place(call.name, what, module, self._rows(ours), self._rows(their_call.outputs[0]))
 
     def _experts(self, branch: str) -> Iterator[Place]:
-        """Compare the weights of all experts, because the prompt reaches only some. The place shows the worst one."""
+        """Compare weights that have no module of theirs: experts, of which the prompt reaches only some, and sink logits.
+
+        The place shows the worst one.
+        """
         places = (
-            Place(branch, EXPERTS, self.pairs.branches[branch], ours, theirs)
+            Place(branch, WEIGHTS, self.pairs.branches[branch], ours, theirs)
             for parameter, ours, theirs in both_values(branch, self.source, self.twin.state_dict())
             if parameter.name.rpartition(".")[0] not in self.pairs.layouts
         )
