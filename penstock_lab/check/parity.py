@@ -245,7 +245,7 @@ class _Walk:
             yield Place(call.name, what, module, self._rows(ours), self._rows(their_call.outputs[0]))
 
     def _experts(self, branch: str) -> Iterator[Place]:
-        """Compare weights that have no module of theirs: experts, of which the prompt reaches only some, and sink logits.
+        """Compare weights that have no module of theirs: experts, which the prompt may not reach, and sink logits.
 
         The place shows the worst one.
         """

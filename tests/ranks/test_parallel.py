@@ -77,7 +77,7 @@ def test_every_split_has_the_bits_of_one_process(models: dict[str, str], name: s
 @pytest.mark.parametrize("name", ["llama", "falcon-40b", "gpt-oss"])
 def test_weights_of_a_checkpoint_are_split_like_random_ones(name: str, tmp_path: Path) -> None:
     """Guards against rows or columns of a rank that are read from another place of the file: dummy weights, which the
-    other tests have, are computed where they are needed. Separate and fused queries, keys and values; logits of heads."""
+    other tests have, are computed where they are needed. Separate and fused queries, keys and values; sink logits."""
     case = next(case for case in all_cases() if case.name == name)
     base = BASE | {"load_format": "auto", "model": str(case.make(tmp_path)[1]), "dtype": "float32"}
     whole = answers(EngineConfig.from_options(**base))
