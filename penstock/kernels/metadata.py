@@ -140,6 +140,46 @@ class RotaryParams:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RouterParams:
+    """The arithmetic from the logits of a row to its experts and their weights.
+
+    Experts are chosen by their scores plus the bias; their weights are the scores without the bias.
+
+    Attributes:
+        top_k: how many experts a row gets.
+        scores: "softmax" over all experts; "sigmoid" of each logit; or "sparsemixer" (Liu et al., "GRIN", 2024), where
+            experts are chosen by their logits, and a weight is the softmax of its logit m over the logits l that are
+            not larger and not much smaller: m - l <= threshold * max(|l|, m). None of the experts chosen before is
+            among these.
+        bias: [experts] float32; None: no bias.
+        groups, top_groups, group_top: neighbouring experts make `groups` groups of one size, and experts are chosen
+            from the `top_groups` groups with the largest sums of their `group_top` largest scores, with the bias.
+        renormalize: weights are divided by their sum, or by min_sum if that is larger.
+        scale: a factor of all weights, in the end.
+        threshold: for "sparsemixer".
+    """
+
+    top_k: int
+    scores: str = "softmax"
+    bias: Tensor | None = None
+    groups: int = 1
+    top_groups: int = 1
+    group_top: int = 2
+    renormalize: bool = False
+    min_sum: float = 0.0
+    scale: float = 1.0
+    threshold: float = 0.0
+
+    def check(self, experts: int) -> None:
+        """Raise ValueError unless rows can choose so among a number of experts."""
+        size = experts // self.groups
+        if not 1 <= self.top_k <= min(self.top_groups, self.groups) * size:
+            raise ValueError(f"top_k: {self.top_k} of {experts} experts, in {self.top_groups} of {self.groups} groups")
+        if experts % self.groups or (self.groups > 1 and not 1 <= self.group_top <= size):
+            raise ValueError(f"groups: {self.groups} of {experts} experts, compared by {self.group_top} of each")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KVScales:
     """Per-channel scales and offsets of one layer's int8 cache, [Hkv, D] float32 each."""
 

@@ -30,7 +30,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from penstock.kernels.coding import Coding
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache, RotaryParams
+from penstock.kernels.metadata import (
+    AttentionMetadata,
+    AttentionParams,
+    CacheSpec,
+    Heads,
+    KVCache,
+    RotaryParams,
+    RouterParams,
+)
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array, Dtype, Tensor
@@ -173,25 +181,29 @@ class Ops(Protocol):
         x: Tensor,
         gate_up: Sequence[PackedLinear],
         down: Sequence[PackedLinear],
-        ids: Tensor,
-        weights: Tensor,
+        chosen: tuple[Tensor, Tensor],
         activation: str,
         *,
+        weigh_inputs: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         """Apply each row's own experts: the sum of weight * down(activation(gate) * up), in ascending expert id.
 
-        x [M, hidden] dtype; gate_up, down: one gated and one plain weight per expert; ids [M, k] int64, distinct in
-        each row; weights [M, k] float32 -> [M, hidden] float32.
+        x [M, hidden] dtype; gate_up, down: one gated and one plain weight per expert; chosen: ids [M, k] int64,
+        distinct in each row, and weights [M, k] float32, as `route` returns them -> [M, hidden] float32.
+
+        weigh_inputs: an expert reads weight * x, rounded to dtype, and its result is added as it is.
         """
 
     def route(
-        self, logits: Tensor, top_k: int, *, renormalize: bool, out: tuple[Tensor, Tensor] | None = None
+        self, logits: Tensor, params: RouterParams, *, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose experts from router logits [M, experts] float32: ids [M, k] int64, weights [M, k] float32, best first.
+        """Choose experts from router logits [M, experts] float32: ids [M, k] int64, weights [M, k] float32.
 
-        Takes the softmax over all experts and the k most likely ones (the lowest id on a tie); renormalize divides
-        their weights by the weights' sum.
+        The best expert is the first, and of equal ones that with the lowest id.
+
+        Raises:
+            ValueError: rows cannot choose so among that many experts.
         """
 
     def rms_norm(
@@ -226,6 +238,9 @@ class Ops(Protocol):
 
     def add(self, x: Tensor, h: Tensor) -> Tensor:
         """Add h into x **in place**, both [T, hidden] float32, and return x. For a second branch beside the first."""
+
+    def add_gated(self, x: Tensor, h: Tensor, gates: Tensor) -> Tensor:
+        """Add sigmoid(gates) * h into x **in place**, both [T, hidden] float32, gates [T, 1] float32, and return x."""
 
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Round x [T, hidden] float32 to dtype, for products that read the residual stream without a norm."""

@@ -4,11 +4,12 @@ the LM head on top of it.
     attention  softmax(q k^T / sqrt(D)) v over the paged cache, causal, with grouped query heads
     plain      out = down(activation(up(y)))
     gated      out = down(activation(gate(y)) * up(y))
-    sparse     p = softmax(y router^T);   out = sum over the k largest p_e of p_e * gated_e(y)
+    sparse     p = softmax(y router^T);   out = sum over the k largest p_e of p_e * gated_e(y), + gated_shared(y)
 
 In a sparse branch, a router chooses a few of many gated branches, the experts, for each token (Shazeer et al.,
 "Outrageously Large Neural Networks", 2017). Only these are computed. Renormalised weights sum to 1, which equals a
-softmax over the chosen logits.
+softmax over the chosen logits. RouterParams in kernels/metadata.py has the other ways to choose and weigh them. A
+shared expert (Dai et al., "DeepSeekMoE", 2024) computes every token; its result may be multiplied by a sigmoid.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.kernels.metadata import AttentionParams, RotaryParams
+from penstock.kernels.metadata import AttentionParams, RotaryParams, RouterParams
 from penstock.kernels.ops import PackedLinear
 from penstock.kernels.tensors import FLOAT32, Array, Tensor
 from penstock.layers.factory import LayerFactory
@@ -127,32 +128,59 @@ class GatedMLP(Module):
 
 
 class MoE(Module):
-    """A router and its experts. Experts are packed one by one, so that loader, quantiser and planner need no special
-    code for them."""
+    """A router, its experts, and a shared expert. Experts are packed one by one, so that loader, quantiser and planner
+    need no special code for them."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
         self.ops = make.ops
         self.activation = cfg.hidden_act
-        self.top_k = cfg.num_experts_per_tok
-        self.renormalize = cfg.norm_topk_prob
         self.gate = make.linear("gate")
+        self.correction = make.vector("correction") if cfg.router_bias else None
+        self._router = RouterParams(
+            cfg.num_experts_per_tok,
+            cfg.router_scores,
+            groups=cfg.router_groups,
+            top_groups=cfg.router_top_groups,
+            renormalize=cfg.norm_topk_prob,
+            min_sum=cfg.router_min_sum,
+            scale=cfg.routed_scaling_factor,
+            threshold=cfg.router_threshold,
+        )
+        self._weigh_inputs = cfg.weigh_expert_inputs
         experts = [GatedMLP(make.at(f"experts.{index}"), cfg.hidden_act) for index in range(make.num_experts(cfg))]
         self.experts = experts
         self._gate_up, self._down = [item.gate_up_proj for item in experts], [item.down_proj for item in experts]
         self._mixture = make.mixture(cfg, self._down)
-        self.ids = make.slot("chosen", (self.top_k,), "int64")
-        self.weights = make.slot("chosen_weights", (self.top_k,), "float32")
+        self.ids = make.slot("chosen", (self._router.top_k,), "int64")
+        self.weights = make.slot("chosen_weights", (self._router.top_k,), "float32")
         self.out = make.slot("mixture", (cfg.hidden_size,), "float32")
+        self._shared = None
+        if cfg.shared_expert_gate is not None:  # files name it differently if it has a gate
+            name = "shared_expert" if cfg.shared_expert_gate else "shared_experts"
+            self._shared = GatedMLP(make.at(name), cfg.hidden_act)
+            setattr(self, name, self._shared)
+        self.shared_expert_gate = make.linear("shared_expert_gate") if cfg.shared_expert_gate else None
         self._packed: tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]] | None = None
 
     def forward(self, y: Tensor) -> Tensor:
         """Map y [T, hidden] dtype to [T, hidden] float32."""
         tokens = y.shape[0]
-        chosen = self.ids(tokens), self.weights(tokens)
-        ids, weights = self.ops.route(self.gate(y), self.top_k, renormalize=self.renormalize, out=chosen)
+        chosen = self.ops.route(self.gate(y), self.router_params, out=(self.ids(tokens), self.weights(tokens)))
         gate_up, down = self._experts()
-        out = self.out(tokens)
-        return self._mixture(y, gate_up, down, ids, weights, self.activation, out=out)
+        out = self._mixture(
+            y, gate_up, down, chosen, self.activation, weigh_inputs=self._weigh_inputs, out=self.out(tokens)
+        )
+        if self._shared is None:
+            return out
+        shared = self._shared(y)
+        if self.shared_expert_gate is None:
+            return self.ops.add(out, shared)
+        return self.ops.add_gated(out, shared, self.shared_expert_gate(y))
+
+    @property
+    def router_params(self) -> RouterParams:
+        """How experts are chosen. Read it after the weights are loaded."""
+        return self._router if self.correction is None else replace(self._router, bias=self.correction())
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
         """Collect the packed weights of all experts, gated and down: in the first pass, when all are packed. Layers are

@@ -116,9 +116,9 @@ class LayerFactory:
         shape = self._find(name).shape
         return RMSNorm(self.ops, shape, eps, self.slot(name, shape, "float32"), unit_offset=unit_offset)
 
-    def vector(self, name: str) -> Vector:
-        """Make a vector that an operation of another layer reads."""
-        return Vector(self.ops, self._find(name).shape)
+    def vector(self, name: str, *, is_exact: bool = False) -> Vector:
+        """Make a vector that an operation of another layer reads. is_exact: it is not rounded to the model's type."""
+        return Vector(self.ops, self._find(name).shape, is_exact=is_exact)
 
     def layer_norm(self, name: str, eps: float) -> LayerNorm:
         """Make a layer norm, with a bias if the table has one."""

@@ -195,14 +195,15 @@ class Vector(WeightLayer):
 
     weight: Tensor
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...]) -> None:
+    def __init__(self, ops: Ops, shape: tuple[int, ...], *, is_exact: bool = False) -> None:
         super().__init__(ops)
-        self.shapes = {"weight": shape}
+        self.shapes, self.is_exact = {"weight": shape}, is_exact
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        """Round the values to the model's type, as Transformers does, and keep them in float32."""
+        """Round the values to the model's type, as Transformers does, unless they are exact. Keep them in float32."""
         for name, value in values.items():
-            setattr(self, name, self.ops.tensor(self._value(name, rounded(whole(value), self.ops.dtype))))
+            stored = rounded(whole(value), FLOAT32 if self.is_exact else self.ops.dtype)
+            setattr(self, name, self.ops.tensor(self._value(name, stored)))
 
     def _value(self, name: str, stored: Array) -> Array:
         return rounded(stored, FLOAT32)

@@ -36,7 +36,7 @@ from penstock.models.llama.config import (
     read_seed_oss,
     read_smollm3,
 )
-from penstock.models.mixtral.config import read_mixtral, read_qwen3_moe
+from penstock.models.mixtral.config import read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
 from penstock.models.olmo2.config import read_exaone4, read_olmo2, read_olmo3
 from penstock.models.phi3.config import read_phi3
 from penstock.spec.config_file import SUPPORTED, why_unsupported
@@ -140,6 +140,7 @@ def _built_in(model_type: str, read_config: ReadConfig, source: str, table: str 
 LLAMA = "llama.model.LlamaForCausalLM"
 GEMMA2, MIXTRAL = "gemma2.model.Gemma2ForCausalLM", "mixtral.model.MixtralForCausalLM"
 OLMO2 = "olmo2.model.Olmo2ForCausalLM"
+QWEN_MOE = "mixtral/qwen3_moe.yaml"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Ernie4_5ForCausalLM": _built_in("ernie4_5", read_ernie4_5, LLAMA),
@@ -161,10 +162,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MixtralForCausalLM": _built_in("mixtral", read_mixtral, MIXTRAL),
     "Olmo2ForCausalLM": _built_in("olmo2", read_olmo2, OLMO2),
     "Olmo3ForCausalLM": _built_in("olmo3", read_olmo3, OLMO2),
+    "OlmoeForCausalLM": _built_in("olmoe", read_olmoe, MIXTRAL, QWEN_MOE),
     "Phi3ForCausalLM": _built_in("phi3", read_phi3, LLAMA, "phi3/table.yaml"),
     "Qwen2ForCausalLM": _built_in("qwen2", read_qwen2, LLAMA),
+    "Qwen2MoeForCausalLM": _built_in("qwen2_moe", read_qwen2_moe, MIXTRAL, QWEN_MOE),
     "Qwen3ForCausalLM": _built_in("qwen3", read_qwen3, LLAMA),
-    "Qwen3MoeForCausalLM": _built_in("qwen3_moe", read_qwen3_moe, MIXTRAL, "mixtral/qwen3_moe.yaml"),
+    "Qwen3MoeForCausalLM": _built_in("qwen3_moe", read_qwen3_moe, MIXTRAL, QWEN_MOE),
     "SeedOssForCausalLM": _built_in("seed_oss", read_seed_oss, LLAMA),
     "SmolLM3ForCausalLM": _built_in("smollm3", read_smollm3, LLAMA),
 }

@@ -275,29 +275,38 @@ class SplitMixture:
         self._terms: tuple[Array | None, Array | None] | None = None
 
     def __call__(
-        self, y: Array, gate_up: Any, down: Any, ids: Array, weights: Array, activation: str, *, out: Array
+        self,
+        y: Array,
+        gate_up: Any,
+        down: Any,
+        chosen: tuple[Array, Array],
+        activation: str,
+        *,
+        weigh_inputs: bool = False,
+        out: Array,
     ) -> Array:
-        """Sum weight * expert(y) of y [T, hidden] over ids, weights [T, k], in ascending expert id.
-
-        gate_up, down: the packed weights of this rank's experts.
-        """
+        """Compute what Ops.experts does. gate_up, down: the packed weights of this rank's experts."""
+        ids, weights = chosen
         assert len(gate_up) == len(down) == self.last - self.first, "a rank has other experts than its share says"
-        chosen = ids.reshape(-1)
-        own = np.flatnonzero((chosen >= self.first) & (chosen < self.last))
-        results = np.zeros((len(chosen), out.shape[1]), FLOAT32)
+        flat, ones = ids.reshape(-1), np.ones_like(weights)
+        own = np.flatnonzero((flat >= self.first) & (flat < self.last))
+        results = np.zeros((len(flat), out.shape[1]), FLOAT32)
         if len(own):
             rows = np.ascontiguousarray(y[own // ids.shape[1]])
-            local = np.ascontiguousarray((chosen[own] - self.first)[:, None])
-            results[own] = self.ops.experts(rows, gate_up, down, local, np.ones((len(own), 1), FLOAT32), activation)
+            local = np.ascontiguousarray((flat[own] - self.first)[:, None])
+            factors = np.ascontiguousarray((weights if weigh_inputs else ones).reshape(-1)[own, None])
+            results[own] = self.ops.experts(
+                rows, gate_up, down, (local, factors), activation, weigh_inputs=weigh_inputs
+            )
         degree = self.split.share.degrees.mixture
         if degree > 1:
             results = tree_sum(self.split.links.gather(results, degree), np.empty_like(results))
         scales, biases = self._scales_and_biases()
         if scales is not None:
-            results *= scales[chosen]
+            results *= scales[flat]
         if biases is not None:
-            results += biases[chosen]
-        return _mixed(results.reshape(*ids.shape, -1), ids, weights, out)
+            results += biases[flat]
+        return _mixed(results.reshape(*ids.shape, -1), ids, ones if weigh_inputs else weights, out)
 
     def _scales_and_biases(self) -> tuple[Array | None, Array | None]:
         """Gather the column scales and the biases of all experts, [experts, hidden], once; None if there are none. The

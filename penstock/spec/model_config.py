@@ -91,7 +91,8 @@ class ModelConfig:
         query_scale: a factor of the queries that depends on the position; None: no factor.
         attention_bias, attention_out_bias, mlp_bias: whether there is a bias in the products for q, k and v, in the
             product after attention, and in those of the feed-forward branch.
-        qk_norm: q and k are RMS-normed before the rotation.
+        qk_norm: q and k are RMS-normed before the rotation: each head by itself or, with qk_norm_together, all heads of
+            a token together.
         embedding_scale: factor of the token embeddings.
         residual_scale: factor of each branch when it is added to the residual stream. The stream is kept divided by it
             (`stream`), so that the addition needs no product.
@@ -105,6 +106,12 @@ class ModelConfig:
         num_experts: number of experts in a sparse feed-forward branch; 0: no such branch.
         norm_topk_prob: the weights of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether its feed-forward branch is a mixture of experts.
+        router_scores, router_bias, router_groups, router_top_groups, router_min_sum, router_threshold,
+            routed_scaling_factor: how a router chooses and weighs experts: `scores`, whether there is a `bias`,
+            `groups`, `top_groups`, `min_sum`, `threshold` and `scale` of RouterParams in kernels/metadata.py.
+        weigh_expert_inputs: the weights of experts multiply what they read, not their results.
+        shared_expert_gate: whether a gate for each token multiplies the result of the shared expert, which is added to
+            those of the chosen ones; None: there is no shared expert. shared_expert_intermediate_size is its width.
         quantization: how the checkpoint's weights are coded; None: they are floats.
         extra: values that only a family in a user's own file knows.
         eos_token_ids: tokens that end a text; generation_config.json takes precedence over config.json.
@@ -144,6 +151,7 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_together: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     attention_scale: float | None = None
@@ -158,6 +166,16 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
     sparse_layers: tuple[bool, ...] = ()
+    router_scores: str = "softmax"
+    router_bias: bool = False
+    router_groups: int = 1
+    router_top_groups: int = 1
+    router_min_sum: float = 0.0
+    router_threshold: float = 0.0
+    routed_scaling_factor: float = 1.0
+    weigh_expert_inputs: bool = False
+    shared_expert_gate: bool | None = None
+    shared_expert_intermediate_size: int = 0
     quantization: Quantization | None = None
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     eos_token_ids: tuple[int, ...] = ()

@@ -64,6 +64,8 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "q": lambda config: config.num_attention_heads * config.head_dim,
     "kv": lambda config: config.num_key_value_heads * config.head_dim,
     "head": lambda config: config.head_dim,
+    "q_norm": lambda config: config.head_dim * (config.num_attention_heads if config.qk_norm_together else 1),
+    "k_norm": lambda config: config.head_dim * (config.num_key_value_heads if config.qk_norm_together else 1),
     "experts": lambda config: config.num_experts,
     "expert_intermediate": lambda config: config.moe_intermediate_size,
     "positions": lambda config: config.max_position_embeddings,

@@ -95,7 +95,7 @@ class LayerUnderTest:
         out = torch.empty((m, case.hidden))
 
         def ours(ids: Tensor) -> Tensor:
-            self._ops.experts(x, self._gate_up, self._down, ids, weights, "silu", out=out)
+            self._ops.experts(x, self._gate_up, self._down, (ids, weights), "silu", out=out)
             return out
 
         def torchs(ids: Tensor) -> Tensor:

@@ -1,11 +1,24 @@
-"""Mixtral and Qwen3-MoE: numbers of experts and of those chosen, renormalised or not, sparse and dense layers."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE: numbers of experts, in all and of those chosen, and what surrounds them."""
 
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.families.case import Case
 
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
+QWEN2_MOE = {
+    "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+OLMOE = {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}
 
 CASES = [
     Case("mixtral", MixtralForCausalLM, MixtralConfig, MIXTRAL, full=True),
@@ -30,5 +43,15 @@ CASES = [
     }, shape=True),
     Case("qwen3-moe-many-experts", Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN3_MOE | {
         "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 16, "tie_word_embeddings": True,
+    }, shape=True),
+    Case("qwen2-moe", Qwen2MoeForCausalLM, Qwen2MoeConfig, QWEN2_MOE, full=True),
+    Case("qwen2-moe-dense-layers-windows", Qwen2MoeForCausalLM, Qwen2MoeConfig, QWEN2_MOE | {
+        "num_hidden_layers": 4, "decoder_sparse_step": 2, "qkv_bias": False, "norm_topk_prob": True,
+        "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 1, "use_sliding_window": True,
+        "sliding_window": 16, "max_window_layers": 3,
+    }, shape=True),
+    Case("olmoe", OlmoeForCausalLM, OlmoeConfig, OLMOE | {"num_key_value_heads": 6}),
+    Case("olmoe-grouped-biases-tied", OlmoeForCausalLM, OlmoeConfig, OLMOE | {
+        "attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": True, "num_experts_per_tok": 8,
     }, shape=True),
 ]  # fmt: skip

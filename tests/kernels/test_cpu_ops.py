@@ -18,7 +18,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu import library
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF, SLICE_BYTES, Layout
-from penstock.kernels.metadata import Heads, RotaryParams
+from penstock.kernels.metadata import Heads, RotaryParams, RouterParams
 from penstock.kernels.ops import Ops, Packing, TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ACTIVATIONS
@@ -419,19 +419,63 @@ def test_a_weight_is_used_as_it_was_packed(pair: tuple[CpuOps, ReferenceOps]) ->
         ops.linear(x, pair[1].pack_linear(draw(4, 8)))
 
 
-def test_route(pair: tuple[CpuOps, ReferenceOps]) -> None:
-    """Guards against ids and weights that do not belong together, and ties that do not go to the lowest id."""
-    logits = draw(T, EXPERTS)
+MANY = 24
+ROUTERS = {
+    "softmax": RouterParams(3),
+    "renormalised": RouterParams(3, renormalize=True, scale=2.5),
+    "corrected softmax": RouterParams(2, bias=draw(MANY, seed=4), renormalize=True, min_sum=1e-12),
+    "a least sum": RouterParams(2, renormalize=True, min_sum=0.9),
+    "sigmoid": RouterParams(3, "sigmoid"),
+    "corrected sigmoid": RouterParams(4, "sigmoid", draw(MANY, seed=5), renormalize=True, min_sum=1e-20, scale=1.8),
+    "groups": RouterParams(3, "sigmoid", draw(MANY, seed=6) / 3, groups=4, top_groups=2, renormalize=True),
+    "groups by their best": RouterParams(2, groups=2, group_top=1),
+    "sparsemixer": RouterParams(2, "sparsemixer", threshold=0.4),
+    "a narrow sparsemixer": RouterParams(3, "sparsemixer", threshold=0.02),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_route(pair: tuple[CpuOps, ReferenceOps], name: str) -> None:
+    """Guards against ids and weights that do not belong together, a bias that enters the weights, groups that end at
+    the wrong expert, and ties that do not go to the lowest id."""
+    params = ROUTERS[name]
+    logits = draw(60, MANY)
     logits[1] = 0.25
-    for renormalize in (False, True):
-        (ids, weights), (expected_ids, expected) = both(
-            pair, lambda ops, on=renormalize: ops.route(logits, 3, renormalize=on)
-        )
-        assert torch.equal(ids, expected_ids)
-        close(weights, expected)
-    assert ids[1].tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="top_k"):
-        pair[0].route(logits, EXPERTS + 1, renormalize=True)
+    (ids, weights), (expected_ids, expected) = both(pair, lambda ops: ops.route(logits, params))
+    assert torch.equal(ids, expected_ids)
+    close(weights, expected)
+    if params.bias is None:
+        assert ids[1].tolist() == list(range(params.top_k))
+    if params.renormalize and params.min_sum < 0.1:
+        close(weights.sum(-1), torch.full((60,), params.scale))
+
+
+def test_a_router_that_cannot_choose_is_refused(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against experts that are chosen twice, and groups of unequal sizes."""
+    logits = draw(T, EXPERTS)
+    wrong = {"top_k": [RouterParams(EXPERTS + 1), RouterParams(EXPERTS, groups=2), RouterParams(0)],
+             "groups": [RouterParams(1, groups=4), RouterParams(1, groups=EXPERTS)]}  # fmt: skip
+    for message, some in wrong.items():
+        for params in some:
+            for ops in pair:
+                with pytest.raises(ValueError, match=message):
+                    ops.route(logits, params)
+
+
+def test_weighed_inputs(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against weights that multiply the results as well, or the row of another pair, and against a gated sum
+    that forgets what it adds to."""
+    x, gates = draw(T, HIDDEN, dtype=pair[0].dtype), draw(T, 1, seed=5)
+    chosen = pair[0].route(draw(T, EXPERTS, seed=3), RouterParams(2, "sigmoid"))
+
+    def compute(ops: Ops) -> Tensor:
+        made = calls(ops)["experts"][1]
+        found = ops.experts(x, made["gate_up"], made["down"], chosen, "silu", weigh_inputs=True)
+        plain = ops.experts(x, made["gate_up"], made["down"], chosen, "silu")
+        assert not torch.allclose(found, plain, rtol=0.1)
+        return ops.add_gated(plain, found, gates)
+
+    close(*both(pair, compute))
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------
@@ -511,15 +555,18 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
     norm, whole_norm = draw(HIDDEN, seed=7), draw(H * D, seed=8)
     table, ids = draw(9, HIDDEN, dtype=ops.dtype), torch.tensor([1, 0, 8])
     tied, router = ops.pack_linear(draw(9, HIDDEN, seed=3)), ops.pack_linear(draw(EXPERTS, HIDDEN))
-    qkv = ops.pack_linear(draw((H + 2 * HKV) * D, HIDDEN))
+    qkv, bias = ops.pack_linear(draw((H + 2 * HKV) * D, HIDDEN)), draw(EXPERTS, seed=9)
+    experts = made["experts"]["gate_up"], made["experts"]["down"]
     cos_sin, positions = made["rotary_qkv"]["params"].cos_sin, torch.tensor([4, 0, 2])
 
     def forward() -> Tensor:
         x = ops.add(ops.embedding(ids, table, scale=1.7), ops.packed_embedding(ids, tied, scale=0.3))
         y = ops.rms_norm(x, made["rms_norm"]["weight"], EPS)
         q, _, _ = ops.rotary_qkv(ops.linear(y, qkv), positions, RotaryParams(HEADS, cos_sin, q_norm_weight, eps=EPS))
-        chosen, weights = ops.route(ops.linear(y, router), 2, renormalize=True)
-        h = ops.experts(y, made["experts"]["gate_up"], made["experts"]["down"], chosen, weights, "silu")
+        params = RouterParams(2, "sigmoid", bias, groups=2, renormalize=True, min_sum=1e-9, scale=1.5)
+        chosen = ops.route(ops.linear(y, router), params)
+        h = ops.experts(y, *experts, chosen, "silu")
+        h = ops.add_gated(h, ops.experts(y, *experts, chosen, "silu", weigh_inputs=True), chosen[1][:, :1].contiguous())
         x, y = ops.add_rms_norm(x, h, made["rms_norm"]["weight"], EPS)
         u = ops.rms_norm(ops.linear(ops.gated_linear(y, gated, "gelu_tanh"), down), norm, EPS, dtype=torch.float32)
         x, y = ops.add_layer_norm(ops.add(x, u), h, norm, None, EPS)
@@ -530,7 +577,7 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
             ops.linear(v, down, out=logits[:, start : start + HIDDEN])
         ops.scale(logits, 0.5)
         ops.softcap(logits, 3.0)
-        results[:] = [q, chosen, weights, x, z, u, v, logits]
+        results[:] = [q, *chosen, x, z, u, v, logits]
         return ops.round(x)
 
     q_norm_weight, results = draw(D, seed=5), list[Tensor]()

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.kernels.cpu.ops import REMEMBERED_EXPERTS, CpuOps
 from penstock.kernels.cpu.packed import CpuLinear
+from penstock.kernels.metadata import RouterParams
 from penstock.kernels.ops import Ops, PackedLinear, Packing
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import SLICES, Scheme
@@ -66,7 +67,7 @@ def test_every_scheme_is_the_reference(scheme: str, choice: str) -> None:
     for ops in (CpuOps(BF16, threads=2), ReferenceOps(BF16)):
         gates, downs = make(ops, count, SCHEMES[scheme])
         x, weights = operands(BF16, ids.shape[1])
-        results.append(ops.experts(x, gates, downs, ids, weights, "silu"))
+        results.append(ops.experts(x, gates, downs, (ids, weights), "silu"))
     # Between the products both round to bfloat16, and one int8 slice then to 1/127: a sum in another order may fall on
     # the other side of an edge, which moves a result by a part of one of its INNER terms.
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=2.0**-7 * float(results[1].abs().max()))
@@ -80,12 +81,12 @@ def test_a_row_does_not_know_the_others(scheme: str) -> None:
     x, weights = operands(BF16, 8)
     one, many = CpuOps(BF16), CpuOps(BF16, threads=3)
     gates, downs = make(one, count, SCHEMES[scheme])
-    together = many.experts(x, gates, downs, ids, weights, "gelu")
+    together = many.experts(x, gates, downs, (ids, weights), "gelu")
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(many.experts(x[order], gates, downs, ids[order], weights[order], "gelu"), together[order])
+    assert torch.equal(many.experts(x[order], gates, downs, (ids[order], weights[order]), "gelu"), together[order])
     for row in range(ROWS):
         at = slice(row, row + 1)
-        assert torch.equal(one.experts(x[at], gates, downs, ids[at], weights[at], "gelu"), together[at])
+        assert torch.equal(one.experts(x[at], gates, downs, (ids[at], weights[at]), "gelu"), together[at])
 
 
 def test_no_rows() -> None:
@@ -93,7 +94,8 @@ def test_no_rows() -> None:
     ops = CpuOps(BF16)
     gates, downs = make(ops, 4)
     none = torch.empty(0, 2)
-    assert ops.experts(none.new_empty(0, HIDDEN).to(BF16), gates, downs, none.long(), none, "silu").shape == (0, HIDDEN)
+    x, chosen = none.new_empty(0, HIDDEN).to(BF16), (none.long(), none)
+    assert ops.experts(x, gates, downs, chosen, "silu").shape == (0, HIDDEN)
 
 
 @pytest.mark.covers("M18")
@@ -103,7 +105,7 @@ def test_the_reference_multiplies_by_chosen_experts_only() -> None:
     gates, downs = make(ops, count)
     x, weights = operands(BF16, 8)
     with FlopCounterMode(display=False) as counter:
-        ops.experts(x, gates, downs, ids, weights, "silu")
+        ops.experts(x, gates, downs, (ids, weights), "silu")
     assert counter.get_total_flops() == 2 * ROWS * 8 * (2 * INNER * HIDDEN + HIDDEN * INNER)
 
 
@@ -121,7 +123,7 @@ for level in ("portable", None):
             for weight in (gates[expert].weight, downs[expert].weight):
                 weight.values = weight.column_scales = weight.group_scales = 8  # no process has memory there
         x, weights = operands(BF16, ids.shape[1])
-        assert ops.experts(x, gates, downs, ids, weights, "silu").isfinite().all()
+        assert ops.experts(x, gates, downs, (ids, weights), "silu").isfinite().all()
 """
 
 
@@ -139,12 +141,12 @@ def test_ties_of_the_router_go_to_the_lowest_ids(renormalize: bool) -> None:
     logits[1, 100:] = 1.0
     logits[2, [127, 3, 64, 65]] = torch.tensor([2.0, 2.0, 5.0, 5.0])
     for ops in (CpuOps(BF16), ReferenceOps(BF16)):
-        ids, weights = ops.route(logits, 8, renormalize=renormalize)
+        ids, weights = ops.route(logits, RouterParams(8, renormalize=renormalize))
         assert ids.tolist() == [[*range(8)], [*range(100, 108)], [64, 65, 3, 127, 0, 1, 2, 4]]
         assert bool((weights[:2] == weights[:2, :1]).all())
         if renormalize:
             torch.testing.assert_close(weights.sum(-1), torch.ones(3))
-    ids, weights = CpuOps(BF16).route(logits[:, :1].contiguous(), 1, renormalize=renormalize)
+    ids, weights = CpuOps(BF16).route(logits[:, :1].contiguous(), RouterParams(1, renormalize=renormalize))
     assert (ids.tolist(), weights.tolist()) == ([[0]] * 3, [[1.0]] * 3)
 
 
@@ -156,21 +158,21 @@ def test_weights_that_are_exchanged_are_seen() -> None:
     ops, (ids, count) = CpuOps(BF16), CHOICES["top-1"]
     gates, downs = make(ops, count)
     x, weights = operands(BF16, 1)
-    before = ops.experts(x, gates, downs, ids, weights, "silu")
+    before = ops.experts(x, gates, downs, (ids, weights), "silu")
     gates[3], gates[6] = gates[6], gates[3]
-    after = ops.experts(x, gates, downs, ids, weights, "silu")
+    after = ops.experts(x, gates, downs, (ids, weights), "silu")
     moved = ((ids == 3) | (ids == 6))[:, 0]
     assert torch.equal(before[~moved], after[~moved])
     assert bool((before[moved] != after[moved]).any(dim=1).all())
-    assert torch.equal(ops.experts(x, tuple(gates), tuple(downs), ids, weights, "silu"), after)
+    assert torch.equal(ops.experts(x, tuple(gates), tuple(downs), (ids, weights), "silu"), after)
     with pytest.raises(ValueError, match="do not follow"):
-        ops.experts(x, gates, [*downs[:-1], ops.pack_linear(draw(HIDDEN, INNER + 1))], ids, weights, "silu")
+        ops.experts(x, gates, [*downs[:-1], ops.pack_linear(draw(HIDDEN, INNER + 1))], (ids, weights), "silu")
     with pytest.raises(ValueError, match="argument 2 is shorter"):
-        ops.experts(x, gates, downs[:-1], ids, weights, "silu")
+        ops.experts(x, gates, downs[:-1], (ids, weights), "silu")
     with pytest.raises(ValueError, match="without a gate"):
-        ops.experts(x, downs, downs, ids, weights, "silu")
+        ops.experts(x, downs, downs, (ids, weights), "silu")
     with pytest.raises(TypeError, match="another backend"):
-        ops.experts(x, make(ReferenceOps(BF16), count)[0], downs, ids, weights, "silu")
+        ops.experts(x, make(ReferenceOps(BF16), count)[0], downs, (ids, weights), "silu")
 
 
 def test_arrays_are_made_once_and_not_kept_for_ever() -> None:
@@ -179,13 +181,13 @@ def test_arrays_are_made_once_and_not_kept_for_ever() -> None:
     x, weights = operands(BF16, 1)
     layer = make(ops, count)
     for _ in range(3):
-        ops.experts(x, *layer, ids, weights, "silu")
+        ops.experts(x, *layer, (ids, weights), "silu")
     assert len(ops._experts) == 1
     down = layer[1][0]
     assert isinstance(down, CpuLinear)
     for number in range(REMEMBERED_EXPERTS + 3):
         copy = [down] if number % 2 else [CpuLinear(down.layout, down.state())]
-        ops.experts(x, layer[0], copy, ids, weights, "silu")
+        ops.experts(x, layer[0], copy, (ids, weights), "silu")
     assert len(ops._experts) <= REMEMBERED_EXPERTS
 
 
@@ -194,7 +196,7 @@ def test_a_program_keeps_its_experts() -> None:
     ops, (ids, count) = CpuOps(BF16), CHOICES["some without tokens"]
     x, weights = operands(BF16, 2)
     layer = [make(ops, count)]
-    result, program = ops.record(lambda: ops.experts(x, *layer[0], ids, weights, "silu"), ())
+    result, program = ops.record(lambda: ops.experts(x, *layer[0], (ids, weights), "silu"), ())
     expected = result.clone()
     ops._experts.clear()
     layer.clear()

@@ -156,7 +156,7 @@ def test_gates_and_experts_are_products_of_their_rows(backends: list[CpuOps], na
         for expert in sorted(ids[row]):
             inside = ops.gated_linear(x[row : row + 1], ups[expert], "silu")
             total[row] += np.float32(0.5) * ops.linear(inside, downs[expert])[0]
-    assert np.array_equal(bits(ops.experts(x, ups, downs, ids, weights, "silu")), bits(total))
+    assert np.array_equal(bits(ops.experts(x, ups, downs, (ids, weights), "silu")), bits(total))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -38,7 +38,7 @@ class Experts:
         status = native.library.penstock_experts(
             native.context, ctypes.addressof(gate_up), ctypes.addressof(down),
             len(self.down), x.data_ptr(), TYPES[x.dtype], len(x), ids.shape[1], ids.data_ptr(), weights.data_ptr(),
-            ACTIVATIONS["silu"], out.data_ptr(),
+            ACTIVATIONS["silu"], 0, out.data_ptr(),
         )  # fmt: skip
         return status, out
 

@@ -109,7 +109,7 @@ class Rows(Native):
     def route(self, logits: Tensor, top_k: int, renormalize: bool = False) -> tuple[Tensor, Tensor]:
         ids = torch.full((len(logits), top_k), -1)
         weights = torch.full((len(logits), top_k), torch.nan)
-        self._call("route", logits, *logits.shape, top_k, int(renormalize), ids, weights)
+        self._call("route", logits, *logits.shape, top_k, 0, None, 1, 1, 1, int(renormalize), 0, 1, 0, ids, weights)
         return ids, weights
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -259,13 +259,13 @@ def experts(fuzz: Fuzz) -> None:
     arrays = [(PenstockWeight * count)(*(item.linear.weight for item in group if item)) for group in weights]
     top_k = fuzz.random.randint(1, count)
     x, shares = fuzz.floats(rows, hidden, dtype=dtype).values, fuzz.normal(rows, top_k).values
-    ids, expected = fuzz.ids(rows, top_k, limit=count)
+    (ids, expected), weighed = fuzz.ids(rows, top_k, limit=count), int(fuzz.chance(0.3))
 
     def compute(chosen: Array) -> Array:
         out = fuzz.out((len(chosen), hidden))
         fuzz.call(
             "experts", *map(ctypes.addressof, arrays), count, fuzz.array(x[chosen]), TYPES[dtype], len(chosen), top_k,
-            fuzz.array(ids.values[chosen]), fuzz.array(shares[chosen]), ABI.constants["ACT_SILU"], out,
+            fuzz.array(ids.values[chosen]), fuzz.array(shares[chosen]), ABI.constants["ACT_SILU"], weighed, out,
             expected=expected,
         )  # fmt: skip
         return out.values

@@ -116,12 +116,18 @@ def route(fuzz: Fuzz) -> None:
     top_k, renormalize = fuzz.random.randint(1, min(experts, 8)), fuzz.chance(0.5)
     logits = fuzz.floats(rows, experts)
     ids, weights = fuzz.out((rows, top_k), INT64), fuzz.out((rows, top_k))
-    fuzz.call("route", logits, rows, experts, top_k, int(renormalize), ids, weights)
+    groups = fuzz.random.choice([item for item in (1, 2, 3, 4, 8) if experts % item == 0])
+    top_groups = fuzz.random.choice([item for item in range(1, groups + 1) if item * experts // groups >= top_k])
+    kind, bias = fuzz.random.choice((0, 1, 2)), fuzz.random.choice((None, fuzz.floats(experts)))
+    numbers = int(renormalize), fuzz.random.choice((0.0, 1e-12)), 1.0, 0.02, ids, weights
+    plain = (kind, bias, groups) == (0, None, 1)
+    group_top = fuzz.random.randint(1, experts // groups)
+    fuzz.call("route", logits, rows, experts, top_k, kind, bias, groups, top_groups, group_top, *numbers)
     for row in range(rows):
         assert len({*ids.values[row].tolist()}) == top_k, "route: an expert is chosen twice"
         assert ((ids.values[row] >= 0) & (ids.values[row] < experts)).all(), "route: no such expert"
         scores = logits.values[row].astype(np.float64)
-        if not (np.abs(scores) < 80).all():  # probabilities that round to zero are equal, whatever their logits
+        if not (plain and (np.abs(scores) < 80).all()):  # probabilities that round to zero are equal
             continue
         assert np.array_equal(ids.values[row], np.argsort(-scores, kind="stable")[:top_k]), "route: not the largest"
         shares = np.exp(scores - scores.max())[ids.values[row]]

@@ -55,6 +55,7 @@ from penstock.kernels.metadata import (
     Heads,
     KVCache,
     RotaryParams,
+    RouterParams,
     check_block_ids,
     own,
 )
@@ -81,6 +82,7 @@ from penstock.kernels.tensors import (
     is_torch,
 )
 
+SCORES = {name: ABI.constants[f"SCORES_{name.upper()}"] for name in ("softmax", "sigmoid", "sparsemixer")}
 KINDS = dict(zip((FLOAT32, BFLOAT16, INT8), ABI.enums["CacheKind"].values(), strict=False))
 SLICES = (2, 3)  # supported for an int8 cache
 CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
@@ -345,12 +347,13 @@ class CpuOps(NativeCalls):
         x: Tensor,
         gate_up: Sequence[PackedLinear],
         down: Sequence[PackedLinear],
-        ids: Tensor,
-        weights: Tensor,
+        chosen: tuple[Tensor, Tensor],
         activation: str,
         *,
+        weigh_inputs: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
+        ids, weights = chosen
         key = tuple(gate_up), tuple(down)
         native = remembered(self._experts, key, REMEMBERED_EXPERTS, lambda: NativeExperts(*key))
         (rows, _), (_, top_k) = rows_of(x, "x"), rows_of(ids, "ids")
@@ -368,26 +371,34 @@ class CpuOps(NativeCalls):
             address(ids, (rows, top_k), INT64, "ids"),
             address(weights, (rows, top_k), FLOAT32, "weights"),
             activation_code(activation),
+            weigh_inputs,
             address(out, (rows, native.outputs), FLOAT32, "out"),
         )
         return out
 
     def route(
-        self, logits: Tensor, top_k: int, *, renormalize: bool, out: tuple[Tensor, Tensor] | None = None
+        self, logits: Tensor, params: RouterParams, *, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         rows, experts = rows_of(logits, "logits")
-        if not 1 <= top_k <= experts:
-            raise ValueError(f"top_k: {top_k} is not from 1 to {experts}, the number of experts")
-        at, shape = address(logits, (rows, experts), FLOAT32, "logits"), (rows, top_k)
+        params.check(experts)
+        at, shape = address(logits, (rows, experts), FLOAT32, "logits"), (rows, params.top_k)
         ids, weights = (self._new(shape, INT64), self._new(shape, FLOAT32)) if out is None else out
         self._call(
             "penstock_route",
-            (logits, ids, weights),
+            (logits, params.bias, ids, weights),
             at,
             rows,
             experts,
-            top_k,
-            renormalize,
+            params.top_k,
+            SCORES[params.scores],
+            optional_address(params.bias, (experts,), FLOAT32, "bias"),
+            params.groups,
+            params.top_groups,
+            params.group_top,
+            params.renormalize,
+            params.min_sum,
+            params.scale,
+            params.threshold,
             address(ids, shape, INT64, "ids"),
             address(weights, shape, FLOAT32, "weights"),
         )
@@ -466,6 +477,13 @@ class CpuOps(NativeCalls):
         rows, hidden = shape = rows_of(x, "x")
         at, branch_at = address(x, shape, FLOAT32, "x"), address(h, shape, FLOAT32, "h")
         self._call("penstock_add", (x, h), at, branch_at, rows * hidden)
+        return x
+
+    def add_gated(self, x: Tensor, h: Tensor, gates: Tensor) -> Tensor:
+        rows, hidden = shape = rows_of(x, "x")
+        at, branch_at = address(x, shape, FLOAT32, "x"), address(h, shape, FLOAT32, "h")
+        gates_at = address(gates, (rows, 1), FLOAT32, "gates")
+        self._call("penstock_add_gated", (x, h, gates), at, branch_at, gates_at, rows, hidden)
         return x
 
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:

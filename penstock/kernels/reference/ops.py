@@ -28,6 +28,7 @@ from penstock.kernels.metadata import (
     KVCache,
     KVScales,
     RotaryParams,
+    RouterParams,
     check_block_ids,
     own,
 )
@@ -150,25 +151,36 @@ class ReferenceOps:
         x: Tensor,
         gate_up: Sequence[PackedLinear],
         down: Sequence[PackedLinear],
-        ids: Tensor,
-        weights: Tensor,
+        chosen: tuple[Tensor, Tensor],
         activation: str,
         *,
+        weigh_inputs: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
+        ids, weights = chosen
         total = torch.zeros((len(x), down[0].shape[0]), dtype=torch.float32, device=x.device)
         for expert, (gate, plain) in enumerate(zip(gate_up, down, strict=True)):
             rows, places = (ids == expert).nonzero(as_tuple=True)
-            branch = self.linear(self.gated_linear(x[rows], gate, activation), plain)
-            total[rows] += weights[rows, places, None] * branch
+            weight = weights[rows, places, None]
+            inputs = (x[rows] * weight).to(self.dtype) if weigh_inputs else x[rows]
+            branch = self.linear(self.gated_linear(inputs, gate, activation), plain)
+            total[rows] += branch if weigh_inputs else weight * branch
         return _deliver(total, torch.float32, out)
 
     def route(
-        self, logits: Tensor, top_k: int, *, renormalize: bool, out: tuple[Tensor, Tensor] | None = None
+        self, logits: Tensor, params: RouterParams, *, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-        ids, weights = order[:, :top_k], ordered[:, :top_k]
-        weights = weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights
+        params.check(logits.shape[1])
+        scores = {"softmax": logits.softmax(dim=-1), "sigmoid": logits.sigmoid(), "sparsemixer": logits}[params.scores]
+        choice = scores if params.bias is None else scores + params.bias
+        if params.groups > 1:
+            choice = _best_groups(choice, params)
+        ids = _largest(choice, params.top_k)
+        mixes = params.scores == "sparsemixer"
+        weights = _shares(logits, ids, params.threshold) if mixes else scores.gather(1, ids)
+        if params.renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=params.min_sum)
+        weights = weights * params.scale
         ids_out, weights_out = out or (None, None)
         return _deliver(ids, torch.int64, ids_out), _deliver(weights, torch.float32, weights_out)
 
@@ -198,6 +210,10 @@ class ReferenceOps:
 
     def add(self, x: Tensor, h: Tensor) -> Tensor:
         x += h
+        return x
+
+    def add_gated(self, x: Tensor, h: Tensor, gates: Tensor) -> Tensor:
+        x += gates.sigmoid() * h
         return x
 
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -309,6 +325,30 @@ def _deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Find the columns of the largest numbers of each row, the largest and, of equal ones, the first column first."""
+    return values.sort(dim=-1, descending=True, stable=True)[1][:, :count]
+
+
+def _best_groups(choice: Tensor, params: RouterParams) -> Tensor:
+    """Give the experts of all groups but the best ones -inf."""
+    groups = choice.view(len(choice), params.groups, -1)
+    best = _largest(groups.topk(params.group_top, dim=-1)[0].sum(dim=-1), params.top_groups)
+    is_best = torch.zeros(groups.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+    return groups.masked_fill(~is_best[..., None], -math.inf).view_as(choice)
+
+
+def _shares(logits: Tensor, ids: Tensor, threshold: float) -> Tensor:
+    """Compute the weights of "sparsemixer", one expert after the other."""
+    weights = []
+    for at in ids.T:
+        best = logits.gather(1, at[:, None])
+        hidden = best - logits > threshold * torch.maximum(logits.abs(), best)
+        weights.append(logits.masked_fill(hidden, -math.inf).softmax(dim=-1).gather(1, at[:, None]))
+        logits = logits.scatter(1, at[:, None], -math.inf)
+    return torch.cat(weights, dim=1)
 
 
 def _norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -1,8 +1,8 @@
-"""Decoders whose feed-forward branch is a mixture of experts: Mixtral, Qwen3-MoE.
+"""Decoders whose feed-forward branch is a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE.
 
 block:  x = x + attn(norm(x));  x = x + moe(norm(x))      Llama's block with experts instead of the SwiGLU branch
-varies by ModelConfig only: which layers are sparse, the number of experts in all and per token, whether their weights
-    are renormalised; windows, biases, norms of q and k
+varies by ModelConfig only: which layers are sparse, the number of experts in all and per token, how the router chooses
+    and weighs them, the shared expert; windows, biases, norms of q and k
 not here: parameter names (table.yaml, qwen3_moe.yaml), routing (layers/decoder.py), KV layout (runner), arithmetic
 """
 

@@ -22,7 +22,7 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 13;        // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 14;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
@@ -53,6 +53,9 @@ enum Activation : std::int32_t {
     ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3,
     ACT_CLAMPED_SILU = 4  // of a gated product: it clamps the other half, and adds 1 to it, too
 };
+
+// How a router's logits become scores (RouterParams in kernels/metadata.py).
+enum RouterScores : std::int32_t { SCORES_SOFTMAX = 0, SCORES_SIGMOID = 1, SCORES_SPARSEMIXER = 2 };
 
 // How a weight is stored and what it is multiplied with.
 enum Kind : std::int32_t {
@@ -86,7 +89,8 @@ enum Recordable : std::int64_t {
     RECORD_ROUTE,
     RECORD_ATTEND,
     RECORD_PACKED_EMBEDDING,
-    RECORD_SCALE
+    RECORD_SCALE,
+    RECORD_ADD_GATED
 };
 
 }  // namespace penstock
@@ -325,12 +329,12 @@ PENSTOCK_API std::int32_t penstock_linear(
     void* out, std::int64_t out_stride, std::int32_t out_type, std::int32_t activation);
 
 // Mixture of experts. gate_up and down are arrays [experts]; all weights of an array have one shape. x [rows, k] is of
-// x_type, as are the inner activations; ids and weights [rows, top_k]; out [rows, n]. Ids are checked before anything
-// is written.
+// x_type, as are the inner activations; ids and weights [rows, top_k]; out [rows, n]. weigh_inputs: weights multiply
+// the rows of x, not the results. Ids are checked before anything is written.
 PENSTOCK_API std::int32_t penstock_experts(
     penstock::Context* context, const PenstockWeight* gate_up, const PenstockWeight* down, std::int64_t experts,
     const void* x, std::int32_t x_type, std::int64_t rows, std::int64_t top_k, const std::int64_t* ids,
-    const float* weights, std::int32_t activation, float* out);
+    const float* weights, std::int32_t activation, std::int32_t weigh_inputs, float* out);
 
 // counts [2], over all calls so far: experts whose weights were read, each counted once per call, and (row, expert)
 // pairs computed.
@@ -358,6 +362,10 @@ PENSTOCK_API std::int32_t penstock_add_layer_norm(
 
 // x += h, element by element.
 PENSTOCK_API std::int32_t penstock_add(penstock::Context* context, float* x, const float* h, std::int64_t count);
+
+// x += sigmoid(gates) * h for x and h [rows, n], gates [rows].
+PENSTOCK_API std::int32_t penstock_add_gated(
+    penstock::Context* context, float* x, const float* h, const float* gates, std::int64_t rows, std::int64_t n);
 
 PENSTOCK_API std::int32_t penstock_round(
     penstock::Context* context, const float* x, std::int64_t count, void* out, std::int32_t out_type);
@@ -388,10 +396,11 @@ PENSTOCK_API std::int32_t penstock_packed_embedding(
     penstock::Context* context, const std::int64_t* ids, const PenstockWeight* weight, std::int64_t rows, float scale,
     float* out);
 
-// Router logits [rows, experts] -> ids and weights [rows, top_k].
+// Router logits [rows, experts] -> ids and weights [rows, top_k], with the numbers of RouterParams. bias may be null.
 PENSTOCK_API std::int32_t penstock_route(
     penstock::Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,
-    std::int32_t renormalize, std::int64_t* ids, float* weights);
+    std::int32_t scores, const float* bias, std::int64_t groups, std::int64_t top_groups, std::int64_t group_top,
+    std::int32_t renormalize, float min_sum, float scale, float threshold, std::int64_t* ids, float* weights);
 
 // ---- Attention
 

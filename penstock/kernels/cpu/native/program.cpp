@@ -52,6 +52,7 @@ std::int32_t replay(Context* context, const PenstockCall& call) {
         case RECORD_ATTEND: return apply(penstock_attend, context, call);
         case RECORD_PACKED_EMBEDDING: return apply(penstock_packed_embedding, context, call);
         case RECORD_SCALE: return apply(penstock_scale, context, call);
+        case RECORD_ADD_GATED: return apply(penstock_add_gated, context, call);
         default: return STATUS_OUT_OF_RANGE;
     }
 }

@@ -19,6 +19,7 @@ struct Experts {
     std::int64_t top_k;
     std::int32_t x_type;
     std::int32_t activation;
+    bool weigh_inputs;
 };
 
 // (row, expert) pairs, sorted by expert: each pair has a place in this order.
@@ -35,6 +36,7 @@ struct Routing {
 struct Buffers {
     Routing routing;
     Product* products;  // [experts that have rows]
+    void* inputs;       // [pairs, k] of x_type: rows of x times their weights, with weigh_inputs; else empty
     void* inner;        // [pairs, n / 2] of x_type
     float* results;     // [pairs, n]
 };
@@ -45,7 +47,9 @@ Buffers allocate_buffers(const Experts& experts, std::int64_t rows, BumpAllocato
     const auto numbers = [&](std::int64_t count) { return memory.allocate<std::int64_t>(count); };
     const Routing routing{rows,           pairs,          numbers(experts.count + 1), numbers(experts.count),
                           numbers(pairs), numbers(pairs), numbers(pairs),             numbers(rows)};
+    const std::int64_t weighed = experts.weigh_inputs ? pairs * experts.gate_up[0].k : 0;
     return {routing, memory.allocate<Product>(std::min(experts.count, pairs)),
+            memory.allocate<char>(weighed * type_bytes(experts.x_type)),
             memory.allocate<char>(pairs * inner * type_bytes(experts.x_type)), memory.allocate<float>(pairs * outer)};
 }
 
@@ -80,12 +84,25 @@ void multiply_experts(
     multiply_all(context, buffers.products, count);
 }
 
+// Write each pair's row of x, times its weight, to its place.
+void weigh_rows(Context& context, const Experts& experts, const void* x, const float* weights, const Buffers& buffers) {
+    const std::int64_t k = experts.gate_up[0].k;
+    const auto task = [&](std::int64_t place, int) {
+        context.rows.weigh[experts.x_type](
+            row_of(x, experts.x_type, k, buffers.routing.row[place]), weights[buffers.routing.pair[place]],
+            row_of(buffers.inputs, experts.x_type, k, place), k);
+    };
+    context.pool.parallel_for(buffers.routing.pairs, task, buffers.routing.pairs * k < SERIAL_ELEMENTS);
+}
+
 // Compute activation(gate) * up of every pair.
 void multiply_gate_up(Context& context, const Experts& experts, const void* x, const Buffers& buffers) {
     multiply_experts(context, experts, buffers, [&](std::int64_t expert, std::int64_t first, std::int64_t rows) {
         const PenstockWeight& weight = experts.gate_up[expert];
         const std::int64_t columns = result_columns(weight);
-        return Product{&weight, x, experts.x_type, buffers.routing.row + first, rows,
+        const bool weighed = experts.weigh_inputs;
+        return Product{&weight, weighed ? row_of(buffers.inputs, experts.x_type, weight.k, first) : x, experts.x_type,
+                       weighed ? nullptr : buffers.routing.row + first, rows,
                        row_of(buffers.inner, experts.x_type, columns, first), columns, experts.x_type,
                        experts.activation};
     });
@@ -99,7 +116,8 @@ void multiply_down(Context& context, const Experts& experts, const Buffers& buff
     });
 }
 
-// Compute each row of out: the sum of weight * result by ascending expert id, starting from zero.
+// Compute each row of out: the sum of weight * result by ascending expert id, starting from zero. The weight is 1 if
+// the inputs are weighed.
 void sum_rows(Context& context, const Experts& experts, const Buffers& buffers, const float* weights, float* out) {
     const std::int64_t columns = experts.down[0].n;
     const Routing& routing = buffers.routing;
@@ -108,7 +126,7 @@ void sum_rows(Context& context, const Experts& experts, const Buffers& buffers, 
         std::fill_n(to, columns, 0.0f);
         for (std::int64_t j = 0; j < experts.top_k; ++j) {
             const std::int64_t place = routing.places[row * experts.top_k + j];
-            const float weight = weights[routing.pair[place]];
+            const float weight = experts.weigh_inputs ? 1.0f : weights[routing.pair[place]];
             const float* result = buffers.results + place * columns;
             for (std::int64_t c = 0; c < columns; ++c) to[c] += weight * result[c];
         }
@@ -123,6 +141,7 @@ void run_rows(Context& context, const Experts& experts, const void* x, std::int6
     BumpAllocator memory(context.workspace.reserve(counter.bytes()));
     const Buffers buffers = allocate_buffers(experts, rows, memory);
     sort_by_expert(experts, ids, buffers.routing);
+    if (experts.weigh_inputs) weigh_rows(context, experts, x, weights, buffers);
     multiply_gate_up(context, experts, x, buffers);
     multiply_down(context, experts, buffers);
     sum_rows(context, experts, buffers, weights, out);
@@ -149,10 +168,10 @@ using namespace penstock;
 extern "C" std::int32_t penstock_experts(
     Context* context, const PenstockWeight* gate_up, const PenstockWeight* down, std::int64_t count, const void* x,
     std::int32_t x_type, std::int64_t rows, std::int64_t top_k, const std::int64_t* ids, const float* weights,
-    std::int32_t activation, float* out) {
+    std::int32_t activation, std::int32_t weigh_inputs, float* out) {
     return run_call(context, [&] {
         if (!count_experts(*context, count, ids, rows * top_k)) return STATUS_OUT_OF_RANGE;
-        const Experts experts{gate_up, down, count, top_k, x_type, activation};
+        const Experts experts{gate_up, down, count, top_k, x_type, activation, weigh_inputs != 0};
         for (std::int64_t row = 0; row < rows; row += ROWS_PER_PASS)
             run_rows(*context, experts, row_of(x, x_type, gate_up[0].k, row), std::min(ROWS_PER_PASS, rows - row),
                      ids + row * top_k, weights + row * top_k, out + row * down[0].n);

@@ -65,16 +65,23 @@ struct EmbeddingArgs {
     float* out;   // [.., n]
 };
 
-// Softmax over all experts, then the top_k most likely experts, the lower id first on a tie. A row whose softmax
-// contains NaN (a logit is NaN or +inf, or all are -inf) gets the ids 0, 1, .. with weights NaN.
+// RouterParams in kernels/metadata.py explains the numbers. A row whose scores, or their sums with the bias, contain NaN
+// gets the ids 0, 1, .. with weights NaN.
 struct RouteArgs {
     const float* logits;  // [.., experts]
     std::int64_t experts;
-    std::int64_t top_k;        // at most `experts`
+    std::int64_t top_k;        // at most the experts of top_groups
+    std::int32_t scores;       // RouterScores
+    const float* bias;         // [experts] or null
+    std::int64_t groups, top_groups, group_top;
     std::int32_t renormalize;  // divide the weights by their sum
+    float min_sum, scale, threshold;
     std::int64_t* ids;         // [.., top_k]
     float* weights;            // [.., top_k]
 };
+
+// Arrays of `experts` numbers, in whole vectors of 16, that routing a row needs.
+constexpr int ROUTE_ARRAYS = 3;
 
 // Arrays are indexed by a DataType: that of the results or, for `embedding`, that of the table.
 struct RowKernels {
@@ -83,11 +90,13 @@ struct RowKernels {
     void (*layer_norm[2])(const NormArgs&, std::int64_t first, std::int64_t rows);
     void (*rotary[2])(const RotaryArgs&, std::int64_t first, std::int64_t rows);
     void (*embedding[2])(const EmbeddingArgs&, std::int64_t first, std::int64_t rows);
-    // scratch: room for the probabilities of a row, in whole vectors of 16.
+    // scratch: room for ROUTE_ARRAYS arrays.
     void (*route)(const RouteArgs&, std::int64_t first, std::int64_t rows, float* scratch);
     void (*add)(float* x, const float* h, std::int64_t count);          // x += h
+    void (*add_gated)(float* x, const float* h, float gate, std::int64_t count);  // x += sigmoid(gate) * h
     void (*round)(const float* x, std::uint16_t* out, std::int64_t count);
     void (*scale)(float* x, float factor, std::int64_t count);          // x *= factor
+    void (*weigh[2])(const void* x, float weight, void* out, std::int64_t count);   // out = weight * x, rounded
     void (*softcap)(float* x, float cap, std::int64_t count);           // x = cap tanh(x / cap)
 };
 

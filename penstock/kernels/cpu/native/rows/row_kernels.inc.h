@@ -164,7 +164,7 @@ void embedding(const EmbeddingArgs& a, std::int64_t first, std::int64_t rows) {
 
 // ---- Routing
 
-constexpr float TAKEN = -1.0f;  // in place of a probability if the expert is already chosen or does not exist
+constexpr float TAKEN = -__builtin_inff();  // of an expert that is already chosen, may not be chosen, or does not exist
 
 // The maximum of n numbers, none of them NaN, in whole vectors.
 PENSTOCK_INLINE float max_of(const float* values, std::int64_t n) {
@@ -173,8 +173,8 @@ PENSTOCK_INLINE float max_of(const float* values, std::int64_t n) {
     return reduce_max(best);
 }
 
-// Write the softmax of n logits, padded with TAKEN to a whole vector. Return false if it contains NaN.
-PENSTOCK_INLINE bool softmax(const float* logits, std::int64_t n, float* out) {
+// Write the softmax of n logits in whole vectors.
+PENSTOCK_INLINE void softmax(const float* logits, std::int64_t n, float* out) {
     constexpr float MINUS_INFINITY = -__builtin_inff();
     F32x16 best = MINUS_INFINITY;
     each_vector(n, PENSTOCK_BODY { best = max(load_first(logits + i, count, MINUS_INFINITY), best); });
@@ -186,33 +186,103 @@ PENSTOCK_INLINE bool softmax(const float* logits, std::int64_t n, float* out) {
         sums = sums + power;
     });
     const float total = reduce_sum(sums);
-    each_vector(n, PENSTOCK_BODY {
-        store(out + i, select(lane_index() < count, load(out + i) / total, F32x16(TAKEN)));
+    for (std::int64_t i = 0; i < n; i += LANES) store(out + i, load(out + i) / total);
+}
+
+PENSTOCK_INLINE F32x16 sigmoid(F32x16 x) { return times_sigmoid(1.0f, x); }
+
+// Write the scores of a row and what experts are chosen by, which may be the same array. Return false if there is NaN.
+PENSTOCK_INLINE bool score(const RouteArgs& a, const float* logits, float* scores, float* choice) {
+    if (a.scores == SCORES_SOFTMAX) {
+        softmax(logits, a.experts, scores);
+    } else {
+        each_vector(a.experts, PENSTOCK_BODY {
+            const F32x16 logit = load_some(logits + i, count);
+            store(scores + i, a.scores == SCORES_SIGMOID ? sigmoid(logit) : logit);
+        });
+    }
+    I32x16 numbers = -1;
+    each_vector(a.experts, PENSTOCK_BODY {
+        const F32x16 value = a.bias == nullptr ? load(scores + i) : load(scores + i) + load_some(a.bias + i, count);
+        numbers = numbers & ((value == value) | (lane_index() >= count));
+        store(choice + i, select(lane_index() < count, max(LOWEST, value), F32x16(TAKEN)));
     });
-    return total >= 1.0f;  // the maximum logit alone contributes 1
+    std::int32_t lanes[LANES], all = -1;
+    store(lanes, numbers);
+    for (int i = 0; i < LANES; ++i) all &= lanes[i];
+    return all != 0;
+}
+
+// Find the largest of n numbers, the first of equal ones.
+PENSTOCK_INLINE std::int64_t largest(const float* values, std::int64_t n) {
+    const float best = max_of(values, n);
+    std::int64_t at = 0;
+    while (values[at] != best) ++at;
+    return at;
+}
+
+// Take all experts but those of the top_groups groups with the largest sums of their group_top largest numbers.
+// spare: an array like `choice`.
+void take_groups(const RouteArgs& a, float* choice, float* spare) {
+    const std::int64_t size = a.experts / a.groups;
+    for (std::int64_t group = 0; group < a.groups; ++group) {
+        float sum = 0.0f, bound = -TAKEN;
+        std::int64_t after = -1;  // the last number that was added, the first of equal ones
+        for (std::int64_t count = 0; count < a.group_top; ++count) {
+            float best = TAKEN;
+            std::int64_t at = -1;
+            for (std::int64_t i = 0; i < size; ++i) {
+                const float value = choice[group * size + i];
+                if ((value < bound || (value == bound && i > after)) && value > best) best = value, at = i;
+            }
+            sum += best;
+            bound = best;
+            after = at;
+        }
+        spare[group] = sum < LOWEST ? LOWEST : sum;
+    }
+    const std::int64_t vectors = (a.groups + LANES - 1) / LANES * LANES;
+    for (std::int64_t i = a.groups; i < vectors; ++i) spare[i] = TAKEN;
+    for (std::int64_t count = 0; count < a.top_groups; ++count) spare[largest(spare, vectors)] = TAKEN;
+    for (std::int64_t i = 0; i < a.experts; ++i)
+        if (spare[i / size] != TAKEN) choice[i] = TAKEN;
+}
+
+// The weight of the largest logit, `best`, among those not taken: its softmax over the logits that are not much smaller.
+PENSTOCK_INLINE float share(const float* choice, std::int64_t n, float best, float threshold) {
+    F32x16 sums = 0.0f;
+    for (std::int64_t i = 0; i < n; i += LANES) {
+        const F32x16 logit = load(choice + i), allowed = max(abs(logit), best) * threshold;
+        sums = sums + select(best - logit > allowed, F32x16(0.0f), exp(logit - best));
+    }
+    return 1.0f / reduce_sum(sums);
 }
 
 void route(const RouteArgs& a, std::int64_t first, std::int64_t rows, float* scratch) {
+    const std::int64_t vectors = (a.experts + LANES - 1) / LANES * LANES;
+    float* const choice = a.bias == nullptr ? scratch : scratch + vectors;
     for (std::int64_t row = first; row < first + rows; ++row) {
         std::int64_t* ids = a.ids + row * a.top_k;
         float* weights = a.weights + row * a.top_k;
-        const bool valid = softmax(a.logits + row * a.experts, a.experts, scratch);
+        const bool valid = score(a, a.logits + row * a.experts, scratch, choice);
+        if (valid && a.groups > 1) take_groups(a, choice, scratch + 2 * vectors);
         float total = 0.0f;
         for (std::int64_t at = 0; at < a.top_k; ++at) {
-            std::int64_t id = 0;
+            std::int64_t id = at;
+            float weight = __builtin_nanf("");
             if (valid) {
-                const float best = max_of(scratch, a.experts);
-                while (scratch[id] != best) ++id;
-            } else {
-                id = at;
+                id = largest(choice, a.experts);
+                weight = a.scores != SCORES_SPARSEMIXER ? scratch[id] : share(choice, a.experts, choice[id], a.threshold);
+                choice[id] = TAKEN;
             }
             ids[at] = id;
-            weights[at] = valid ? scratch[id] : __builtin_nanf("");
-            total += weights[at];
-            scratch[id] = TAKEN;
+            weights[at] = weight;
+            total += weight;
         }
-        if (!a.renormalize) continue;
-        for (std::int64_t at = 0; at < a.top_k; ++at) weights[at] /= total;
+        if (a.renormalize)
+            for (std::int64_t at = 0; at < a.top_k; ++at) weights[at] /= total < a.min_sum ? a.min_sum : total;
+        if (a.scale != 1.0f)
+            for (std::int64_t at = 0; at < a.top_k; ++at) weights[at] *= a.scale;
     }
 }
 
@@ -222,12 +292,28 @@ void add(float* x, const float* h, std::int64_t count) {
     each_vector(count, PENSTOCK_BODY { store_some(x + i, load_some(x + i, count) + load_some(h + i, count), count); });
 }
 
+void add_gated(float* x, const float* h, float gate, std::int64_t count) {
+    const F32x16 factor = sigmoid(gate);
+    each_vector(count, PENSTOCK_BODY {
+        store_some(x + i, load_some(x + i, count) + load_some(h + i, count) * factor, count);
+    });
+}
+
 void round(const float* x, std::uint16_t* out, std::int64_t count) {
     each_vector(count, PENSTOCK_BODY { store_some(out + i, load_some(x + i, count), count); });
 }
 
 void scale(float* x, float factor, std::int64_t count) {
     each_vector(count, PENSTOCK_BODY { store_some(x + i, load_some(x + i, count) * factor, count); });
+}
+
+template <class Element>
+void weigh(const void* x, float weight, void* out, std::int64_t count) {
+    const Element* from = static_cast<const Element*>(x);
+    Element* to = static_cast<Element*>(out);
+    each_vector(count, [&](std::int64_t i, int some) __attribute__((always_inline)) {
+        store_some(to + i, load_some(from + i, some) * weight, some);
+    });
 }
 
 void softcap(float* x, float cap, std::int64_t count) {
@@ -245,7 +331,7 @@ template <> RowKernels row_kernels<THIS_LEVEL>() {
             {layer_norm<float>, layer_norm<Half>},
             {rotary<float>, rotary<Half>},
             {embedding<float>, embedding<Half>},
-            route, add, round, scale, softcap};
+            route, add, add_gated, round, scale, {weigh<float>, weigh<Half>}, softcap};
 }
 
 }  // namespace penstock

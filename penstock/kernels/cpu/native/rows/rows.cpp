@@ -142,6 +142,16 @@ extern "C" std::int32_t penstock_add(Context* context, float* x, const float* h,
     });
 }
 
+extern "C" std::int32_t penstock_add_gated(
+    Context* context, float* x, const float* h, const float* gates, std::int64_t rows, std::int64_t n) {
+    return run_call(context, [&] {
+        return over_blocks(*context, rows, n, [=](std::int64_t first, std::int64_t count, int) {
+            for (std::int64_t row = first; row < first + count; ++row)
+                context->rows.add_gated(x + row * n, h + row * n, gates[row], n);
+        });
+    });
+}
+
 extern "C" std::int32_t penstock_round(
     Context* context, const float* x, std::int64_t count, void* out, std::int32_t out_type) {
     return run_call(context, [&] {
@@ -215,10 +225,12 @@ extern "C" std::int32_t penstock_packed_embedding(
 
 extern "C" std::int32_t penstock_route(
     Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,
-    std::int32_t renormalize, std::int64_t* ids, float* weights) {
+    std::int32_t scores, const float* bias, std::int64_t groups, std::int64_t top_groups, std::int64_t group_top,
+    std::int32_t renormalize, float min_sum, float scale, float threshold, std::int64_t* ids, float* weights) {
     return run_call(context, [&] {
-        const RouteArgs args = {logits, experts, top_k, renormalize, ids, weights};
-        context->reserve_per_thread(divide_up(experts, 16) * 16 * std::int64_t{sizeof(float)});
+        const RouteArgs args = {logits,    experts,     top_k,   scores, bias,      groups, top_groups,
+                                group_top, renormalize, min_sum, scale,  threshold, ids,    weights};
+        context->reserve_per_thread(ROUTE_ARRAYS * divide_up(experts, 16) * 16 * std::int64_t{sizeof(float)});
         const std::int64_t cost = experts * (4 + top_k);  // per expert: an exponential, and its part of top_k searches
         return over_blocks(*context, rows, cost, [&](std::int64_t first, std::int64_t count, int thread) {
             context->rows.route(args, first, count, static_cast<float*>(context->per_thread[thread].data()));
