@@ -86,7 +86,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     """Draw every parameter anew, each of a size that keeps activations near 1 and logits a few units apart."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in all_values(model):
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("weight") and parameter.ndim == 1:  # a norm's, made as 1, or as 0 where it is added to 1
                 parameter.copy_(parameter.mean().round() + 0.2 * noise)
@@ -96,6 +96,12 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(noise * 2 / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+def all_values(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """List what a model saves, each once: its parameters, and a router's correction bias, which may be a buffer."""
+    buffers = [item for item in model.named_buffers() if item[0].endswith("e_score_correction_bias")]
+    return [*model.named_parameters(), *buffers]
 
 
 def is_vocabulary(name: str) -> bool:

@@ -135,7 +135,11 @@ class MoE(Module):
         self.ops = make.ops
         self.activation = cfg.hidden_act
         self.gate = make.linear("gate")
-        self.correction = make.vector("correction") if cfg.router_bias else None
+        self._correction = None
+        if cfg.router_bias:
+            name = "correction" if cfg.router_bias == 1 else "moe_statics"
+            self._correction = make.vector(name)
+            setattr(self, name, self._correction)
         self._router = RouterParams(
             cfg.num_experts_per_tok,
             cfg.router_scores,
@@ -180,7 +184,7 @@ class MoE(Module):
     @property
     def router_params(self) -> RouterParams:
         """How experts are chosen. Read it after the weights are loaded."""
-        return self._router if self.correction is None else replace(self._router, bias=self.correction())
+        return self._router if self._correction is None else replace(self._router, bias=self._correction())
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
         """Collect the packed weights of all experts, gated and down: in the first pass, when all are packed. Layers are

@@ -36,7 +36,15 @@ from penstock.models.llama.config import (
     read_seed_oss,
     read_smollm3,
 )
-from penstock.models.mixtral.config import read_mixtral, read_olmoe, read_qwen2_moe, read_qwen3_moe
+from penstock.models.mixtral.config import (
+    read_ernie4_5_moe,
+    read_glm4_moe,
+    read_minimax_m2,
+    read_mixtral,
+    read_olmoe,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
 from penstock.models.olmo2.config import read_exaone4, read_olmo2, read_olmo3
 from penstock.models.phi3.config import read_phi3
 from penstock.spec.config_file import SUPPORTED, why_unsupported
@@ -144,11 +152,13 @@ QWEN_MOE = "mixtral/qwen3_moe.yaml"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Ernie4_5ForCausalLM": _built_in("ernie4_5", read_ernie4_5, LLAMA),
+    "Ernie4_5_MoeForCausalLM": _built_in("ernie4_5_moe", read_ernie4_5_moe, MIXTRAL, QWEN_MOE),
     "Exaone4ForCausalLM": _built_in("exaone4", read_exaone4, OLMO2, "olmo2/exaone4.yaml"),
     "FalconForCausalLM": _built_in("falcon", read_falcon, "falcon.model.FalconForCausalLM"),
     "GPT2LMHeadModel": _built_in("gpt2", read_gpt2, "gpt2.model.GPT2LMHeadModel"),
     "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),
     "Gemma3ForCausalLM": _built_in("gemma3_text", read_gemma3, GEMMA2),
+    "Glm4MoeForCausalLM": _built_in("glm4_moe", read_glm4_moe, MIXTRAL, QWEN_MOE),
     "GemmaForCausalLM": _built_in("gemma", read_gemma, "gemma.model.GemmaForCausalLM"),
     "GptOssForCausalLM": _built_in("gpt_oss", read_gpt_oss, MIXTRAL, "gpt_oss/table.yaml"),
     "GraniteForCausalLM": _built_in("granite", read_granite, LLAMA),
@@ -157,6 +167,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": _built_in("llama", read_llama, LLAMA),
     "MiMoForCausalLM": _built_in("mimo", read_mimo, LLAMA),
     "Ministral3ForCausalLM": _built_in("ministral3", read_ministral3, LLAMA),
+    "MiniMaxM2ForCausalLM": _built_in("minimax_m2", read_minimax_m2, MIXTRAL),
     "MinistralForCausalLM": _built_in("ministral", read_ministral, LLAMA),
     "MistralForCausalLM": _built_in("mistral", read_mistral, LLAMA),
     "MixtralForCausalLM": _built_in("mixtral", read_mixtral, MIXTRAL),

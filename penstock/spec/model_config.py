@@ -107,11 +107,14 @@ class ModelConfig:
         norm_topk_prob: the weights of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether its feed-forward branch is a mixture of experts.
         router_scores, router_bias, router_groups, router_top_groups, router_min_sum, router_threshold,
-            routed_scaling_factor: how a router chooses and weighs experts: `scores`, whether there is a `bias`,
-            `groups`, `top_groups`, `min_sum`, `threshold` and `scale` of RouterParams in kernels/metadata.py.
+            routed_scaling_factor: how a router chooses and weighs experts: `scores`, the axes with which files hold
+            the `bias` (0: there is none), `groups`, `top_groups`, `min_sum`, `threshold` and `scale` of RouterParams in
+            kernels/metadata.py.
         weigh_expert_inputs: the weights of experts multiply what they read, not their results.
         shared_expert_gate: whether a gate for each token multiplies the result of the shared expert, which is added to
             those of the chosen ones; None: there is no shared expert. shared_expert_intermediate_size is its width.
+        num_nextn_predict_layers: checkpoints may hold this many layers after the last one, which predict further
+            tokens. They are not used.
         quantization: how the checkpoint's weights are coded; None: they are floats.
         extra: values that only a family in a user's own file knows.
         eos_token_ids: tokens that end a text; generation_config.json takes precedence over config.json.
@@ -167,7 +170,7 @@ class ModelConfig:
     norm_topk_prob: bool = True
     sparse_layers: tuple[bool, ...] = ()
     router_scores: str = "softmax"
-    router_bias: bool = False
+    router_bias: int = 0
     router_groups: int = 1
     router_top_groups: int = 1
     router_min_sum: float = 0.0
@@ -176,6 +179,7 @@ class ModelConfig:
     weigh_expert_inputs: bool = False
     shared_expert_gate: bool | None = None
     shared_expert_intermediate_size: int = 0
+    num_nextn_predict_layers: int = 0
     quantization: Quantization | None = None
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     eos_token_ids: tuple[int, ...] = ()

@@ -38,7 +38,7 @@ The file has one entry per parameter. The first `*` stands for the layer number,
     tied_to  the parameter whose values it shares if the model ties its word embeddings.
     when     conditions for its existence: a field of ModelConfig, or a mapping of fields to the value (or list of
              values) that they must have. A field with an entry per layer is read for the parameter's layer.
-    ignore   checkpoint names that hold no values of the model.
+    ignore   checkpoint names that hold no values of the model; one that ends in * is the beginning of such names.
     prefix   start of Transformers' names that some checkpoints leave out.
 """
 
@@ -49,6 +49,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -345,7 +346,8 @@ class ParamTable:
     def ignores(self, name: str) -> bool:
         """Tell whether a checkpoint tensor, whose name may lack the prefix, holds no values of the model."""
         pattern = re.sub(r"\.\d+\.", ".*.", name)
-        return pattern in self.ignore or self.prefix + pattern in self.ignore
+        names = [self.prefix + item if full else item for item in (name, pattern) for full in (False, True)]
+        return any(fnmatchcase(found, item) for item in self.ignore for found in names)
 
 
 def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:

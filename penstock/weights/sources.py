@@ -143,7 +143,11 @@ class ParameterSource(Protocol):
 
 
 def read_table(model_config: ModelConfig) -> ParamTable:
-    return find_model(model_config.architecture, model_config.model_impl).read_table(model_config)
+    """Read the table of a model, which ignores layers that predict further tokens."""
+    table = find_model(model_config.architecture, model_config.model_impl).read_table(model_config)
+    first, count = model_config.num_hidden_layers, model_config.num_nextn_predict_layers
+    ignored = (f"model.layers.{layer}.*" for layer in range(first, first + count))
+    return replace(table, ignore=(*table.ignore, *ignored))
 
 
 def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:

@@ -1,6 +1,12 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE: numbers of experts, in all and of those chosen, and what surrounds them."""
+"""Mixtures of experts: numbers of experts, in all and of those chosen, and what surrounds them."""
 
 from transformers import (
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -18,6 +24,12 @@ QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size"
 QWEN2_MOE = {
     "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
+GLM = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5,
+    "head_dim": 16,
+}  # fmt: skip
+ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "head_dim": 16}
+MINIMAX = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
 OLMOE = {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}
 
 CASES = [
@@ -49,6 +61,22 @@ CASES = [
         "num_hidden_layers": 4, "decoder_sparse_step": 2, "qkv_bias": False, "norm_topk_prob": True,
         "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 1, "use_sliding_window": True,
         "sliding_window": 16, "max_window_layers": 3,
+    }, shape=True),
+    Case("glm4-moe", Glm4MoeForCausalLM, Glm4MoeConfig, GLM | {
+        "n_group": 4, "topk_group": 2, "use_qk_norm": True, "num_hidden_layers": 3,
+    }, full=True),
+    Case("glm4-moe-plain-biases", Glm4MoeForCausalLM, Glm4MoeConfig, GLM | {
+        "attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": 2,
+        "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 1,
+    }, shape=True),
+    Case("ernie4-5-moe", Ernie4_5_MoeForCausalLM, Ernie4_5_MoeConfig, ERNIE | {"num_hidden_layers": 3}),
+    Case("ernie4-5-moe-some-layers", Ernie4_5_MoeForCausalLM, Ernie4_5_MoeConfig, ERNIE | {
+        "moe_num_shared_experts": 0, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_layer_end_index": 2,
+        "tie_word_embeddings": False,
+    }, shape=True),
+    Case("minimax-m2", MiniMaxM2ForCausalLM, MiniMaxM2Config, MINIMAX | {"rotary_dim": 8}),
+    Case("minimax-m2-whole-rotary", MiniMaxM2ForCausalLM, MiniMaxM2Config, MINIMAX | {
+        "num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": True,
     }, shape=True),
     Case("olmoe", OlmoeForCausalLM, OlmoeConfig, OLMOE | {"num_key_value_heads": 6}),
     Case("olmoe-grouped-biases-tied", OlmoeForCausalLM, OlmoeConfig, OLMOE | {

@@ -18,7 +18,7 @@ from penstock.spec.param_table import Parameter
 from penstock.weights.loader import weight_layers
 from penstock_lab.planner.planned import num_elements
 from tests.families.case import Case, all_cases, for_cases
-from tests.hf_models import random_ids
+from tests.hf_models import all_values, random_ids
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -57,10 +57,10 @@ def test_table_and_model_have_the_same_parameters(case: Case, tied: bool) -> Non
     assert declared == {name: parameter.shape for name, parameter in parameters.items()}
     with torch.device("meta"):
         hf_model = case.model_class(hf_config)
-    theirs = {name: tuple(value.shape) for name, value in hf_model.named_parameters()}
+    theirs = {name: tuple(value.shape) for name, value in all_values(hf_model)}
     claimed = [claim for item in parameters.values() if not item.tied_to for claim in held(item, theirs).items()]
     assert dict(claimed) == theirs
-    assert num_elements(parameters.values()) == sum(value.numel() for value in hf_model.parameters())
+    assert num_elements(parameters.values()) == sum(math.prod(shape) for shape in theirs.values())
 
 
 def refused(config: PreTrainedConfig) -> str | None:

@@ -81,7 +81,7 @@ def calls(ops: Ops) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {"ids": torch.tensor([3, 0, 3]), "weight": draw(9, HIDDEN, dtype=ops.dtype), "scale": 4.9},
         ),
         "experts": (
-            ops.experts,
+            lambda ids, weights, **rest: ops.experts(chosen=(ids, weights), **rest),
             {"x": x, "gate_up": experts, "down": downs, "ids": ids, "weights": draw(T, 2), "activation": "gelu"},
         ),
         "rms_norm": (ops.rms_norm, norm),
@@ -556,6 +556,7 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
     table, ids = draw(9, HIDDEN, dtype=ops.dtype), torch.tensor([1, 0, 8])
     tied, router = ops.pack_linear(draw(9, HIDDEN, seed=3)), ops.pack_linear(draw(EXPERTS, HIDDEN))
     qkv, bias = ops.pack_linear(draw((H + 2 * HKV) * D, HIDDEN)), draw(EXPERTS, seed=9)
+    gate = ops.pack_linear(draw(1, HIDDEN, seed=2))
     experts = made["experts"]["gate_up"], made["experts"]["down"]
     cos_sin, positions = made["rotary_qkv"]["params"].cos_sin, torch.tensor([4, 0, 2])
 
@@ -566,7 +567,7 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
         params = RouterParams(2, "sigmoid", bias, groups=2, renormalize=True, min_sum=1e-9, scale=1.5)
         chosen = ops.route(ops.linear(y, router), params)
         h = ops.experts(y, *experts, chosen, "silu")
-        h = ops.add_gated(h, ops.experts(y, *experts, chosen, "silu", weigh_inputs=True), chosen[1][:, :1].contiguous())
+        h = ops.add_gated(h, ops.experts(y, *experts, chosen, "silu", weigh_inputs=True), ops.linear(y, gate))
         x, y = ops.add_rms_norm(x, h, made["rms_norm"]["weight"], EPS)
         u = ops.rms_norm(ops.linear(ops.gated_linear(y, gated, "gelu_tanh"), down), norm, EPS, dtype=torch.float32)
         x, y = ops.add_layer_norm(ops.add(x, u), h, norm, None, EPS)

@@ -1,10 +1,13 @@
-"""Read the config.json of Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE."""
+"""Read the config.json of Mixtral and of other decoders with a mixture of experts."""
+
+from dataclasses import replace
 
 from penstock.models.llama.config import attention_biases
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.config_rules import (
     DEFAULT_WINDOW,
     LARGEST,
+    MAX_HEAD_DIM,
     Numbers,
     Windows,
     fixed,
@@ -93,10 +96,110 @@ def read_qwen3_moe(read: ConfigReader) -> Numbers:
     }
 
 
-def read_experts(read: ConfigReader) -> Numbers:
-    """Read the number of experts (`num_local_experts` or `num_experts`), and the number of experts per token."""
-    count = read.integer(spelled(read, "num_experts", {"num_experts": "num_local_experts"}), 1, MAX_EXPERTS)
-    return {"num_experts": count, "num_experts_per_tok": read.integer("num_experts_per_tok", 1, count)}
+def read_glm4_moe(read: ConfigReader) -> Numbers:
+    """Read the numbers of GLM-4.5: dense layers first; experts are chosen by corrected sigmoids, in the best groups."""
+    numbers = gated_decoder(read, partial_rotary=0.5)
+    layers, largest = numbers["num_hidden_layers"], LARGEST["intermediate_size"]
+    harmless(read, *TRAINING)
+    experts = read_experts(read, "n_routed_experts")
+    groups = read.integer("n_group", 1, experts["num_experts"] // 2 or 1, 1)
+    top_groups = read.integer("topk_group", 1, groups, 1)
+    if experts["num_experts"] % groups:
+        raise read.fail("n_group", f"a divisor of the number of experts, {experts['num_experts']}")
+    if experts["num_experts_per_tok"] > top_groups * experts["num_experts"] // groups:
+        raise read.fail("topk_group", f"enough for {experts['num_experts_per_tok']} experts of {groups} groups")
+    dense = read.integer("first_k_dense_replace", 0, MAX_SIZE, 1)
+    width = read.integer("moe_intermediate_size", 1, largest, 1408)
+    predicting = spelled(read, "num_mtp_layers", {"num_mtp_layers": "num_nextn_predict_layers"})
+    return {
+        **numbers,
+        **experts,
+        **_shared(read, "n_shared_experts", width, 1),
+        "attention_bias": read.boolean("attention_bias", False),
+        "qk_norm": read.boolean("use_qk_norm", False),
+        "layer_windows": no_windows(read, layers),
+        "moe_intermediate_size": width,
+        "norm_topk_prob": read.boolean("norm_topk_prob", True),
+        "num_nextn_predict_layers": read.integer(predicting, 0, layers, 1),
+        "routed_scaling_factor": read.number("routed_scaling_factor", 0.0, MAX_SIZE, 1.0),
+        "router_bias": 1,
+        "router_groups": groups,
+        "router_min_sum": 1e-20,
+        "router_scores": "sigmoid",
+        "router_top_groups": top_groups,
+        "sparse_layers": tuple(index >= dense for index in range(layers)),
+    }
+
+
+def read_ernie4_5_moe(read: ConfigReader) -> Numbers:
+    """Read the numbers of ERNIE 4.5 MoE: interleaved rotary embedding; experts are chosen by a corrected softmax."""
+    numbers = gated_decoder(read, theta=500000.0, tied=True)
+    layers, largest = numbers["num_hidden_layers"], LARGEST["intermediate_size"]
+    harmless(read, *TRAINING, "moe_capacity", "num_nextn_predict_layers")  # of the latter, tensors have other names
+    fixed(read, "use_bias", False)
+    read.neutral({"moe_gate": "topk", "moe_use_aux_free": True})
+    width = read.integer("moe_intermediate_size", 1, largest, 1536)
+    start, step = (
+        read.integer("moe_layer_start_index", 0, MAX_SIZE, 1),
+        read.integer("moe_layer_interval", 1, MAX_SIZE, 1),
+    )
+    end = read.integer("moe_layer_end_index", -1, MAX_SIZE, -1)
+    last = layers - 1 if end == -1 else end
+    return {
+        **numbers,
+        **read_experts(read, "moe_num_experts", "moe_k"),
+        **_shared(read, "moe_num_shared_experts", width, 2),
+        "rope": replace(numbers["rope"], interleaved=True),
+        "layer_windows": no_windows(read, layers),
+        "moe_intermediate_size": width,
+        "router_bias": 2,
+        "router_min_sum": read.number("moe_norm_min", 0.0, 1.0, 1e-12),
+        "sparse_layers": tuple((index + 1) % step == 0 and start <= index <= last for index in range(layers)),
+    }
+
+
+def read_minimax_m2(read: ConfigReader) -> Numbers:
+    """Read the numbers of MiniMax-M2: experts are chosen by corrected sigmoids; the norms of q and k are over all
+    heads, of which a part rotates."""
+    head_dim = read.integer("head_dim", 1, MAX_HEAD_DIM, 128)
+    rotated = read.integer("rotary_dim", 1, head_dim, head_dim)
+    numbers = gated_decoder(read, theta=5e6, head_dim=128, partial_rotary=rotated / head_dim)
+    layers = numbers["num_hidden_layers"]
+    harmless(read, *TRAINING, "use_mtp", "mtp_transformer_layers", "num_mtp_modules")
+    read.neutral(
+        {
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+            "attn_type_list": [1] * layers,
+        }
+    )
+    return {
+        **numbers,
+        **read_experts(read),
+        "qk_norm": True,
+        "qk_norm_together": True,
+        "layer_windows": no_windows(read, layers),
+        "moe_intermediate_size": numbers["intermediate_size"],
+        "router_bias": 1,
+        "router_scores": "sigmoid",
+        "sparse_layers": (True,) * layers,
+    }
+
+
+def _shared(read: ConfigReader, key: str, width: int, default: int) -> Numbers:
+    """Read the number of shared experts, each of the width of an expert; they are computed as one."""
+    count = read.integer(key, 0, MAX_EXPERTS, default)
+    return {"shared_expert_gate": False, "shared_expert_intermediate_size": count * width} if count else {}
+
+
+def read_experts(read: ConfigReader, key: str = "num_local_experts", chosen: str = "num_experts_per_tok") -> Numbers:
+    """Read the number of experts (`key` or `num_experts`), and the number of experts per token (`chosen`)."""
+    count = read.integer(spelled(read, "num_experts", {"num_experts": key}), 1, MAX_EXPERTS)
+    per_token = spelled(read, "num_experts_per_tok", {"num_experts_per_tok": chosen})
+    return {"num_experts": count, "num_experts_per_tok": read.integer(per_token, 1, count)}
 
 
 def _sparse_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
