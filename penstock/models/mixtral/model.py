@@ -1,4 +1,5 @@
-"""Decoders whose feed-forward branch is a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE.
+"""Decoders whose feed-forward branch is a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, GLM-4.5,
+ERNIE 4.5 MoE, MiniMax-M2.
 
 block:  x = x + attn(norm(x));  x = x + moe(norm(x))      Llama's block with experts instead of the SwiGLU branch
 varies by ModelConfig only: which layers are sparse, the number of experts in all and per token, how the router chooses
