@@ -138,7 +138,7 @@ class MoE(Module):
         self._correction = None
         if cfg.router_bias:
             name = "correction" if cfg.router_bias == 1 else "moe_statics"
-            self._correction = make.vector(name)
+            self._correction = make.vector(name, is_exact=True)
             setattr(self, name, self._correction)
         self._router = RouterParams(
             cfg.num_experts_per_tok,
@@ -184,7 +184,9 @@ class MoE(Module):
     @property
     def router_params(self) -> RouterParams:
         """How experts are chosen. Read it after the weights are loaded."""
-        return self._router if self._correction is None else replace(self._router, bias=self._correction())
+        if self._correction is None:
+            return self._router
+        return replace(self._router, bias=self._correction.weight.reshape(-1))
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
         """Collect the packed weights of all experts, gated and down: in the first pass, when all are packed. Layers are

@@ -25,7 +25,16 @@ from penstock.kernels.scheme import scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
 from penstock.layers.factory import LayerFactory, Runs
 from penstock.layers.module import CausalLM, is_torch_module, named_modules
-from penstock.layers.weights import PLAIN_HEAD, WHOLE_IN_FILES, Embedding, HeadLayout, Linear, LMHead, WeightLayer
+from penstock.layers.weights import (
+    PLAIN_HEAD,
+    WHOLE_IN_FILES,
+    Embedding,
+    HeadLayout,
+    Linear,
+    LMHead,
+    Vector,
+    WeightLayer,
+)
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
@@ -359,7 +368,8 @@ def fill_layer(prefix: str, layer: WeightLayer, make: LayerFactory, source: Para
     for name, shape in layer.shapes.items():
         rows = source.rows(make.parameters[f"{prefix}.{name}"])
         # Codes are kept, and vectors, such as a norm's weight, are rounded by their layer.
-        values[name] = rows if len(shape) == 1 or _keeps_codes(layer) else RoundedRows(rows, make.ops.dtype)
+        is_kept = len(shape) == 1 or isinstance(layer, Vector) or _keeps_codes(layer)
+        values[name] = rows if is_kept else RoundedRows(rows, make.ops.dtype)
     try:
         layer.load(values)
     except ValueError as error:

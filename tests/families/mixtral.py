@@ -22,7 +22,7 @@ from tests.families.case import Case
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
 QWEN2_MOE = {
-    "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
 GLM = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5,
