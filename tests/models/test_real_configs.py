@@ -204,7 +204,29 @@ GPT_OSS = {
                      "rope_type": "yarn", "truncate": False},
     "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
 }  # fmt: skip
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_hidden_layers": 62,
+    "hidden_size": 3072, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 1536, "vocab_size": 200064, "num_experts_per_tok": 8, "num_local_experts": 256,
+    "max_position_embeddings": 196608, "rope_theta": 5000000, "rotary_dim": 64, "hidden_act": "silu",
+    "rms_norm_eps": 1e-06, "use_cache": True, "tie_word_embeddings": False, "use_qk_norm": True,
+    "qk_norm_type": "per_layer", "use_routing_bias": True, "use_mtp": True, "mtp_transformer_layers": 1,
+    "num_mtp_modules": 3, "shared_intermediate_size": 0, "scoring_func": "sigmoid", "dtype": "bfloat16",
+}  # fmt: skip
+GLM_45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "partial_rotary_factor": 0.5, "initializer_range": 0.02, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408,
+    "norm_topk_prob": True, "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128,
+    "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+    "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
 WHOLE = {
+    "MiniMax-M2": (MINIMAX_M2, "MiniMaxM2ForCausalLM", 3072),
+    "GLM-4.5-Air": (GLM_45_AIR, "Glm4MoeForCausalLM", 4096),
     "Qwen3-8B": (QWEN3, "Qwen3ForCausalLM", 4096),
     "Qwen3-Coder": (QWEN3_CODER, "Qwen3MoeForCausalLM", 6144),
     "SmolLM2": (SMOLLM2, "LlamaForCausalLM", 576),
@@ -242,6 +264,20 @@ def test_is_read(name: str) -> None:
     assert found.layer_windows[5] == WINDOWS.get(name)
     assert ("vision_config" in found.notes) == (name in TEXT_PARTS)
     assert ("auto_map" in found.notes) == ("auto_map" in config)
+
+
+def test_what_routers_and_heads_of_mixtures_do() -> None:
+    """Guards against a rotation of whole heads, a shared expert that is left out, and layers that predict further
+    tokens counted as the model's own."""
+    glm, minimax = parse_model_config(GLM_45_AIR), parse_model_config(MINIMAX_M2)
+    assert glm.rope is not None
+    assert minimax.rope is not None
+    assert (glm.rope.rotary_dim(128), minimax.rope.rotary_dim(128)) == (64, 64)
+    assert (glm.router_scores, minimax.router_scores) == ("sigmoid", "sigmoid")
+    assert (glm.shared_expert_intermediate_size, minimax.shared_expert_gate) == (1408, None)
+    assert glm.sparse_layers == (False,) + (True,) * 45
+    assert (glm.num_hidden_layers, glm.num_nextn_predict_layers) == (46, 1)
+    assert minimax.qk_norm_together
 
 
 def test_sizes_that_a_text_part_leaves_out() -> None:
