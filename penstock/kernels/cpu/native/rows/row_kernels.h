@@ -65,8 +65,8 @@ struct EmbeddingArgs {
     float* out;   // [.., n]
 };
 
-// RouterParams in kernels/metadata.py explains the numbers. A row whose scores, or their sums with the bias, contain NaN
-// gets the ids 0, 1, .. with weights NaN.
+// RouterParams in kernels/metadata.py explains the numbers. A row whose scores, or their sums with the bias, contain
+// NaN gets the ids 0, 1, .. with weights NaN.
 struct RouteArgs {
     const float* logits;  // [.., experts]
     std::int64_t experts;

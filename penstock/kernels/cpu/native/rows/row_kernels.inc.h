@@ -248,7 +248,7 @@ void take_groups(const RouteArgs& a, float* choice, float* spare) {
         if (spare[i / size] != TAKEN) choice[i] = TAKEN;
 }
 
-// The weight of the largest logit, `best`, among those not taken: its softmax over the logits that are not much smaller.
+// The weight of the largest logit, `best`, among those not taken: its softmax over those that are not much smaller.
 PENSTOCK_INLINE float share(const float* choice, std::int64_t n, float best, float threshold) {
     F32x16 sums = 0.0f;
     for (std::int64_t i = 0; i < n; i += LANES) {
@@ -272,7 +272,8 @@ void route(const RouteArgs& a, std::int64_t first, std::int64_t rows, float* scr
             float weight = __builtin_nanf("");
             if (valid) {
                 id = largest(choice, a.experts);
-                weight = a.scores != SCORES_SPARSEMIXER ? scratch[id] : share(choice, a.experts, choice[id], a.threshold);
+                weight = a.scores == SCORES_SPARSEMIXER ? share(choice, a.experts, choice[id], a.threshold)
+                                                        : scratch[id];
                 choice[id] = TAKEN;
             }
             ids[at] = id;
