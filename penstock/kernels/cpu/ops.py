@@ -383,25 +383,12 @@ class CpuOps(NativeCalls):
         params.check(experts)
         at, shape = address(logits, (rows, experts), FLOAT32, "logits"), (rows, params.top_k)
         ids, weights = (self._new(shape, INT64), self._new(shape, FLOAT32)) if out is None else out
-        self._call(
-            "penstock_route",
-            (logits, params.bias, ids, weights),
-            at,
-            rows,
-            experts,
-            params.top_k,
-            SCORES[params.scores],
-            optional_address(params.bias, (experts,), FLOAT32, "bias"),
-            params.groups,
-            params.top_groups,
-            params.group_top,
-            params.renormalize,
-            params.min_sum,
-            params.scale,
-            params.threshold,
-            address(ids, shape, INT64, "ids"),
-            address(weights, shape, FLOAT32, "weights"),
-        )
+        scores = SCORES[params.scores], optional_address(params.bias, (experts,), FLOAT32, "bias")
+        groups = params.groups, params.top_groups, params.group_top
+        shares = params.renormalize, params.min_sum, params.scale, params.threshold
+        to, used = address(ids, shape, INT64, "ids"), (logits, params.bias, ids, weights)
+        numbers = at, rows, experts, params.top_k, *scores, *groups, *shares, to
+        self._call("penstock_route", used, *numbers, address(weights, shape, FLOAT32, "weights"))
         return ids, weights
 
     # --- operations in which every row is computed by itself ---------------------------------------------------------
@@ -481,9 +468,12 @@ class CpuOps(NativeCalls):
 
     def add_gated(self, x: Tensor, h: Tensor, gates: Tensor) -> Tensor:
         rows, hidden = shape = rows_of(x, "x")
-        at, branch_at = address(x, shape, FLOAT32, "x"), address(h, shape, FLOAT32, "h")
-        gates_at = address(gates, (rows, 1), FLOAT32, "gates")
-        self._call("penstock_add_gated", (x, h, gates), at, branch_at, gates_at, rows, hidden)
+        at = (
+            address(x, shape, FLOAT32, "x"),
+            address(h, shape, FLOAT32, "h"),
+            address(gates, (rows, 1), FLOAT32, "gates"),
+        )
+        self._call("penstock_add_gated", (x, h, gates), *at, rows, hidden)
         return x
 
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
