@@ -468,12 +468,8 @@ class CpuOps(NativeCalls):
 
     def add_gated(self, x: Tensor, h: Tensor, gates: Tensor) -> Tensor:
         rows, hidden = shape = rows_of(x, "x")
-        at = (
-            address(x, shape, FLOAT32, "x"),
-            address(h, shape, FLOAT32, "h"),
-            address(gates, (rows, 1), FLOAT32, "gates"),
-        )
-        self._call("penstock_add_gated", (x, h, gates), *at, rows, hidden)
+        at = (address(item, shape, FLOAT32, name) for item, name in ((x, "x"), (h, "h")))
+        self._call("penstock_add_gated", (x, h, gates), *at, address(gates, (rows, 1), FLOAT32, "gates"), rows, hidden)
         return x
 
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
