@@ -112,8 +112,8 @@ def narrow(config: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value[:LAYERS] for key, value in numbers.items() if isinstance(value, list) and len(value) == layers}
     sizes = {key: WIDTH for key, value in numbers.items() if "intermediate_size" in key and value}
     experts = {key: EXPERTS for key in ("num_experts", "num_local_experts", "n_routed_experts") if numbers.get(key)}
-    if numbers.get("num_experts_per_tok"):
-        experts["num_experts_per_tok"] = min(numbers["num_experts_per_tok"], 2)
+    for key in ("num_experts_per_tok", "experts_per_token"):
+        experts |= {key: min(numbers[key], 2)} if numbers.get(key) else {}
     numbers |= kept | sizes | experts
     numbers |= {
         "num_hidden_layers": min(layers, LAYERS),
