@@ -11,6 +11,7 @@ be compared. Such a difference is shown, and passes if both engines see the logi
 import argparse
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +32,10 @@ from benchmarks.peers.base import LoadOptions
 from benchmarks.peers.llama_cpp import FILE, LlamaCpp
 from benchmarks.process import ROOT, Worker
 from penstock import LLM, SamplingParams
+from penstock.errors import InvalidRequestError
 from penstock.interface.outputs import RequestOutput
+from penstock.tokenizer.answer_formats import reasoning_format_of, tool_format_of
+from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.hf import load_tokenizer
 from penstock_lab.bench.startup import python_process
 
@@ -63,6 +68,27 @@ QUESTIONS = (
     "Write a haiku about rain.",
     "Why is the sky blue? Answer in one sentence.",
 )
+TEMPLATES = "llama-cpp-python==0.3.36"
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [None, "é"]}}}
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+TEMPLATED: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = [
+    ([{"role": "user", "content": "Hi <b>there</b>!"}], None),
+    ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}], None),
+    ([{"role": "user", "content": " Hi \n"}, {"role": "assistant", "content": "Hello."},
+      {"role": "user", "content": "Who?"}], None),
+    ([{"role": "user", "content": "Hi"}], [{"type": "function", "function": ADD}]),
+    ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+      {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "3"}],
+     [{"type": "function", "function": ADD}]),
+    ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+      {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "3"}],
+     [{"type": "function", "function": ADD}]),
+]  # fmt: skip
 CONVERSATIONS = (
     [("user", "Hi <b>there</b>!")],
     [("system", "Be brief."), ("user", "Hi")],
@@ -93,6 +119,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"{', '.join(sorted(unknown))}: there are {' and '.join(MODELS)}")
     report, place, workshop = Report(), cache_directory().parent / "real", Workshop({}, args.out)
     check_tokenizers(report, place)
+    check_templates(report, fetch_templates(place / "templates"))
     workshop.install(LlamaCpp())
     for name in args.models or MODELS:
         file = fetch_model(name, place / name)
@@ -161,6 +188,76 @@ def check_tokenizers(report: Report, place: Path) -> None:
             )
             wrong += [] if one == other else [str(messages)]
         report.check(f"tokenizer and template of {name} as in Transformers", not wrong, wrong[:1] or "")
+
+
+def fetch_templates(place: Path) -> Path:
+    """Download the source package of llama-cpp-python, which has models' chat templates, and keep those."""
+    if not place.is_dir():
+        unfinished = place.with_name(f"{place.name}.unfinished")
+        unfinished.mkdir(parents=True, exist_ok=True)
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            TEMPLATES.partition("=")[0],
+        ]
+        subprocess.run([*pip, "--dest", str(unfinished), TEMPLATES], check=True)
+        package = next(unfinished.glob("*.tar.gz"))
+        with tarfile.open(package) as archive:
+            for member in archive.getmembers():
+                if member.isfile() and re.search(r"models/templates/[^/]+\.jinja$", member.name):
+                    member.name = Path(member.name).name
+                    archive.extract(member, unfinished, filter="data")
+        package.unlink()
+        unfinished.rename(place)
+    return place
+
+
+def check_templates(report: Report, place: Path) -> None:
+    """Render conversations with every template as Transformers does, show which parsers each gets, and let an agent
+    make ten calls with each.
+
+    A conversation whose call Transformers refuses, or whose call has null content, may be rendered otherwise: templates
+    get it in the form in which they show the call.
+    """
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError as error:
+        return print(f"left out  chat templates: {error}")
+    table = Table("template", "renderings equal", "tool calls", "reasoning", title="chat templates")
+    files, equal, total, wrong = sorted(place.glob("*.jinja")), 0, 0, []
+    for file in files:
+        source = file.read_text(encoding="utf-8")
+        ours, same, tried = ChatTemplate(source, TOKENS), 0, 0
+        for messages, tools in TEMPLATED:
+            for adds in (True, False):
+                tried += 1
+                options: dict[str, Any] = {"tools": tools, "add_generation_prompt": adds}
+                try:
+                    (theirs,), _ = render_jinja_template([messages], chat_template=source, **TOKENS, **options)
+                except Exception:  # whatever a template raises
+                    theirs = None
+                try:
+                    mine = ours.render(messages, **options)
+                except InvalidRequestError:
+                    mine = None
+                same += mine == theirs
+                is_shaped = theirs is None or any(message["content"] is None for message in messages)
+                wrong += [] if mine == theirs or (is_shaped and mine is not None) else [file.stem]
+        equal, total = equal + same, total + tried
+        formats = tool_format_of(source), reasoning_format_of(source)
+        table.add_row(file.stem, f"{same} of {tried}", *("-" if item is None else item.name for item in formats))
+    report.console.print(table)
+    found = f"{equal} of {total} renderings of {len(files)} templates are equal; wrong: {', '.join(wrong) or 'none'}"
+    report.check("chat templates as in Transformers", not wrong, found)
+    tests = [sys.executable, "-m", "pytest", "-q", "-n0", "tests/server/test_agent_loop.py", "-k", "real"]
+    environment = {**os.environ, "PENSTOCK_TEMPLATES": str(place)}
+    done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True)
+    report.check("ten calls of an agent with each template", done.returncode == 0, done.stdout.splitlines()[-1:])
 
 
 def check_model(report: Report, file: Path, llama_cpp: Worker) -> None:

@@ -433,7 +433,7 @@ READERS: dict[str, Callable[[Any], StructuredOutputsParams | None]] = {
 
 SCHEMA_AT = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
 RULE = re.compile(r"call_(\d+)_\w+: %json")
-TAIL = 16  # tokens at the end of a prompt in which the beginning of reasoning is looked for
+TAIL = 32  # tokens at the end of a prompt in which the beginning of reasoning is looked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,7 @@ class ToolFormat:
     argument: str = ""
     join: str = ""
     values: str = "json"
+    wraps: Sequence[str] = ()
     bare: bool = False
     once: bool = False
     tags: Sequence[str] = ()
@@ -321,6 +322,7 @@ class ToolFormat:
                 types = frozenset(["string"]) if reader.last_word == "true" else None
             if self.values != "raw":
                 is_whole = yield from read_literal(reader, "" if self.values == "python" else self.values)
+                is_whole = is_whole and (yield from reader.words(end))
             else:
                 is_whole = yield from self._read_raw(reader, end.strip(), types, pad="\n" * middle.endswith("\n"))
             if not is_whole:
@@ -335,8 +337,10 @@ class ToolFormat:
 
     def _read_raw(self, reader: Reader, closing: str, types: frozenset[str] | None, pad: str) -> Steps[bool]:
         """Read a value without quotes. Strings are delivered as they come; others are converted when they are whole."""
-        marks = [pad + closing, closing]
         yield from reader.accept(pad)
+        if self.wraps and (yield from reader.accept(self.wraps[0])):
+            closing = self.wraps[1] + closing
+        marks = [pad + closing, closing]
         reader.drop()
         if types is None or types != {"string"}:
             text = yield from reader.up_to(marks)

@@ -99,7 +99,7 @@ class ChatTemplate:
         """Find, by trying, how a template wants messages with calls: the first form in which it shows a call."""
         if name not in self._forms:
             shown = [form for form in CALL_FORMS if self._shows_call(name, form)]
-            self._forms[name] = shown[0] if shown else CallForm()
+            self._forms[name] = shown[0] if shown else CallForm({"content": ""})
         return self._forms[name]
 
     def _shows_call(self, name: str, form: "CallForm") -> bool:

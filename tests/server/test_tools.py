@@ -1,12 +1,14 @@
 """Tools and reasoning in /v1/chat/completions: what the model sees, what the client gets, and what is refused."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from penstock.errors import InvalidRequestError
 from penstock.server.options import ServerOptions
 from tests.official import official_client
 from tests.server.fakes import Behaviour, FakeEngineClient
@@ -349,3 +351,73 @@ def test_what_clients_send(turns: list[Any], shown: str) -> None:
     _, (prompt, _) = ask("Hi", {"messages": turns}, TEMPLATE)
     assert shown in prompt
     assert "None" not in prompt
+
+
+# --- a format of the user's own ---------------------------------------------------------------------------------------
+
+
+MINE = """
+[tools.mine]
+call = "<call:NAME>\\nARGUMENTS</call>"
+argument = "KEY = VALUE;\\n"
+values = "python"
+
+[reasoning.mine]
+begin = "<hm>"
+end = "</hm>"
+"""
+MINE_IN_PYTHON = """
+import penstock
+from penstock.tokenizer.answer_reader import Kind
+
+class Shouted(penstock.ToolFormat):
+    def read(self, reader, functions, mark):
+        yield from reader.accept(mark)
+        yield from reader.space()
+        name = yield from reader.read(3)
+        reader.begin_call(name.lower())
+        reader.emit("{}")
+
+penstock.register_parser(Shouted(name="shouted", call="CALL NAMEARGUMENTS"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("mine.toml", "<hm>So.</hm><call:add>\na = 1;\nb = 2;\n</call>", {"a": 1, "b": 2}),
+        ("mine.py", "<think>So.</think>CALL ADD", {}),
+    ],
+)
+def test_a_format_of_ones_own(tmp_path: Path, name: str, text: str, arguments: Any) -> None:
+    """Guards against a plug-in that is read and then not used, in the parser or in the grammar."""
+    file = tmp_path / name
+    file.write_text(MINE if name.endswith("toml") else MINE_IN_PYTHON)
+    options = {"tool_call_parser": str(file), "reasoning_parser": str(file) if name.endswith("toml") else "qwen3"}
+    choice, (_, params) = ask(text, {"tools": TOOLS, "tool_choice": "required"}, **options)
+    (made,) = choice["message"]["tool_calls"]
+    assert (made["function"]["name"], json.loads(made["function"]["arguments"])) == ("add", arguments)
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("So.", None)
+    tokens = LLTokenizer("byte")
+    matcher = LLMatcher(tokens, params.structured_outputs.grammar)
+    ids = tokens.tokenize_str(text)
+    assert (matcher.try_consume_tokens(ids) == len(ids)) is name.endswith("toml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[tools.x]\ncall = 'NAME'", "NAME and ARGUMENTS"),
+        ("[tools.x]\ncal = ''", "cal"),
+        ("[", "mine.toml"),
+        ("", "no"),
+    ],
+)
+def test_a_format_that_is_described_wrongly(tmp_path: Path, content: str, message: str) -> None:
+    """Guards against a server that starts and reads no calls."""
+    file = tmp_path / "mine.toml"
+    file.write_text(content)
+    with pytest.raises(InvalidRequestError, match=message):
+        ServerOptions(port=0, tool_call_parser=str(file))
+    with pytest.raises(InvalidRequestError, match="hermes"):
+        ServerOptions(port=0, tool_call_parser="hermess")
