@@ -9,6 +9,7 @@ import pytest
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.models.registry import find_model
 from penstock.spec.model_config import QueryScale
 
 QWEN3 = {
@@ -288,6 +289,13 @@ def test_sizes_that_a_text_part_leaves_out() -> None:
     assert (found.max_position_embeddings, found.eos_token_ids) == (131072, (1, 106))
     assert found.rope is not None
     assert (found.rope.rope_type, found.rope.factor) == ("linear", 8.0)
+
+
+def test_layers_that_predict_further_tokens_are_not_read() -> None:
+    """Guards against a checkpoint of MiMo that is refused for them, and against a layer of the model left out."""
+    table = find_model("MiMoForCausalLM").read_table()
+    assert table.ignores("model.mtp_layers.0.self_attn.q_proj.weight")
+    assert not table.ignores("model.layers.0.self_attn.q_proj.weight")
 
 
 def test_numbers_that_follow_from_other_keys() -> None:
