@@ -27,8 +27,10 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),  # and Mistral; with experts: MIXTRAL
     "mistral3": ("Ministral3ForCausalLM", "ministral3"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),  # with windows: OLMO3
+    "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
@@ -54,6 +56,7 @@ KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 GRANITE = {  # Granite's, whose divisor of the logits is called a scale
     "embedding_scale": "embedding_multiplier",
@@ -149,6 +152,8 @@ def _biases(name: str, tensors: Tensors) -> dict[str, Any]:
     """Return the switches for biases that the tensors imply."""
     if name == "falcon":
         return {"bias": "blk.0.attn_qkv.bias" in tensors}
+    if name == "qwen2moe":
+        return {"qkv_bias": "blk.0.attn_q.bias" in tensors}
     if name == "ernie4_5":
         return {"use_bias": "blk.0.attn_q.bias" in tensors}
     stored = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}

@@ -134,6 +134,13 @@ _AFTER = {
     "post_attention_norm": _LAYERS + "post_attention_layernorm",
     "post_ffw_norm": _LAYERS + "post_feedforward_layernorm",
 }
+_EXPERTS = {
+    **_DECODER,
+    "ffn_gate_inp": _LAYERS + "mlp.gate",
+    "ffn_gate_exps": _LAYERS + "mlp.experts.#.gate_proj",
+    "ffn_up_exps": _LAYERS + "mlp.experts.#.up_proj",
+    "ffn_down_exps": _LAYERS + "mlp.experts.#.down_proj",
+}
 _GEMMA2 = {**_DECODER, **_AFTER, "ffn_norm": _LAYERS + "pre_feedforward_layernorm"}
 NAMES: dict[str, dict[str, str]] = {
     "llama": {  # with experts: Mixtral
@@ -149,13 +156,15 @@ NAMES: dict[str, dict[str, str]] = {
     "mistral3": _DECODER,
     "qwen2": _DECODER,
     "qwen3": _DECODER,
-    "qwen3moe": {
-        **_DECODER,
-        "ffn_gate_inp": _LAYERS + "mlp.gate",
-        "ffn_gate_exps": _LAYERS + "mlp.experts.#.gate_proj",
-        "ffn_up_exps": _LAYERS + "mlp.experts.#.up_proj",
-        "ffn_down_exps": _LAYERS + "mlp.experts.#.down_proj",
+    "olmoe": _EXPERTS,
+    "qwen2moe": {
+        **_EXPERTS,
+        "ffn_gate_inp_shexp": _LAYERS + "mlp.shared_expert_gate",
+        "ffn_gate_shexp": _LAYERS + "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": _LAYERS + "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": _LAYERS + "mlp.shared_expert.down_proj",
     },
+    "qwen3moe": _EXPERTS,
     "gpt-oss": {
         **_DECODER,
         "attn_sinks": _LAYERS + "self_attn.sinks",
@@ -264,7 +273,8 @@ def _entries(stored: str, tensor: GGUFTensor, names: dict[str, str]) -> Iterator
     if target is None or ("*" in target) != (layer is not None):
         raise ModelLoadError(f"{tensor.file}: the tensor {stored} is unknown in this architecture")
     name = f"{target.replace('*', str(layer))}.{kind}"
-    whole = TensorEntry(tensor.file, tensor.shape, tensor.dtype, tensor.offset)
+    shape = (1, *tensor.shape) if stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1 else tensor.shape
+    whole = TensorEntry(tensor.file, shape, tensor.dtype, tensor.offset)
     if "#" not in name or expert is not None:
         if len(whole.shape) > 2:
             raise ModelLoadError(

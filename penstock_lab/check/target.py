@@ -175,6 +175,8 @@ def _shrink_layers(numbers: ModelConfig, result: dict[str, Any], put: Any) -> No
     if "mlp_only_layers" in result:
         result["mlp_only_layers"] = [at for at, index in enumerate(chosen) if not sparse[index]]
         result["decoder_sparse_step"] = 1
+    if "first_k_dense_replace" in result:
+        result["first_k_dense_replace"] = sum(not sparse[index] for index in chosen)
     windows = [numbers.layer_windows[index] is not None for index in chosen]
     put("max_window_layers", windows.index(True) if any(windows) else len(chosen))
 

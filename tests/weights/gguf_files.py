@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
@@ -205,6 +207,8 @@ def _converted(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np
         return [(name, turned.reshape(values.shape))]
     if kind.startswith("gemma") and name.endswith("norm.weight"):
         return [(name, values + 1)]
+    if name.endswith("shared_expert_gate.weight"):
+        return [(name, values[0])]
     if kind == "falcon" and "query_key_value" in name:
         kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
         grouped = values.reshape(kv_heads, heads // kv_heads + 2, config.head_dim, -1)
@@ -260,10 +264,13 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None) is not None:
             getattr(writer, f"add_{key}")(getattr(config, key))
-    if kind in ("gpt_oss", "mixtral", "qwen3_moe"):
-        writer.add_expert_count(config.num_experts if kind == "qwen3_moe" else config.num_local_experts)
+    if kind in ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
+        is_local = kind in ("gpt_oss", "mixtral")
+        writer.add_expert_count(config.num_local_experts if is_local else config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if kind in ("gpt_oss", "qwen3_moe"):
+    if kind == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if kind in ("gpt_oss", "qwen2_moe", "qwen3_moe"):
         inner = config.intermediate_size if kind == "gpt_oss" else config.moe_intermediate_size
         writer.add_expert_feed_forward_length(inner)
     _add_rope(writer, rope.get("full_attention", rope))

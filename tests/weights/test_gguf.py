@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral": SIZES,
     "qwen2": SIZES | {"head_dim": 16},
     "qwen3": SIZES,
+    "olmoe": SIZES | {"head_dim": 16, "num_key_value_heads": 4},
+    "qwen2-moe": SIZES | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "head_dim": 16},
     "qwen3-moe": SIZES | {"moe_intermediate_size": 32},
     "gemma": SIZES,
     "gemma2": SIZES | {"query_pre_attn_scalar": 32},
