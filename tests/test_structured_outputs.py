@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import llguidance
 import pytest
 from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer
@@ -24,7 +25,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.runner.structured import Worker
-from penstock.tokenizer.grammars import Grammars
+from penstock.tokenizer.grammars import Grammars, grammar_of
 from penstock.weights.hub import MODEL_DIR, resolve_model
 from tests.forms import schemas
 from tests.weights.gguf_files import write_gguf
@@ -397,3 +398,14 @@ def test_a_form_is_blamed_for_its_work_and_not_for_a_busy_machine() -> None:
     assert done[2:] == ["fine", "others", "go on"]
     stop.set()
     assert worker.wait(0.05) == []
+
+
+@pytest.mark.parametrize(("text", "fits"), [('"1.50"', True), ('"-2"', True), ('"+."', False), ('""', False)])
+def test_the_pattern_of_pydantics_decimal(text: str, fits: bool) -> None:
+    """Guards against a refusal of every model with a Decimal, and against its look-ahead that is left out."""
+    pattern = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+    source = grammar_of(StructuredOutputsParams(json={"type": "string", "pattern": pattern}))
+    tokens = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokens, source)
+    ids = tokens.tokenize_str(text)
+    assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits

@@ -8,6 +8,7 @@ matcher allows depends on the form and the tokens alone, so a new one can be mad
 
 import json
 import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ MAX_GRAMMARS = 256  # how many compiled grammars are kept
 MAX_KEPT_CHARS = 2**22  # maximum number of characters of their forms together
 TRIAL_TOKENS = 12  # tokens of a trial answer: some forms show that they are too large only after a few tokens
 SPECIAL = frozenset(".^$*+?()[]{}|\\")  # characters with a meaning in regular expressions
+DATA = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
+LOOKAHEAD = re.compile(r"\^\(\?!\^?\[(?!\^)((?:\\.|[^\]\\])+)\]\*\$\)")
 NO_TEXT = "nothing fits it: there is no text that it allows"
 
 
@@ -197,12 +200,30 @@ def grammar_of(form: StructuredOutputsParams) -> str:
         }
         schema = str(form.json) if form.json is not None else json.dumps({"type": "object"})
         _check_bounds(json.loads(schema))
+        if "(?!" in schema:
+            schema = json.dumps(_without_lookahead(json.loads(schema)))
         return matcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]  # a TypedDict
     if form.regex is not None:
         return matcher.grammar_from_regex(form.regex)
     if form.choice is not None:
         return matcher.grammar_from_regex("|".join(map(_escaped, form.choice)))
     return llguidance.grammar_from("grammar", form.grammar or "")
+
+
+def _without_lookahead(schema: Any) -> Any:
+    """Replace a negative look-ahead for a text of certain characters only, as pydantic writes it for Decimal, by a
+    second pattern: some other character. llguidance intersects patterns, and refuses all other look-aheads."""
+    if isinstance(schema, list):
+        return [_without_lookahead(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: item if key in DATA else _without_lookahead(item) for key, item in schema.items()}
+    pattern = found.get("pattern")
+    match = LOOKAHEAD.match(pattern) if isinstance(pattern, str) else None
+    if match is not None and isinstance(pattern, str):
+        found["pattern"] = f"^{pattern[match.end() :]}"
+        found["allOf"] = [*found.get("allOf", ()), {"pattern": f"[^{match[1]}]"}]
+    return found
 
 
 def _check_bounds(schema: Any) -> None:
