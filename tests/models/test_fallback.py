@@ -18,6 +18,7 @@ from penstock.config import EngineConfig
 from penstock.engine.speculation import Speculation
 from penstock.errors import InvalidRequestError
 from penstock.models import registry
+from penstock.models.config_json import parse_model_config
 from penstock_lab.prove.every_draft import EveryDraft
 from tests.answers import LENGTHS, PROMPTS, WATCHED, ask, ask_alone, check, check_resumed, request
 from tests.coded import code, coded_files  # noqa: F401
@@ -138,6 +139,13 @@ def test_what_cannot_run_is_refused_by_name(name: str, why: str, tmp_path: Path)
     with pytest.raises(ModelLoadError, match=why) as caught:
         build_engine(EngineConfig.from_options(model=str(tmp_path), load_format="dummy"))
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "Arcee", "ForCausalLM"])
+def test_a_part_of_a_name_is_no_class(name: str) -> None:
+    """Guards against AttributeError's traceback for a name that is contained in one that Transformers has."""
+    with pytest.raises(ModelLoadError, match=f"architectures = '{name}' is not supported"):
+        parse_model_config({"architectures": [name], "model_type": "arcee"})
 
 
 def test_unknown_keys_and_rotary_types_are_refused(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def find_class(name: str) -> Any:
         ModelLoadError: Transformers has no such class, or it cannot be run by the engine.
     """
     decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if not any(name == known or name in known for known in decoders):
+    if not any(name in ((known,) if isinstance(known, str) else known) for known in decoders):
         raise unsupported(name)
     found = getattr(transformers, name)
     if found._is_stateful:
