@@ -211,10 +211,11 @@ def load_model(
         check_memory({"rotary tables of all positions": rotary_bytes(model_config, max_model_len)}, free_memory())
     make = make_factory(stored, model_config, ops, place, max_positions=max_model_len, head=head, **numerics)
     model = empty_model(model_config, make)
+    heads = tied_heads(model, make)
     place.trim(model, make)
     if free_memory is not None and stored.packed is None:  # a map needs no memory
         check_memory({"weights": weight_bytes(model, make)}, free_memory())
-    _load_values(model, make, stored, place)
+    _load_values(model, make, stored, place, heads)
     return _adapted(model, model_config, make)
 
 
@@ -229,16 +230,19 @@ def make_factory(
     return replace(make, runs=stored.runs(place, make.parameters))
 
 
-def _load_values(model: Any, make: LayerFactory, stored: Stored, place: Place) -> None:
-    """Give every layer its values."""
+def _load_values(
+    model: Any, make: LayerFactory, stored: Stored, place: Place, heads: Mapping[str, tuple[str, LMHead]]
+) -> None:
+    """Give every layer its values. heads: tied_heads of the whole model, of which this part may lack the head."""
+    layers = dict(weight_layers(model))
     if stored.packed is not None:
-        layers = dict(weight_layers(model))
-        restore_packed(stored.packed, make.ops, make.scheme, layers, part=place.prefix, is_whole=place.is_whole)
+        part, is_whole = place.prefix, place.is_whole
+        restore_packed(stored.packed, make.ops, make.scheme, layers, part=part, is_whole=is_whole, heads=heads)
     else:
         _fill(model, make, place.source(stored.source))
         BUFFERS.clear()
-    for embedding, tied in tied_embeddings(model, make).values():
-        embedding.share(tied.packed[0])
+    for name, (_, head) in tied_heads(model, make).items():
+        cast(Embedding, layers[name]).share(head.packed[0])
 
 
 def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
@@ -320,20 +324,20 @@ def plain_bytes(model: object, make: LayerFactory) -> int:
 
 def kept_layers(model: object, make: LayerFactory) -> list[WeightLayer]:
     """List the layers that keep their loaded values: all except embeddings that read their rows from the LM head."""
-    tied = tied_embeddings(model, make)
+    tied = tied_heads(model, make)
     return [layer for name, layer in weight_layers(model) if name not in tied]
 
 
-def tied_embeddings(model: object, make: LayerFactory) -> dict[str, tuple[Embedding, LMHead]]:
-    """Find the embeddings, by name, that can read their rows from the LM head tied to them, with that head."""
+def tied_heads(model: object, make: LayerFactory) -> dict[str, tuple[str, LMHead]]:
+    """Find the LM heads, with their names, from which tied embeddings can read their rows, by the embedding's name."""
     layers = dict(weight_layers(model))
-    found: dict[str, tuple[Embedding, LMHead]] = {}
+    found: dict[str, tuple[str, LMHead]] = {}
     for prefix, head in layers.items():
         if isinstance(head, LMHead) and head.holds_rows:
             name = (make.parameters[f"{prefix}.weight"].tied_to or "").removesuffix(".weight")
             embedding = layers.get(name)  # different shapes: the two hold different parts
             if isinstance(embedding, Embedding) and embedding.shapes["weight"] == head.shapes["weight"]:
-                found[name] = embedding, head
+                found[name] = prefix, head
     return found
 
 
@@ -349,7 +353,7 @@ def plain_parameters(model: object) -> list[tuple[str, Any, str, Any]]:
 
 def _fill(model: object, make: LayerFactory, source: ParameterSource) -> None:
     """Load the values of every layer. Parameters of torch modules get the backend's type; shared ones stay shared."""
-    tied = tied_embeddings(model, make)
+    tied = tied_heads(model, make)
     for prefix, layer in weight_layers(model):
         if prefix not in tied:
             fill_layer(prefix, layer, make, source)

@@ -2,10 +2,10 @@
 
 The file is in the safetensors format and takes the place of a checkpoint in a model directory. It holds the tensors
 that PackedLinear.state() returns, named `layer.values` for instance, and the parameters of all other layers in the type
-in which they are computed. Each begins at a multiple of ALIGNMENT bytes; tensors named FILLER.. fill the gaps. A
-process that loads the file reads the header and maps the rest: nothing is copied, and processes share the pages. The
-header has checksums of the data (weights/safetensors.py), which are compared only on request, because that reads every
-byte.
+in which they are computed. An embedding that reads its rows from the LM head is not written a second time. Each tensor
+begins at a multiple of ALIGNMENT bytes; tensors named FILLER.. fill the gaps. A process that loads the file reads the
+header and maps the rest: nothing is copied, and processes share the pages. The header has checksums of the data
+(weights/safetensors.py), which are compared only on request, because that reads every byte.
 
 A model packed for several ranks has their parts one after the other, with names such as `rank.1.layer.values`.
 """
@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from penstock.kernels.tensors import (
     as_array,
 )
 from penstock.layers.factory import Runs
-from penstock.layers.weights import WeightLayer
+from penstock.layers.weights import Embedding, LMHead, WeightLayer
 from penstock.weights.safetensors import (
     LENGTH_BYTES,
     PACKED,
@@ -235,11 +235,13 @@ def restore_packed(
     *,
     part: str = "",
     is_whole: bool = True,
+    heads: Mapping[str, tuple[str, LMHead]],
 ) -> None:
     """Map a file of packed weights and give every layer of a model, by its full name, its tensors in that memory.
 
     part: the prefix of the names of the wanted tensors; those of other ranks are not read.
     is_whole: False if the file also holds other layers of this part, which are not read.
+    heads: the LM head, with its name, from which an embedding reads its rows if the file does not hold them twice.
 
     Raises:
         ModelLoadError: the file is damaged, or holds another model.
@@ -256,14 +258,18 @@ def restore_packed(
             memory = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file}: cannot be mapped: {error}") from None
-    differing = set(layers) - set(by_layer) if not is_whole else set(layers) ^ set(by_layer)
+    shared = {name: heads[name] for name in set(layers) & set(heads) - set(by_layer)}
+    own = {name: layer for name, layer in layers.items() if name not in shared} | dict(shared.values())
+    differing = set(own) - set(by_layer) if not is_whole else set(own) ^ set(by_layer)
     if differing:
         raise ModelLoadError(f"{file}: does not match config.json in {min(differing)}")
-    for prefix, layer in layers.items():
+    for prefix, layer in own.items():
         try:
             layer.restore({name: _mapped(memory, entry) for name, entry in by_layer[prefix].items()})
         except ValueError as error:
             raise ModelLoadError(f"{file}: {prefix} does not match config.json: {error}") from None
+    for name, (_, head) in shared.items():
+        cast(Embedding, layers[name]).share(head.packed[0])
 
 
 def _mapped(memory: mmap.mmap, entry: TensorEntry) -> Array:

@@ -16,6 +16,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array
+from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import WHOLE_IN_FILES, WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.ranks.build import RankPlace, check_codes, split_of
@@ -35,6 +36,7 @@ from penstock.weights.loader import (
     make_factory,
     open_stored,
     plain_parameters,
+    tied_heads,
     weight_layers,
 )
 from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
@@ -121,7 +123,7 @@ class _Part:
         self._source = self.place.source(stored.source)
         slices = numerics.activation_slices
         self.make = make_factory(stored, model, ops, self.place, scheme=numerics.scheme, slices=slices, max_positions=1)
-        self.layers = _packable_layers(empty_model(model, self.make))
+        self.layers = _packable_layers(empty_model(model, self.make), self.make)
 
     def fill(self, prefix: str, layer: WeightLayer) -> None:
         """Load the values of the layer named `prefix`."""
@@ -149,12 +151,17 @@ class _WholeRows:
         return [row_magnitudes(RoundedRows(self._source.rows(self.parameter), self._ops.dtype))]
 
 
-def _packable_layers(model: object) -> dict[str, WeightLayer]:
-    """Find the layers of a model, by name. Raise ModelLoadError if it has torch modules with parameters."""
+def _packable_layers(model: object, make: LayerFactory) -> dict[str, WeightLayer]:
+    """Find the layers of a model that keep values of their own, by name.
+
+    Raises:
+        ModelLoadError: it has torch modules with parameters.
+    """
     plain = [full for full, _, _, _ in plain_parameters(model)]
     if plain:
         raise ModelLoadError(
             f"convert: {listed(plain)} cannot be packed, because torch's own layers hold them; only layers that "
             f"the factory makes have a packed form"
         )
-    return dict(weight_layers(model))
+    tied = tied_heads(model, make)
+    return {name: layer for name, layer in weight_layers(model) if name not in tied}

@@ -16,13 +16,16 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import as_torch
 from penstock.models.config_json import load_model_config
-from penstock.weights.loader import load_model, weight_layers
+from penstock.ranks.build import RankPlace
+from penstock.ranks.stage import Stage
+from penstock.weights.loader import ANYWHERE, load_model, weight_layers
 from penstock.weights.packed import fit, read_info
 from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries, verify_checksums
 from penstock_lab.check.files import check_files
 from penstock_lab.convert.pack import convert_model
 from tests.hf_models import make_llama, make_qwen2
 from tests.kernels import packed
+from tests.weights.gguf_files import write_gguf
 
 pytestmark = pytest.mark.skipif(not packed.levels(), reason="no native library")
 SCHEMES: list[dict[str, Any]] = [
@@ -70,6 +73,31 @@ def test_a_converted_model_is_the_loaded_one(options: dict[str, Any], tmp_path: 
     assert list(found) == list(expected)
     for name, value in expected.items():
         assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("kind", ["floats", "Q8_0"])
+def test_a_tied_embedding_is_written_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a table beside the head that holds the same rows, and a stage without a head that misses it; files
+    that hold both are read too."""
+    model, source = make_qwen2(tmp_path, tie_word_embeddings=True, hidden_size=96, intermediate_size=160)
+    if kind != "floats":
+        source = write_gguf(model, tmp_path / "model.gguf", kind)
+    convert(source, tmp_path / "once", dtype="bfloat16")
+    monkeypatch.setattr("penstock_lab.convert.pack.tied_heads", lambda *_: {})
+    convert(source, tmp_path / "twice", dtype="bfloat16")
+    once, twice = (read_entries(tmp_path / name / PACKED) for name in ("once", "twice"))
+    embedding = {name for name in twice if "embed_tokens" in name and not name.startswith("_filler.")}
+    assert embedding
+    assert not embedding & {*once}
+
+    whole = load(source)
+    expected = as_torch(whole.decoder.embed_tokens.table()).float()
+    for name in ("once", "twice"):
+        assert {*state_of(load(tmp_path / name))} == {*state_of(whole)}
+        for place in (ANYWHERE, RankPlace(stage=Stage(range(1), 2))):
+            found = load(tmp_path / name, place=place)
+            assert ("lm_head" in dict(weight_layers(found))) == place.is_whole
+            assert torch.equal(as_torch(found.decoder.embed_tokens.table()).float(), expected)
 
 
 def test_loading_copies_nothing(int8_directory: Path) -> None:
