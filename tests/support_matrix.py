@@ -23,6 +23,7 @@ from tests.weights.files import FILES
 ROOT = Path(__file__).parent.parent
 NOTHING = "–"
 MUTATIONS = 1000  # damaged files of each format
+TIMEOUT_S = 1800  # of a test, with so many files, on a busy machine
 
 Cells = dict[str, dict[str, bool]]  # by row and column
 
@@ -172,7 +173,8 @@ def main() -> int:
     results = Results()
     imported_before = "ignore::pytest.PytestAssertRewriteWarning"  # by the cases
     files = [str(file) for matrix in MATRICES for file in matrix.files()]
-    code = pytest.main(["-m", "matrix", "-W", imported_before, f"--mutations={MUTATIONS}", *files], [results])
+    limits = [f"--mutations={MUTATIONS}", f"--timeout={TIMEOUT_S}"]
+    code = pytest.main(["-m", "matrix", "-W", imported_before, *limits, *files], [results])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return code  # nothing was proved, and nothing refuted
     for matrix in MATRICES:

@@ -53,28 +53,28 @@ def values_of(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     return (codes - zeros.repeat_interleave(count, 1)) * scales.repeat_interleave(count, 1)
 
 
-def awq(weight: Tensor) -> Written:
-    codes, scales, zeros = integers(weight, 4, 32, symmetric=False)
+def awq(weight: Tensor, group: int = 32) -> Written:
+    codes, scales, zeros = integers(weight, 4, group, symmetric=False)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     columns = [packed(part.t().reshape(part.shape[1], -1, 8)[..., order].flatten(1), 4) for part in (codes, zeros)]
     held = {"qweight": columns[0], "qzeros": columns[1], "scales": scales.t().half()}
     return held, values_of(codes, scales, zeros)
 
 
-def gptq(weight: Tensor, bits: int, seed: int | None, *, symmetric: bool) -> Written:
+def gptq(weight: Tensor, bits: int, seed: int | None, *, symmetric: bool, group: int = 32) -> Written:
     """seed: of act-order's random order of columns."""
     k = weight.shape[1]
     order = np.random.default_rng(seed).permutation(k) if seed is not None else np.arange(k)
-    codes, scales, zeros = integers(weight[:, order], bits, 32, symmetric=symmetric)
+    codes, scales, zeros = integers(weight[:, order], bits, group, symmetric=symmetric)
     values, stored, groups = torch.empty_like(weight), torch.empty_like(codes), torch.empty(k, dtype=torch.int32)
     values[:, order], stored[:, order] = values_of(codes, scales, zeros), codes
-    groups[order] = torch.arange(k, dtype=torch.int32) // 32
+    groups[order] = torch.arange(k, dtype=torch.int32) // group
     held = {"qweight": packed(stored, bits).t(), "qzeros": packed(zeros.t() - 1, bits), "scales": scales.t().half()}
     return held | {"g_idx": groups}, values
 
 
-def pack_quantized(weight: Tensor, bits: int) -> Written:
-    codes, scales, zeros = integers(weight, bits, 32, symmetric=False)
+def pack_quantized(weight: Tensor, bits: int, group: int = 32) -> Written:
+    codes, scales, zeros = integers(weight, bits, group, symmetric=False)
     padded = torch.nn.functional.pad(zeros.t(), (0, -len(weight) % 32))
     held = {
         "weight_packed": packed(codes, bits),
