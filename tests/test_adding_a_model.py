@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -18,8 +19,10 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.cli.main import build_parser, main
+from penstock.config import EngineConfig
 from penstock.interface.plugins import import_files
 from penstock.weights.hub import MODEL_DIR
+from penstock_lab.prove.parallel import BASE, answers, draw_map, start_threads
 from tests.hf_models import hf_logprobs, random_ids, randomise
 from tests.kernels.packed import levels
 from tests.lab.compat.test_instances import hf_greedy
@@ -30,6 +33,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "adding_a_model.md"
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 SHAPE = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
          "num_attention_heads": 4, "max_position_embeddings": 256}  # fmt: skip
+FORMS = [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -117,6 +121,29 @@ def test_the_engine_process_imports_the_file(user_file: Path, tmp_path: Path) ->
         return ids
 
     assert asyncio.run(answer()) == hf_greedy(model, [5, 6, 7], 24)
+
+
+@pytest.mark.covers("J11", "J12", "C14")
+@pytest.mark.skipif(not levels(), reason="no native library")
+def test_any_split_of_the_page_s_model_has_the_bits_of_one_process(user_file: Path, tmp_path: Path) -> None:
+    """Guards against axes in a user's table that are read and not used: 30 random maps, and ranks that are processes,
+    which have to import the file, too."""
+    _, directory = make(tmp_path)
+    import_files([str(user_file)])
+    fixed: dict[str, Any] = BASE | {"model": str(directory), "load_format": "auto", "imports": [str(user_file)]}
+    whole = {}
+    for dtype, quantization in FORMS:
+        options = fixed | {"dtype": dtype, "quantization": quantization}
+        whole[dtype, quantization] = answers(EngineConfig.from_options(**options))
+    split = EngineConfig.from_options(**fixed, dtype="bfloat16", tensor_parallel_size=2)
+    assert answers(split) == whole["bfloat16", None]
+    for seed in range(30):
+        chance, file = random.Random(seed), tmp_path / "map.yaml"
+        file.write_text(draw_map(directory, chance))
+        dtype, quantization = form = chance.choice(FORMS)
+        ranks = {"tensor_parallel_size": 2, "sharding_config": str(file)}
+        config = EngineConfig.from_options(**fixed, **ranks, dtype=dtype, quantization=quantization)
+        assert answers(config, start_threads) == whole[form], file.read_text()
 
 
 def test_files_that_cannot_be_imported_are_named(tmp_path: Path) -> None:

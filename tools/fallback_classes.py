@@ -1,14 +1,17 @@
 """Tries every decoder of Transformers that no family here computes: a tiny random model of each runs on the engine, and
 has to give Transformers' greedy tokens, with the same bits however its requests are arranged.
 
-    python tools/fallback_classes.py [CLASS ...]        prints the table of docs/models.md
+    python tools/fallback_classes.py [CLASS ...]
+
+It puts a row for each class, or for those that are named, into the table of docs/models.md as it is found, and leaves
+out the classes that have a family by now.
 """
 
 import dataclasses
+import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,9 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- fallback -->", "<!-- end -->"
+ROW = re.compile(r"^\| `(\w+)` \| (.+) \|$", re.MULTILINE)
 MAX_PARAMETERS = 20_000_000
 ALONE = (0, 2, 4, 8)  # greedy requests of tests/answers.py
 ARRANGEMENTS: tuple[dict[str, Any], ...] = (
@@ -134,9 +140,16 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
+# Classes that are parts of a larger model, or need what no request has.
+NOT_ALONE = {
+    "MllamaForCausalLM": "its layers read pictures beside the text",
+    "XmodForCausalLM": "each text needs a language, which is not among its tokens",
+}
+
+
 def why_not(name: str, directory: Path) -> str | None:
     """Try a class. Return why it does not work; None if it does."""
-    kind = why_unsupported(name)
+    kind = why_unsupported(name) or NOT_ALONE.get(name)
     if kind is not None:
         return kind
     try:
@@ -171,10 +184,32 @@ def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def rows(names: list[str]) -> Iterator[tuple[str, str]]:
-    for name in names:
+def table() -> dict[str, str]:
+    """Read the table of docs/models.md: what it says of each class."""
+    return dict(ROW.findall(_parts()[1]))
+
+
+def write(found: dict[str, str]) -> None:
+    """Put rows into the table, in the order of their names. Classes that have a family leave it."""
+    merged, (before, _, after) = table() | found, _parts()
+    rows = "".join(f"| `{name}` | {merged[name]} |\n" for name in classes() if name in merged)
+    PAGE.write_text(f"{before}{BEGIN}\n| class | |\n|---|---|\n{rows}{END}{after}", encoding="utf-8")
+
+
+def _parts() -> tuple[str, str, str]:
+    """Split the page into what is before, in and after the table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    inside, _, after = rest.partition(END)
+    return before, inside, after
+
+
+def main(names: list[str]) -> None:
+    """Try classes, and write down what is found."""
+    for name in names or classes():
         with tempfile.TemporaryDirectory() as directory:
-            yield name, why_not(name, Path(directory)) or "works"
+            said = why_not(name, Path(directory)) or "works"
+        print(f"{name}: {said}", flush=True)
+        write({name: said})
 
 
 if __name__ == "__main__":
@@ -182,6 +217,4 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    print("| class | |\n|---|---|")
-    for row in rows(sys.argv[1:] or classes()):
-        print(f"| `{row[0]}` | {row[1]} |", flush=True)
+    main(sys.argv[1:])

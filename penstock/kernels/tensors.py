@@ -152,6 +152,11 @@ def as_torch(array: Tensor) -> Tensor:
     return torch.from_numpy(array.view(INT16)).view(torch.bfloat16)
 
 
+def as_kind_of(tensor: Tensor, array: Array) -> Tensor:
+    """View an array as a tensor of the kind that `tensor` has."""
+    return array if isinstance(tensor, np.ndarray) else as_torch(array)
+
+
 def rounded(array: Array, dtype: Dtype) -> Array:
     """Round contiguous values to another type, to the nearest, ties to even; the array itself if it has the type."""
     return np.ascontiguousarray(array.astype(array_type(dtype), copy=False)).reshape(array.shape)

@@ -148,6 +148,14 @@ class LayerFactory:
         expert."""
         return self.ops.experts
 
+    def torch_parameter(self, name: str) -> Parameter:
+        """Find a parameter that torch's own layers hold, by its full name."""
+        return self.parameters[name]
+
+    def part_widths(self) -> set[int]:
+        """Collect the widths of all parts of features that processes share; there are none on a single device."""
+        return set()
+
     def rotary(self, rope: RopeConfig | None, cfg: ModelConfig, scale: QueryScale | None = None) -> Rotary:
         """Compute a table of cosines and sines, and of factors of the queries, once for all layers that share them."""
         return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops, scale)

@@ -1,63 +1,155 @@
 """Replaces torch's layers by the engine's, so that a model written with them is quantised, and attends to the cache."""
 
+from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import NotSupportedError
 from penstock.kernels.metadata import AttentionParams
+from penstock.layers.decoder import GatedMLP
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import ForwardContext
-from penstock.layers.weights import Embedding, Linear, LMHead
+from penstock.layers.weights import WeightLayer
+from penstock.spec.model_config import ModelConfig
 
 
-class SwappedLinear(Linear, nn.Module):
-    """Computes as nn.Linear does: x [..., K] dtype -> [..., N] dtype, a new tensor. It is also a torch.nn.Module, so
-    that it can replace one."""
+class OverAxes:
+    """Computes a layer over the last axis of tensors of any number of axes, and returns a new tensor."""
+
+    ops: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        rows: Tensor = super().forward(x.reshape(-1, x.shape[-1]).contiguous())
+        rows: Tensor = super().forward(x.reshape(-1, x.shape[-1]).contiguous())  # type: ignore[misc]
         return rows.to(self.ops.dtype, copy=True).view(*x.shape[:-1], -1)
 
 
-class SwappedHead(LMHead, nn.Module):
-    """The head as a torch.nn.Module: x [..., K] dtype -> logits [..., V] float32."""
+class _Head(OverAxes):
+    """Maps x [..., K] dtype to logits [..., V] float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = super().forward(x.reshape(-1, x.shape[-1]).contiguous())
+        logits: Tensor = super(OverAxes, self).forward(x.reshape(-1, x.shape[-1]).contiguous())  # type: ignore[misc]
         return logits.view(*x.shape[:-1], -1)
 
 
-class SwappedEmbedding(Embedding, nn.Module):
-    """The token embedding as a torch.nn.Module: ids [...] -> [..., hidden] dtype, a new tensor."""
+class _Lookup(OverAxes):
+    """Maps ids [...] to [..., hidden] dtype, a new tensor."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows: Tensor = super().forward(ids.reshape(-1).contiguous())
+        rows: Tensor = super(OverAxes, self).forward(ids.reshape(-1).contiguous())  # type: ignore[misc]
         return rows.to(self.ops.dtype, copy=True).view(*ids.shape, -1)
 
 
-def swap_linears(model: nn.Module, make: LayerFactory) -> None:
-    """Replace every nn.Linear in a model by a product that is quantised as the parameter table allows.
+@cache
+def _torch_kind(shape: Any, kind: Any) -> Any:
+    return type(f"Torch{kind.__name__}", (shape, kind, nn.Module), {})
 
-    Call it at the end of the model's __init__, with the LayerFactory that __init__ received.
+
+def _as_torch(layer: WeightLayer, shape: type) -> Any:
+    """Make a torch.nn.Module that computes as one of the engine's layers does, whatever its class: those of ranks
+    compute a part. shape: how it calls the layer."""
+    own: Any = type(layer)
+    kind = _torch_kind(shape, own)
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.__dict__.update(vars(layer))
+    return made
+
+
+def swap_linears(model: nn.Module, make: LayerFactory, shape: type = OverAxes) -> dict[str, Any]:
+    """Replace every nn.Linear in a model by a product that is quantised and split as the parameter table allows:
+    x [..., K] dtype -> [..., N] dtype, a new tensor. Return the products by their names.
+
+    Call it at the end of the model's __init__, with the LayerFactory that __init__ received. shape: a subclass of
+    OverAxes, if the products are to be called otherwise.
 
     Raises:
         ModelLoadError: a weight is not in the table.
     """
-    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
-    for name, _ in linears:
-        made = make.linear(name)
-        _put(model, name, SwappedLinear(make.ops, made.spec, made.out))
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    made = {name: _as_torch(make.linear(name), shape) for name in linears}
+    for name, layer in made.items():
+        _put(model, name, layer)
+    return made
 
 
 def swap_vocabulary(model: nn.Module, make: LayerFactory, embedding: str, head: str) -> None:
     """Replace the embedding and the head with these names, so that one can hold the rows of both. An embedding of
     another class than torch's is kept."""
-    made = make.lm_head(head)
-    _put(model, head, SwappedHead(make.ops, made.spec, made.out))
+    _put(model, head, _as_torch(make.lm_head(head), _Head))
     if type(model.get_submodule(embedding)) is nn.Embedding:
-        table = make.embedding(embedding)
-        _put(model, embedding, SwappedEmbedding(make.ops, table.shapes["weight"], table.out, packing=table.packing))
+        _put(model, embedding, _as_torch(make.embedding(embedding), _Lookup))
+
+
+class ProductWeight:
+    """Stands for a weight [N, K] where a module's own code passes it to torch.nn.functional.linear, and computes the
+    product itself. The module can do nothing else with it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, compute: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """compute: maps x [..., K] to x @ weight.T. dtype: the weight's; the result has it."""
+        self.shape, self.dtype = shape, dtype
+        self._compute = compute
+
+    def to(self, dtype: torch.dtype) -> "ProductWeight":
+        """Convert it, as Tensor.to does."""
+        return ProductWeight(self._compute, self.shape, dtype)
+
+    type = to
+
+    def float(self) -> "ProductWeight":
+        """Convert it to float32."""
+        return self.to(torch.float32)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        plain = len(args) == 2 or (len(args) == 3 and args[2] is None)
+        if func is not nn.functional.linear or not plain or kwargs or not isinstance(args[1], cls):
+            raise NotSupportedError(f"a weight is passed to {getattr(func, '__name__', func)}")
+        return args[1]._compute(args[0]).to(args[1].dtype)
+
+
+def swap_weight(model: nn.Module, make: LayerFactory, name: str) -> None:
+    """Replace a parameter that a module multiplies by itself, as routers do. The table has it as `name`_product."""
+    parent, _, key = name.rpartition(".")
+    owner: Any = model.get_submodule(parent)
+    made = make.linear(f"{name}_product")
+    owner._parameters.pop(key)
+    setattr(owner, f"{key}_product", made)
+
+    def compute(x: Tensor) -> Tensor:
+        rows: Tensor = made(x.to(make.ops.dtype).reshape(-1, x.shape[-1]).contiguous())
+        return rows.clone().view(*x.shape[:-1], -1)
+
+    owner.__dict__[key] = ProductWeight(compute, made.spec.shape, make.ops.dtype)
+
+
+class SwappedExperts(nn.Module):
+    """The experts of a layer, as Transformers calls them: (hidden states, chosen experts, their weights)."""
+
+    def __init__(self, make: LayerFactory, cfg: ModelConfig, activation: str) -> None:
+        super().__init__()
+        self.experts = [GatedMLP(make.at(f"experts.{index}"), activation) for index in range(make.num_experts(cfg))]
+        down = [item.down_proj for item in self.experts]
+        self._activation, self._ops = activation, make.ops
+        self._mixture = make.mixture(cfg, down)
+        self._out = make.slot("mixture", (cfg.hidden_size,), "float32")
+        self._packed: tuple[Any, Any] | None = None
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Map x [..., hidden], and the choice [T, k] of each row, to the sum of its experts' results."""
+        if self._packed is None:  # they are packed when the first pass begins
+            parts = [item.gate_up_proj for item in self.experts], [item.down_proj for item in self.experts]
+            gate_up, down = (tuple(item.packed[0] for item in part) for part in parts)
+            self._packed = gate_up, down
+        rows = x.reshape(-1, x.shape[-1]).to(self._ops.dtype).contiguous()
+        choice = chosen.long().contiguous(), weights.float().contiguous()
+        out = self._out(rows.shape[0])
+        mixed: Tensor = self._mixture(rows, *self._packed, choice, self._activation, out=out)
+        return mixed.to(x.dtype, copy=True).view(x.shape)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -106,3 +198,10 @@ def fix_buffers(model: nn.Module, names: list[str]) -> None:
         parent, _, leaf = name.rpartition(".")
         owner: Any = model.get_submodule(parent)
         owner.register_parameter(leaf, nn.Parameter(owner._buffers.pop(leaf), requires_grad=False))
+
+
+def keep_float32(model: nn.Module, names: Collection[str]) -> None:
+    """Keep parameters of torch's layers with these names in float32, whatever the model's type is."""
+    for name, value in model.named_parameters():
+        if name in names:
+            vars(value)["keeps_float32"] = True

@@ -19,7 +19,7 @@ from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops, RowSource
-from penstock.kernels.tensors import LOGITS_ROWS, as_array, is_torch
+from penstock.kernels.tensors import LOGITS_ROWS, as_array
 from penstock.layers.factory import LayerFactory, Runs
 from penstock.ranks.group import Group, ParallelExecutor
 from penstock.ranks.launcher import Launcher
@@ -36,7 +36,7 @@ from penstock.tokenizer.grammars import Grammars
 from penstock.weights import packed
 from penstock.weights.instance import Weights
 from penstock.weights.kv_scales import read_scales
-from penstock.weights.loader import ANYWHERE, Place, Stored, make_model, make_ops
+from penstock.weights.loader import ANYWHERE, Place, Stored, make_model
 from penstock.weights.rows import cut as cut_rows
 from penstock.weights.rows import is_cut_between_blocks, joined, runs_of
 from penstock.weights.safetensors import fingerprint
@@ -66,9 +66,10 @@ class RankPlan:
         model, rows = self.model_config, max(self.config.scheduler.max_num_batched_tokens or 1, LOGITS_ROWS)
         branches = max(1, model.num_experts_per_tok)
         columns = max(model.hidden_size * branches, -(-model.vocab_size // self.degrees.vocab) + 1)
-        if self.degrees.forms is not None:  # with a sharding map, inputs and results of products are gathered, too
-            products = (item for item in read_parameters(model).values() if IN_A_LAYER.search(item.name))
-            columns = max(columns, *(max(item.shape) for item in products))
+        # with a sharding map, inputs and results of all products are gathered, too
+        products = [item for item in read_parameters(model).values() if IN_A_LAYER.search(item.name)]
+        gathered = [max(item.shape) for item in products if item.is_gathered or self.degrees.forms is not None]
+        columns = max(columns, *gathered) if gathered else columns
         return 4 * max(rows * columns, model.num_experts * model.hidden_size)
 
 
@@ -148,8 +149,7 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
     if num_ranks == 1:
         return
     name, size = "tensor_parallel_size", num_ranks
-    one_thread = replace(config, numerics=replace(config.numerics, threads=1))
-    if config.numerics.kernels != "cpu" or is_torch(make_ops(one_thread, model).dtype):
+    if config.numerics.kernels != "cpu":
         raise NotSupportedError(
             f"{name}: {size} processes can share only models that the native kernels compute; use 1", param=name
         )
@@ -246,7 +246,7 @@ class CutSource:
     def rows(self, parameter: Parameter) -> RowSource:
         cut = self.cuts[parameter.name]
         rows = self.source.rows(cut.whole)
-        if not cut.ranges:
+        if not cut.ranges or parameter is cut.whole:
             return rows
         return joined([cut_rows(rows, begin, end, cut.axis) for begin, end in cut.ranges], cut.axis)
 

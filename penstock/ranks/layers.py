@@ -20,7 +20,7 @@ import numpy as np
 from penstock.config import DEGREES
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, RowSource, SplittingOps
-from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array
+from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, array_type, as_array, as_kind_of
 from penstock.layers.factory import LayerFactory, Mixture
 from penstock.layers.weights import (
     ActivatedLinear,
@@ -34,6 +34,7 @@ from penstock.layers.weights import (
 from penstock.ranks.links import Links
 from penstock.ranks.sharding import DIRECT, Cut, Share, Wiring
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
 
 SUMMED_ROWS = 16  # how many rows of a sum over ranks are added at once
 MAGNITUDE_ROWS = 4096  # how many rows of a weight are read at once to find their largest values
@@ -75,11 +76,13 @@ class Wires:
     def _gathered(self, x: Tensor, borders: Sequence[int]) -> Tensor:
         own = as_array(x)
         shapes = [(len(own), end - begin) for begin, end in pairwise(borders)]
-        return np.concatenate(self.links.gather(own, len(shapes), shapes), axis=1)
+        return as_kind_of(x, np.concatenate(self.links.gather(own, len(shapes), shapes), axis=1))
 
 
 def _selected(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    return np.concatenate([as_array(x)[:, begin:end] for begin, end in ranges], axis=1) if ranges else x
+    if not ranges:
+        return x
+    return as_kind_of(x, np.concatenate([as_array(x)[:, begin:end] for begin, end in ranges], axis=1))
 
 
 class WiredLinear(Linear):
@@ -148,7 +151,7 @@ class SummedLinear(Linear):
             self.scales = np.concatenate([one if own is None else own for own, one in zip(scales, ones, strict=True)])
         self.bias = None
         if self.spec.bias:
-            self.bias = whole(values["bias"]).astype(self.ops.dtype).astype(FLOAT32)
+            self.bias = whole(values["bias"]).astype(array_type(self.ops.dtype)).astype(FLOAT32)
 
     def state(self) -> dict[str, Tensor]:
         own = {"sum_scales": self.scales, "sum_bias": self.bias}
@@ -170,7 +173,7 @@ class SummedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         part, total = as_array(super().forward(self.wires.input(x))), self.sum(x.shape[0])
-        cast(SplittingOps, self.ops).run_host(lambda: self._add(part, total))
+        cast(SplittingOps, self.ops).run_host(lambda: self._add(part, as_array(total)))
         return total
 
     def _add(self, part: Array, total: Array) -> None:
@@ -227,7 +230,7 @@ class ColumnsEmbedding(Embedding):
         self.wires = Wires(Wiring(gathers_result=tuple(cut.borders())), split.links)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.ops.tensor(as_array(self.wires.result(super().forward(ids))))
+        return self.wires.result(super().forward(ids))
 
 
 class SplitHead(LMHead):
@@ -276,28 +279,29 @@ class SplitMixture:
 
     def __call__(
         self,
-        y: Array,
+        y: Tensor,
         gate_up: Any,
         down: Any,
-        chosen: tuple[Array, Array],
+        chosen: tuple[Tensor, Tensor],
         activation: str,
         *,
         weigh_inputs: bool = False,
-        out: Array,
-    ) -> Array:
+        out: Tensor,
+    ) -> Tensor:
         """Compute what Ops.experts does. gate_up, down: the packed weights of this rank's experts."""
-        ids, weights = chosen
+        inputs, ids, weights, total = (as_array(item) for item in (y, *chosen, out))
         assert len(gate_up) == len(down) == self.last - self.first, "a rank has other experts than its share says"
         flat, ones = ids.reshape(-1), np.ones_like(weights)
         own = np.flatnonzero((flat >= self.first) & (flat < self.last))
-        results = np.zeros((len(flat), out.shape[1]), FLOAT32)
+        results = np.zeros((len(flat), total.shape[1]), FLOAT32)
         if len(own):
-            rows = np.ascontiguousarray(y[own // ids.shape[1]])
-            local = np.ascontiguousarray((flat[own] - self.first)[:, None])
-            factors = np.ascontiguousarray((weights if weigh_inputs else ones).reshape(-1)[own, None])
-            results[own] = self.ops.experts(
-                rows, gate_up, down, (local, factors), activation, weigh_inputs=weigh_inputs
+            factors = (weights if weigh_inputs else ones).reshape(-1)[own, None]
+            local = (flat[own] - self.first)[:, None]
+            x, first, by = (
+                as_kind_of(y, np.ascontiguousarray(item)) for item in (inputs[own // ids.shape[1]], local, factors)
             )
+            found = self.ops.experts(x, gate_up, down, (first, by), activation, weigh_inputs=weigh_inputs)
+            results[own] = as_array(found)
         degree = self.split.share.degrees.mixture
         if degree > 1:
             results = tree_sum(self.split.links.gather(results, degree), np.empty_like(results))
@@ -306,7 +310,8 @@ class SplitMixture:
             results *= scales[flat]
         if biases is not None:
             results += biases[flat]
-        return _mixed(results.reshape(*ids.shape, -1), ids, ones if weigh_inputs else weights, out)
+        _mixed(results.reshape(*ids.shape, -1), ids, ones if weigh_inputs else weights, total)
+        return out
 
     def _scales_and_biases(self) -> tuple[Array | None, Array | None]:
         """Gather the column scales and the biases of all experts, [experts, hidden], once; None if there are none. The
@@ -328,13 +333,12 @@ class SplitMixture:
         return np.concatenate(parts[:: degrees.inner])
 
 
-def _mixed(results: Array, ids: Array, weights: Array, out: Array) -> Array:
+def _mixed(results: Array, ids: Array, weights: Array, out: Array) -> None:
     """Add weight * result over the k experts of results [T, k, hidden], in ascending id, starting from zero."""
     order, rows = np.argsort(ids, axis=1), np.arange(len(ids))
     out[:] = 0
     for place in order.T:
         out += weights[rows, place][:, None] * results[rows, place]
-    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +393,14 @@ class RankFactory(LayerFactory):
         if self.split.share.degrees.mixture == 1:
             return LayerFactory.mixture(self, cfg, down)
         return SplitMixture(self.ops, self.split, cfg.num_experts, down)
+
+    def torch_parameter(self, name: str) -> Parameter:
+        """Find the whole parameter: torch's layers compute with all of it on every rank."""
+        return self.split.cuts[name].whole
+
+    def part_widths(self) -> set[int]:
+        parts = [cut for cut in self.split.cuts.values() if cut.ranges and cut.axis == 0 and cut.wiring == DIRECT]
+        return {end - begin for cut in parts for begin, end in pairwise(cut.borders())}
 
     def _cut(self, name: str) -> Cut:
         return self.split.cuts[f"{self.prefix}{name}.weight"]

@@ -44,9 +44,11 @@ class Links(Protocol):
 
     Attributes:
         bytes_received: bytes that this rank has received from other ranks so far.
+        buffer_bytes: the most bytes of one rank's array.
     """
 
     bytes_received: int
+    buffer_bytes: int
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
         """Gather the `x` of each rank in this rank's block of `degree` neighbours, in the order of ranks.
@@ -83,7 +85,7 @@ class SharedMemoryLinks(_Sockets):
     def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int, buffer_bytes: int) -> None:
         """Map the shared memory. memory: its descriptor. buffer_bytes: of each buffer."""
         super().__init__(rank, peers)
-        self._buffer_bytes = buffer_bytes
+        self.buffer_bytes = buffer_bytes
         size = (len(peers) + 1) * len(DEGREES) * 2 * buffer_bytes
         self._memory = np.frombuffer(mmap.mmap(memory, size), dtype=UINT8)
         self._parity = dict.fromkeys(DEGREES, 0)  # by degree: which of the two buffers was written last
@@ -92,8 +94,8 @@ class SharedMemoryLinks(_Sockets):
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
         first = self.rank // degree * degree
-        if x.nbytes > self._buffer_bytes:
-            raise ExecutorLostError(f"a rank sends {x.nbytes} bytes at once, but {self._buffer_bytes} were planned")
+        if x.nbytes > self.buffer_bytes:
+            raise ExecutorLostError(f"a rank sends {x.nbytes} bytes at once, but {self.buffer_bytes} were planned")
         parity = self._parity[degree] = self._parity[degree] ^ 1
         x = np.ascontiguousarray(x)
         self._buffer(self.rank, degree, parity)[: x.nbytes] = x.reshape(-1).view(UINT8)
@@ -107,15 +109,15 @@ class SharedMemoryLinks(_Sockets):
         for index in range(degree):
             shape = x.shape if shapes is None else shapes[index]
             size = math.prod(shape) * x.itemsize
-            assert size <= self._buffer_bytes, "a part that does not fit was refused by the rank that sent it"
+            assert size <= self.buffer_bytes, "a part that does not fit was refused by the rank that sent it"
             if first + index != self.rank:
                 self.bytes_received += size
             found.append(self._buffer(first + index, degree, parity)[:size].view(x.dtype).reshape(shape))
         return found
 
     def _buffer(self, rank: int, degree: int, parity: int) -> Array:
-        start = ((rank * len(DEGREES) + DEGREES.index(degree)) * 2 + parity) * self._buffer_bytes
-        return self._memory[start : start + self._buffer_bytes]
+        start = ((rank * len(DEGREES) + DEGREES.index(degree)) * 2 + parity) * self.buffer_bytes
+        return self._memory[start : start + self.buffer_bytes]
 
     def _notify(self, rank: int, tag: bytes) -> None:
         try:
@@ -149,6 +151,8 @@ class SharedMemoryLinks(_Sockets):
 class SocketLinks(_Sockets):
     """Links to ranks on other machines. A rank sends its array to the others of its block and receives theirs at the
     same time, so no two ranks wait for each other to read."""
+
+    buffer_bytes = 2**30  # nothing is kept in a buffer
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
         super().__init__(rank, peers)
@@ -229,7 +233,7 @@ class Mesh:
 
     def __init__(self, size: int, buffer_bytes: int, launcher: Launcher | None = None, first: int = HERE) -> None:
         launcher = launcher or HostLauncher()
-        self._buffer_bytes = rounded_to_pages(buffer_bytes)
+        self.buffer_bytes = rounded_to_pages(buffer_bytes)
         self._ends: list[dict[int, Any]] = [{} for _ in range(size)]
         self._memory: io.FileIO | None = None
         try:
@@ -237,7 +241,7 @@ class Mesh:
                 self._ends[one][other], self._ends[other][one] = launcher.connect(first + one, first + other)
             if launcher.shares_memory:
                 self._memory = io.FileIO(os.memfd_create("penstock-ranks"), "r+")  # a page is allocated when written to
-                self._memory.truncate(size * len(DEGREES) * 2 * self._buffer_bytes)
+                self._memory.truncate(size * len(DEGREES) * 2 * self.buffer_bytes)
         except BaseException:
             self.close()
             raise
@@ -248,12 +252,12 @@ class Mesh:
         assert len(peers) == len(self._ends) - 1, "the links of a rank are made once, before the mesh is closed"
         if self._memory is None:
             return SocketLinks(rank, peers)
-        return SharedMemoryLinks(rank, peers, self._memory.fileno(), self._buffer_bytes)
+        return SharedMemoryLinks(rank, peers, self._memory.fileno(), self.buffer_bytes)
 
     def words(self, rank: int) -> list[Any]:
         """List the words that a rank's process is started with; there, `inherit_links` reads them."""
         ends = [word for peer, end in self._ends[rank].items() for word in (str(peer), end)]
-        return [str(rank), self._memory or NO_MEMORY, str(self._buffer_bytes), *ends]
+        return [str(rank), self._memory or NO_MEMORY, str(self.buffer_bytes), *ends]
 
     def close(self) -> None:
         """Close this process's copies of what the ranks have inherited."""

@@ -29,6 +29,7 @@ weight whose depth one process sums in one piece has no leaves, and cannot be cu
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Literal
 
 from penstock.config import DEGREES, ParallelConfig
@@ -163,9 +164,11 @@ def divisible_heads(model: ModelConfig, *, together: bool = False) -> list[int]:
 
 
 def heads_are_together(parameters: Mapping[str, Parameter], model: ModelConfig) -> bool:
-    """Check whether a norm of queries or keys covers all heads."""
+    """Check whether every rank needs all heads: a norm of queries or keys covers them, or the table has no unit that is
+    a part of them."""
     norms = [item for item in parameters.values() if item.name.endswith((".q_norm.weight", ".k_norm.weight"))]
-    return any(norm.shape != (model.head_dim,) for norm in norms)
+    has_units = any(item.unit is not None for item in parameters.values())
+    return not has_units or any(norm.shape != (model.head_dim,) for norm in norms)
 
 
 def find_degrees(parallel: ParallelConfig, model: ModelConfig, *, together: bool) -> Degrees:
@@ -229,6 +232,7 @@ class Cut:
     Attributes:
         own: the part, as a parameter of the rank's model; its name counts only the rank's experts.
         ranges: [first, past-the-last) along `axis`, joined in this order; (): the whole axis.
+        sizes: those of the pieces of that axis, each of which is cut between its `units` units.
     """
 
     own: Parameter
@@ -236,6 +240,8 @@ class Cut:
     part: Part
     ranges: Ranges = ()
     axis: int = 0
+    sizes: tuple[int, ...] = ()
+    units: int = 1
     wiring: Wiring = DIRECT
 
     @property
@@ -245,7 +251,12 @@ class Cut:
 
     def borders(self) -> list[int]:
         """List where the part of each rank begins, and where the last one ends, on an axis of one piece."""
-        return list(_borders(self.whole.shape[self.axis], self.part.degree))
+        return list(_borders(self.units, self.part.degree, self.whole.shape[self.axis] // self.units))
+
+    def columns(self) -> list[Ranges]:
+        """List the ranges of every rank's part."""
+        parts = [Part(index, self.part.degree) for index in range(self.part.degree)]
+        return [_ranges(part, self.sizes, self.units) for part in parts]
 
 
 def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConfig) -> dict[str, Cut]:
@@ -256,11 +267,14 @@ def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConf
         found = EXPERT.search(whole.name)
         if found is not None and not first <= int(found[1]) < last:
             continue
-        cut = _by_table(whole, share.part_of(whole))
-        if share.degrees.forms is not None and found is None:
+        cut, weight = _by_table(whole, share.part_of(whole)), whole
+        if found is None:
             weight = parameters.get(whole.name.removesuffix(".bias") + ".weight", whole)
-            if len(weight.shape) > 1:  # a vector follows the heads of its layer, if it has an element for each of them
-                cut = _by_form(whole, weight, share, share.degrees.forms[general(weight.name)])
+        if share.degrees.forms is None and weight.is_gathered:
+            cut = _rows(whole, Part(share.rank % share.degrees.size, share.degrees.size))
+        elif share.degrees.forms is not None and found is None and len(weight.shape) > 1:
+            # a vector follows the heads of its layer, if it has an element for each of them
+            cut = _by_form(whole, weight, share, share.degrees.forms[general(weight.name)])
         if found is not None:
             name = EXPERT.sub(f".experts.{int(found[1]) - first}.", whole.name)
             cut = replace(cut, own=replace(cut.own, name=name))
@@ -276,7 +290,8 @@ def is_looked_up(parameter: Parameter) -> bool:
 def is_beginning(parameter: Parameter) -> bool:
     """Recognise the weight of the product that begins a branch, other than an expert's."""
     in_a_layer = IN_A_LAYER.search(parameter.name) and not EXPERT.search(parameter.name)
-    return bool(in_a_layer) and len(parameter.shape) == 2 and parameter.shard is not None and parameter.leaves == 1
+    is_split = parameter.shard is not None and not parameter.is_gathered
+    return bool(in_a_layer) and len(parameter.shape) == 2 and is_split and parameter.leaves == 1
 
 
 def module_of(parameter: Parameter) -> str:
@@ -295,7 +310,7 @@ def _by_form(whole: Parameter, weight: Parameter, share: Share, form: Form) -> C
     every, inside = Part(share.rank % share.degrees.size, share.degrees.size), share.part_of(weight)
     if form == "columns":
         return _cut(whole, every, 1, (whole.shape[1],), whole.shape[1])
-    if weight.shard is None or not IN_A_LAYER.search(weight.name):  # in no branch
+    if weight.shard is None or weight.is_gathered or not IN_A_LAYER.search(weight.name):  # in no branch
         return _rows(whole, every) if form == "rows" else Cut(whole, whole, WHOLE)
     if weight.leaves > 1:
         return _ending(whole, weight, form, every, inside)
@@ -346,16 +361,19 @@ def _by_table(whole: Parameter, part: Part) -> Cut:
 
 def _cut(whole: Parameter, part: Part, axis: int, sizes: tuple[int, ...], units: int) -> Cut:
     """Cut every piece of an axis in the same way, at the borders between its units."""
-    first, last = part.bounds(units)
-    ranges, start = [], 0
-    for size in sizes:
-        ranges.append((start + first * (size // units), start + last * (size // units)))
-        start += size
+    ranges = _ranges(part, sizes, units)
     length = sum(end - begin for begin, end in ranges)
-    assert start == whole.shape[axis], f"the pieces of {whole.name} do not fill its axis {axis}"
+    assert sum(sizes) == whole.shape[axis], f"the pieces of {whole.name} do not fill its axis {axis}"
     shape = (*whole.shape[:axis], length, *whole.shape[axis + 1 :])
     own = replace(whole, shape=shape, ends=_leaf_ends(whole, part) if axis and whole.leaves > 1 else None)
-    return Cut(own, whole, part, tuple(ranges), axis)
+    return Cut(own, whole, part, ranges, axis, sizes, units)
+
+
+def _ranges(part: Part, sizes: tuple[int, ...], units: int) -> Ranges:
+    """Find what a part has of every piece of an axis."""
+    (first, last), starts = part.bounds(units), [0, *accumulate(sizes)]
+    each = [(start, size // units) for start, size in zip(starts, sizes, strict=False)]
+    return tuple((start + first * size, start + last * size) for start, size in each)
 
 
 def _leaf_ends(whole: Parameter, part: Part) -> tuple[int, ...]:

@@ -266,6 +266,7 @@ class Parameter:
     Attributes:
         layouts: how checkpoints may hold it; Transformers' layout is first, the layout under its own name last.
         shard: the axis that tensor parallelism splits; None: every rank has the whole parameter.
+        is_gathered: every rank needs the whole result of a product whose rows are split.
         quant: False, True or "int8".
         tied_to: name of the parameter whose values it shares.
         unit_size: number of neighbouring elements of the last axis that stay in one leaf.
@@ -284,6 +285,7 @@ class Parameter:
     unit_size: int = 1
     num_units: int = 1
     ends: tuple[int, ...] | None = None
+    is_gathered: bool = False
 
     @property
     def sources(self) -> dict[str, tuple[int, ...]]:

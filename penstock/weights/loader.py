@@ -289,7 +289,7 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
     if differing:
         raise ModelLoadError(f"the model and its parameter table differ in {listed(sorted(differing))}")
     for name, _, _, value in plain:
-        declared = make.parameters[name]
+        declared = make.torch_parameter(name)
         if tuple(value.shape) != declared.shape:
             raise ModelLoadError(
                 f"{name} has the shape {list(value.shape)} in the model; its parameter table requires "
@@ -360,7 +360,8 @@ def _fill(model: object, make: LayerFactory, source: ParameterSource) -> None:
     filled: dict[Any, Any] = {}  # parameters of torch modules
     for full, module, name, old in plain_parameters(model):
         if old not in filled:
-            rows = RoundedRows(source.rows(make.parameters[full]), make.ops.dtype)
+            dtype = old.dtype if getattr(old, "keeps_float32", False) else make.ops.dtype
+            rows = RoundedRows(source.rows(make.torch_parameter(full)), dtype)
             value = make.ops.tensor(rows.read(0, rows.shape[0]))
             filled[old] = type(old)(value, requires_grad=False)
         module.register_parameter(name, filled[old])

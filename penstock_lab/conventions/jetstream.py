@@ -14,22 +14,27 @@ Letters: B sequences, S new tokens of the sequence that has the most, T packed t
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.config import DEGREES
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import ForwardContext
-from penstock.layers.swap import swap_linears
+from penstock.layers.swap import OverAxes, swap_linears
+from penstock.ranks.layers import RankFactory, Split
+from penstock.ranks.sharding import DIRECT, Part
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.conventions.caches import CacheInterface, PagedCacheView
+from penstock_lab.conventions.sharded import Borders, Sharded, part, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +71,68 @@ class Environment:
         """The number of positions that a rotary or position table needs."""
         return self.make.max_positions or self.config.context
 
+    @property
+    def split(self) -> Split | None:
+        """This rank's part of the model; None on a single device."""
+        return self.make.split if isinstance(self.make, RankFactory) else None
+
     def apply_sharding(self, x: Tensor, *, axis: int | None) -> Tensor:
-        """Declare which axis of x is split among devices (None: no axis). Return x unchanged: there is one device.
+        """Split x along an axis among the ranks from here on (None: every rank has the whole), and return it.
+
+        No value changes, only what the ranks compute and exchange. An axis with fewer elements than ranks is split
+        among as many ranks as it has elements.
 
         Raises:
             InvalidRequestError: x has no such axis.
         """
         if axis is not None and not -x.ndim <= axis < x.ndim:
             raise InvalidRequestError(f"axis: {axis} is not allowed; x has {x.ndim} axes", param="axis")
-        return x
+        if self.split is None:
+            return x
+        if axis is None:
+            return cast(Tensor, whole(x))
+        length, size = x.shape[axis], self.split.share.degrees.size
+        degree = max(item for item in DEGREES if item <= min(size, length))
+        if degree == 1:
+            return cast(Tensor, whole(x))
+        borders = _borders(self.split, degree, length, length)
+        return Sharded(part(x, axis, borders), axis % x.ndim, borders)
+
+    def head_borders(self) -> tuple[Borders, Borders] | None:
+        """Say how queries' and keys' heads are split over the ranks; None if every rank has all."""
+        degrees = None if self.split is None else self.split.share.degrees
+        if self.split is None or degrees is None or degrees.attention == 1:
+            return None
+        heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
+        queries, keys = (_borders(self.split, degrees.attention, groups, length) for length in (heads, groups))
+        return queries, keys
+
+
+def _borders(split: Split, degree: int, units: int, length: int) -> Borders:
+    """Split an axis of some units over `degree` ranks."""
+    ends = [Part(index, degree).bounds(units)[1] * (length // units) for index in range(degree)]
+    return Borders((0, *ends), split.share.rank % degree, split.links)
+
+
+class ShardedProduct(OverAxes):
+    """A product of which a rank has a part: x [..., K] -> [..., N], where x may be Sharded, and the result is if the
+    rows of the weight are split.
+
+    Attributes:
+        reads, writes: how the columns of x and of the result are split.
+        order: where each column of the whole result is in the parts one after the other, if they are in another order.
+    """
+
+    reads: Borders | None = None
+    writes: Borders | None = None
+    order: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = super().forward(whole(x) if self.reads is None else part(x, -1, self.reads))
+        if self.writes is None:
+            return rows
+        result = Sharded(rows, rows.ndim - 1, self.writes)
+        return result if self.order is None else result.whole()[..., self.order]
 
 
 class LayerCache(PagedCacheView):
@@ -82,12 +140,21 @@ class LayerCache(PagedCacheView):
 
     Attributes:
         layer: index of the layer.
+        heads: how queries' and keys' heads are split over ranks, each of which caches its own; None: all are here.
         additive_mask: [B, 1, S, keys] float32. Rows of padding see everything, so that they do not become NaN.
     """
 
-    def __init__(self, ops: Ops, cache: KVCache, meta: AttentionMetadata, layer: int) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        layer: int,
+        heads: tuple[Borders, Borders] | None = None,
+    ) -> None:
         super().__init__(ops, cache, meta)
         self.layer = layer
+        self.heads = heads
         hidden = ~self.mask & (self.positions >= 0)[:, None, :, None]
         self.additive_mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, float("-inf"))
 
@@ -99,14 +166,22 @@ class LayerCache(PagedCacheView):
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Update as PagedCacheView does, and return the result in the type of k and v."""
-        keys, values = super().update(k, v)
-        return keys.to(k.dtype), values.to(v.dtype)
+        keys, values = super().update(self._own(k, 1), self._own(v, 1))
+        return self._all(keys.to(k.dtype), 1), self._all(values.to(v.dtype), 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         """Store k and v, and attend with the backend's operator: (B, H, S, D) -> (B, H, S, D). Padding gives zeros."""
-        q, k, v = (self._packed(item).to(self._ops.dtype).contiguous() for item in (q, k, v))
+        own = self._own(q, 0), self._own(k, 1), self._own(v, 1)
+        q, k, v = (self._packed(item).to(self._ops.dtype).contiguous() for item in own)
         mixed = self._ops.attend(q, k, v, self._cache, self._meta, params)
-        return self.unpack(mixed.view(q.shape))
+        return self._all(self.unpack(mixed.view(q.shape)), 0)
+
+    def _own(self, x: Tensor, kind: int) -> Tensor:
+        """Return the heads of x that this rank has. kind: 0 for queries, 1 for keys and values."""
+        return cast(Tensor, whole(x)) if self.heads is None else part(x, 1, self.heads[kind])
+
+    def _all(self, x: Tensor, kind: int) -> Tensor:
+        return x if self.heads is None else Sharded(x, 1, self.heads[kind])
 
 
 class AttentionKernel:
@@ -167,14 +242,14 @@ class JetStreamModel(nn.Module):
         Raises:
             EngineError: the model returned another shape.
         """
-        first = LayerCache(self.env.ops, *ctx.layer(0), layer=0)
+        first = LayerCache(self.env.ops, *ctx.layer(0), layer=0, heads=self.env.head_borders())
         caches = [first, *(first.at_layer(i, cache) for i, cache in enumerate(ctx.kv_caches) if i > 0)]
         tokens = first.unpack(input_ids[:, None, None])[:, 0, :, 0]
         logits = self.model(tokens, first.positions.clamp(min=0), caches, first.additive_mask)
         expected = (*tokens.shape, self.env.config.vocab_size)
         if tuple(logits.shape) != expected:
             raise EngineError(f"{type(self.model).__name__} returned {list(logits.shape)}, not {list(expected)}")
-        return first.pack(logits[:, None]).float().contiguous()
+        return first.pack(whole(logits)[:, None]).float().contiguous()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Pass on `hidden`, which are logits already."""
@@ -205,8 +280,28 @@ def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory)
     with torch.device(str(make.ops.device)), _LayersOnMeta():
         model = model_class(config, Environment(config, make.ops, make))
     _check_linears(model, make)
-    swap_linears(model, make)
+    if isinstance(make, RankFactory):
+        _swap_split(model, make)
+    else:
+        swap_linears(model, make)
     return model
+
+
+def _swap_split(model: nn.Module, make: RankFactory) -> None:
+    """Replace the layers of a rank. What they exchange is decided by the tensors that they get (sharded.py), not by
+    wires."""
+    split = make.split
+    direct = {name: replace(cut, wiring=DIRECT) for name, cut in split.cuts.items()}
+    layers = swap_linears(model, replace(make, split=replace(split, cuts=direct)), ShardedProduct)
+    for name, layer in layers.items():
+        cut = split.cuts[f"{name}.weight"]
+        if not cut.ranges:
+            continue
+        columns = [[at for begin, end in ranges for at in range(begin, end)] for ranges in cut.columns()]
+        borders = Borders((0, *accumulate(map(len, columns))), cut.part.index, split.links)
+        layer.reads, layer.writes = (borders, None) if cut.is_summed else (None, borders)
+        if len(cut.ranges) > 1:
+            layer.order = torch.tensor([*chain(*columns)]).argsort()
 
 
 class _LayersOnMeta(TorchFunctionMode):
@@ -229,8 +324,8 @@ class _LayersOnMeta(TorchFunctionMode):
 def _check_linears(model: nn.Module, make: LayerFactory) -> None:
     for name, value in model.named_parameters(remove_duplicate=False):
         of_linear = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear)
-        if of_linear and name in make.parameters and make.parameters[name].shape != tuple(value.shape):
+        if of_linear and name in make.parameters and make.torch_parameter(name).shape != tuple(value.shape):
             raise ModelLoadError(
                 f"{name} has the shape {list(value.shape)} in the model; its parameter table makes it "
-                f"{list(make.parameters[name].shape)}"
+                f"{list(make.torch_parameter(name).shape)}"
             )

@@ -67,6 +67,8 @@ SPLITS = (
 class LocalLinks:
     """The links of a rank that is a thread."""
 
+    buffer_bytes = 2**30
+
     def __init__(self, rank: int, group: "LocalGroup") -> None:
         self.rank = rank
         self.bytes_received = 0
@@ -199,9 +201,9 @@ def draw(chance: random.Random) -> dict[str, Any]:
     return options
 
 
-def draw_map(model: Path, chance: random.Random) -> str:
-    """Draw a sharding map of a model: one axis or none for each parameter, and some hints."""
-    parameters = read_parameters(load_model_config(model)).values()
+def draw_map(model: Path, chance: random.Random, version: str = "auto") -> str:
+    """Draw a sharding map of a model: one axis or none for each parameter, and some hints. version: its model_impl."""
+    parameters = read_parameters(replace(load_model_config(model), model_impl=version)).values()
     axes = {general(item.name): chance.randrange(-1, len(item.shape)) for item in parameters}
     modules = sorted({module_of(item) for item in parameters if is_beginning(item)})
     hints = {module: chance.choice((-1, 1)) for module in modules if chance.random() < HINT_SHARE}

@@ -4,8 +4,8 @@ tools/fallback_classes.py tries all of them, and docs/models.md has its table; h
 """
 
 import random
-import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from penstock.config import EngineConfig
 from penstock.engine.speculation import Speculation
 from penstock.errors import InvalidRequestError
 from penstock.models import registry
-from penstock.models.config_json import parse_model_config
+from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.weights.sources import read_parameters
 from penstock_lab.prove.every_draft import EveryDraft
+from penstock_lab.prove.parallel import BASE, answers, draw_map, start_threads
 from tests.answers import LENGTHS, PROMPTS, WATCHED, ask, ask_alone, check, check_resumed, request
 from tests.coded import code, coded_files  # noqa: F401
 from tests.fakes_drafts import Oracle
@@ -27,10 +29,8 @@ from tests.families.llama import CASES
 from tests.hf_models import Made
 from tests.kernels.packed import levels
 from tools import fallback_classes
-from tools.structure import ROOT
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
-ROW = re.compile(r"^\| `(\w+)` \| (.+) \|$", re.MULTILINE)
 NUM_CHOSEN = 6
 LLAMA = next(case for case in CASES if case.name == "llama")
 FORMS: dict[str, dict[str, Any]] = {
@@ -41,21 +41,15 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def table() -> dict[str, str]:
-    """The table of docs/models.md: what it says of each class."""
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    return dict(ROW.findall(text.partition("<!-- fallback -->")[2].partition("<!-- end -->")[0]))
-
-
 def chosen() -> list[str]:
     """Some of the classes that are said to work, others with each version of Transformers."""
-    working = sorted(name for name, said in table().items() if said == "works")
+    working = sorted(name for name, said in fallback_classes.table().items() if said == "works")
     return sorted(random.Random(transformers.__version__).sample(working, NUM_CHOSEN))
 
 
 def test_the_table_has_every_class() -> None:
     """Guards against classes of a newer Transformers that were never tried."""
-    assert sorted(table()) == fallback_classes.classes()
+    assert sorted(fallback_classes.table()) == fallback_classes.classes()
 
 
 @pytest.mark.parametrize("name", chosen())
@@ -116,6 +110,40 @@ def test_drafts_change_nothing(build: Callable[..., BuiltEngine]) -> None:
     assert 0 < stats.num_accepted_tokens_total < stats.num_draft_tokens_total
 
 
+SPLIT = {  # a class -> how many of its products ranks split, beside embedding and head: features between, or results
+    "Starcoder 2": ("Starcoder2ForCausalLM", 6, 0),  # heads and neurons, as Transformers' plan says
+    "OLMo 3": ("Olmo3ForCausalLM", 3, 2),  # norms over all heads; keys are too few rows
+    "OPT": ("OPTForCausalLM", 0, 6),  # it has no plan
+    "Granite MoE": ("GraniteMoeForCausalLM", 12, 0),  # 4 of attention, 8 of experts
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_any_split_has_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+    """Guards against modules that are given a part and compute as with the whole, and against a split of nothing."""
+    architecture, num_between, num_gathered = SPLIT[name]
+    fallback_classes.make(architecture, tmp_path)
+    parameters = read_parameters(replace(load_model_config(tmp_path), model_impl=registry.FALLBACK)).values()
+    layer = [item for item in parameters if ".0." in item.name and len(item.shape) == 2 and item.shard is not None]
+    assert [item.is_gathered for item in layer].count(True) == num_gathered
+    assert [item.is_gathered for item in layer].count(False) == num_between
+    fixed: dict[str, Any] = BASE | {
+        "model": str(tmp_path),
+        "load_format": "auto",
+        "dtype": "bfloat16",
+        "model_impl": registry.FALLBACK,
+    }
+    whole = answers(EngineConfig.from_options(**fixed))
+    if name == "Starcoder 2":  # as processes, once
+        assert answers(EngineConfig.from_options(**fixed, tensor_parallel_size=2)) == whole
+    assert answers(EngineConfig.from_options(**fixed, tensor_parallel_size=4), start_threads) == whole
+    for seed in range(10):
+        file = tmp_path / "map.yaml"
+        file.write_text(draw_map(tmp_path, random.Random(seed), registry.FALLBACK))
+        split = {"tensor_parallel_size": 2, "sharding_config": str(file)}
+        assert answers(EngineConfig.from_options(**fixed, **split), start_threads) == whole, file.read_text()
+
+
 def test_it_is_chosen_and_said(tmp_path: Path) -> None:
     """Guards against a fallback that is chosen silently."""
     fallback_classes.make("ArceeForCausalLM", tmp_path)
@@ -128,7 +156,8 @@ def test_it_is_chosen_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Qwen2MoeForCausalLM", "sums of torch's depend on the batch"),
+        ("JetMoeForCausalLM", "sums of torch's depend on the batch"),
+        ("BeamForCausalLM", "computes its experts otherwise"),
         ("BloomForCausalLM", "does not go through Transformers' attention interface"),
         ("Qwen3NextForCausalLM", "it keeps other state than keys and values"),
     ],

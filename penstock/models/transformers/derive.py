@@ -26,12 +26,15 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import initialization
+from transformers.activations import ACT2FN
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.moe import _default_apply_gate
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.errors import ModelLoadError
+from penstock.layers.swap import ProductWeight
 from penstock.models.registry import unsupported
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.model_config import ModelConfig
@@ -48,6 +51,8 @@ VECTOR_FUNCTIONS = "celu elu erfc exp2 expm1 gelu glu log_sigmoid_forward mish p
 BY_VECTORS = frozenset(VECTOR_FUNCTIONS.split())
 EXACT_POWERS = (0.5, 1, 2, 3)  # which are products and roots
 VECTOR = 64
+FEWEST_ROWS = 64  # of a product that ranks split
+LEAVES = 8  # pieces in which a product is summed that ranks split along its depth
 
 # Classes that pass every check here, but whose own modules break what the engine promises: the class -> why.
 BROKEN: dict[str, str] = {
@@ -77,6 +82,25 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts of one layer, in the layout of Transformers' experts interface.
+
+    Attributes:
+        module: its full name.
+        intermediate: the neurons of each expert.
+        activation: as kernels/ops.py calls it.
+        is_transposed: the weights are [K, N].
+    """
+
+    module: str
+    num_experts: int
+    hidden: int
+    intermediate: int
+    activation: str
+    is_transposed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Derived:
     """Describe what a class makes of one config.json.
 
@@ -86,6 +110,8 @@ class Derived:
         table: its parameters, under Transformers' own names.
         hidden_size: the size of the hidden states that the head reads.
         rows, head_rows: the decoder and the head compute a multiple of so many rows (BY_VECTORS).
+        products: the parameters with which a module computes a product itself, as routers do.
+        float32: the parameters that keep float32 whatever the model's type is.
     """
 
     sites: tuple[Site, ...]
@@ -95,6 +121,9 @@ class Derived:
     hidden_size: int
     rows: int
     head_rows: int
+    mixtures: tuple[Mixture, ...]
+    products: tuple[str, ...]
+    float32: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +163,19 @@ def read_config(read: ConfigReader) -> dict[str, Any]:
         "max_position_embeddings": context,
         "tie_word_embeddings": any(item.tied_to is not None for item in found.table.known),
         "layer_windows": tuple(item.window for item in found.sites),
+        **_mixture_sizes(config, found.mixtures),
+    }
+
+
+def _mixture_sizes(config: Any, mixtures: tuple[Mixture, ...]) -> dict[str, int]:
+    if not mixtures:
+        return {}
+    names = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
+    chosen = [value for name in names if type(value := getattr(config, name, None)) is int]
+    return {
+        "num_experts": mixtures[0].num_experts,
+        "num_experts_per_tok": chosen[0] if chosen else mixtures[0].num_experts,  # for the size of buffers
+        "moe_intermediate_size": mixtures[0].intermediate,
     }
 
 
@@ -199,14 +241,25 @@ def _derive(name: str, text: str) -> Derived:
     _check_rotary(name, model)
     if head is None or embedding is None:
         raise refused(name, "it has no single embedding and head")
-    table, probe = _table(name, model, head), _Probe(name, model)
+    mixtures, products = _replace_products(name, model)
+    probe = _Probe(name, model)
     hidden_size, rows, head_rows = probe.run()
     wanted = config.num_hidden_layers
     if len(probe.sites) != wanted:
         raise refused(name, f"{len(probe.sites)} attention layers computed, and it has {wanted} layers")
     if len({(item.num_heads, item.num_kv_heads, item.head_dim) for item in probe.sites}) > 1:
         raise refused(name, "its layers have different heads")
-    return Derived(tuple(probe.sites), head, embedding, table, hidden_size, rows, head_rows)
+    splits = _Splits(name, model, probe.sites, embedding, head).found()
+    table = _table(name, model, head, splits, mixtures, products)
+    float32 = frozenset(item.name for item in table.known if _keeps_float32(model, item.name))
+    return Derived(
+        tuple(probe.sites), head, embedding, table, hidden_size, rows, head_rows, mixtures, tuple(products), float32
+    )
+
+
+def _keeps_float32(model: Any, name: str) -> bool:
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    return any(f".{word}." in f".{name}." for word in kept)
 
 
 class Hidden(nn.Module):
@@ -254,6 +307,11 @@ class _Widths(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+def general(name: str) -> str:
+    """Replace the numbers in a module's name by *, as Transformers' plans do."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
 
@@ -269,6 +327,73 @@ def _check_rotary(name: str, model: nn.Module) -> None:
         for kind in kinds:
             if isinstance(kind, str) and any(word in kind for word in BY_LENGTH):
                 raise refused(name, f"rope_type = {kind}: its frequencies depend on the longest text of a batch")
+
+
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+def _replace_products(name: str, model: Any) -> tuple[tuple[Mixture, ...], dict[str, Tensor]]:
+    """Replace what multiplies by a matrix elsewhere than in nn.Linear by what has the shape of the result: experts, and
+    weights that a module passes to torch.nn.functional.linear. Return the mixtures, and those weights by their names.
+
+    Raises:
+        ModelLoadError: there are other matrices, or experts of another kind.
+    """
+    mixtures: list[Mixture] = []
+    products: dict[str, Tensor] = {}
+    for prefix, owner in list(model.named_modules()):
+        if hasattr(owner, "_is_expert_parallel"):
+            mixtures.append(_mixture(name, prefix, owner))
+            _put(model, prefix, _NoExperts())
+        elif type(owner) is not nn.Linear and not isinstance(owner, nn.Embedding):
+            matrices = {
+                key: value for key, value in owner._parameters.items() if value is not None and is_matrix(value)
+            }
+            for key, value in matrices.items():
+                full = f"{prefix}.{key}"
+                if value.ndim != 2:
+                    text = f"{type(owner).__name__} computes with {full} itself"
+                    raise refused(name, f"{text}, and sums of torch's depend on the batch")
+                products[full] = owner._parameters.pop(key)
+                owner.__dict__[key] = ProductWeight(_Widened(value.shape[0]), tuple(value.shape), value.dtype)
+    sizes = {(general(item.module), item.num_experts, item.hidden, item.intermediate) for item in mixtures}
+    if len(sizes) > 1:
+        raise refused(name, "its layers have different experts")
+    return tuple(mixtures), products
+
+
+def is_matrix(value: Tensor) -> bool:
+    """Tell whether a parameter has several axes with more than one element."""
+    return sum(size > 1 for size in value.shape) > 1
+
+
+def _mixture(name: str, prefix: str, owner: Any) -> Mixture:
+    kind, flags = type(owner).__name__, (owner.has_gate, owner.is_concatenated, not owner.has_bias)
+    plain = all(flags) and not owner.has_post_expert_norm and type(owner)._apply_gate is _default_apply_gate
+    known = {type(ACT2FN[key]): value for key, value in ACTIVATIONS.items()}
+    activation = known.get(type(getattr(owner, "act_fn", None)))
+    if not plain or activation is None or {*owner._parameters} != {"gate_up_proj", "down_proj"}:
+        raise refused(name, f"{kind} computes its experts otherwise than down(activation(gate) * up)")
+    count, *sizes = owner.gate_up_proj.shape
+    wide, hidden = reversed(sizes) if owner.is_transposed else sizes
+    return Mixture(prefix, count, hidden, wide // 2, activation, owner.is_transposed)
+
+
+class _NoExperts(nn.Module):
+    """Has the result's shape of a layer's experts."""
+
+    def forward(self, x: Tensor, *choice: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Widened:
+    """Has the shape of the result of a product."""
+
+    columns: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], self.columns))
 
 
 class _Probe:
@@ -383,40 +508,174 @@ transformers.AttentionInterface.register(PROBE, _probe_attention)
 AttentionMaskInterface.register(PROBE, _probe_mask)
 
 
-def _table(name: str, model: Any, head: str) -> DerivedTable:
+class _Splits:
+    """Finds how ranks split the products of a model, as fields of Parameter by the product's name.
+
+    Where Transformers' own plan of tensor parallelism has the columns of a branch's first products ("colwise") and the
+    depth of its last one ("rowwise"), the features in between are split, if the class runs with fewer of them. Of every
+    other product the ranks split the rows, and gather its result.
+    """
+
+    def __init__(self, name: str, model: Any, sites: list[Site], embedding: str, head: str) -> None:
+        self._name, self._model, self._sites = name, model, sites
+        self._linears = {key: item for key, item in model.named_modules() if type(item) is nn.Linear}
+        self._vocabulary = embedding, head
+        base = model.base_model
+        prefix = "" if base is model else f"{model.base_model_prefix}."
+        plan = getattr(base.config, "base_model_tp_plan", None) or {}
+        self._plan = {prefix + key: value for key, value in plan.items()}
+
+    def found(self) -> dict[str, dict[str, Any]]:
+        rows: dict[str, Any] = {"shard": 0, "is_gathered": True}
+        found = {name: rows for name, item in self._linears.items() if item.out_features >= FEWEST_ROWS}
+        found |= {name: {"shard": 0} for name in self._vocabulary}
+        branches = self._branches()
+        return found | branches if branches and self._runs(branches) else found
+
+    def _branches(self) -> dict[str, dict[str, Any]]:
+        """Find the branches of which the plan splits the features; those of attention only if it is so everywhere."""
+        found: dict[str, dict[str, Any]] = {}
+        heads: dict[str, dict[str, Any]] = {}
+        sites = {item.module: item for item in self._sites}
+        parents = dict.fromkeys(name.rpartition(".")[0] for name in self._linears)
+        for parent in parents:
+            below = {name: item for name, item in self._linears.items() if name.startswith(f"{parent}.")}
+            kinds = {name: self._plan.get(general(name)) for name in below}
+            columns = [name for name, kind in kinds.items() if kind == "colwise"]
+            last = [name for name, kind in kinds.items() if kind == "rowwise"]
+            if len(last) != 1 or len(columns) != len(below) - 1:
+                continue
+            (end,) = last
+            widths, depth = sorted(below[name].out_features for name in columns), below[end].in_features
+            if parent in sites:
+                site = sites[parent]
+                group = site.num_heads // site.num_kv_heads
+                keys, values = site.num_kv_heads * site.head_dim, site.num_kv_heads * site.value_dim
+                if widths == sorted([keys * group, keys, values]) and depth == values * group:
+                    unit = {"unit": "kv_group", "num_units": site.num_kv_heads, "unit_size": group * site.value_dim}
+                    heads |= {name: {"shard": 0, **unit} for name in columns}
+                    heads[end] = {"shard": 1, "leaves": LEAVES, **unit}
+            elif set(widths) == {depth} and depth >= FEWEST_ROWS and ".experts." not in end:
+                found |= {name: {"shard": 0} for name in columns}
+                found[end] = {"shard": 1, "leaves": LEAVES}
+        num_heads = {(item.num_heads, item.num_kv_heads, item.head_dim, item.value_dim) for item in self._sites}
+        return found | heads if len(heads) == 4 * len(self._sites) and len(num_heads) == 1 else found
+
+    def _runs(self, branches: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Tell whether the class runs with a part of the features: half of the neurons, one key/value head."""
+        whole = {}
+        for name, item in branches.items():
+            layer = whole[name] = self._linears[name]
+            parts = item.get("num_units", 2)
+            rows, depth = layer.out_features, layer.in_features
+            rows, depth = (rows // parts, depth) if item["shard"] == 0 else (rows, depth // parts)
+            _put(self._model, name, nn.Linear(depth, rows, bias=layer.bias is not None, device="meta"))
+        probe = _Probe(self._name, self._model)
+        try:
+            probe.run()
+        except ModelLoadError:
+            return False
+        finally:
+            for name, layer in whole.items():
+                _put(self._model, name, layer)
+        split = any("unit" in item for item in branches.values())
+        counts = {(item.num_heads, item.num_kv_heads) for item in self._sites}
+        expected = {(heads // groups, 1) for heads, groups in counts} if split else counts
+        return {(item.num_heads, item.num_kv_heads) for item in probe.sites} == expected
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _table(
+    name: str,
+    model: Any,
+    head: str,
+    splits: Mapping[str, Mapping[str, Any]],
+    mixtures: tuple[Mixture, ...],
+    products: Mapping[str, Tensor],
+) -> DerivedTable:
     """Make the table of a model's parameters."""
     tied = model.all_tied_weights_keys
     modules, found = dict(model.named_modules()), []
     named = [*model.named_parameters(remove_duplicate=False), *saved_buffers(model)]
     for full, value in named:
         owner = modules[full.rpartition(".")[0]]
-        linear = type(owner) is nn.Linear
-        if value.ndim > 1 and not (linear or isinstance(owner, nn.Embedding)):
-            kind = type(owner).__name__
-            raise refused(name, f"{kind} computes with {full} itself, and sums of torch's depend on the batch")
-        quant: bool | str = linear and value.ndim == 2
+        quant: bool | str = type(owner) is nn.Linear and value.ndim == 2
         if quant and full == f"{head}.weight":
             quant = "int8"
         shape = tuple(value.shape)
         if not shape:
             raise refused(name, f"{full} is a number without an axis")
-        stored = revert_weight_conversion(model, {full: value})  # as save_pretrained writes it
-        if [tuple(item.shape) for item in stored.values()] != [shape]:
-            raise refused(name, f"its checkpoints hold {full} in another form")
+        split = {"shard": None, "unit": None, "leaves": 1} | dict(splits.get(full.rpartition(".")[0], {}))
+        if value.ndim == 1 and split["shard"] == 1:  # the bias of a product that is summed
+            split |= {"shard": None, "unit": None, "leaves": 1}
+        layouts = _stored(name, model, full, value, [shape])
         found.append(
             Parameter(
                 name=full,
                 shape=shape,
-                layouts=tuple(Layout({key: shape}, pieces=(shape[0],)) for key in dict.fromkeys([*stored, full])),
-                shard=None,
-                unit=None,
+                layouts=layouts,
                 quant=quant,
-                leaves=1,
                 tied_to=tied.get(full),
+                **split,
             )
         )
+    for full, value in products.items():
+        shape, own = tuple(value.shape), f"{full}_product.weight"
+        layouts = (*_stored(name, model, full, value, [shape]), Layout({own: shape}, pieces=shape[:1]))
+        found.append(Parameter(own, shape, layouts, None, None, False, 1, None))
+    found += _experts(name, model, mixtures)
     ignored = {re.sub(r"\.\d+\.", ".*.", full) for full, value in model.named_buffers()} - {full for full, _ in named}
     return DerivedTable((), tuple(sorted(ignored)), f"{model.base_model_prefix}.", tuple(found))
+
+
+def _stored(name: str, model: Any, full: str, value: Tensor, shapes: list[tuple[int, ...]]) -> tuple[Layout, ...]:
+    """List how checkpoints hold a parameter: as save_pretrained writes it, and under its own name."""
+    stored = revert_weight_conversion(model, {full: value})
+    if [tuple(item.shape) for item in stored.values()] != shapes:
+        raise refused(name, f"its checkpoints hold {full} in another form")
+    return tuple(Layout({key: shapes[0]}, pieces=shapes[0][:1]) for key in dict.fromkeys([*stored, full]))
+
+
+def _experts(name: str, model: Any, mixtures: tuple[Mixture, ...]) -> list[Parameter]:
+    """List the parameters of the experts of all layers. Checkpoints hold them one by one, or in two tensors a layer."""
+    found = []
+    for key in ("gate_up_proj", "down_proj") if mixtures else ():
+        first = mixtures[0]
+        count, wide, hidden = first.num_experts, first.intermediate, first.hidden
+        shape, pieces = ((2 * wide, hidden), (wide, wide)) if key == "gate_up_proj" else ((hidden, wide), (hidden,))
+        split: dict[str, Any] = {"shard": 0, "leaves": 1} if key == "gate_up_proj" else {"shard": 1, "leaves": LEAVES}
+        tensor = count, *(shape[::-1] if first.is_transposed else shape)
+        written = revert_weight_conversion(model, {f"{first.module}.{key}": torch.empty(tensor, device="meta")})
+        shapes = [tuple(item.shape) for item in written.values()]
+        one_by_one = [(size, shape[1]) for size in pieces for _ in range(count)]
+        if shapes != [tensor] and (first.is_transposed or shapes != one_by_one):
+            raise refused(name, f"its checkpoints hold {first.module}.{key} in another form")
+        for mixture in mixtures:
+            names = [_of_layer(item, first.module, mixture.module) for item in written]  # the conversion is slow
+            own = f"{mixture.module}.{key}"
+            for index in range(count):
+                stacked = [_stacked(item, tensor, pieces, mixture.is_transposed, index) for item in (names[0], own)]
+                if shapes != [tensor]:
+                    stacked[0] = Layout(dict.fromkeys(names[index::count], (pieces[0], shape[1])), pieces=pieces)
+                full = f"{mixture.module}.experts.{index}.{key}.weight"
+                layouts = (*stacked, Layout({full: shape}, pieces=pieces))
+                found.append(Parameter(full, shape, layouts, unit=None, quant=True, tied_to=None, **split))
+    return found
+
+
+def _of_layer(name: str, module: str, other: str) -> str:
+    """Rename a tensor of the layer that has one module to that of the layer that has the other."""
+    for old, new in zip(re.findall(r"\.(\d+)\.", module), re.findall(r"\.(\d+)\.", other), strict=True):
+        name = name.replace(f".{old}.", f".{new}.", 1)
+    return name
+
+
+def _stacked(name: str, shape: tuple[int, ...], pieces: tuple[int, ...], transposed: bool, index: int) -> Layout:
+    return Layout({name: shape}, pieces=pieces, transposed=transposed, index=index)
 
 
 def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

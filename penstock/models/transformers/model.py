@@ -5,7 +5,9 @@ over the paged cache; it is registered in Transformers' attention interface. Wha
 token by itself: norms, activations, rotations, additions.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,8 +20,18 @@ from transformers import initialization
 from penstock.errors import NotSupportedError
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import ForwardContext
-from penstock.layers.swap import PagedAttention, fix_buffers, swap_linears, swap_vocabulary, whole_rows
+from penstock.layers.swap import (
+    PagedAttention,
+    SwappedExperts,
+    fix_buffers,
+    keep_float32,
+    swap_linears,
+    swap_vocabulary,
+    swap_weight,
+    whole_rows,
+)
 from penstock.models.transformers.derive import (
+    VECTOR,
     derive,
     find_class,
     make_hf_config,
@@ -28,6 +40,7 @@ from penstock.models.transformers.derive import (
 )
 from penstock.spec.model_config import ModelConfig
 
+_BUILDING = Lock()  # no_init_weights changes functions of torch's for the whole process
 ATTENTION = "penstock"  # our name in Transformers' attention interface
 
 
@@ -46,19 +59,27 @@ class TransformersLM(nn.Module):
             raise NotSupportedError(text, param="lm_head_pieces")
         found = derive(cfg.architecture, cfg.source)
         config = make_hf_config(cfg.architecture, cfg.source, ATTENTION)
-        with torch.device("cpu"), _LayersOnMeta(), initialization.no_init_weights():
+        with _BUILDING, torch.device("cpu"), _LayersOnMeta(), initialization.no_init_weights():
             model = find_class(cfg.architecture)(config).eval()
         fix_buffers(model, [name for name, _ in saved_buffers(model)])
         self._step = SimpleNamespace(ctx=None)  # what attention needs beside its arguments, during a pass
         for layer, site in enumerate(found.sites):
             attention = PagedAttention(make, layer, site.head_dim, scale=site.scale, softcap=site.softcap)
             model.get_submodule(site.module)._penstock = attention, self._step
+        for mixture in found.mixtures:
+            experts = SwappedExperts(make.at(mixture.module), cfg, mixture.activation)
+            parent, _, leaf = mixture.module.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, experts)
+        for name in found.products:
+            swap_weight(model, make, name)
+        keep_float32(model, found.float32)
         swap_vocabulary(model, make, found.embedding, found.head)
         swap_linears(model, make)
         for name, module in model.named_children():
             self.add_module(name, module)
         self._parts = split_decoder(model)  # a tuple, whose modules are not this one's children
-        self._rows, self._head_rows = found.rows, found.head_rows
+        parts = VECTOR // math.gcd(VECTOR, *make.part_widths())
+        self._rows, self._head_rows = max(found.rows, parts), found.head_rows
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Map ids [T] int64 to the hidden states [T, hidden] that the head reads."""

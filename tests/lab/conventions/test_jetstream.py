@@ -12,7 +12,7 @@ from penstock import LLM, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.layers.factory import LayerFactory
-from penstock.layers.swap import SwappedLinear
+from penstock.layers.weights import Linear
 from penstock.models import registry
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model, find_versions
@@ -231,10 +231,10 @@ def test_linears_are_the_engines_products(tmp_path: Path) -> None:
     _, directory = make_llama(tmp_path, tie_word_embeddings=True)
     config = with_version(load_model_config(directory), "plain")
     model: Any = load_model(directory, config, ReferenceOps(torch.float32))
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear | SwappedLinear)]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear | Linear)]
     assert len(linears) == 2 * 7 + 1
     assert not any(value.is_meta for name, value in model.named_parameters() if "norm" in name or "embed" in name)
-    assert all(isinstance(module, SwappedLinear) and not hasattr(module, "weight") for module in linears)
+    assert all(isinstance(module, Linear) and not hasattr(module, "weight") for module in linears)
     exact, rounded = (answers(directory, model_impl="plain", quantization=scheme) for scheme in (None, "int8-x3"))
     assert [ids[0] for ids, _ in exact] == [ids[0] for ids, _ in rounded]
     assert exact != rounded
