@@ -114,7 +114,7 @@ SPLIT = {  # a class -> how many of its products ranks split, beside embedding a
     "Starcoder 2": ("Starcoder2ForCausalLM", 6, 0),  # heads and neurons, as Transformers' plan says
     "OLMo 3": ("Olmo3ForCausalLM", 3, 2),  # norms over all heads; keys are too few rows
     "OPT": ("OPTForCausalLM", 0, 6),  # it has no plan
-    "Granite MoE": ("GraniteMoeForCausalLM", 12, 0),  # 4 of attention, 8 of experts
+    "Granite MoE": ("GraniteMoeForCausalLM", 8, 2),  # experts
 }
 
 
