@@ -124,7 +124,9 @@ def test_any_split_has_the_bits_of_one_process(name: str, tmp_path: Path) -> Non
     architecture, num_between, num_gathered = SPLIT[name]
     fallback_classes.make(architecture, tmp_path)
     parameters = read_parameters(replace(load_model_config(tmp_path), model_impl=registry.FALLBACK)).values()
-    layer = [item for item in parameters if ".0." in item.name and len(item.shape) == 2 and item.shard is not None]
+    layer = [
+        item for item in parameters if "layers.0." in item.name and len(item.shape) == 2 and item.shard is not None
+    ]
     assert [item.is_gathered for item in layer].count(True) == num_gathered
     assert [item.is_gathered for item in layer].count(False) == num_between
     fixed: dict[str, Any] = BASE | {
