@@ -154,6 +154,7 @@ def test_arrows_are_on_the_map_and_point_down(package: Path, allowed: dict[str, 
         assert targets <= below, f"{room} points up to {targets - below}"
         below.add(room)
     assert structure.find_circles(arrows) == []
+    assert structure.find_circles(structure.find_file_arrows(package)) == []
 
 
 def test_the_engine_never_imports_the_laboratory() -> None:

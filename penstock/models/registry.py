@@ -241,7 +241,7 @@ def _known_to_transformers() -> str:
 def may_fall_back(name: str, model_type: str = "") -> bool:
     """Tell whether Transformers lists an architecture, and neither name says that it is of a kind never served."""
     kind = why_unsupported(name) or why_unsupported(model_type)
-    return kind is None and f'"{name}"' in _known_to_transformers()
+    return kind is None and name.isidentifier() and f'"{name}"' in _known_to_transformers()
 
 
 def find_architecture(name: str) -> Architecture:

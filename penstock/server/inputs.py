@@ -56,11 +56,10 @@ from penstock.tokenizer.answers import (
     literal,
 )
 from penstock.tokenizer.chat_template import takes_several_calls
+from penstock.tokenizer.template_variables import KWARGS, check_template_kwargs
 from penstock.tokenizer.tokenizer import (
-    KWARGS,
     RenderedChat,
     check_prompt_length,
-    check_template_kwargs,
     effort_variables,
     render_chat,
     turn_of,

@@ -21,7 +21,7 @@ from penstock.errors import (
 )
 from penstock.server.keys import read_key_file
 from penstock.tokenizer.answer_formats import format_of, parser_names
-from penstock.tokenizer.tokenizer import check_template_kwargs
+from penstock.tokenizer.template_variables import check_template_kwargs
 
 MIB = 1 << 20
 SECONDS = Interval(0.0, 86400.0, low_open=True)

@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import InvalidRequestError, ModelLoadError, fail, invalid
-from penstock.tokenizer.tokenizer import KWARGS, check_template_kwargs
+from penstock.tokenizer.template_variables import KWARGS, check_template_kwargs
 
 Message = Mapping[str, Any]
 

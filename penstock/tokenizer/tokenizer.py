@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import NotSupportedError, fail, invalid, shown
+from penstock.tokenizer.template_variables import KWARGS, check_template_kwargs
 
 if TYPE_CHECKING:  # keeps Jinja and the library out of processes that only talk to an engine
     from tokenizers import Tokenizer as Backend
@@ -25,12 +26,6 @@ if TYPE_CHECKING:  # keeps Jinja and the library out of processes that only talk
 
 MAX_CHARS_PER_TOKEN = 8  # longer texts are refused before they are tokenised
 MAX_CHARS_SLACK = 64
-KWARGS = "chat_template_kwargs"  # vLLM's name for further variables of the template
-RESERVED_NAMES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
-    | {"conversation", KWARGS}
-)
-MAX_INTEGER = 2**63 - 1  # of a variable
 PLANNED_PARTS = frozenset({"image_url", "input_audio", "file", "video_url"})
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode's noncharacters, which normal text does not contain
 LISTS = ("tools", "documents")  # what a conversation may come with, if the template shows it to the model
@@ -224,23 +219,6 @@ def render_chat(
     text = template.render([_mark(message, spellings, mark) for message in messages], **options)
     text = text.replace(ascii(mark)[1:-1], mark)  # a template may write JSON with escapes
     return RenderedChat(text.replace(mark, ""), tuple(text.split(mark)))
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any], param: str = KWARGS) -> None:
-    """Raise InvalidRequestError for variables of a template with a reserved name, at any depth, or a huge integer."""
-    if not isinstance(kwargs, Mapping):
-        raise fail(param, kwargs, 'an object like {"enable_thinking": false}')
-    nodes: list[Any] = [kwargs]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, Mapping):
-            if names := RESERVED_NAMES.intersection(node):
-                raise invalid(param, f"{min(names)} cannot be set here", "not_allowed")
-            nodes.extend(node.values())
-        elif isinstance(node, list | tuple):
-            nodes.extend(node)
-        elif isinstance(node, int) and abs(node) > MAX_INTEGER:
-            raise fail(param, node, f"made of integers up to {MAX_INTEGER}")
 
 
 def check_variables(template: "ChatTemplate | None", variables: Mapping[str, Any], param: str = KWARGS) -> None:

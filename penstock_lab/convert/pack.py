@@ -140,7 +140,7 @@ class _WholeRows:
     """
 
     parameter: Parameter
-    bytes_received = 0
+    bytes_received = buffer_bytes = 0
 
     def __init__(self, source: ParameterSource, ops: Ops) -> None:
         self._source = source

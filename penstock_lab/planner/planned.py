@@ -145,7 +145,7 @@ class PlannedModel:
 class NoLinks:
     """Stands for the links of a rank whose part is only counted, never computed."""
 
-    bytes_received = 0
+    bytes_received = buffer_bytes = 0
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
         raise AssertionError("a part that is only counted does not compute")

@@ -1,8 +1,13 @@
-"""Write the model card. Every number comes from training.json, the files, the corpus or evaluate.evaluate().
+"""Evaluate a model and write its card.
+
+    python -m penstock_lab.training.card MODEL_DIR
+
+Every number comes from MODEL_DIR/training.json, the files, the corpus or evaluate.evaluate().
 
 The samples are taken by their place in a fixed order, not selected by hand.
 """
 
+import argparse
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -141,3 +146,14 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
         sampled_samples=samples(figures, "sampled"),
     )
     (model_dir / "README.md").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir", type=Path)
+    model_dir = parser.parse_args().model_dir
+    write_card(model_dir, evaluate.measure(model_dir))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
-"""Evaluate a model on the fixed prompts of prompts.yaml and, with --card, write its card.
+"""Evaluate a model on the fixed prompts of prompts.yaml.
 
-    python -m penstock_lab.training.evaluate MODEL_DIR [--json FILE] [--card]
+    python -m penstock_lab.training.evaluate MODEL_DIR [--json FILE]
 
 evaluate() needs only a function from prompts to completions, such as generate_with() makes, so it can measure any
 engine. What makes a story odd is defined in story_check.py.
@@ -270,22 +270,22 @@ def generate_with(llm: LLM) -> Generate:
     return generate
 
 
+def measure(model_dir: Path) -> dict[str, Any]:
+    """Evaluate the model of a directory; `seconds` is how long it took."""
+    began = time.monotonic()
+    with LLM(model=str(model_dir), max_num_seqs=64) as llm:
+        figures = evaluate(generate_with(llm))
+    return figures | {"seconds": round(time.monotonic() - began)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--json", type=Path, help="write all figures and texts here")
-    parser.add_argument("--card", action="store_true", help="write MODEL_DIR/README.md (reads MODEL_DIR/training.json)")
     args = parser.parse_args()
-    began = time.monotonic()
-    with LLM(model=str(args.model_dir), max_num_seqs=64) as llm:
-        figures = evaluate(generate_with(llm))
-    figures["seconds"] = round(time.monotonic() - began)
+    figures = measure(args.model_dir)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False), encoding="utf-8")
-    if args.card:
-        from penstock_lab.training import card
-
-        card.write_card(args.model_dir, figures)
     for name in ("greedy", "sampled"):
         print(name, json.dumps({key: value for key, value in figures[name].items() if key != "texts"}))
     print("sums", figures["sums"], "json", figures["json"], figures["seconds"], "s")

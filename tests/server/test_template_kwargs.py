@@ -14,7 +14,8 @@ from penstock.client.text import IsolatedTokenizer
 from penstock.errors import InvalidRequestError
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run_server
-from penstock.tokenizer.tokenizer import RESERVED_NAMES, render_chat
+from penstock.tokenizer.template_variables import RESERVED_NAMES
+from penstock.tokenizer.tokenizer import render_chat
 from penstock.weights.hub import MODEL_DIR
 from tests.server.fakes import EOS, FakeEngineClient
 from tests.server.harness import QUIET, app_client, running, send

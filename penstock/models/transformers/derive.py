@@ -35,7 +35,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from penstock.errors import ModelLoadError
 from penstock.layers.swap import ProductWeight
-from penstock.models.registry import unsupported
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
@@ -187,7 +186,7 @@ def find_class(name: str) -> Any:
     """
     decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if not any(name in ((known,) if isinstance(known, str) else known) for known in decoders):
-        raise unsupported(name)
+        raise refused(name, "it is not among the decoders of Transformers (AutoModelForCausalLM)")
     found = getattr(transformers, name)
     if found._is_stateful:
         raise refused(name, "it keeps other state than keys and values")
