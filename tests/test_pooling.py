@@ -1,6 +1,7 @@
 """Embeddings and hidden states as the engine gives them, against Transformers and against themselves."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from penstock.interface.pooling import MAX_POOLED_BYTES, PoolerConfig
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import _without_head, find_architecture, find_model
 from penstock.spec.pooler import read_pooler
+from penstock.weights.hub import resolve_model
 from penstock.weights.safetensors import TensorEntry
 from penstock.weights.sources import match
 from tests.families.case import Case
@@ -84,6 +86,27 @@ def test_bits_are_the_same_in_a_crowd_and_in_chunks(llm: LLM, made: tuple[Any, P
         assert [output.outputs.data.tobytes() for output in again] == expected["LAST"]
         assert again[-1].num_cached_tokens == 112
         crowd.built.engine.check_integrity()
+
+
+def test_a_text_ends_with_eos_where_the_tokenizer_config_says_so(tmp_path: Path) -> None:
+    """Guards against vectors of e5-mistral's kind other than their authors', who trained on texts with EOS."""
+    directory = shutil.copytree(resolve_model("demo"), tmp_path / "model")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "add_eos_token": True}))
+    pooler = {"add_eos_token": False}
+    for given, are_ended in ((None, True), ({"normalize": True}, True), (pooler, False)):
+        with LLM(str(directory), pooler_config=given, threads=1) as model:
+            tokenizer = model.get_tokenizer()
+            assert tokenizer is not None
+            ids = tokenizer.encode("A dog.")
+            assert ids[-1] != tokenizer.eos_token_id
+            expected = [*ids, tokenizer.eos_token_id] if are_ended else ids
+            by_text, by_ids = model.embed(["A dog.", {"prompt_token_ids": expected}])
+            assert by_text.outputs.embedding == by_ids.outputs.embedding
+            assert len(by_text.prompt_token_ids) == len(expected)
+            assert ("pooler_config" in model.engine.model_info.choices_made) == are_ended
+            (output,) = model.generate(["A dog."], SamplingParams(max_tokens=1))
+            assert output.prompt_token_ids == ids
 
 
 def test_embeddings_and_scores(llm: LLM) -> None:

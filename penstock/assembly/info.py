@@ -36,6 +36,11 @@ def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, w
         choices_made["generation_config.json"] = f"{', '.join(model_config.ignored_generation)}: not applied"
     if model_config.quantization and model_config.quantization.kv_levels and config.cache.kv_cache_scales is None:
         choices_made["kv_cache_scales"] = "those of the checkpoint are not applied; name its directory to use them"
+    pooler = _pooler(config, model_config, weights)
+    if pooler.add_eos_token and "add_eos_token" not in (config.pooling.pooler_config or {}):
+        choices_made["pooler_config"] = (
+            "add_eos_token: EOS follows each text to embed, as tokenizer_config.json says; Transformers 5 leaves it out"
+        )
     return ModelInfo(
         model=config.model,
         max_model_len=config.scheduler.max_model_len or 0,
@@ -49,7 +54,7 @@ def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, w
         max_num_seqs=config.scheduler.max_num_seqs,
         block_size=plan.groups[0].block_size,
         scheduling_policy=config.scheduler.scheduling_policy,
-        pooler=_pooler(config, model_config, weights),
+        pooler=pooler,
         has_lm_head=find_architecture(model_config.architecture).has_lm_head,
     )
 

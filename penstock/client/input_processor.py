@@ -182,6 +182,8 @@ class InputProcessor:
             ids = self._tokenizer.encode(text or "")
             if not ids:
                 raise fail("prompt", ids, "a text, or a list of at least one token id")
+            if pooling is not None:
+                ids = self._info.pooler.ended(ids, self._tokenizer.eos_token_id)
         if pooling is not None:
             ids = pooling.truncated(ids, self._info.max_model_len)
         check_num_tokens(request.param, len(ids), self._info.max_model_len, is_pooled=pooling is not None)

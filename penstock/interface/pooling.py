@@ -25,7 +25,8 @@ from penstock.errors import (
 
 # LAST, CLS: hidden state of the last or the first token; MEAN: average over all tokens; ALL: every token, [T, hidden].
 POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
-POOLER_OPTIONS = ("pooling_type", "normalize", "is_matryoshka", "matryoshka_dimensions")  # of pooler_config
+# of pooler_config
+POOLER_OPTIONS = ("pooling_type", "normalize", "add_eos_token", "is_matryoshka", "matryoshka_dimensions")
 TRUNCATION_SIDES = ("right", "left")
 MAX_DIMENSIONS = 2**20
 MAX_POOLED_BYTES = 2**26  # limit for the hidden states of one request
@@ -77,6 +78,7 @@ class PoolerConfig:
     """The embedding that a model makes of its hidden states, unless a request says otherwise.
 
     Attributes:
+        add_eos_token: whether EOS follows a text that is encoded with special tokens.
         hidden_size: length of a hidden state; 0: not known.
         is_matryoshka: whether leading numbers of an embedding are an embedding too, so that any `dimensions` may be
             requested.
@@ -86,6 +88,7 @@ class PoolerConfig:
 
     pooling_type: str = "LAST"
     normalize: bool = True
+    add_eos_token: bool = False
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
     hidden_size: int = 0
@@ -102,7 +105,7 @@ class PoolerConfig:
         for name in given:
             if name not in POOLER_OPTIONS:
                 raise fail("pooler_config", name, f"a mapping of some of {', '.join(POOLER_OPTIONS)}")
-        for name in ("normalize", "is_matryoshka"):
+        for name in ("normalize", "add_eos_token", "is_matryoshka"):
             check_bool(f"pooler_config.{name}", given.get(name, False))
         check_choice("pooler_config.pooling_type", given.get("pooling_type", "LAST"), POOLING_TYPES[:3])
         ids = given.get("matryoshka_dimensions", ())
@@ -129,6 +132,11 @@ class PoolerConfig:
             )
         normalize = kind != "ALL" and self.normalize if params.normalize is None else params.normalize
         return replace(params, pooling_type=kind, normalize=normalize)
+
+    def ended(self, token_ids: Sequence[int], eos_token_id: int | None) -> list[int]:
+        """Add the EOS that follows a text, unless the tokenizer has added it already."""
+        is_missing = self.add_eos_token and eos_token_id is not None and token_ids[-1:] != [eos_token_id]
+        return [*token_ids, eos_token_id] if is_missing else list(token_ids)  # type: ignore[list-item]
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         if dimensions is None:

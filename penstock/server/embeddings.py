@@ -209,6 +209,7 @@ async def _ids(
             raise fail(name, item, "a text of at least one character")
         check_prompt_length(item, info.max_model_len, param=name)
         ids = await encode(context, item, add_special_tokens=special, total=total)
+        ids = info.pooler.ended(ids, context.tokenizer().eos_token_id) if special and ids else ids
     else:
         ids = item
         check_ids(name, ids, info.vocab_size)

@@ -63,6 +63,7 @@ from penstock.tokenizer.tokenizer import (
     effort_variables,
     render_chat,
     turn_of,
+    verbosity_variables,
 )
 
 T = TypeVar("T")
@@ -206,8 +207,8 @@ async def _render(
     given = {name: value for name, value in kwargs.items() if value is not None}
     implied = _implied(context, body)
     if contradicted := [name for name in implied if given.get(name, implied[name]) != implied[name]]:
-        message = f"reasoning_effort: {KWARGS} has another {contradicted[0]}"
-        raise InvalidRequestError(message, param="reasoning_effort")
+        param = "verbosity" if contradicted[0] == "verbosity" else "reasoning_effort"
+        raise InvalidRequestError(f"{param}: {KWARGS} has another {contradicted[0]}", param=param)
     options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **implied, **given}
     for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
         check_nesting(name, value)
@@ -221,10 +222,12 @@ async def _render(
 
 
 def _implied(context: ServerContext, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Find the variables of the template that `reasoning_effort` stands for."""
-    if isinstance(body, TokenizeRequest) or body.reasoning_effort is None:
+    """Find the variables of the template that `reasoning_effort` and `verbosity` stand for."""
+    if isinstance(body, TokenizeRequest):
         return {}
-    return effort_variables(context.tokenizer().chat_template, body.reasoning_effort)
+    template, effort, verbosity = context.tokenizer().chat_template, body.reasoning_effort, body.verbosity
+    implied = {} if effort is None else effort_variables(template, effort)
+    return implied if verbosity is None else implied | verbosity_variables(template, verbosity)
 
 
 def _turn(message: Message) -> dict[str, Any]:
@@ -364,8 +367,8 @@ def _of_text(value: Any) -> StructuredOutputsParams | None:
     """Read the form in the field `text` of /v1/responses; None for {} and for a format of type text."""
     if not isinstance(value, Mapping):
         raise fail(TEXT, value, 'an object like {"format": {"type": "text"}}')
-    if value.get("verbosity") is not None:
-        raise NotSupportedError("text.verbosity: not supported; this is not built yet", param=TEXT)
+    if value.get("verbosity") not in (None, "low", "medium", "high"):
+        raise fail("text.verbosity", value["verbosity"], "low, medium or high")
     _check_keys(TEXT, value, ("format", "verbosity"))
     wanted = value.get("format")
     return None if wanted is None else _of_format(TEXT, wanted, lambda given: given)
@@ -543,17 +546,16 @@ def _constrains(body: ChatRequest) -> bool:
 
 
 def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> str | None:
-    """Choose the JSON schema of an answer without a tool call; None if its form is free."""
+    """Choose the JSON schema of an answer without a tool call; None if its form is free, or a call is required."""
     if form is None:
         return None
-    if body.must_call:
-        message = "response_format: not allowed if tool_choice requires a call, because then there is no answer"
-        raise InvalidRequestError(message, param="response_format")
     if form.json is None and not form.json_object:
         message = (
             "structured_outputs: with tools only json and json_object are allowed; tool_choice none leaves them out"
         )
         raise InvalidRequestError(message, param="structured_outputs")
+    if body.must_call:
+        return None
     schema = {"type": "object"} if form.json is None else json.loads(str(form.json))
     guidance: dict[str, Any] = {"whitespace_pattern": form.whitespace_pattern or WHITESPACE}
     if form.disable_any_whitespace:

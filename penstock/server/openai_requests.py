@@ -259,6 +259,7 @@ class ContentPart(Strict, kw_only=True, frozen=True):
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ROLES = get_args(Role)
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Message(Strict, kw_only=True, frozen=True):
@@ -290,7 +291,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -552,7 +554,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "prompt": Unsupported("responses"),
     "prompt_cache_retention": Unsupported("responses", ("in_memory",)),
     "prompt_embeds": Unsupported("completions"),
-    "reasoning": Unsupported("responses", ({},)),
     "refusal": Unsupported("message part"),
     "repetition_detection": Unsupported(),
     "service_tier": Unsupported("completions chat responses", ("auto", "default")),
@@ -564,9 +565,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "tool_search": Unsupported("tool"),
     "top_logprobs": Unsupported("responses", (0,)),
     "truncate_prompt_tokens": Unsupported(),
-    "truncation": Unsupported("responses", ("disabled",)),
     "truncation_side": Unsupported(),
-    "verbosity": Unsupported("chat"),
     "video_url": Unsupported("part"),
     "vllm_xargs": Unsupported("completions chat responses"),
     "web_search": Unsupported("tool"),

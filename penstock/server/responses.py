@@ -19,6 +19,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.client.input_processor import PromptRequest
 from penstock.errors import InvalidRequestError, NotSupportedError, check_int, check_str, fail, shown
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import FinishReason
@@ -36,6 +37,7 @@ from penstock.server.openai_requests import (
     AllowedEntry,
     ChatRequest,
     ComputingRequest,
+    Effort,
     FunctionDefinition,
     FunctionName,
     NamedChoice,
@@ -206,8 +208,26 @@ ResponseToolChoice = Literal["none", "auto", "required"] | FunctionChoice | Allo
 # --- the body ---------------------------------------------------------------------------------------------------------
 
 
-ENCRYPTED = "reasoning.encrypted_content"  # the value of `include` that changes nothing, if the model does not think
-NAMES = {"messages": "input", "response_format": "text", "tools": "tools"}  # field of a chat -> field of a response
+# The values of `include` that add nothing: thoughts are always in an answer, unencrypted; the others are about tools,
+# and parts, that this server refuses.
+INCLUDED = (
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)  # fmt: skip
+TOO_LONG = "context_length_exceeded"
+SHARE_FOR_ANSWER = 4  # 1 / SHARE_FOR_ANSWER of the context is kept free for the answer, if turns are left out
+NAMES = {  # field of a chat -> field of a response
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "tools": "tools",
+    "verbosity": "text.verbosity",
+}
+
+
+class Reasoning(Strict, kw_only=True, frozen=True):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class StreamOptions(Strict, kw_only=True, frozen=True):
@@ -233,7 +253,9 @@ class ResponseRequest(ComputingRequest, kw_only=True, frozen=True):
     stream_options: StreamOptions | None = None
     store: bool | None = None
     background: bool | None = None
+    reasoning: Reasoning | None = None
     text: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     structured_outputs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -245,8 +267,8 @@ class ResponseRequest(ComputingRequest, kw_only=True, frozen=True):
             )
         super().check()
         for wanted in self.include or ():
-            if wanted != ENCRYPTED:
-                message = f"include: {shown(wanted)} is not supported; this is not built yet"
+            if wanted not in INCLUDED:
+                message = f"include: {shown(wanted)} is not supported; {', '.join(INCLUDED)} are"
                 raise NotSupportedError(message, param="include")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
@@ -275,6 +297,8 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
             tool_choice=choice if choice is None or isinstance(choice, str) else choice.as_choice(),
             parallel_tool_calls=body.parallel_tool_calls,
             chat_template_kwargs=body.chat_template_kwargs,
+            reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+            verbosity=None if body.text is None else body.text.get("verbosity"),
         )
         chat.check_tools()
     return chat
@@ -290,7 +314,41 @@ def naming_the_response() -> Iterator[None]:
         if field not in NAMES:
             raise
         message = error.message.replace(field, NAMES[field], 1).replace("].function.", "].", 1)
-        raise type(error)(message, param=NAMES[field], code=error.code) from None
+        raise InvalidRequestError(message, param=NAMES[field], code=error.code) from None
+
+
+async def response_prompts(
+    context: ServerContext, body: ResponseRequest, chat: ChatRequest, info: ModelInfo
+) -> list[PromptRequest]:
+    """Make the response's only prompt; `truncation: auto` leaves out as few of the oldest turns as it takes to fit.
+
+    Whole turns are left out, because templates expect alternating roles, and results need their calls. What the system
+    says first, and the last turn, always stay.
+    """
+    if body.truncation != "auto":
+        return await chat_prompts(context, chat, info)
+    messages, size = chat.messages, info.max_model_len
+    room = size - min(body.max_output_tokens or size, size // SHARE_FOR_ANSWER)
+    first = next((at for at, message in enumerate(messages) if message.role not in ("system", "developer")), 0)
+    starts = [first, *(at for at in range(first + 1, len(messages)) if messages[at].role == "user")]
+    found: dict[int, list[PromptRequest]] = {}
+    low, high, middle = 0, len(starts) - 1, 0
+    last = high
+    while low not in found:  # the first start that fits lies between low and high
+        shortened = msgspec.structs.replace(chat, messages=[*messages[:first], *messages[starts[middle] :]])
+        try:
+            prompts = await chat_prompts(context, shortened, info)
+            fits = middle == last or len(prompts[0].token_ids or ()) <= room
+        except InvalidRequestError as error:
+            if error.code != TOO_LONG or middle == last:
+                raise
+            fits = False
+        if fits:
+            found[middle], high = prompts, middle
+        else:
+            low = middle + 1
+        middle = (low + high) // 2
+    return found[low]
 
 
 def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
@@ -382,10 +440,8 @@ _encode = msgspec.json.Encoder().encode
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "prompt_cache_key", "user",
           "safety_identifier")  # fmt: skip
 FIXED = {  # fields of features that are not built
-    "reasoning": {"effort": None, "summary": None},
     "service_tier": "default",
     "top_logprobs": 0,
-    "truncation": "disabled",
 }
 
 
@@ -498,6 +554,8 @@ class ResponseSource:
             "usage": self._usage() if status in ("completed", "incomplete") else None,
             **{name: getattr(body, name) for name in ECHOED},
             "metadata": body.metadata or {},
+            "reasoning": body.reasoning or Reasoning(),
+            "truncation": body.truncation or "disabled",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "text": {"format": {"type": "text"}, **(body.text or {})},
             "tool_choice": body.tool_choice or "auto",
@@ -549,14 +607,13 @@ async def create_response(request: Request) -> Response:
     await check_form(context, body, params)
     chat = chat_of(body)
     with naming_the_response():
-        prompts = salted(request, body.cache_salt, await chat_prompts(context, chat, info))
+        prompts = salted(request, body.cache_salt, await response_prompts(context, body, chat, info))
         rules = rules_of(context, chat, prompts[0])
         params = await with_rules(context, chat, rules, params)
-    if body.include and rules.reasoning:
-        message = (
-            "include: the model's thoughts are not encrypted: they are items of the answer, to be sent back as such"
-        )
-        raise InvalidRequestError(message, param="include", code="not_supported")
+    summary = None if body.reasoning is None else body.reasoning.summary
+    if summary not in (None, "auto") and rules.reasoning:
+        message = f"reasoning.summary: {summary} is not supported; thoughts are returned whole, without a summary"
+        raise NotSupportedError(message, param="reasoning.summary")
     params = within_limits(request, params, len(prompts), priority=body.priority, timeout_s=body.timeout)
     call = await keep(
         request, f"resp_{uuid4().hex}", KIND, body, params, prompts,

@@ -3,6 +3,7 @@
     modules.json             a list of steps: Transformer, Pooling, perhaps Normalize, perhaps more
     1_Pooling/config.json    which tokens count (the path is in modules.json)
     config.json              is_matryoshka, matryoshka_dimensions
+    tokenizer_config.json    add_eos_token: such models were trained on texts that end with EOS
 
 Without modules.json, a decoder's embedding is the normalised hidden state of the last token.
 """
@@ -16,7 +17,7 @@ from penstock.interface.pooling import MAX_DIMENSIONS, PoolerConfig
 from penstock.spec.config_file import CONFIG
 from penstock.spec.config_reader import read_json
 
-MODULES = "modules.json"
+MODULES, TOKENIZER = "modules.json", "tokenizer_config.json"
 MAX_BYTES = 2**20
 MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}  # pooling_mode_* -> pooling_type
 PART_OF_IT = ("Transformer", "Pooling", "Normalize")
@@ -28,9 +29,11 @@ def read_pooler(directory: Path, hidden_size: int) -> PoolerConfig:
     Raises:
         ModelLoadError: a file cannot be read, or does not have the format that sentence-transformers writes.
     """
-    dimensions = _dimensions(directory / CONFIG)
+    more = _dimensions(directory / CONFIG)
+    tokenizer = directory / TOKENIZER
+    more["add_eos_token"] = tokenizer.is_file() and read_json(tokenizer).get("add_eos_token") is True
     if not (directory / MODULES).exists():
-        return PoolerConfig(hidden_size=hidden_size, **dimensions)
+        return PoolerConfig(hidden_size=hidden_size, **more)
     names: list[str] = []
     kind, problem = "LAST", None
     for module in _read_modules(directory / MODULES):
@@ -42,7 +45,7 @@ def read_pooler(directory: Path, hidden_size: int) -> PoolerConfig:
             kind, why_not = _pooling_type(_inside(directory, module.get("path")))
             problem = problem or why_not
     return PoolerConfig(
-        pooling_type=kind, normalize="Normalize" in names, hidden_size=hidden_size, unsupported=problem, **dimensions
+        pooling_type=kind, normalize="Normalize" in names, hidden_size=hidden_size, unsupported=problem, **more
     )
 
 

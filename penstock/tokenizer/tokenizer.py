@@ -245,6 +245,20 @@ def effort_variables(template: "ChatTemplate | None", effort: str) -> dict[str, 
     return levels | ({"enable_thinking": effort != "none"} if has_switch else {})
 
 
+def verbosity_variables(template: "ChatTemplate | None", verbosity: str) -> dict[str, Any]:
+    """Find the variable that tells a template how long answers should be; "medium", the default, needs none.
+
+    Raises:
+        NotSupportedError: the template does not read it.
+    """
+    if template is not None and _is_read(template.text, "verbosity"):
+        return {"verbosity": verbosity}
+    if verbosity != "medium":
+        text = f"verbosity: the model's chat template has no levels of verbosity: {verbosity} would change nothing"
+        raise NotSupportedError(text, param="verbosity")
+    return {}
+
+
 def _is_read(text: str, name: Any) -> bool:
     """Search a template's text for a name, which it contains if the template reads a variable of that name."""
     return isinstance(name, str) and name.isidentifier() and re.search(rf"\b{name}\b", text) is not None

@@ -55,6 +55,20 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def test_texts_that_end_with_eos() -> None:
+    """Guards against texts without the EOS that the model was trained with, and against ids that are changed."""
+    engine = Angles()
+    engine.info = replace(engine.info, pooler=PoolerConfig(add_eos_token=True))
+    found = []
+    for body in ({"input": "Hi"}, {"input": [256, *b"Hi", 257]}, {"input": "Hi", "add_special_tokens": False}):
+        answer = app_client(engine).post("/v1/embeddings", json=body)
+        assert answer.status_code == 200, answer.text
+        found.append((answer.json()["usage"]["prompt_tokens"], answer.json()["data"][0]["embedding"]))
+    assert found[0] == found[1]
+    assert found[0][0] == 4
+    assert found[2][0] == 2
+
+
 def test_the_official_client(client: openai.OpenAI) -> None:
     """Guards against base64 that the client reads as other numbers (it asks for it by default), and answers that are
     not in the order of the texts."""

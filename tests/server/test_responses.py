@@ -214,8 +214,13 @@ def test_a_full_queue(client: openai.OpenAI, server: RunningServer) -> None:
         ({"tools": [{"type": "function", "name": "f"}]}, "tools: the model's chat template does not", "no_tools"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice: there are no tools", "invalid_value"),
         ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice.type: ", "invalid_type"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity: ", "not_implemented"),
-        ({"truncation": "auto"}, "truncation: ", "not_implemented"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: the model's chat template", "not_implemented"),
+        ({"text": {"verbosity": "much"}}, "text.verbosity: 'much' is not", "invalid_value"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort: the model's chat template", "not_implemented"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort: ", "invalid_type"),
+        ({"reasoning": {"budget": 3}}, "reasoning.budget: ", "unknown_field"),
+        ({"truncation": "all"}, "truncation: ", "invalid_type"),
+        ({"truncation": "auto", "input": "x" * 10**5}, "input: ", "context_length_exceeded"),
         ({"input": []}, "input: 0 items", "invalid_value"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input: items of type", "not_implemented"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.call_id: ", "invalid_value"),
@@ -244,15 +249,74 @@ def test_refusals(server: RunningServer, fields: dict[str, Any], message: str, c
 
 
 def test_include_where_nothing_would_be_included() -> None:
-    """Guards against refusing agents that always ask for encrypted thoughts, and against leaving some out."""
-    encrypted = {"input": "Hi", "max_output_tokens": 2, "include": ["reasoning.encrypted_content"]}
-    for template, status in (("{{ messages[0].content }}", 200), ("{{ messages[0].content }}<think></think>", 400)):
-        answer = app_client(FakeEngineClient(chat_template=template)).post("/v1/responses", json=encrypted)
-        assert answer.status_code == status, answer.text
-        assert status == 200 or answer.json()["error"]["param"] == "include"
-    for other in (["file_search_call.results"], ["reasoning.encrypted_content", "a"], "a"):
+    """Guards against refusing agents that always ask for encrypted thoughts, which are in the answer anyhow."""
+    for template in ("{{ messages[0].content }}", "{{ messages[0].content }}<think></think>"):
+        fake = FakeEngineClient(Behaviour(text="<think>Hm.</think>Yes"), chat_template=template)
+        include = ["reasoning.encrypted_content", "web_search_call.action.sources"]
+        answer = app_client(fake).post("/v1/responses", json={"input": "Hi", "include": include})
+        assert answer.status_code == 200, answer.text
+        kinds = [item["type"] for item in answer.json()["output"]]
+        assert kinds == ["message"] if "think" not in template else ["reasoning", "message"]
+    for other in (["message.output_text.logprobs"], ["reasoning.encrypted_content", "a"], "a"):
         answer = app_client().post("/v1/responses", json={"input": "Hi", "include": other})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
+
+
+LEVELS = "{{ messages[0].content }}{{ reasoning_effort }}{{ verbosity }}"
+
+
+def test_levels_reach_the_template() -> None:
+    """Guards against levels of reasoning and verbosity that change nothing, and an echo that denies them."""
+    levels = {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "high"}}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "low", "verbosity": "high"}
+    for path, body in (("responses", {"input": "Hi", **levels}), ("chat/completions", chat)):
+        fake = FakeEngineClient(chat_template=LEVELS)
+        answer = app_client(fake).post(f"/v1/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        assert bytes(fake.seen[0][0]).decode() == "Hilowhigh"
+        if path == "responses":
+            assert answer.json()["reasoning"] == levels["reasoning"]
+            assert answer.json()["text"] == {"format": {"type": "text"}, "verbosity": "high"}
+    contradicted = {**chat, "chat_template_kwargs": {"verbosity": "low"}}
+    error = app_client(fake).post("/v1/chat/completions", json=contradicted).json()["error"]
+    assert error["param"] == "verbosity"
+    medium = {"input": "Hi", "text": {"verbosity": "medium"}}
+    assert app_client().post("/v1/responses", json=medium).status_code == 200
+
+
+def test_summaries_that_are_not_made() -> None:
+    """Guards against an answer whose thoughts have no summary although a kind of summary was asked for."""
+    thinks = "{{ messages[0].content }}<think></think>"
+    for template, summary, status in ((thinks, "auto", 200), (thinks, "detailed", 400), ("x", "detailed", 200)):
+        body = {"input": "Hi", "reasoning": {"summary": summary}}
+        answer = app_client(FakeEngineClient(chat_template=template)).post("/v1/responses", json=body)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or answer.json()["error"]["param"] == "reasoning.summary"
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 3, 4, 5, 9])
+def test_the_oldest_turns_are_left_out(num_turns: int) -> None:
+    """Guards against turns that are cut in the middle, more of them left out than necessary, no room for an answer, or
+    the loss of what the system says; and against a conversation that is cut unasked."""
+    fake = FakeEngineClient()
+    fake.info = replace(fake.info, max_model_len=400)
+    rules = "s" * 40
+    turns = [[("user", f"{at}" * 50), ("assistant", f"{at}" * 20)] for at in range(num_turns)]
+    turns[-1] = turns[-1][:1]
+    items = [{"role": role, "content": text} for turn in turns for role, text in turn]
+    body = {"instructions": rules, "input": items, "max_output_tokens": 60}
+
+    def prompt(kept: list[list[tuple[str, str]]]) -> str:
+        told = [("system", rules), *itertools.chain(*kept)]
+        return "".join(f"<{role}>{text}\n" for role, text in told) + "<assistant>"
+
+    expected = next(at for at in range(num_turns) if len(prompt(turns[at:])) <= 340)
+    answer = app_client(fake).post("/v1/responses", json={**body, "truncation": "auto"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["truncation"] == "auto"
+    assert bytes(fake.seen[0][0]).decode() == prompt(turns[expected:])
+    whole = app_client(fake).post("/v1/responses", json=body)
+    assert whole.status_code == (200 if len(prompt(turns)) < 400 else 400)
 
 
 @pytest.mark.parametrize("query", ["stream=yes", "starting_after=3", "stream=true&starting_after=-1", "include=a"])

@@ -162,11 +162,29 @@ def test_a_response_is_a_chat(server: RunningServer, choice: dict[str, Any]) -> 
     assert (found[0][1] is None) == (value in ("auto", "none"))
 
 
+@pytest.mark.parametrize("path", ["responses", "chat/completions"])
+def test_a_required_call_leaves_no_text_to_give_a_form(server: RunningServer, path: str) -> None:
+    """Guards against refusing instructor, which gives the form of the call a second time, and against text instead."""
+    server.client.behaviour = Behaviour(text=f"</think>{CALLED}")
+    form = {"name": "add", "strict": True, "schema": FUNCTIONS[0]["parameters"]}
+    if path == "responses":
+        body = {"input": QUESTION, "tools": TOOLS, "tool_choice": {"type": "function", "name": "add"}}
+        formed = {"text": {"format": {"type": "json_schema", **form}}}
+    else:
+        body = {"messages": [{"role": "user", "content": QUESTION}], "tools": [ADD, WEATHER], "tool_choice": "required"}
+        formed = {"response_format": {"type": "json_schema", "json_schema": form}}
+    found = []
+    for more in ({}, formed):
+        answer = send(f"{server.url}/v1/{path}", json={**body, **more})
+        assert answer.status_code == 200, answer.text
+        ids, params, _ = server.client.seen[-1]
+        found.append((ids, params.structured_outputs))
+    assert found[0] == found[1]
+    assert found[0][1] is not None
+
+
 def test_errors_in_a_responses_words(server: RunningServer) -> None:
     """Guards against errors that name a chat's field, or place, where the caller has sent a response's."""
-    body = {"input": QUESTION, "tools": TOOLS, "tool_choice": "required", "text": {"format": {"type": "json_object"}}}
-    error = send(f"{server.url}/v1/responses", json=body).json()["error"]
-    assert (error["param"], error["message"][:6]) == ("text", "text: ")
     error = send(f"{server.url}/v1/responses", json={"input": QUESTION, "tools": TOOLS[:1] * 2}).json()["error"]
     assert (error["param"], error["message"]) == ("tools", "tools[1].name: add is the name of two tools")
 

@@ -165,8 +165,6 @@ def test_calls_and_results_come_back() -> None:
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": "{}"}}]}, "tools", "object"),
         ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
         ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]}, "tools", "1024"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format",
-         "requires a call"),
         ({"messages": [USER, {"role": "tool", "content": "3"}]}, "messages", "tool_call_id"),
         ({"messages": [USER, {"role": "tool", "content": "3", "tool_call_id": "x"}]}, "messages", "earlier"),
         ({"messages": [{**USER, "tool_calls": [call("{}")]}]}, "messages", "assistant"),
