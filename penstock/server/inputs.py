@@ -17,7 +17,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 from starlette.requests import Request
 
 from penstock.client.input_processor import PromptRequest, check_num_tokens, check_salt
@@ -69,6 +69,8 @@ from penstock.tokenizer.tokenizer import (
 T = TypeVar("T")
 Texts = Sequence[str | list[int]]  # each is a text or token ids
 LONG_TEXT = 4096  # characters or ids; only a few longer texts are tokenised at the same time
+SHARE_FOR_ANSWER = 4  # 1 / SHARE_FOR_ANSWER of the context is kept free for the answer, if turns are left out
+TOO_LONG = "context_length_exceeded"
 NOISE = ("temperature", "top_p", "top_k", "min_p")  # the fields that say how to sample
 
 
@@ -152,6 +154,38 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
     chat = await _render(context, body, info, body.offered, body.documents)
     ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
     return [PromptRequest(ids)]
+
+
+async def latest_prompts(
+    context: ServerContext, body: ChatRequest, info: ModelInfo, max_tokens: int | None
+) -> list[PromptRequest]:
+    """Make the call's only prompt, without as many of the oldest turns as it takes to leave room for an answer.
+
+    Whole turns are left out, because templates expect alternating roles, and results need their calls. What the system
+    says first, and the last turn, always stay.
+    """
+    messages, size = body.messages, info.max_model_len
+    room = size - min(max_tokens or size, size // SHARE_FOR_ANSWER)
+    first = next((at for at, message in enumerate(messages) if message.role not in ("system", "developer")), 0)
+    starts = [first, *(at for at in range(first + 1, len(messages)) if messages[at].role == "user")]
+    found: dict[int, list[PromptRequest]] = {}
+    low, high, middle = 0, len(starts) - 1, 0
+    last = high
+    while low not in found:  # the first start that fits lies between low and high
+        shortened = structs.replace(body, messages=[*messages[:first], *messages[starts[middle] :]])
+        try:
+            prompts = await chat_prompts(context, shortened, info)
+            fits = middle == last or len(prompts[0].token_ids or ()) <= room
+        except InvalidRequestError as error:
+            if error.code != TOO_LONG or middle == last:
+                raise
+            fits = False
+        if fits:
+            found[middle], high = prompts, middle
+        else:
+            low = middle + 1
+        middle = (low + high) // 2
+    return found[low]
 
 
 async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:

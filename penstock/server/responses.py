@@ -19,7 +19,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client.input_processor import PromptRequest
 from penstock.errors import InvalidRequestError, NotSupportedError, check_int, check_str, fail, shown
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import FinishReason
@@ -28,7 +27,15 @@ from penstock.server.api_errors import ApiError, unavailable
 from penstock.server.completions import ChatAnswers
 from penstock.server.context import ServerContext, context_of, json_response, read_body, within_limits
 from penstock.server.generation import Generation, until_disconnect
-from penstock.server.inputs import chat_prompts, check_form, rules_of, salted, sampling_params, with_rules
+from penstock.server.inputs import (
+    chat_prompts,
+    check_form,
+    latest_prompts,
+    rules_of,
+    salted,
+    sampling_params,
+    with_rules,
+)
 from penstock.server.kept_calls import Frame, KeptCall
 from penstock.server.openai_requests import (
     MAX_MESSAGES,
@@ -215,8 +222,6 @@ INCLUDED = (
     "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )  # fmt: skip
-TOO_LONG = "context_length_exceeded"
-SHARE_FOR_ANSWER = 4  # 1 / SHARE_FOR_ANSWER of the context is kept free for the answer, if turns are left out
 NAMES = {  # field of a chat -> field of a response
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
@@ -315,40 +320,6 @@ def naming_the_response() -> Iterator[None]:
             raise
         message = error.message.replace(field, NAMES[field], 1).replace("].function.", "].", 1)
         raise InvalidRequestError(message, param=NAMES[field], code=error.code) from None
-
-
-async def response_prompts(
-    context: ServerContext, body: ResponseRequest, chat: ChatRequest, info: ModelInfo
-) -> list[PromptRequest]:
-    """Make the response's only prompt; `truncation: auto` leaves out as few of the oldest turns as it takes to fit.
-
-    Whole turns are left out, because templates expect alternating roles, and results need their calls. What the system
-    says first, and the last turn, always stay.
-    """
-    if body.truncation != "auto":
-        return await chat_prompts(context, chat, info)
-    messages, size = chat.messages, info.max_model_len
-    room = size - min(body.max_output_tokens or size, size // SHARE_FOR_ANSWER)
-    first = next((at for at, message in enumerate(messages) if message.role not in ("system", "developer")), 0)
-    starts = [first, *(at for at in range(first + 1, len(messages)) if messages[at].role == "user")]
-    found: dict[int, list[PromptRequest]] = {}
-    low, high, middle = 0, len(starts) - 1, 0
-    last = high
-    while low not in found:  # the first start that fits lies between low and high
-        shortened = msgspec.structs.replace(chat, messages=[*messages[:first], *messages[starts[middle] :]])
-        try:
-            prompts = await chat_prompts(context, shortened, info)
-            fits = middle == last or len(prompts[0].token_ids or ()) <= room
-        except InvalidRequestError as error:
-            if error.code != TOO_LONG or middle == last:
-                raise
-            fits = False
-        if fits:
-            found[middle], high = prompts, middle
-        else:
-            low = middle + 1
-        middle = (low + high) // 2
-    return found[low]
 
 
 def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
@@ -607,7 +578,11 @@ async def create_response(request: Request) -> Response:
     await check_form(context, body, params)
     chat = chat_of(body)
     with naming_the_response():
-        prompts = salted(request, body.cache_salt, await response_prompts(context, body, chat, info))
+        if body.truncation == "auto":
+            prompts = await latest_prompts(context, chat, info, body.max_output_tokens)
+        else:
+            prompts = await chat_prompts(context, chat, info)
+        prompts = salted(request, body.cache_salt, prompts)
         rules = rules_of(context, chat, prompts[0])
         params = await with_rules(context, chat, rules, params)
     summary = None if body.reasoning is None else body.reasoning.summary
