@@ -103,6 +103,19 @@ class Packing:
 PLAIN = Packing()
 
 
+@dataclass(frozen=True, slots=True)
+class XieluCurve:
+    """The parameters of xIELU (Huang and Schlag, "Deriving Activation Functions Using Integration", 2024).
+
+    x > 0: convex x^2 + linear x. Other x: concave (e^min(x, bound) - 1 - x) + linear x.
+    """
+
+    convex: float
+    concave: float
+    linear: float
+    bound: float
+
+
 class PackedLinear(Protocol):
     """A weight [N, K] and its bias in the backend's own layout. Opaque outside the backend."""
 
@@ -164,8 +177,9 @@ class Ops(Protocol):
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
         """Compute activation(gate) * up of x [M, K] dtype: [M, N] dtype. The weight [2N, K] is gate rows, then up rows.
 
-        `activation`: "silu", "gelu" (exact), "gelu_tanh", or "clamped_silu": min(x, 7) sigmoid(1.702 min(x, 7)), which
-        multiplies up, clamped to -7 .. 7, plus 1. Equal to linear followed by the element-wise product.
+        `activation`: "silu", "gelu" (exact), "gelu_tanh", "relu2" (the square of max(x, 0)), or "clamped_silu":
+        min(x, 7) sigmoid(1.702 min(x, 7)), which multiplies up, clamped to -7 .. 7, plus 1. Equal to linear followed by
+        the element-wise product.
         """
 
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
@@ -247,6 +261,15 @@ class Ops(Protocol):
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Multiply x [M, N] float32 by a factor **in place** and return x."""
+
+    def xielu(self, x: Tensor, curve: XieluCurve, *, out: Tensor | None = None) -> Tensor:
+        """Compute the activation xIELU of x [M, N] float32 in dtype, as XieluCurve says."""
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Replace the first heads in each row of x float32 by their layer norms **in place**, and return x.
+
+        x [T, columns], weight [heads, D] float32: each head is normed by itself, and has a weight of its own.
+        """
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """Compute cap * tanh(x / cap) of x [M, N] float32 **in place** and return x."""

@@ -30,8 +30,9 @@ from penstock.spec.model_config import ModelConfig, QueryScale, RopeConfig
 class Attention(Module):
     """One product for q, k and v, optional norms of q and k, rotary, attention, and the product that joins the heads.
 
-    The sliding window, if any, comes with the context's metadata for this layer. The norms are over each head or over
-    all heads of a token, depending on the size of their weights in the parameter table.
+    The sliding window, if any, comes with the context's metadata for this layer. RMS norms of q and k are over each
+    head or over all heads of a token, depending on the size of their weights in the parameter table; layer norms are
+    over each head, with weights of its own.
     """
 
     def __init__(
@@ -41,11 +42,10 @@ class Attention(Module):
         layer: int,
         rotary: Rotary | None = None,
         *,
-        unit_offset: bool = False,
         scale: float | None = None,
     ) -> None:
-        """rotary: None means no rotation, and no factors of the queries. unit_offset: as in RMSNorm, for the norms of q
-        and k. scale: the factor of the scores; None: the config's."""
+        """rotary: None means no rotation, and no factors of the queries. scale: the factor of the scores; None: the
+        config's."""
         self.ops = make.ops
         self.layer = layer
         self.rotary = rotary
@@ -59,8 +59,10 @@ class Attention(Module):
             bias_before_scale=cfg.alibi,
         )
         self.qkv_proj = make.linear("qkv_proj")
-        self.q_norm = make.rms_norm("q_norm", self.eps, unit_offset=unit_offset) if cfg.qk_norm else None
-        self.k_norm = make.rms_norm("k_norm", self.eps, unit_offset=unit_offset) if cfg.qk_norm else None
+        offset, is_rms = cfg.norm_unit_offset, cfg.qk_norm and cfg.norm == "rms"
+        self.q_norm = make.rms_norm("q_norm", self.eps, unit_offset=offset) if is_rms else None
+        self.k_norm = make.rms_norm("k_norm", self.eps, unit_offset=offset) if is_rms else None
+        self.qk_norm = make.head_norms("qk_norm", self.eps) if cfg.qk_norm and not is_rms else None
         self.sinks = make.vector("sinks") if cfg.sink_logits else None
         self.o_proj = make.linear("o_proj")
         self.q_out = make.slot("q", (heads.num_heads, heads.head_dim))
@@ -83,7 +85,8 @@ class Attention(Module):
         """Map y [T, hidden] dtype to [T, hidden] float32. Stores the new keys and values."""
         tokens = y.shape[0]
         out = self.q_out(tokens), self.k_out(tokens), self.v_out(tokens)
-        q, k, v = self.ops.rotary_qkv(self.qkv_proj(y), ctx.positions, self.rotary_params, out=out)
+        qkv = self.qkv_proj(y) if self.qk_norm is None else self.qk_norm(self.qkv_proj(y))
+        q, k, v = self.ops.rotary_qkv(qkv, ctx.positions, self.rotary_params, out=out)
         cache, meta = ctx.layer(self.layer)
         if self.sinks is not None and self.params.sink_logits is None:  # they are loaded now
             self.params = replace(self.params, sink_logits=self.sinks.weight)
@@ -113,6 +116,26 @@ class MLP(Module):
     def forward(self, y: Tensor) -> Tensor:
         """Map y [T, hidden] dtype to [T, hidden] float32."""
         return self.down_proj(self.up_proj(y))
+
+
+class XieluMLP(Module):
+    """Feed-forward branch: up, the activation xIELU, then down."""
+
+    def __init__(self, make: LayerFactory) -> None:
+        self.up_proj = make.linear("up_proj")
+        self.act_fn = make.xielu("act_fn")
+        self.down_proj = make.linear("down_proj")
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Map y [T, hidden] dtype to [T, hidden] float32."""
+        return self.down_proj(self.act_fn(self.up_proj(y)))
+
+
+def feed_forward(cfg: ModelConfig, make: LayerFactory) -> Module:
+    """Make the feed-forward branch that the config asks for."""
+    if cfg.gated_mlp:
+        return GatedMLP(make, cfg.hidden_act)
+    return XieluMLP(make) if cfg.hidden_act == "xielu" else MLP(make, cfg.hidden_act)
 
 
 class GatedMLP(Module):
@@ -250,23 +273,23 @@ def layer_rotaries(cfg: ModelConfig, make: LayerFactory) -> list[Rotary | None]:
 class RMSNormLM(DecoderLM):
     """A DecoderLM whose decoder is an RMSNormDecoder."""
 
-    def __init__(self, cfg: ModelConfig, make: LayerFactory, block: MakeBlock, *, unit_offset: bool = False) -> None:
-        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, block, unit_offset=unit_offset))
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, block: MakeBlock) -> None:
+        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, block))
 
 
 class RMSNormDecoder(Module):
-    """Embedding, blocks and a final RMSNorm, under the names of Llama's checkpoints.
+    """Embedding, blocks and a final norm, under the names of Llama's checkpoints.
 
     A layer with a window uses the rotary table of `local_rope`, if the config has one. The residual stream is divided
     by `residual_scale` (ModelConfig.stream).
     """
 
-    def __init__(self, cfg: ModelConfig, make: LayerFactory, block: MakeBlock, *, unit_offset: bool = False) -> None:
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, block: MakeBlock) -> None:
         cfg = cfg.stream()
         self.embed_tokens = make.embedding("embed_tokens", scale=cfg.embedding_scale)
         rotaries = layer_rotaries(cfg, make)
         self.layers = [block(cfg, make.at(f"layers.{index}"), index, rotary) for index, rotary in enumerate(rotaries)]
-        self.norm = make.rms_norm("norm", cfg.norm_eps, unit_offset=unit_offset)
+        self.norm = make.norm("norm", cfg)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Map ids [T] int64 to hidden states [T, hidden] dtype."""

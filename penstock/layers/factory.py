@@ -24,12 +24,14 @@ from penstock.layers.weights import (
     Embedding,
     GatedLinear,
     HeadLayout,
+    HeadNorms,
     LayerNorm,
     Linear,
     LinearSpec,
     LMHead,
     RMSNorm,
     Vector,
+    Xielu,
 )
 from penstock.spec.model_config import ModelConfig, QueryScale, RopeConfig
 from penstock.spec.param_table import Parameter
@@ -106,6 +108,12 @@ class LayerFactory:
         out = self.slot(name, (self.head.width(spec.shape[0]),), "float32")
         return LMHead(self.ops, spec, out, scale=scale, softcap=softcap, layout=self.head)
 
+    def norm(self, name: str, cfg: ModelConfig) -> RMSNorm | LayerNorm:
+        """Make a norm of the residual stream, of the config's kind, whose result is the operand of a product."""
+        if cfg.norm == "layer":
+            return self.layer_norm(name, cfg.norm_eps, unit_offset=cfg.norm_unit_offset)
+        return self.rms_norm(name, cfg.norm_eps, unit_offset=cfg.norm_unit_offset)
+
     def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
         """Make a norm whose result is the operand of a product."""
         shape = self._find(name).shape
@@ -120,10 +128,18 @@ class LayerFactory:
         """Make a vector that an operation of another layer reads. is_exact: it is not rounded to the model's type."""
         return Vector(self.ops, self._find(name).shape, is_exact=is_exact)
 
-    def layer_norm(self, name: str, eps: float) -> LayerNorm:
+    def layer_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> LayerNorm:
         """Make a layer norm, with a bias if the table has one."""
         shape, bias = self._find(name).shape, f"{self.prefix}{name}.bias" in self.parameters
-        return LayerNorm(self.ops, shape, eps, self.slot(name, shape), bias=bias)
+        return LayerNorm(self.ops, shape, eps, self.slot(name, shape), bias=bias, unit_offset=unit_offset)
+
+    def head_norms(self, name: str, eps: float) -> HeadNorms:
+        """Make a layer norm, with a weight of its own, for each head of q and k."""
+        return HeadNorms(self.ops, self._find(name).shape, eps)
+
+    def xielu(self, name: str) -> Xielu:
+        """Make the activation xIELU, whose result is the operand of a product."""
+        return Xielu(self.ops, self.slot(name, self.parameters[f"{self.prefix}up_proj.weight"].shape[:1]))
 
     def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
         """Make an embedding whose rows are multiplied by `scale`."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.coding import CodedRows, PartRows
-from penstock.kernels.ops import PLAIN, Ops, PackedLinear, Packing, RowSource, TensorRows
+from penstock.kernels.ops import PLAIN, Ops, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
 from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array, rounded
 from penstock.layers.module import Module
 
@@ -212,22 +212,19 @@ class Vector(WeightLayer):
 class Norm(Vector):
     """Base of the norms. They compute the norm alone, or together with the addition before it."""
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot) -> None:
-        super().__init__(ops, shape)
-        self.eps, self.out = eps, out
-
-
-class RMSNorm(Norm):
-    """x / sqrt(mean(x^2) + eps) * weight: [T, hidden] float32 -> dtype, or float32 for a branch (`out` decides)."""
-
     def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot, *, unit_offset: bool = False) -> None:
         """unit_offset: the stored weight is the difference from 1."""
-        super().__init__(ops, shape, eps, out)
+        super().__init__(ops, shape)
+        self.eps, self.out = eps, out
         self.unit_offset = unit_offset
 
     def _value(self, name: str, stored: Array) -> Array:
         value = super()._value(name, stored)
-        return value + FLOAT32.type(1.0) if self.unit_offset else value
+        return value + FLOAT32.type(1.0) if self.unit_offset and name == "weight" else value
+
+
+class RMSNorm(Norm):
+    """x / sqrt(mean(x^2) + eps) * weight: [T, hidden] float32 -> dtype, or float32 for a branch (`out` decides)."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.out(x.shape[0])
@@ -245,8 +242,10 @@ class LayerNorm(Norm):
 
     bias: Tensor | None
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot, *, bias: bool) -> None:
-        super().__init__(ops, shape, eps, out)
+    def __init__(
+        self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot, *, bias: bool, unit_offset: bool = False
+    ) -> None:
+        super().__init__(ops, shape, eps, out, unit_offset=unit_offset)
         if bias:
             self.shapes["bias"] = shape
         else:
@@ -260,6 +259,54 @@ class LayerNorm(Norm):
         if h is None:
             return x, self(x)
         return self.ops.add_layer_norm(x, h, self.weight, self.bias, self.eps, out=self.out(x.shape[0]))
+
+
+class HeadNorms(Vector):
+    """The layer norm of each head of q and of k, without a bias. The weight is [heads of q and k, D]."""
+
+    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float) -> None:
+        super().__init__(ops, shape)
+        self.eps = eps
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """Norm q and k in qkv [T, (H + 2 Hkv) D] float32, **in place**, and return qkv."""
+        return self.ops.norm_heads(qkv, self.weight, self.eps)
+
+
+class Xielu(WeightLayer):
+    """The activation xIELU [T, N] float32 -> dtype, with two trained numbers.
+
+    Both go through a softplus, so that they act as positive ones. BETA and EPS are constants of Transformers' class.
+    """
+
+    BETA, EPS = 0.5, -1e-6
+
+    alpha_p: Tensor
+    alpha_n: Tensor
+    _curve: XieluCurve | None = None
+
+    def __init__(self, ops: Ops, out: Slot) -> None:
+        super().__init__(ops)
+        self.out = out
+        self.shapes = dict.fromkeys(("alpha_p", "alpha_n"), (1,))
+
+    def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
+        for name, value in values.items():
+            setattr(self, name, self.ops.tensor(rounded(rounded(whole(value), self.ops.dtype), FLOAT32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._curve is None:
+            self._curve = self._make_curve()
+        return self.ops.xielu(x, self._curve, out=self.out(x.shape[0]))
+
+    def _make_curve(self) -> XieluCurve:
+        positive, negative = (_softplus(float(as_array(value)[0])) for value in (self.alpha_p, self.alpha_n))
+        return XieluCurve(positive, self.BETA + negative, self.BETA, self.EPS)
+
+
+def _softplus(x: float) -> float:
+    """Compute log(1 + e^x) without overflow."""
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 class Embedding(WeightLayer):

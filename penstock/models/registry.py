@@ -24,7 +24,11 @@ from penstock.models.gpt2.config import read_gpt2
 from penstock.models.gpt_oss.config import read_gpt_oss
 from penstock.models.granite.config import read_granite, read_granite_hybrid
 from penstock.models.llama.config import (
+    read_apertus,
+    read_arcee,
     read_ernie4_5,
+    read_glm,
+    read_glm4,
     read_internlm3,
     read_llama,
     read_mimo,
@@ -35,6 +39,13 @@ from penstock.models.llama.config import (
     read_qwen3,
     read_seed_oss,
     read_smollm3,
+)
+from penstock.models.llama.layer_norms import (
+    read_cohere,
+    read_cohere2,
+    read_nemotron,
+    read_stablelm,
+    read_starcoder2,
 )
 from penstock.models.mixtral.config import (
     read_ernie4_5_moe,
@@ -151,6 +162,10 @@ OLMO2 = "olmo2.model.Olmo2ForCausalLM"
 QWEN_MOE = "mixtral/qwen3_moe.yaml"
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "ApertusForCausalLM": _built_in("apertus", read_apertus, LLAMA, "llama/apertus.yaml"),
+    "ArceeForCausalLM": _built_in("arcee", read_arcee, LLAMA),
+    "Cohere2ForCausalLM": _built_in("cohere2", read_cohere2, LLAMA),
+    "CohereForCausalLM": _built_in("cohere", read_cohere, LLAMA),
     "Ernie4_5ForCausalLM": _built_in("ernie4_5", read_ernie4_5, LLAMA),
     "Ernie4_5_MoeForCausalLM": _built_in("ernie4_5_moe", read_ernie4_5_moe, MIXTRAL, QWEN_MOE),
     "Exaone4ForCausalLM": _built_in("exaone4", read_exaone4, OLMO2, "olmo2/exaone4.yaml"),
@@ -158,8 +173,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": _built_in("gpt2", read_gpt2, "gpt2.model.GPT2LMHeadModel"),
     "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),
     "Gemma3ForCausalLM": _built_in("gemma3_text", read_gemma3, GEMMA2),
+    "GemmaForCausalLM": _built_in("gemma", read_gemma, LLAMA, "gemma/table.yaml"),
+    "Glm4ForCausalLM": _built_in("glm4", read_glm4, LLAMA, "llama/glm.yaml"),
     "Glm4MoeForCausalLM": _built_in("glm4_moe", read_glm4_moe, MIXTRAL, QWEN_MOE),
-    "GemmaForCausalLM": _built_in("gemma", read_gemma, "gemma.model.GemmaForCausalLM"),
+    "GlmForCausalLM": _built_in("glm", read_glm, LLAMA, "llama/glm.yaml"),
     "GptOssForCausalLM": _built_in("gpt_oss", read_gpt_oss, MIXTRAL, "gpt_oss/table.yaml"),
     "GraniteForCausalLM": _built_in("granite", read_granite, LLAMA),
     "GraniteMoeHybridForCausalLM": _built_in("granitemoehybrid", read_granite_hybrid, LLAMA, "granite/table.yaml"),
@@ -171,6 +188,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MinistralForCausalLM": _built_in("ministral", read_ministral, LLAMA),
     "MistralForCausalLM": _built_in("mistral", read_mistral, LLAMA),
     "MixtralForCausalLM": _built_in("mixtral", read_mixtral, MIXTRAL),
+    "NemotronForCausalLM": _built_in("nemotron", read_nemotron, LLAMA),
     "Olmo2ForCausalLM": _built_in("olmo2", read_olmo2, OLMO2),
     "Olmo3ForCausalLM": _built_in("olmo3", read_olmo3, OLMO2),
     "OlmoeForCausalLM": _built_in("olmoe", read_olmoe, MIXTRAL, QWEN_MOE),
@@ -181,6 +199,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": _built_in("qwen3_moe", read_qwen3_moe, MIXTRAL, QWEN_MOE),
     "SeedOssForCausalLM": _built_in("seed_oss", read_seed_oss, LLAMA),
     "SmolLM3ForCausalLM": _built_in("smollm3", read_smollm3, LLAMA),
+    "StableLmForCausalLM": _built_in("stablelm", read_stablelm, LLAMA, "llama/stablelm.yaml"),
+    "Starcoder2ForCausalLM": _built_in("starcoder2", read_starcoder2, LLAMA, "llama/starcoder2.yaml"),
 }
 
 

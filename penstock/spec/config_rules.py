@@ -18,6 +18,7 @@ ACTIVATIONS = {  # Hugging Face's name -> the mathematical one in kernels/ops.py
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 # Sizes that a file must give, and the largest allowed: far larger than in any model, but safe for arithmetic.
 LARGEST = {
@@ -44,12 +45,13 @@ def decoder_shape(
     spelling: Mapping[str, str] | None = None,
     defaults: Mapping[str, Callable[[Numbers], int]] | None = None,
     head_dim: int | None = None,
+    kv_heads: int | None = None,
 ) -> Numbers:
     """Read the sizes of a decoder: those of LARGEST, num_key_value_heads and head_dim.
 
     spelling: the file's key for a size, if it is not Transformers' common name; the common name is accepted too.
     defaults: for each size that the file may leave out, a function of the sizes without a default.
-    head_dim: the default; None means hidden_size / num_attention_heads.
+    head_dim, kv_heads: the defaults; None means hidden_size / num_attention_heads, and num_attention_heads.
     """
     shape: Numbers = {}
     defaults = defaults or {}
@@ -61,7 +63,7 @@ def decoder_shape(
             shape[name] = read.integer(key, 1, LARGEST[name])
     heads = shape["num_attention_heads"]
     kv_key = spelled(read, "num_key_value_heads", spelling)
-    shape["num_key_value_heads"] = kv_heads = read.integer(kv_key, 1, heads, heads)
+    shape["num_key_value_heads"] = kv_heads = read.integer(kv_key, 1, heads, kv_heads or heads)
     if heads % kv_heads:
         raise read.fail(kv_key, f"a divisor of num_attention_heads = {heads}")
     hidden = shape["hidden_size"]
@@ -76,6 +78,8 @@ def gated_decoder(
     read: ConfigReader,
     *,
     head_dim: int | None = None,
+    kv_heads: int | None = None,
+    act: str | None = "silu",
     theta: float = 10000.0,
     local_theta: float | None = None,
     partial_rotary: float | None = None,
@@ -83,12 +87,13 @@ def gated_decoder(
     tied: bool = False,
     own: Collection[str] = (),
 ) -> Numbers:
-    """Read what decoders similar to Llama share: sizes, RMS norms, a gated activation, rotary embedding.
+    """Read what decoders similar to Llama share: sizes, RMS norms, an activation, rotary embedding.
 
-    The keywords are defaults for keys that the file leaves out; read_rope explains those for rotary embedding, and
-    `own`. local_theta: the base of the layers with a window, for an architecture whose section is by layer type.
+    act: the default of hidden_act; None leaves this key to the caller. The other keywords are defaults for keys that
+    the file leaves out; read_rope explains those for rotary embedding, and `own`. local_theta: the base of the layers
+    with a window, for an architecture whose section is by layer type.
     """
-    shape = decoder_shape(read, head_dim=head_dim)
+    shape = decoder_shape(read, head_dim=head_dim, kv_heads=kv_heads)
     require_even_heads(read, shape["head_dim"])
     context = shape["max_position_embeddings"]
     if local_theta is not None:
@@ -96,12 +101,16 @@ def gated_decoder(
     else:
         kinds: dict[str, Any] = {"partial_rotary": partial_rotary, "original_context": original_context, "own": own}
         ropes = {"rope": read_rope(read, context, theta, **kinds)}
-    return shape | {
-        "hidden_act": activation(read),
-        "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
-        **ropes,
-        "tie_word_embeddings": read.boolean("tie_word_embeddings", tied),
-    }
+    act_field = {} if act is None else {"hidden_act": activation(read, default=act)}
+    return (
+        shape
+        | act_field
+        | {
+            "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
+            **ropes,
+            "tie_word_embeddings": read.boolean("tie_word_embeddings", tied),
+        }
+    )
 
 
 def spelled(read: ConfigReader, name: str, spelling: Mapping[str, str] | None) -> str:

@@ -81,7 +81,13 @@ class ModelConfig:
     """The numbers of one model, with Transformers' names. Fields that most models lack have defaults.
 
     Attributes:
-        hidden_act: "silu", "gelu" (exact), "gelu_tanh" or "clamped_silu" (kernels/ops.py).
+        hidden_act: "silu", "gelu" (exact), "gelu_tanh", "relu2" (the square of max(x, 0)) "xielu" or "clamped_silu"
+            (kernels/ops.py).
+        gated_mlp: the feed-forward branch is down(act(gate(y)) * up(y)), otherwise down(act(up(y))).
+        norm: the kind of the norms of the residual stream, of q and of k: "rms" or "layer".
+        norm_bias: these norms have a bias, other than those of q and k.
+        norm_unit_offset: the norms multiply by 1 + weight.
+        branch_norms: Llama's block has RMS norms behind its branches, too.
         dtype: type of the checkpoint: "float32", "bfloat16" or "float16". If the file does not say: float32, or
             bfloat16 beside codes.
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
@@ -91,7 +97,7 @@ class ModelConfig:
         query_scale: a factor of the queries that depends on the position; None: no factor.
         attention_bias, attention_out_bias, mlp_bias: whether there is a bias in the products for q, k and v, in the
             product after attention, and in those of the feed-forward branch.
-        qk_norm: q and k are RMS-normed before the rotation: each head by itself or, with qk_norm_together, all heads of
+        qk_norm: q and k are normed before the rotation: each head by itself or, with qk_norm_together, all heads of
             a token together.
         embedding_scale: factor of the token embeddings.
         residual_scale: factor of each branch when it is added to the residual stream. The stream is kept divided by it
@@ -155,6 +161,11 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_together: bool = False
+    gated_mlp: bool = True
+    norm: str = "rms"
+    norm_bias: bool = False
+    norm_unit_offset: bool = False
+    branch_norms: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     attention_scale: float | None = None

@@ -25,6 +25,7 @@ The file has one entry per parameter. The first `*` stands for the layer number,
                order: alternating  one tensor holds both pieces, whose rows take turns
                transposed: true    [in, out] in the checkpoint, if it holds floats; codes are never transposed
                stacked: true       one tensor for all experts, which are its first axis
+               numbered: true      a tensor for each row, NAME.0 to NAME.N-1; only for rows that are joined
     or       a list of other ways in which a checkpoint may hold it, each as in `from`. Its own name, for the whole
              parameter, is always allowed, unless `from` or `or` gives that name another meaning.
     shard    the axis that tensor parallelism splits; absent or -1: every rank has the whole parameter.
@@ -38,6 +39,8 @@ The file has one entry per parameter. The first `*` stands for the layer number,
     tied_to  the parameter whose values it shares if the model ties its word embeddings.
     when     conditions for its existence: a field of ModelConfig, or a mapping of fields to the value (or list of
              values) that they must have. A field with an entry per layer is read for the parameter's layer.
+    like     another table file, relative to this one: its entries hold here, too. An entry of the same name replaces
+             only the fields that it has.
     ignore   checkpoint names that hold no values of the model; one that ends in * is the beginning of such names.
     prefix   start of Transformers' names that some checkpoints leave out.
 """
@@ -81,6 +84,7 @@ EXTRA = "extra."  # before the name of a value in ModelConfig.extra
 QUANT = (False, True, "int8")
 LEAVES = (1, 8)
 PAIR = 2
+LIKE = re.compile(r"^like: *(\S+)", re.MULTILINE)
 ROTARY = ("rotary_pairs", "rotary")  # orders of rows or elements of heads that are rotated
 
 Axis = str | int | tuple[str | int, ...]
@@ -95,6 +99,7 @@ class Held:
     order: str | None = None
     transposed: bool = False
     stacked: bool = False
+    numbered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +119,14 @@ class Row:
 
 
 @lru_cache(maxsize=16)  # planner, loader and fingerprint read the same text, and YAML is slow to parse
-def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...], str]:
-    """Parse the rows, `ignore` and `prefix` of a table; see ParamTable.from_text."""
+def read_table(text: str, where: str, base: str = "") -> tuple[tuple[Row, ...], tuple[str, ...], str]:
+    """Parse the rows, `ignore` and `prefix` of a table; see ParamTable.from_text. base: the table that `like` names."""
     entries = read_yaml(text, where)
     if not isinstance(entries, dict):
         raise ModelLoadError(f"{where}: it must map parameter names to their fields")
+    if base:
+        del entries["like"]
+        entries = _merged(read_yaml(base, where), entries)
     ignore = entries.pop("ignore", [])
     if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
         raise ModelLoadError(f"{where}: ignore = {shown(ignore)} is not allowed; it must be a list of names")
@@ -127,6 +135,15 @@ def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...],
         raise ModelLoadError(f"{where}: prefix = {shown(prefix)} is not allowed; it must be a word")
     rows = tuple(_RowReader(where, pattern, fields).row() for pattern, fields in entries.items())
     return rows, tuple(ignore), prefix
+
+
+def _merged(base: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
+    """Replace fields of a table's entries, and add entries."""
+    merged = dict(base)
+    for name, fields in entries.items():
+        known = base.get(name)
+        merged[name] = known | fields if isinstance(known, dict) and isinstance(fields, dict) else fields
+    return merged
 
 
 class _RowReader:
@@ -203,7 +220,7 @@ class _RowReader:
         """Read one way of holding the parameter, with whole checkpoint names that still contain `*`."""
         given = value if isinstance(value, dict) else {"names": value}
         names, order = given.get("names"), given.get("order")
-        flags = {name: given.get(name, False) for name in ("transposed", "stacked")}
+        flags = {name: given.get(name, False) for name in ("transposed", "stacked", "numbered")}
         pieces = next((len(axis) for axis in shape if isinstance(axis, tuple)), 1)
         counts = sorted({1, pieces})
         allowed = f"a list of {' or '.join(map(str, counts))} names, or a mapping of `names` and their layout"
@@ -218,6 +235,9 @@ class _RowReader:
         taken = names_of_order.get(order, ()) if isinstance(order, str | None) else ()
         if not known or len(names) not in taken or unordered:
             raise self._wrong(field, allowed)
+        is_joined = len(shape) == 2 and isinstance(shape[0], tuple)
+        if flags["numbered"] and (not is_joined or flags["transposed"] or flags["stacked"] or order is not None):
+            raise self._wrong(field, "numbered for a matrix with joined rows only, as it is")
         if (flags["transposed"] and len(shape) != 2) or (flags["stacked"] and self._pattern.count("*") != 2):
             raise self._wrong(field, "transposed for a matrix only, and stacked for a parameter of an expert only")
         parent, _, leaf = self._pattern.rpartition(".")
@@ -241,11 +261,12 @@ class Layout:
         groups: one tensor holds all pieces in `groups` groups with an equal share of each piece; 1: one piece after the
             other.
         transposed: the tensors are [K, N] in the checkpoint.
-        paired_head: head size if the tensors interleave rotated rows as pairs, all but the last one if there are
-            several; 0: as halves.
+        paired_head: head size if the tensors interleave rotated elements as pairs; 0: as halves. Of several tensors
+            whose rows are these elements, the last is not rotated.
         rotated: the number of elements of such a head that are rotated, its first ones.
         paired_axis: the axis with the elements of heads.
         index: this parameter's index on the first axis of a stacked tensor; None: the tensor is not stacked.
+        numbered: each tensor is one row.
     """
 
     sources: dict[str, tuple[int, ...]]
@@ -257,6 +278,7 @@ class Layout:
     rotated: int = 0
     paired_axis: int = 0
     index: int | None = None
+    numbered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +344,9 @@ class ParamTable:
     @classmethod
     def from_file(cls, path: Path) -> "ParamTable":
         """Read a YAML file. Raise ModelLoadError if it cannot be read or is not a table."""
-        return cls.from_text(read_text(path), path.name)
+        text = read_text(path)
+        like = LIKE.search(text)
+        return cls(*read_table(text, path.name, "" if like is None else read_text(path.parent / like[1])))
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """List every parameter of a model by name, in the order of the table.
@@ -409,8 +433,16 @@ class _Expansion:
             parts = [part[::-1] for part in parts]
         if held.stacked:
             parts = [(self.config.num_experts, *part) for part in parts]
+        sources = dict(zip(map(self._name, held.names), parts, strict=True))
+        if held.numbered:
+            sources = {
+                f"{name.removesuffix(leaf)}.{row}{leaf}": part[1:]
+                for name, part in sources.items()
+                for leaf in (f".{name.rpartition('.')[2]}",)
+                for row in range(part[0])
+            }
         return Layout(
-            sources=dict(zip(map(self._name, held.names), parts, strict=True)),
+            sources=sources,
             join_axis=axis,
             pieces=pieces[axis],
             groups=self._groups(held, pieces[axis][0]),
@@ -419,6 +451,7 @@ class _Expansion:
             rotated=self._rotated() if is_paired else 0,
             paired_axis=1 if is_paired and row.shape[1:] == ("head",) else 0,
             index=self.expert if held.stacked else None,
+            numbered=held.numbered,
         )
 
     def _groups(self, held: Held, piece: int) -> int:

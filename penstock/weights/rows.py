@@ -177,6 +177,34 @@ class RoundedRows:
         return result
 
 
+@dataclass(frozen=True, slots=True)
+class RowMatrix:
+    """A vector as a matrix of one row."""
+
+    source: RowSource
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, *self.source.shape)
+
+    def read(self, start: int, stop: int) -> Array:
+        return read_rows(self.source, 0, self.source.shape[0])[None][start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRow:
+    """A matrix of one row as a vector."""
+
+    source: RowSource
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape[1:]
+
+    def read(self, start: int, stop: int) -> Array:
+        return read_rows(self.source, 0, 1)[0, start:stop]
+
+
 def joined(parts: Sequence[RowSource], axis: int = 0) -> RowSource:
     """Join sources along an axis. Neighbouring rows of one coding become one CodedRows."""
     flat = [piece for part in parts for piece in pieces_of(part)]
@@ -265,6 +293,8 @@ def _one_piece(sources: Sequence[RowSource]) -> RowSource:
 def parameter_rows(layout: Layout, find: FindRows) -> RowSource:
     """Join the parameter that a checkpoint holds in this layout."""
     parts = [_upright(find(name, layout.index), layout) for name in layout.sources]
+    if layout.numbered:
+        parts = [RowMatrix(part) for part in parts]
     if layout.paired_head:
         parts = _halved(parts, layout, back=False)
     whole = joined(parts, layout.join_axis)
@@ -275,7 +305,9 @@ def tensor_rows(layout: Layout, whole: RowSource) -> dict[str, RowSource]:
     """Split a parameter into the checkpoint tensors, by name, that hold it in this layout; for a stacked one, its
     slice."""
     parts = [_regrouped(whole, layout, back=True) if layout.groups > 1 else whole]
-    if len(layout.sources) > 1:
+    if layout.numbered:
+        parts = [FlatRow(cut(parts[0], row, row + 1)) for row in range(whole.shape[0])]
+    elif len(layout.sources) > 1:
         ends = itertools.accumulate(layout.pieces)
         parts = [
             cut(parts[0], end - size, end, layout.join_axis) for size, end in zip(layout.pieces, ends, strict=True)
@@ -305,7 +337,9 @@ def _upright(rows: RowSource, layout: Layout) -> RowSource:
 
 
 def _halved(parts: list[RowSource], layout: Layout, *, back: bool) -> list[RowSource]:
-    """Convert queries and keys between halves and pairs. The last of several pieces, the values, is not rotated."""
-    rotated, values = (parts[:-1], parts[-1:]) if len(parts) > 1 else (parts, [])
+    """Convert queries and keys between halves and pairs. The last of several pieces of rows, the values, is not
+    rotated."""
+    has_values = len(parts) > 1 and not layout.paired_axis
+    rotated, values = (parts[:-1], parts[-1:]) if has_values else (parts, [])
     head, size, axis = layout.paired_head, layout.rotated, layout.paired_axis
     return [*(halved(part, head, size, back=back, axis=axis) for part in rotated), *values]

@@ -111,7 +111,7 @@ def test_a_whole_pipeline_is_refused_as_such(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_misspelt_architecture_is_told_the_nearest(name: str) -> None:
     """Guards against a name that only the list of all would explain."""
-    config = ONE_OF_EACH[name].config().to_dict() | {"architectures": [name.replace("For", "4", 1) + "X"]}
+    config = ONE_OF_EACH[name].config().to_dict() | {"architectures": [name.replace("For", "Fro", 1) + "X"]}
     with pytest.raises(ModelLoadError, match=rf"not supported; supported are .*nearest: {name}\)"):
         parse_model_config(config)
 

@@ -19,7 +19,7 @@ from penstock.kernels.cpu import library
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF, SLICE_BYTES, Layout
 from penstock.kernels.metadata import Heads, RotaryParams, RouterParams
-from penstock.kernels.ops import Ops, Packing, TensorRows
+from penstock.kernels.ops import Ops, Packing, TensorRows, XieluCurve
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ACTIVATIONS
 from penstock.kernels.sampling import SamplingTensors
@@ -88,6 +88,7 @@ def calls(ops: Ops) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "rms_norm in float32": (ops.rms_norm, norm | {"dtype": torch.float32}),
         "layer_norm": (ops.layer_norm, norm | {"bias": draw(HIDDEN, seed=1)}),
         "round": (ops.round, {"x": draw(T, HIDDEN)}),
+        "xielu": (ops.xielu, {"x": draw(T, HIDDEN), "curve": XieluCurve(0.9, 1.2, 0.5, -1e-6)}),
         "rotary_qkv": (ops.rotary_qkv, qkv | {"params": each_head}),
         "rotary_qkv, scaled": (ops.rotary_qkv, qkv | {"params": replace(each_head, q_scale=draw(T))}),
         "rotary_qkv, only scaled": (ops.rotary_qkv, qkv | {"params": RotaryParams(HEADS, q_scale=draw(T))}),
@@ -130,7 +131,13 @@ def test_out_is_filled_and_returned(pair: tuple[CpuOps, ReferenceOps], name: str
         assert torch.equal(buffer, value)
 
 
-FREE = [("log_softmax", "logits"), ("round", "x"), ("embedding", "ids"), ("embedding", "weight")]  # any length will do
+FREE = [
+    ("log_softmax", "logits"),
+    ("round", "x"),
+    ("xielu", "x"),
+    ("embedding", "ids"),
+    ("embedding", "weight"),
+]  # any length will do
 
 
 def broken(tensor: Tensor) -> list[Tensor]:
@@ -203,7 +210,7 @@ def test_a_norm_of_a_sum_adds_in_place(pair: tuple[CpuOps, ReferenceOps], layer:
             pair[0].add_layer_norm(**{"x": x, "h": h, "weight": weight, "bias": bias, "eps": EPS, key: wrong})
 
 
-def test_add_scale_and_softcap_work_in_place(pair: tuple[CpuOps, ReferenceOps]) -> None:
+def test_add_scale_softcap_and_norm_heads_work_in_place(pair: tuple[CpuOps, ReferenceOps]) -> None:
     """Guards against a result beside the argument, which the next operation would not see."""
     x, h = draw(T, HIDDEN), draw(T, HIDDEN, seed=9)
     for ops in pair:
@@ -214,6 +221,12 @@ def test_add_scale_and_softcap_work_in_place(pair: tuple[CpuOps, ReferenceOps]) 
         assert torch.equal(total, (x + h) * 0.3)
         assert ops.softcap(logits, 30.0) is logits
         close(logits, 30.0 * torch.tanh(40.0 * x / 30.0), 1e-5)
+    qkv, weight = draw(T, (H + 2 * HKV) * D), draw(H + HKV, D)
+    found, expected = (ops.norm_heads(qkv.clone(), weight, EPS) for ops in pair)
+    close(found, expected, 1e-5)
+    assert torch.equal(found[:, (H + HKV) * D :], qkv[:, (H + HKV) * D :])
+    with pytest.raises(ValueError, match="weight: 10 heads of 8"):
+        pair[0].norm_heads(qkv, draw(10, D), EPS)
     for wrong in broken(x):
         with pytest.raises(ValueError, match="needed"):
             pair[0].add(x, wrong)
@@ -267,7 +280,7 @@ def test_a_product_fills_some_columns_of_a_wider_buffer(pair: tuple[CpuOps, Refe
         ops.linear(x, ops.pack_linear(draw(40, 50)), out=wide[:, :40].T)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_activated_product_is_a_product_and_an_activation(
     pair: tuple[CpuOps, ReferenceOps], activation: str
 ) -> None:
@@ -552,7 +565,7 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
         ops.pack_linear(draw(2 * HIDDEN, HIDDEN), packing=Packing(gated=True)),
         ops.pack_linear(draw(HIDDEN, HIDDEN, seed=1)),
     )
-    norm, whole_norm = draw(HIDDEN, seed=7), draw(H * D, seed=8)
+    norm, whole_norm, head_norms = draw(HIDDEN, seed=7), draw(H * D, seed=8), draw(H + HKV, D, seed=10)
     table, ids = draw(9, HIDDEN, dtype=ops.dtype), torch.tensor([1, 0, 8])
     tied, router = ops.pack_linear(draw(9, HIDDEN, seed=3)), ops.pack_linear(draw(EXPERTS, HIDDEN))
     qkv, bias = ops.pack_linear(draw((H + 2 * HKV) * D, HIDDEN)), draw(EXPERTS, seed=9)
@@ -571,8 +584,10 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
         x, y = ops.add_rms_norm(x, h, made["rms_norm"]["weight"], EPS)
         u = ops.rms_norm(ops.linear(ops.gated_linear(y, gated, "gelu_tanh"), down), norm, EPS, dtype=torch.float32)
         x, y = ops.add_layer_norm(ops.add(x, u), h, norm, None, EPS)
-        z, _, _ = ops.rotary_qkv(ops.linear(y, qkv), positions, RotaryParams(HEADS, None, whole_norm, eps=EPS))
+        heads = ops.norm_heads(ops.linear(y, qkv), head_norms, EPS)
+        z, _, _ = ops.rotary_qkv(heads, positions, RotaryParams(HEADS, None, whole_norm, eps=EPS))
         v = ops.activated_linear(ops.layer_norm(x, norm, norm, EPS), down, "silu")
+        v = ops.xielu(ops.linear(v, down), XieluCurve(0.9, 1.2, 0.5, -1e-6))
         logits = torch.empty(rows, 2 * HIDDEN)
         for start in (0, HIDDEN):
             ops.linear(v, down, out=logits[:, start : start + HIDDEN])

@@ -11,7 +11,7 @@ from torch import Tensor
 from .packed import ACTIVATIONS, TYPES, Native, Packed, levels, pack
 
 DTYPES = [torch.float32, torch.bfloat16]
-GATES = ["silu", "gelu", "gelu_tanh", "clamped_silu"]
+GATES = ["silu", "gelu", "gelu_tanh", "clamped_silu", "relu2"]
 INFINITY = float("inf")
 
 
@@ -25,6 +25,7 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda t: t * normal(t),
     "gelu_tanh": lambda t: t * torch.sigmoid((8 / torch.pi) ** 0.5 * (t + 0.044715 * t**3)),
     "clamped_silu": lambda t: t.clamp(max=7) * torch.sigmoid(1.702 * t.clamp(max=7)),
+    "relu2": lambda t: torch.relu(t).square(),
 }
 
 
@@ -128,7 +129,9 @@ def test_activations_within_their_bounds(native: Native, activation: str) -> Non
     t = torch.from_numpy(gate).double()
     exact = EXACT[activation](t)
     ulp = torch.from_numpy(np.spacing(exact.abs().clamp(max=3e38).float().numpy())).double()
-    allowed = 4 * ulp if activation == "silu" else (10 + 2 * t.square().clamp(max=1e6)) * ulp
+    exact = exact.clamp(max=float(np.finfo(np.float32).max)) if activation == "relu2" else exact
+    result = result.clamp(max=float(np.finfo(np.float32).max)) if activation == "relu2" else result
+    allowed = {"silu": 4 * ulp, "relu2": ulp}.get(activation, (10 + 2 * t.square().clamp(max=1e6)) * ulp)
     allowed = torch.where(exact.abs() < 2e-36, 2e-36, allowed)
     assert bool(((result - exact).abs() <= allowed).all())
 
@@ -142,7 +145,7 @@ def test_activations_at_their_limits(native: Native, activation: str) -> None:
     weight = column(np.zeros(2 * n), bias=np.concatenate([gate, np.full(n, one(activation))]), gated=True)
     result = native.linear(weight, torch.ones(1, 1), activation=activation)[0]
     open_gate = [1000, torch.tensor(3e38).item(), INFINITY]
-    if activation == "clamped_silu":
+    if activation in ("clamped_silu", "relu2"):
         open_gate = EXACT[activation](torch.tensor(open_gate)).tolist()
     torch.testing.assert_close(result[:8], torch.tensor([0.0] * 5 + open_gate), rtol=1e-6, atol=0)
     assert bool(result[8].isnan())

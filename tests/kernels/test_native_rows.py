@@ -16,6 +16,7 @@ from penstock.kernels.reference import ReferenceOps
 from .packed import TYPES, Native, Packed, levels, pack
 
 F32, BF16 = torch.float32, torch.bfloat16
+XIELU = (0.9, 1.2, 0.5, -1e-6)
 UNIT = 2.0**-24  # the relative error of one float32 rounding
 EPS = 1e-5
 
@@ -71,6 +72,17 @@ class Rows(Native):
         capped = x.clone()
         self._call("softcap", capped, cap, x.numel())
         return capped
+
+    def xielu(self, x: Tensor, dtype: torch.dtype = F32) -> Tensor:
+        out = torch.full(x.shape, torch.nan, dtype=dtype)
+        self._call("xielu", x, x.numel(), *XIELU, out, TYPES[dtype])
+        return out
+
+    def norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Leaves x alone."""
+        normed = x.clone()
+        self._call("norm_heads", normed, weight, EPS, *x.shape, *weight.shape)
+        return normed
 
     def rotary(
         self,
@@ -319,6 +331,33 @@ def test_sums_factors_rounding_and_soft_caps(rows: Rows, n: int) -> None:
         assert bool(((rows.softcap(20 * x, cap) - exact).abs() <= exact.abs() * 8 * UNIT).all())
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_xielu_by_its_formula(rows: Rows, n: int) -> None:
+    """Guards against one side taken for the other, and against terms that cancel near 0."""
+    convex, concave, linear, bound = XIELU
+    x = torch.cat([draw(5, n) * factor for factor in (3.0, 1e-3, 1e-7)])
+    t = x.double()
+    low = t.clamp(max=bound)
+    curve = torch.where(low.abs() < 1e-3, low**2 / 2 + low**3 / 6 + low**4 / 24, torch.expm1(low) - low) + (low - t)
+    exact = linear * t + torch.where(t > 0, convex * t**2, concave * curve)
+    assert bool(((rows.xielu(x) - exact).abs() <= 20 * UNIT * t.abs().clamp(min=1) * (t.abs() - bound)).all())
+    found = rows.xielu(torch.tensor([[torch.inf, torch.nan]]))[0]
+    assert found[0] == torch.inf
+    assert bool(found[1].isnan())
+
+
+@pytest.mark.parametrize("size", [2, 7, 16, 40])
+def test_heads_are_normed_one_by_one(rows: Rows, size: int) -> None:
+    """Guards against another head's mean or weight, and against values that are normed, too."""
+    x, weight = draw(3, 5 * size) + 10, draw(4, size)
+    heads = x[:, : 4 * size].double().view(3, 4, size)
+    centred = heads - heads.mean(dim=-1, keepdim=True)
+    exact = centred / (centred.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * weight
+    found = rows.norm_heads(x, weight)
+    torch.testing.assert_close(found[:, : 4 * size].double(), exact.flatten(1), atol=1e-4, rtol=0)
+    assert torch.equal(found[:, 4 * size :], x[:, 4 * size :])
+
+
 def test_a_soft_cap_at_its_limits(rows: Rows) -> None:
     """Guards against an exponential that overflows: infinity is capped as well, and NaN stays."""
     x = torch.tensor([[float("-inf"), -3e38, -0.0, 0.0, 1e-30, 3e38, float("inf"), float("nan")]])
@@ -408,6 +447,8 @@ def operations(tokens: int, width: int, seed: int = 0) -> dict[str, Callable[[Ro
         "round": lambda rows, i, dtype: rows.round(x[i], dtype),
         "scale": lambda rows, i, dtype: rows.scale(x[i], 0.7),
         "softcap": lambda rows, i, dtype: rows.softcap(x[i], 0.7),
+        "xielu": lambda rows, i, dtype: rows.xielu(x[i], dtype),
+        "norm_heads": lambda rows, i, dtype: rows.norm_heads(x[i], draw(5, 16, seed=9)),
         "rotary_all": lambda rows, i, dtype: rows.rotary(x[i], positions[i], cos_sin, heads, all_norms, dtype),
         "rotary": lambda rows, i, dtype: rows.rotary(x[i], positions[i], cos_sin, heads, norms, dtype),
         "rotary_scaled": lambda rows, i, dtype: rows.rotary(x[i], positions[i], None, heads, norms, dtype, factors),
@@ -460,7 +501,7 @@ def test_threads_share_no_scratch(rows: Rows) -> None:
     together.close()
 
 
-ROUNDED = ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rotary", "rotary_all"]
+ROUNDED = ["xielu", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rotary", "rotary_all"]
 
 
 @pytest.mark.parametrize("name", ROUNDED)
@@ -505,6 +546,7 @@ def test_nothing_is_written_behind_the_last_element(rows: Rows) -> None:
         ("rms_norm", x, weight, EPS, 5, 19),
         ("layer_norm", x, weight, None, EPS, 5, 19),
         ("round", x, 5 * 19),
+        ("xielu", x, 5 * 19, *XIELU),
     ]
     for dtype in (F32, BF16):
         for name, *arguments in writers:

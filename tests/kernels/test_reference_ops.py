@@ -146,7 +146,7 @@ def test_add_rms_norm_rounds_once() -> None:
     rounded_once(normed, total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_silu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_silu", "relu2"])
 def test_activated_linear_rounds_once(activation: str) -> None:
     """Guards against a product that is rounded before its activation, and one activation taken for another."""
     ops = ReferenceOps(torch.bfloat16)
@@ -158,6 +158,7 @@ def test_activated_linear_rounds_once(activation: str) -> None:
         "gelu": product * torch.special.ndtr(product),
         "gelu_tanh": product * torch.sigmoid(math.sqrt(8 / math.pi) * (product + 0.044715 * product**3)),
         "clamped_silu": product.clamp(max=7) * torch.sigmoid(1.702 * product.clamp(max=7)),
+        "relu2": product.clamp(min=0).square(),
     }
     rounded_once(ops.activated_linear(x, ops.pack_linear(weight, bias), activation), exact[activation])
 

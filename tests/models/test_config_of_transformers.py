@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
+    Cohere2Config,
+    CohereConfig,
     Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
@@ -21,6 +27,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -31,6 +38,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from penstock.errors import ModelLoadError
@@ -39,6 +48,15 @@ from penstock.spec.model_config import ModelConfig, QueryScale
 from tests.models.configs import EXPERTS, LLAMA, PHI3, QWEN2, QWEN3_MOE
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "ApertusForCausalLM": ApertusConfig,
+    "ArceeForCausalLM": ArceeConfig,
+    "Cohere2ForCausalLM": Cohere2Config,
+    "CohereForCausalLM": CohereConfig,
+    "Glm4ForCausalLM": Glm4Config,
+    "GlmForCausalLM": GlmConfig,
+    "NemotronForCausalLM": NemotronConfig,
+    "StableLmForCausalLM": StableLmConfig,
+    "Starcoder2ForCausalLM": Starcoder2Config,
     "Ernie4_5ForCausalLM": Ernie4_5Config,
     "Exaone4ForCausalLM": Exaone4Config,
     "FalconForCausalLM": FalconConfig,
@@ -65,7 +83,14 @@ CLASSES: dict[str, type[PreTrainedConfig]] = {
 
 # What Transformers' config of five layers is made with, where that is not the common thing; and which numbers are not
 # Transformers' of that name, nor ModelConfig's default.
-MADE_WITH: dict[str, dict[str, Any]] = {"FalconForCausalLM": {}, "GPT2LMHeadModel": {}}
+MADE_WITH: dict[str, dict[str, Any]] = {
+    "ArceeForCausalLM": {"num_key_value_heads": 4, "head_dim": 96, "vocab_size": 128256},
+    "Cohere2ForCausalLM": {"num_key_value_heads": 4},
+    "FalconForCausalLM": {},
+    "GPT2LMHeadModel": {},
+    "StableLmForCausalLM": {"num_key_value_heads": 4},
+    "Starcoder2ForCausalLM": {"num_key_value_heads": 4, "head_dim": 96, "vocab_size": 50304},
+}
 
 EVERY_FOURTH = (4096, 4096, 4096, None, 4096)  # layer has no window
 NUMBERS: dict[str, dict[str, Any]] = {
@@ -84,8 +109,9 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "attention_out_bias": True,
         "mlp_bias": True,
     },
-    "GemmaForCausalLM": {"embedding_scale": 3072**0.5, "hidden_act": "gelu_tanh"},
+    "GemmaForCausalLM": {"embedding_scale": 3072**0.5, "hidden_act": "gelu_tanh", "norm_unit_offset": True},
     "Gemma2ForCausalLM": {
+        "norm_unit_offset": True,
         "embedding_scale": 2304**0.5,
         "hidden_act": "gelu_tanh",
         "attention_scale": 256**-0.5,
@@ -94,11 +120,39 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "layer_windows": (4096, None, 4096, None, 4096),
     },
     "Gemma3ForCausalLM": {
+        "norm_unit_offset": True,
         "embedding_scale": 2304**0.5,
         "hidden_act": "gelu_tanh",
         "attention_scale": 256**-0.5,
         "qk_norm": True,
         "layer_windows": (4096,) * 5,
+    },
+    "ApertusForCausalLM": {"hidden_act": "xielu", "qk_norm": True, "gated_mlp": False},
+    "ArceeForCausalLM": {"hidden_act": "relu2", "gated_mlp": False},
+    "CohereForCausalLM": {"norm": "layer", "num_parallel_norms": 1},
+    "Cohere2ForCausalLM": {
+        "norm": "layer",
+        "num_parallel_norms": 1,
+        "layer_windows": EVERY_FOURTH,
+        "rotary_layers": tuple(window is not None for window in EVERY_FOURTH),
+    },
+    "Glm4ForCausalLM": {"branch_norms": True},
+    "NemotronForCausalLM": {
+        "norm": "layer",
+        "norm_bias": True,
+        "norm_unit_offset": True,
+        "hidden_act": "relu2",
+        "gated_mlp": False,
+    },
+    "StableLmForCausalLM": {"norm": "layer", "norm_bias": True, "head_dim": 80},
+    "Starcoder2ForCausalLM": {
+        "norm": "layer",
+        "norm_bias": True,
+        "hidden_act": "gelu_tanh",
+        "gated_mlp": False,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
     },
     "Exaone4ForCausalLM": {
         "qk_norm": True,
@@ -130,7 +184,7 @@ COMMON = {"hidden_act": "silu", "layer_windows": (None,) * 5}
 # Read with a check of their own, or not from a config of Transformers at all.
 READ_ELSEWHERE = {"rope", "local_rope", "dtype", "norm_eps", "extra", "default_sampling", "ignored_generation"}
 READ_ELSEWHERE |= {"is_text_part", "notes", "source"}
-EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
 
 
 @pytest.mark.parametrize("architecture", CLASSES)

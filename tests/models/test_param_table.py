@@ -58,6 +58,7 @@ fingerprint(Path({str(directory)!r}))
         ("a.weight: {shape: [hidden, [q, kv, kv]], from: {names: [b], order: kv_group}}", "from"),
         ("a.weight: {shape: [hidden], from: {names: [b], transposed: true}}", "transposed for a matrix"),
         ("a.weight: {shape: [hidden], or: [{names: [b], stacked: true}]}", "stacked for a parameter of an expert"),
+        ("a.weight: {shape: [q, head], from: {names: [b], numbered: true}}", "numbered for a matrix with joined rows"),
         ("a.weight: {shape: [hidden], quant: int3}", "quant"),
         ("a.weight: {shape: [hidden], unit: head}", "unit"),
         ("a.weight: {shape: [hidden], leaves: 3}", "leaves"),
@@ -73,6 +74,20 @@ def test_mistakes_in_a_table_are_named(text: str, named: str) -> None:
     """Guards against a misspelt field that is accepted and ignored."""
     with pytest.raises(ModelLoadError, match=named):
         ParamTable.from_text(text, "mine.yaml")
+
+
+def test_a_table_may_be_like_another(tmp_path: Path) -> None:
+    """Guards against fields that an entry of the same name loses, and against one that replaces more than it has."""
+    (tmp_path / "base.yaml").write_text(
+        "a.weight: {shape: [hidden], shard: 0}\nb.weight: {shape: [vocab]}\nprefix: 'a.'"
+    )
+    (tmp_path / "own.yaml").write_text("like: base.yaml\na.weight: {from: [c]}\nd.weight: {shape: [hidden]}")
+    whole = "a.weight: {shape: [hidden], shard: 0, from: [c]}\nb.weight: {shape: [vocab]}\nd.weight: {shape: [hidden]}"
+    expected = ParamTable.from_text(whole + "\nprefix: 'a.'", "own.yaml")
+    assert ParamTable.from_file(tmp_path / "own.yaml") == expected
+    (tmp_path / "own.yaml").write_text("like: nothing.yaml")
+    with pytest.raises(ModelLoadError, match=r"nothing\.yaml"):
+        ParamTable.from_file(tmp_path / "own.yaml")
 
 
 @pytest.mark.parametrize(

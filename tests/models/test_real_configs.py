@@ -52,6 +52,76 @@ PHI4_MINI = {
     "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
     "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 200064,
 }  # fmt: skip
+COMMAND_R7B = {
+    "architectures": ["Cohere2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 5,
+    "cache_implementation": "hybrid", "eos_token_id": 255001, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "layer_norm_eps": 1e-05,
+    "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 132096, "model_type": "cohere2",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "order_of_interleaved_layers": "local_attn_first", "pad_token_id": 0, "position_embedding_type": "rope_gptj",
+    "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096,
+    "sliding_window_pattern": 4, "torch_dtype": "bfloat16", "use_cache": True, "use_embedding_sharing": True,
+    "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True, "vocab_size": 256000,
+}  # fmt: skip
+GLM4 = {
+    "architectures": ["Glm4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 13696, "max_position_embeddings": 32768, "model_type": "glm4",
+    "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 151552,
+}  # fmt: skip
+STABLELM2 = {
+    "architectures": ["StableLmForCausalLM"], "bos_token_id": 100257, "eos_token_id": 100257, "hidden_act": "silu",
+    "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 13824, "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 4096, "model_type": "stablelm", "num_attention_heads": 32, "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "partial_rotary_factor": 0.25, "qk_layernorm": True, "rope_theta": 10000,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_parallel_residual": True,
+    "use_qkv_bias": False, "vocab_size": 100352,
+}  # fmt: skip
+STARCODER2 = {
+    "activation_function": "gelu", "architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1,
+    "attention_softmax_in_fp32": True, "bos_token_id": 0, "embedding_dropout": 0.1, "eos_token_id": 0,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072, "initializer_range": 0.018042,
+    "intermediate_size": 12288, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384,
+    "mlp_type": "default", "model_type": "starcoder2", "norm_epsilon": 1e-05, "norm_type": "layer_norm",
+    "num_attention_heads": 24, "num_hidden_layers": 30, "num_key_value_heads": 2, "residual_dropout": 0.1,
+    "rope_theta": 999999.4420358813, "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True,
+    "sliding_window": 4096, "torch_dtype": "bfloat16", "use_bias": True, "use_cache": True, "vocab_size": 49152,
+}  # fmt: skip
+MINITRON = {
+    "architectures": ["NemotronForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
+    "eos_token_id": 3, "head_dim": 128, "hidden_act": "relu2", "hidden_size": 3072, "initializer_range": 0.0134,
+    "intermediate_size": 9216, "max_position_embeddings": 4096, "mlp_bias": False, "model_type": "nemotron",
+    "norm_eps": 1e-05, "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5, "rope_theta": 10000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+AFM = {
+    "architectures": ["ArceeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "head_dim": 128, "hidden_act": "relu2", "hidden_size": 2560, "initializer_range": 0.02,
+    "intermediate_size": 18432, "max_position_embeddings": 65536, "mlp_bias": False, "model_type": "arcee",
+    "num_attention_heads": 20, "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "type": "yarn",
+    },
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "vocab_size": 128256,
+}  # fmt: skip
+APERTUS = {
+    "architectures": ["ApertusForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "xielu", "hidden_dropout": 0.0, "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 21504, "max_position_embeddings": 65536, "mlp_bias": False, "model_type": "apertus",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pad_token_id": 3,
+    "post_norm": False, "qk_norm": True, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3", "type": "llama3",
+    },
+    "rope_theta": 12000000, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "vocab_size": 131072,
+}  # fmt: skip
 ERNIE_45 = {
     "architectures": ["Ernie4_5_ForCausalLM"],
     "auto_map": {"AutoModelForCausalLM": "modeling_ernie4_5.Ernie4_5_ForCausalLM"},
@@ -243,6 +313,13 @@ WHOLE = {
     "MiMo 7B": (MIMO, "MiMoForCausalLM", 4096),
     "InternLM3 8B": (INTERNLM3, "InternLM3ForCausalLM", 4096),
     "ERNIE 4.5 0.3B": (ERNIE_45, "Ernie4_5ForCausalLM", 1024),
+    "Command R7B": (COMMAND_R7B, "Cohere2ForCausalLM", 4096),
+    "GLM-4 0414": (GLM4, "Glm4ForCausalLM", 4096),
+    "StableLM 2 12B": (STABLELM2, "StableLmForCausalLM", 5120),
+    "StarCoder2 3B": (STARCODER2, "Starcoder2ForCausalLM", 3072),
+    "Minitron 4B": (MINITRON, "NemotronForCausalLM", 3072),
+    "AFM 4.5B": (AFM, "ArceeForCausalLM", 2560),
+    "Apertus 8B": (APERTUS, "ApertusForCausalLM", 4096),
 }
 TEXT_PARTS = {
     "Gemma 3 4B": (GEMMA3_4B, "Gemma3ForCausalLM", 2560),
@@ -251,7 +328,13 @@ TEXT_PARTS = {
     "Mistral Small 3.1": (MISTRAL_SMALL_31, "MistralForCausalLM", 5120),
     "Ministral 3 8B": (MINISTRAL3_8B, "Ministral3ForCausalLM", 4096),
 }
-WINDOWS = {"Phi-4-mini": 262144, "OLMo 3 7B": 4096, "EXAONE 4.0 32B": 4096}  # of layer 5
+WINDOWS = {
+    "Phi-4-mini": 262144,
+    "Command R7B": 4096,
+    "StarCoder2 3B": 4096,
+    "OLMo 3 7B": 4096,
+    "EXAONE 4.0 32B": 4096,
+}  # of layer 5
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 

@@ -19,7 +19,7 @@ ACTIVATIONS = {
     ABI.constants["ACT_NONE"]: lambda x: x,
     ABI.constants["ACT_SILU"]: lambda x: x / (1 + np.exp(-x)),
 }
-OTHER_ACTIVATIONS = [ABI.constants[f"ACT_{name}"] for name in ("GELU", "GELU_TANH", "CLAMPED_SILU")]
+OTHER_ACTIVATIONS = [ABI.constants[f"ACT_{name}"] for name in ("GELU", "GELU_TANH", "CLAMPED_SILU", "RELU2")]
 CODINGS = (
     Coding("Q4_1", 4, mins=True),
     Coding("Q8_0", 8, zero=128),

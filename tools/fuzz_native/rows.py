@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.kernels.tensors import INT64, UINT8, Array
+from penstock.kernels.tensors import FLOAT32, INT64, UINT8, Array
 from tools.fuzz_native.target import PRECISION, TYPES, Fuzz, same_bits
 
 EPS = 1e-5
@@ -71,6 +71,45 @@ def softcap(fuzz: Fuzz) -> None:
     fuzz.close_to(x.values, expected)
 
 
+def scale(fuzz: Fuzz) -> None:
+    x = fuzz.floats(fuzz.size() * fuzz.rows())
+    with np.errstate(all="ignore"):
+        expected = x.values * np.float32(0.3)
+    fuzz.call("scale", x, 0.3, x.values.size)
+    same_bits(x.values, expected)
+
+
+def xielu(fuzz: Fuzz) -> None:
+    count, dtype = fuzz.size() * fuzz.rows(), fuzz.dtype()
+    x, out = fuzz.floats(count), fuzz.out((count,), dtype)
+    fuzz.call("xielu", x, count, 0.9, 1.2, 0.5, -1e-6, out, TYPES[dtype])
+    moderate = np.abs(x.values) < 1e15
+    t = x.values[moderate].astype(np.float64)
+    low = np.minimum(t, -1e-6)
+    expected = 0.5 * t + np.where(t > 0, 0.9 * t**2, 1.2 * (np.expm1(low) - t))
+    fuzz.close_to(out.values[moderate], expected, 4 * PRECISION[dtype])
+
+
+def norm_heads(fuzz: Fuzz) -> None:
+    rows, heads, size = fuzz.rows(), fuzz.random.randint(1, 5), fuzz.size(1, 129)
+    columns = heads * size + fuzz.random.choice((0, 1, 40))
+    x, weight = fuzz.floats(rows, columns).values, fuzz.normal(heads, size)
+
+    def compute(chosen: Array) -> Array:
+        given = fuzz.array(x[chosen])
+        fuzz.call("norm_heads", given, weight, EPS, len(chosen), columns, heads, size)
+        return given.values
+
+    found = fuzz.same_alone(compute, rows)
+    with np.errstate(all="ignore"):
+        normed = x[:, : heads * size].astype(np.float64).reshape(rows, heads, size)
+        normed = normed - normed.mean(axis=2, keepdims=True)
+        normed = normed / np.sqrt((normed**2).mean(axis=2, keepdims=True) + EPS) * weight.values
+        moderate = np.abs(x).max(axis=1, initial=0) < 1e15
+    fuzz.close_to(found[moderate, : heads * size], normed.reshape(rows, heads * size)[moderate], 4 * PRECISION[FLOAT32])
+    same_bits(found[:, heads * size :], x[:, heads * size :])
+
+
 def embedding(fuzz: Fuzz) -> None:
     rows, n, table_rows, dtype = fuzz.rows(), fuzz.size(1, 129), fuzz.size(1, 129), fuzz.dtype()
     (ids, expected), table = fuzz.ids(rows, limit=table_rows), fuzz.floats(table_rows, n, dtype=dtype)
@@ -90,16 +129,16 @@ def rotary_qkv(fuzz: Fuzz) -> None:
     norms = fuzz.random.choice(((0, 0), (head_dim, head_dim), (heads * head_dim, kv_heads * head_dim)))
     qkv = fuzz.floats(rows, (heads + 2 * kv_heads) * head_dim).values
     (at, expected), cos_sin = fuzz.ids(rows, limit=positions), fuzz.normal(positions, rotary)
-    cos_sin = fuzz.random.choice((cos_sin, None))
+    cos_sin, q_scale = fuzz.random.choice((cos_sin, None)), fuzz.random.choice((fuzz.normal(positions), None))
     weights = [item for size in norms for item in (fuzz.normal(size) if size else None, size)]
-    if cos_sin is None:
-        expected = 0  # without a rotation, no position is looked up
+    if cos_sin is None and q_scale is None:
+        expected = 0  # no position is looked up
 
     def compute(chosen: Array) -> Array:
         outs = [fuzz.out((len(chosen), count * head_dim), dtype) for count in (heads, kv_heads, kv_heads)]
         fuzz.call(
-            "rotary_qkv", fuzz.array(qkv[chosen]), fuzz.array(at.values[chosen]), cos_sin, positions, rotary,
-            len(chosen), heads, kv_heads, head_dim, *weights, 1e-6, *outs, TYPES[dtype], expected=expected,
+            "rotary_qkv", fuzz.array(qkv[chosen]), fuzz.array(at.values[chosen]), cos_sin, q_scale, positions,
+            rotary, len(chosen), heads, kv_heads, head_dim, *weights, 1e-6, *outs, TYPES[dtype], expected=expected,
         )  # fmt: skip
         return np.concatenate([out.values for out in outs], axis=1)
 
@@ -164,6 +203,7 @@ def finite_rows(fuzz: Fuzz) -> None:
 
 TARGETS = {
     "rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "layer_norm": layer_norm, "add_layer_norm": add_layer_norm,
+    "scale": scale, "xielu": xielu, "norm_heads": norm_heads,
     "add": add, "round": round_, "softcap": softcap, "embedding": embedding, "rotary_qkv": rotary_qkv, "route": route,
     "log_softmax": log_softmax, "finite_rows": finite_rows,
 }  # fmt: skip

@@ -231,7 +231,9 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 TYPES = {FLOAT32: ABI.constants["TYPE_F32"], BFLOAT16: ABI.constants["TYPE_BF16"]}
-ACTIVATIONS = {name: ABI.constants[f"ACT_{name.upper()}"] for name in ("silu", "gelu", "gelu_tanh", "clamped_silu")}
+ACTIVATIONS = {
+    name: ABI.constants[f"ACT_{name.upper()}"] for name in ("silu", "gelu", "gelu_tanh", "clamped_silu", "relu2")
+}
 
 
 class CallObserver(Protocol):

@@ -59,7 +59,7 @@ from penstock.kernels.metadata import (
     check_block_ids,
     own,
 )
-from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows
+from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import (
     BFLOAT16,
@@ -482,6 +482,22 @@ class CpuOps(NativeCalls):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         rows, columns = shape = rows_of(x, "x")
         self._call("penstock_scale", (x,), address(x, shape, FLOAT32, "x"), factor, rows * columns)
+        return x
+
+    def xielu(self, x: Tensor, curve: XieluCurve, *, out: Tensor | None = None) -> Tensor:
+        rows, columns = shape = rows_of(x, "x")
+        out = self._output(out, shape, self.element)
+        at, to = address(x, shape, FLOAT32, "x"), address(out, shape, self.element, "out")
+        numbers = curve.convex, curve.concave, curve.linear, curve.bound
+        self._call("penstock_xielu", (x, out), at, rows * columns, *numbers, to, self._type)
+        return out
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        (rows, columns), (heads, head_dim) = rows_of(x, "x"), rows_of(weight, "weight")
+        if heads * head_dim > columns:
+            raise ValueError(f"weight: {heads} heads of {head_dim}, but x has {columns} columns")
+        at, weight_at = address(x, (rows, columns), FLOAT32, "x"), address(weight, (heads, head_dim), FLOAT32, "weight")
+        self._call("penstock_norm_heads", (x, weight), at, weight_at, eps, rows, columns, heads, head_dim)
         return x
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:

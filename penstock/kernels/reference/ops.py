@@ -32,7 +32,7 @@ from penstock.kernels.metadata import (
     check_block_ids,
     own,
 )
-from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
+from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, XieluCurve
 from penstock.kernels.reference import attention, sampling
 from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.attention import Int8KVCache, ReferenceKVCache
@@ -47,6 +47,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "clamped_silu": lambda x: x.clamp(max=CLAMP) * torch.sigmoid(1.702 * x.clamp(max=CLAMP)),
+    "relu2": lambda x: functional.relu(x).square(),
 }
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes an oracle
 
@@ -221,6 +222,16 @@ class ReferenceOps:
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
+
+    def xielu(self, x: Tensor, curve: XieluCurve, *, out: Tensor | None = None) -> Tensor:
+        below = torch.expm1(x.clamp(max=curve.bound)) - x
+        bent = torch.where(x > 0, curve.convex * x.square(), curve.concave * below)
+        return _deliver(bent + curve.linear * x, self.dtype, out)
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        heads = x[:, : weight.numel()].view(len(x), *weight.shape)
+        heads.copy_(_rms_norm(heads - heads.mean(dim=-1, keepdim=True), weight, eps))
+        return x
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)

@@ -42,6 +42,7 @@ def scaled_decoder(read: ConfigReader) -> Numbers:
     return shape | {
         "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
         "embedding_scale": math.sqrt(shape["hidden_size"]),
+        "norm_unit_offset": True,
         "tie_word_embeddings": read.boolean("tie_word_embeddings", True),
     }
 

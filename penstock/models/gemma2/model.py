@@ -18,20 +18,20 @@ class Gemma2ForCausalLM(RMSNormLM):
     """The decoder and its head."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__(cfg, make, Gemma2Block, unit_offset=True)
+        super().__init__(cfg, make, Gemma2Block)
 
 
 class Gemma2Block(Module):
     """Attention and feed-forward, each between two norms; the next norm adds the last branch."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
-        eps = cfg.norm_eps
-        self.input_layernorm = make.rms_norm("input_layernorm", eps, unit_offset=True)
-        self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary, unit_offset=True)
-        self.post_attention_layernorm = make.branch_norm("post_attention_layernorm", eps, unit_offset=True)
-        self.pre_feedforward_layernorm = make.rms_norm("pre_feedforward_layernorm", eps, unit_offset=True)
+        eps, offset = cfg.norm_eps, cfg.norm_unit_offset
+        self.input_layernorm = make.norm("input_layernorm", cfg)
+        self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary)
+        self.post_attention_layernorm = make.branch_norm("post_attention_layernorm", eps, unit_offset=offset)
+        self.pre_feedforward_layernorm = make.norm("pre_feedforward_layernorm", cfg)
         self.mlp = GatedMLP(make.at("mlp"), cfg.hidden_act)
-        self.post_feedforward_layernorm = make.branch_norm("post_feedforward_layernorm", eps, unit_offset=True)
+        self.post_feedforward_layernorm = make.branch_norm("post_feedforward_layernorm", eps, unit_offset=offset)
 
     def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """Map the residual stream x and the branch h not yet added, [T, hidden] float32 each, to the next x and h."""

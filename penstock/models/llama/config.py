@@ -16,8 +16,9 @@ from penstock.spec.config_rules import (
     sliding_window,
     windows_by_type,
 )
-from penstock.spec.model_config import QueryScale
+from penstock.spec.model_config import QueryScale, RopeConfig
 
+APERTUS_THETA = 12000000.0
 LLAMA4_BETA = "llama_4_scaling_beta"
 
 
@@ -78,7 +79,7 @@ def read_qwen3(read: ConfigReader) -> Numbers:
 
 def read_ernie4_5(read: ConfigReader) -> Numbers:
     """Read the numbers of ERNIE 4.5: interleaved rotary embedding; `use_bias` applies to all products."""
-    numbers = gated_decoder(read, head_dim=128, theta=500000.0, tied=True)
+    numbers = gated_decoder(read, head_dim=128, kv_heads=2, theta=500000.0, tied=True)
     bias = read.boolean("use_bias", False)
     return numbers | {
         "rope": replace(numbers["rope"], interleaved=True),
@@ -143,6 +144,50 @@ def read_ministral3(read: ConfigReader) -> Numbers:
         raise read.fail("rope_parameters", "an object")
     length, beta = numbers["rope"].original_max_position_embeddings, scaling.number(LLAMA4_BETA, 0.0, MAX_SIZE, 0.0)
     return numbers | {"query_scale": QueryScale(beta=beta, length=length) if beta else None}
+
+
+def read_glm(read: ConfigReader) -> Numbers:
+    """Read the numbers of GLM: half of each head rotated, in interleaved pairs; a bias on q, k and v."""
+    numbers = gated_decoder(read, head_dim=128, kv_heads=2, partial_rotary=0.5)
+    fixed(read, "mlp_bias", False)
+    return numbers | {
+        "rope": replace(numbers["rope"], interleaved=True),
+        "attention_bias": read.boolean("attention_bias", True),
+        "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
+    }
+
+
+def read_glm4(read: ConfigReader) -> Numbers:
+    """Read the numbers of GLM-4 0414: those of GLM, and norms behind the branches."""
+    return read_glm(read) | {"branch_norms": True}
+
+
+def read_arcee(read: ConfigReader) -> Numbers:
+    """Read the numbers of Arcee: a feed-forward branch without a gate."""
+    numbers = gated_decoder(read, act="relu2") | attention_biases(read)
+    return numbers | {
+        "gated_mlp": False,
+        "mlp_bias": read.boolean("mlp_bias", False),
+        "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
+    }
+
+
+def read_apertus(read: ConfigReader) -> Numbers:
+    """Read the numbers of Apertus: norms of q and k, and a feed-forward branch with xIELU in place of a gate."""
+    numbers = gated_decoder(read, act=None, theta=APERTUS_THETA) | attention_biases(read)
+    read.neutral({"mlp_bias": False, "post_norm": False, "qk_norm": True})
+    if not read.has("rope_parameters") and not read.has("rope_scaling"):
+        if read.has("rope_theta"):
+            raise read.fail("rope_theta", "absent where the file has no rope_scaling, whose default has a base")
+        numbers["rope"] = RopeConfig(
+            theta=APERTUS_THETA, rope_type="llama3", factor=8.0, original_max_position_embeddings=8192
+        )
+    return numbers | {
+        "hidden_act": read.choice("hidden_act", ["xielu"], "xielu"),
+        "qk_norm": True,
+        "gated_mlp": False,
+        "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
+    }
 
 
 def attention_biases(read: ConfigReader) -> Numbers:

@@ -22,7 +22,7 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 14;        // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 15;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
@@ -51,7 +51,8 @@ enum DataType : std::int32_t { TYPE_F32 = 0, TYPE_BF16 = 1 };
 
 enum Activation : std::int32_t {
     ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3,
-    ACT_CLAMPED_SILU = 4  // of a gated product: it clamps the other half, and adds 1 to it, too
+    ACT_CLAMPED_SILU = 4,  // of a gated product: it clamps the other half, and adds 1 to it, too
+    ACT_RELU2 = 5
 };
 
 // How a router's logits become scores (RouterParams in kernels/metadata.py).
@@ -90,7 +91,9 @@ enum Recordable : std::int64_t {
     RECORD_ATTEND,
     RECORD_PACKED_EMBEDDING,
     RECORD_SCALE,
-    RECORD_ADD_GATED
+    RECORD_ADD_GATED,
+    RECORD_XIELU,
+    RECORD_NORM_HEADS
 };
 
 }  // namespace penstock
@@ -375,6 +378,16 @@ PENSTOCK_API std::int32_t penstock_scale(penstock::Context* context, float* x, f
 
 // x = cap * tanh(x / cap).
 PENSTOCK_API std::int32_t penstock_softcap(penstock::Context* context, float* x, float cap, std::int64_t count);
+
+// xIELU: x > 0 gives convex x^2 + linear x; other x give concave (e^min(x, bound) - 1 - x) + linear x.
+PENSTOCK_API std::int32_t penstock_xielu(
+    penstock::Context* context, const float* x, std::int64_t count, float convex, float concave, float linear,
+    float bound, void* out, std::int32_t out_type);
+
+// The layer norms of the first `heads` heads in each row of x [rows, columns], in place; weight [heads, head_dim].
+PENSTOCK_API std::int32_t penstock_norm_heads(
+    penstock::Context* context, float* x, const float* weight, float eps, std::int64_t rows, std::int64_t columns,
+    std::int64_t heads, std::int64_t head_dim);
 
 // cos_sin [num_positions, rotary_dim] or null. q_scale [num_positions], the factors of q, or null. q_norm and k_norm
 // may be null; else they have head_dim elements (each head is normed by itself) or the elements of all heads. Positions

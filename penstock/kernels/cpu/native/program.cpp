@@ -53,6 +53,8 @@ std::int32_t replay(Context* context, const PenstockCall& call) {
         case RECORD_PACKED_EMBEDDING: return apply(penstock_packed_embedding, context, call);
         case RECORD_SCALE: return apply(penstock_scale, context, call);
         case RECORD_ADD_GATED: return apply(penstock_add_gated, context, call);
+        case RECORD_XIELU: return apply(penstock_xielu, context, call);
+        case RECORD_NORM_HEADS: return apply(penstock_norm_heads, context, call);
         default: return STATUS_OUT_OF_RANGE;
     }
 }

@@ -17,6 +17,8 @@ PENSTOCK_INLINE F32x16 polynomial(F32x16 x, const float (&c)[COUNT]) {
 
 constexpr float LN2_HIGH = 0.693359375f;      // 355/512: the product with an exponent is exact
 constexpr float LN2_LOW = -2.12194440e-4f;    // ln 2 - LN2_HIGH
+constexpr float EXPONENTIAL_TAIL[] = {  // (e^r - 1 - r) / r^2 for |r| <= ln 2 / 2
+    4.999999404e-01f, 1.666652113e-01f, 4.166838899e-02f, 8.368745446e-03f, 1.381453942e-03f};
 
 // e^x as power * 2^n, with n an integer from -2^22 to 2^22 and power from about 0.7 to 1.4.
 struct Exponential {
@@ -28,11 +30,10 @@ PENSTOCK_INLINE Exponential exponential(F32x16 x) {
     constexpr float LOG2_E = 1.44269504f;
     constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer in the lowest bits
     constexpr std::int32_t ROUNDER_BITS = 0x4B400000;
-    constexpr float TAIL[] = {4.999999404e-01f, 1.666652113e-01f, 4.166838899e-02f, 8.368745446e-03f, 1.381453942e-03f};
     const F32x16 shifted = x * LOG2_E + ROUNDER;
     const F32x16 n = shifted - ROUNDER;
     const F32x16 r = (x - n * LN2_HIGH) - n * LN2_LOW;  // |r| <= ln 2 / 2
-    return {1.0f + (r + r * r * polynomial(r, TAIL)), bits_as<I32x16>(shifted) - ROUNDER_BITS};
+    return {1.0f + (r + r * r * polynomial(r, EXPONENTIAL_TAIL)), bits_as<I32x16>(shifted) - ROUNDER_BITS};
 }
 
 // e^x within 1 ulp, even where it is subnormal. -inf gives 0, +inf gives +inf, NaN gives NaN.
@@ -48,6 +49,13 @@ PENSTOCK_INLINE F32x16 exp(F32x16 x) {
 PENSTOCK_INLINE F32x16 exp_to_zero(F32x16 x) {
     const Exponential e = exponential(x);
     return select(x < -87.0f, F32x16(0.0f), e.power * bits_as<F32x16>((e.n + 127) << 23));
+}
+
+// e^x - 1 - x for x <= 0: within 4 ulp down to -0.34, and within 1e-6 of its value below.
+PENSTOCK_INLINE F32x16 exp_minus_line(F32x16 x) {
+    constexpr float NEAR = -0.34f;
+    const F32x16 near = x * x * polynomial(x, EXPONENTIAL_TAIL);
+    return select(x < NEAR, (exp(x) - 1.0f) - x, near);
 }
 
 // Natural logarithm within 1 ulp. 0 gives -inf, +inf gives +inf, negative numbers and NaN give NaN.

@@ -65,6 +65,13 @@ struct EmbeddingArgs {
     float* out;   // [.., n]
 };
 
+// penstock_xielu (abi.h).
+struct XieluArgs {
+    const float* x;
+    float convex, concave, linear, bound;
+    void* out;
+};
+
 // RouterParams in kernels/metadata.py explains the numbers. A row whose scores, or their sums with the bias, contain
 // NaN gets the ids 0, 1, .. with weights NaN.
 struct RouteArgs {
@@ -90,6 +97,7 @@ struct RowKernels {
     void (*layer_norm[2])(const NormArgs&, std::int64_t first, std::int64_t rows);
     void (*rotary[2])(const RotaryArgs&, std::int64_t first, std::int64_t rows);
     void (*embedding[2])(const EmbeddingArgs&, std::int64_t first, std::int64_t rows);
+    void (*xielu[2])(const XieluArgs&, std::int64_t first, std::int64_t count);
     // scratch: room for ROUTE_ARRAYS arrays.
     void (*route)(const RouteArgs&, std::int64_t first, std::int64_t rows, float* scratch);
     void (*add)(float* x, const float* h, std::int64_t count);          // x += h
@@ -98,6 +106,8 @@ struct RowKernels {
     void (*scale)(float* x, float factor, std::int64_t count);          // x *= factor
     void (*weigh[2])(const void* x, float weight, void* out, std::int64_t count);   // out = weight * x, rounded
     void (*softcap)(float* x, float cap, std::int64_t count);           // x = cap tanh(x / cap)
+    // Layer norm of each head of a row, in place.
+    void (*norm_heads)(float* x, const float* weight, float eps, std::int64_t heads, std::int64_t head_dim);
 };
 
 template <Level LEVEL> RowKernels row_kernels();

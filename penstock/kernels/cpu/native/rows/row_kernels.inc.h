@@ -73,6 +73,19 @@ void layer_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
     }
 }
 
+// The same in place for each of the heads [heads, n] of a row, each with its own weight.
+void norm_heads(float* x, const float* weight, float eps, std::int64_t heads, std::int64_t n) {
+    for (std::int64_t head = 0; head < heads; ++head, x += n, weight += n) {
+        F32x16 total = 0.0f;
+        each_vector(n, PENSTOCK_BODY { total = total + load_some(x + i, count); });
+        const F32x16 mean = reduce_sum(total) / static_cast<float>(n);
+        const F32x16 scale = norm_scale(squared_deviations(x, n, mean), n, eps);
+        each_vector(n, PENSTOCK_BODY {
+            store_some(x + i, (load_some(x + i, count) - mean) * scale * load_some(weight + i, count), count);
+        });
+    }
+}
+
 // ---- Rotary
 
 // A head, which is normed if it has a weight, and multiplied by a factor if it has one.
@@ -317,6 +330,18 @@ void weigh(const void* x, float weight, void* out, std::int64_t count) {
     });
 }
 
+template <class Out>
+void xielu(const XieluArgs& a, std::int64_t first, std::int64_t size) {
+    const float* x = a.x + first;
+    Out* out = static_cast<Out*>(a.out) + first;
+    each_vector(size, PENSTOCK_BODY {
+        const F32x16 value = load_some(x + i, count), low = min(a.bound, value);
+        const F32x16 curve = select(low < value, exp_minus_line(low) + (low - value), exp_minus_line(low));
+        const F32x16 bent = select(value > 0.0f, value * value * a.convex, curve * a.concave);
+        store_some(out + i, bent + value * a.linear, count);
+    });
+}
+
 void softcap(float* x, float cap, std::int64_t count) {
     each_vector(count, PENSTOCK_BODY { store_some(x + i, tanh(load_some(x + i, count) / cap) * cap, count); });
 }
@@ -332,7 +357,8 @@ template <> RowKernels row_kernels<THIS_LEVEL>() {
             {layer_norm<float>, layer_norm<Half>},
             {rotary<float>, rotary<Half>},
             {embedding<float>, embedding<Half>},
-            route, add, add_gated, round, scale, {weigh<float>, weigh<Half>}, softcap};
+            {xielu<float>, xielu<Half>},
+            route, add, add_gated, round, scale, {weigh<float>, weigh<Half>}, softcap, norm_heads};
 }
 
 }  // namespace penstock

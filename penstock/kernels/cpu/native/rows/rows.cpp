@@ -13,6 +13,7 @@ constexpr std::int64_t BLOCK_ELEMENTS = 8192;    // per item of work: about 2 mi
 constexpr std::int64_t SERIAL_ELEMENTS = 32768;  // fewer elements take less time than waking a helper
 constexpr std::int64_t UNPACK_COST = 4;           // in simple operations: a cache line for every two bf16 elements
 constexpr std::int64_t SOFTCAP_COST = 4;          // in simple operations: an exponential and two divisions
+constexpr std::int64_t XIELU_COST = 4;            // in simple operations: an exponential and a polynomial
 
 // Call task(first, count, thread) for blocks of rows or elements. Each row or element costs `cost` simple operations.
 template <class Task>
@@ -174,6 +175,28 @@ extern "C" std::int32_t penstock_softcap(Context* context, float* x, float cap, 
     return run_call(context, [&] {
         return over_blocks(*context, count, SOFTCAP_COST, [=](std::int64_t first, std::int64_t size, int) {
             context->rows.softcap(x + first, cap, size);
+        });
+    });
+}
+
+extern "C" std::int32_t penstock_xielu(
+    Context* context, const float* x, std::int64_t count, float convex, float concave, float linear, float bound,
+    void* out, std::int32_t out_type) {
+    return run_call(context, [&] {
+        const XieluArgs args = {x, convex, concave, linear, bound, out};
+        return over_blocks(*context, count, XIELU_COST, [&](std::int64_t first, std::int64_t size, int) {
+            context->rows.xielu[out_type](args, first, size);
+        });
+    });
+}
+
+extern "C" std::int32_t penstock_norm_heads(
+    Context* context, float* x, const float* weight, float eps, std::int64_t rows, std::int64_t columns,
+    std::int64_t heads, std::int64_t head_dim) {
+    return run_call(context, [&] {
+        return over_blocks(*context, rows, heads * head_dim, [&](std::int64_t first, std::int64_t count, int) {
+            for (std::int64_t row = first; row < first + count; ++row)
+                context->rows.norm_heads(x + row * columns, weight, eps, heads, head_dim);
         });
     });
 }
