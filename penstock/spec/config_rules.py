@@ -82,16 +82,14 @@ def gated_decoder(
     act: str | None = "silu",
     theta: float = 10000.0,
     local_theta: float | None = None,
-    partial_rotary: float | None = None,
-    original_context: int | None = None,
     tied: bool = False,
-    own: Collection[str] = (),
+    **rotary: Any,
 ) -> Numbers:
     """Read what decoders similar to Llama share: sizes, RMS norms, an activation, rotary embedding.
 
     act: the default of hidden_act; None leaves this key to the caller. The other keywords are defaults for keys that
-    the file leaves out; read_rope explains those for rotary embedding, and `own`. local_theta: the base of the layers
-    with a window, for an architecture whose section is by layer type.
+    the file leaves out. rotary: passed on to read_rope. local_theta: the base of the layers with a window, for an
+    architecture whose section is by layer type.
     """
     shape = decoder_shape(read, head_dim=head_dim, kv_heads=kv_heads)
     require_even_heads(read, shape["head_dim"])
@@ -99,8 +97,7 @@ def gated_decoder(
     if local_theta is not None:
         ropes = ropes_by_type(read, context, theta, local_theta)
     else:
-        kinds: dict[str, Any] = {"partial_rotary": partial_rotary, "original_context": original_context, "own": own}
-        ropes = {"rope": read_rope(read, context, theta, **kinds)}
+        ropes = {"rope": read_rope(read, context, theta, **rotary)}
     act_field = {} if act is None else {"hidden_act": activation(read, default=act)}
     return (
         shape

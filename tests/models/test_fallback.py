@@ -148,9 +148,9 @@ def test_any_split_has_the_bits_of_one_process(name: str, tmp_path: Path) -> Non
 
 def test_it_is_chosen_and_said(tmp_path: Path) -> None:
     """Guards against a fallback that is chosen silently."""
-    fallback_classes.make("ArceeForCausalLM", tmp_path)
+    fallback_classes.make("HeliumForCausalLM", tmp_path)
     built = fallback_classes.engine(tmp_path, model_impl="auto")
-    assert built.info.choices_made["model_impl"].startswith("transformers: its own modules compute ArceeForCausalLM")
+    assert built.info.choices_made["model_impl"].startswith("transformers: its own modules compute HeliumForCausalLM")
     again = fallback_classes.engine(tmp_path, model_impl="auto", hf_overrides={"rope_theta": 5000.0})
     assert built.info.system_fingerprint != again.info.system_fingerprint
 
@@ -172,16 +172,16 @@ def test_what_cannot_run_is_refused_by_name(name: str, why: str, tmp_path: Path)
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["", "Arcee", "ForCausalLM"])
+@pytest.mark.parametrize("name", ["", "Helium", "ForCausalLM"])
 def test_a_part_of_a_name_is_no_class(name: str) -> None:
     """Guards against AttributeError's traceback for a name that is contained in one that Transformers has."""
     with pytest.raises(ModelLoadError, match=f"architectures = '{name}' is not supported"):
-        parse_model_config({"architectures": [name], "model_type": "arcee"})
+        parse_model_config({"architectures": [name], "model_type": "helium"})
 
 
 def test_unknown_keys_and_rotary_types_are_refused(tmp_path: Path) -> None:
     """Guards against a key that Transformers would ignore, and frequencies that depend on the batch."""
-    fallback_classes.tiny_config("ArceeForCausalLM").save_pretrained(tmp_path)
+    fallback_classes.tiny_config("HeliumForCausalLM").save_pretrained(tmp_path)
     scaled = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     for overrides, why in (({"no_such_key": 3}, "no_such_key"), (scaled, "longest text of a batch")):
         with pytest.raises(ModelLoadError, match=why):

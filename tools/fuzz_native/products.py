@@ -216,7 +216,7 @@ def linear(fuzz: Fuzz) -> None:
     assert weight is not None
     rows, outputs = fuzz.random.choice((0, 1, 2, 3, 5, 13, 33)), weight.linear.outputs
     x, out_type = fuzz.floats(rows, k, dtype=fuzz.dtype()).values, fuzz.dtype()
-    activation = fuzz.random.choice((*ACTIVATIONS, *OTHER_ACTIVATIONS))
+    activation = fuzz.random.choice((*ACTIVATIONS, *ACTIVATIONS, *OTHER_ACTIVATIONS))  # as many as are compared
     stride = outputs + fuzz.random.choice((0, 0, 1, 16))
 
     def compute(chosen: Array) -> Array:

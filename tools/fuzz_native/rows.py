@@ -56,6 +56,22 @@ def add(fuzz: Fuzz) -> None:
     same_bits(x.values.reshape(-1)[:count], expected)
 
 
+def add_gated(fuzz: Fuzz) -> None:
+    rows, n = fuzz.rows(), fuzz.size(1)
+    x, h, gates = fuzz.floats(rows, n).values, fuzz.normal(rows, n).values, fuzz.normal(rows).values
+
+    def compute(chosen: Array) -> Array:
+        given = fuzz.array(x[chosen])
+        fuzz.call("add_gated", given, fuzz.array(h[chosen]), fuzz.array(gates[chosen]), len(chosen), n)
+        return given.values
+
+    found = fuzz.same_alone(compute, rows)
+    with np.errstate(all="ignore"):
+        expected = x.astype(np.float64) + h / (1 + np.exp(-gates.astype(np.float64)))[:, None]
+    moderate = np.abs(x).max(axis=1, initial=0) < 1e15
+    fuzz.close_to(found[moderate], expected[moderate], 4 * PRECISION[FLOAT32])
+
+
 def round_(fuzz: Fuzz) -> None:
     count, dtype = fuzz.size() * fuzz.rows(), fuzz.dtype()
     x, out = fuzz.floats(count), fuzz.out((count,), dtype)
@@ -203,7 +219,7 @@ def finite_rows(fuzz: Fuzz) -> None:
 
 TARGETS = {
     "rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "layer_norm": layer_norm, "add_layer_norm": add_layer_norm,
-    "scale": scale, "xielu": xielu, "norm_heads": norm_heads,
-    "add": add, "round": round_, "softcap": softcap, "embedding": embedding, "rotary_qkv": rotary_qkv, "route": route,
-    "log_softmax": log_softmax, "finite_rows": finite_rows,
+    "norm_heads": norm_heads, "add": add, "add_gated": add_gated, "round": round_, "scale": scale, "softcap": softcap,
+    "xielu": xielu, "embedding": embedding, "rotary_qkv": rotary_qkv, "route": route, "log_softmax": log_softmax,
+    "finite_rows": finite_rows,
 }  # fmt: skip
