@@ -81,7 +81,8 @@ LOOP: tuple[tuple[str, dict[str, Any], int, tuple[str, ...]], ...] = (  # questi
     ("What is 3 + 4?", {"tool_choice": {"type": "function", "function": {"name": "add"}}}, 1, ("3 + 4 = 7.",)),
     ("What is the weather in Paris and Oslo?", {"tool_choice": "required"}, 2, ("Paris: 18", "Oslo: 4")),
     ("What is 12 + 30, and what is the weather in Oslo?", {}, 2, ("12 + 30 = 42.", "Oslo: 4 degrees, rain")),
-    ("Add 21, 13, 40, 5 and 8.", {"parallel_tool_calls": False}, 4, ("is 87.",)),
+    ("Add 21, 13, 40 and 5.", {"parallel_tool_calls": False}, 3, ("is 79.",)),
+    ("What is 21 + 13?", {}, 1, ("21 + 13 = 34.",)),
     ("What is the weather in Paris?", {}, 1, ("Paris: 18 degrees, sun",)),
     ("Thank you!", {"tool_choice": "none"}, 0, ("",)),
 )  # fmt: skip

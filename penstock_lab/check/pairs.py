@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from posixpath import commonpath
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.ops import TensorRows
 from penstock.kernels.tensors import as_torch
 from penstock.layers.module import named_modules
+from penstock.layers.weights import Xielu
 from penstock.spec.param_table import Layout, Parameter
 from penstock.weights.rows import parameter_rows, tensor_rows
 from penstock.weights.sources import CheckpointSource
@@ -46,6 +48,8 @@ def find_pairs(parameters: Mapping[str, Parameter], ours: object, theirs: object
     unmatched: list[str] = []
     for name, parameter in parameters.items():
         layer = name.removesuffix(WEIGHT)
+        if isinstance(our_modules.get(name.rpartition(".")[0]), Xielu):  # it has no weight, so its branch is compared
+            unmatched.append(layer)
         if layer == name or parameter.tied_to is not None:
             continue
         unstacked = (item for item in parameter.layouts if item.index is None)
@@ -71,6 +75,18 @@ def split_columns(layout: Layout, columns: Tensor) -> dict[str, Tensor]:
     """
     parts = tensor_rows(replace(layout, transposed=False), TensorRows(columns.t().contiguous()))
     return {name.removesuffix(WEIGHT): as_torch(rows.read(0, rows.shape[0])).t() for name, rows in parts.items()}
+
+
+def split_heads(layout: Layout, shape: tuple[int, ...], columns: Tensor) -> dict[str, Tensor]:
+    """Split normed heads, the first of our columns [T, N], among their modules that norm them: [T, h * D] each.
+
+    shape: [heads, D], of the weights of the norms. Each token's heads are held as these weights are.
+    """
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for row in columns[:, : shape[0] * shape[1]].reshape(-1, *shape):
+        for name, rows in tensor_rows(layout, TensorRows(row.contiguous())).items():
+            found[name.removesuffix(WEIGHT)].append(as_torch(rows.read(0, rows.shape[0])).flatten())
+    return {module: torch.stack(parts) for module, parts in found.items()}
 
 
 def both_values(

@@ -20,11 +20,20 @@ from torch import Tensor, nn
 from penstock.kernels.ops import TensorRows
 from penstock.layers.decoder import Attention
 from penstock.layers.module import get_submodule, named_modules
-from penstock.layers.weights import ActivatedLinear, Embedding, LayerNorm, Linear, LMHead, RMSNorm, WeightLayer
+from penstock.layers.weights import (
+    ActivatedLinear,
+    Embedding,
+    HeadNorms,
+    LayerNorm,
+    Linear,
+    LMHead,
+    RMSNorm,
+    WeightLayer,
+)
 from penstock.weights.rows import tensor_rows
 from penstock.weights.sources import CheckpointSource, open_checkpoint_source
 from penstock_lab.check.ours import OurModel
-from penstock_lab.check.pairs import BLOCK, both_values, find_pairs, modules_of, split_columns
+from penstock_lab.check.pairs import BLOCK, both_values, find_pairs, modules_of, split_columns, split_heads
 from penstock_lab.check.report import Row
 from penstock_lab.check.twin import Call, Trace, Twin
 
@@ -221,7 +230,11 @@ class _Walk:
 
     def _output(self, call: Call, layer: WeightLayer) -> Iterator[Place]:
         layout = self.pairs.layouts.get(call.name)
-        pieces = {} if layout is None else split_columns(layout, self._rows(call.outputs[0]))
+        pieces: dict[str, Tensor] = {}
+        if layout is not None and isinstance(layer, HeadNorms):
+            pieces = split_heads(layout, tuple(layer.weight.shape), self._rows(call.outputs[0]))
+        elif layout is not None:
+            pieces = split_columns(layout, self._rows(call.outputs[0]))
         for module, ours in pieces.items():
             their_call, their_layer = self.theirs.last(module), self.twin.get_submodule(module)
             if their_call is None or not their_call.outputs:

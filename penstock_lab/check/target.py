@@ -72,7 +72,11 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
     if is_class and not named.exists():
         if model not in ARCHITECTURES and not may_fall_back(model):
             raise unsupported(model)
-        find_class(model).config_class(architectures=[model]).save_pretrained(scratch)
+        config = find_class(model).config_class(architectures=[model])
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # some defaults are not in the default vocabulary
+            if isinstance(found := getattr(config, name, None), int) and found >= config.vocab_size:
+                setattr(config, name, None)
+        config.save_pretrained(scratch)
         return _tiny_target(scratch, scratch, None)
     if named.suffix == ".json" and named.is_file():
         shutil.copyfile(named, scratch / CONFIG)
@@ -134,6 +138,9 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
     for name, size in SMALL.items():
         old = result.get(spelling.get(name, name))
         put(name, min(old, size) if isinstance(old, int) else size)
+    for name in KV_HEADS:
+        if name in result and result[name] is None:
+            result[name] = numbers.num_key_value_heads
     head_dim = _shrink_heads(numbers, values, put)
     if "head_dim" in result:  # even if it is null
         result["head_dim"] = head_dim

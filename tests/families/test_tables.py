@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedConfig
 
 from penstock import LLM, SamplingParams
@@ -25,7 +26,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 def test_every_architecture_is_proved() -> None:
     """Guards against an architecture that is accepted, and of which nothing in this folder is proved."""
-    built_in = {name for name, item in ARCHITECTURES.items() if item.model_type is not None}
+    built_in = {
+        name for name, item in ARCHITECTURES.items() if item.model_type is not None and hasattr(transformers, name)
+    }  # tests/models has those that Transformers lacks
     assert {case.architecture for case in all_cases()} == built_in
 
 

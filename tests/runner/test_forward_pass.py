@@ -45,7 +45,11 @@ def test_equal_to_transformers(case: Case, tmp_path: Path) -> None:
         assert len(ours.attentions) == len(theirs.attentions)
         for mine, other in zip(ours.attentions, theirs.attentions, strict=True):
             np.testing.assert_allclose(mine, other[0], atol=1e-5)
-    np.testing.assert_allclose(np.sum(ours.attentions[-1], axis=-1), 1.0, atol=1e-5)
+    shares = np.sum(ours.attentions[-1], axis=-1)
+    if any(name.endswith(".sinks") for name, _ in hf_model.named_parameters()):  # which take the rest
+        assert (shares < 1).all()
+    else:
+        np.testing.assert_allclose(shares, 1.0, atol=1e-5)
 
 
 @pytest.mark.parametrize("before_scale", [False, True])

@@ -22,6 +22,12 @@ from tests.kernels.packed import levels
 
 KERNELS = "cpu" if levels() else "reference"
 CASES = [case for case in all_cases() if not getattr(case, "shape", False)]  # one of each kind, not every size
+NO_DEFAULT = {  # architecture -> why there is no default config to shrink
+    "Glm4MoeForCausalLM": "its 96 heads do not divide its hidden size of 4096",
+    "GraniteMoeHybridForCausalLM": "it is a hybrid, which is not served",
+    "InternLM3ForCausalLM": "Transformers has no such class",
+    "MiMoForCausalLM": "Transformers has no such class",
+}
 IDS = random_ids(37)  # more than two windows, and no number of heads
 
 
@@ -142,7 +148,7 @@ def test_a_changed_epsilon_is_named(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("J17")
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES.keys() - NO_DEFAULT.keys()))
 def test_every_architecture_runs_without_a_checkpoint(architecture: str, tmp_path: Path) -> None:
     """Guards against a family that works for the configs of the tests and not for Transformers' default one, shrunk:
     its layers agree, and the engine generates with it."""
