@@ -1,8 +1,9 @@
 """Render chat messages to the prompt format that a model was trained on, with the model's own Jinja template.
 
 A template is a program that comes with the weights, never with a request. It runs in Jinja's immutable sandbox, sees
-only plain JSON values, and renders what Transformers' apply_chat_template renders, character for character. Its time
-and memory are limited by the caller that serves requests (client/text.py), not here.
+only plain JSON values, and renders what Transformers' apply_chat_template renders, character for character, except
+that a call is never left out where another form of its message shows it (CallForm), and that a template named "rag" is
+chosen for documents. Its time and memory are limited by the caller that serves requests (client/text.py), not here.
 """
 
 import json
@@ -35,7 +36,8 @@ class ChatTemplate:
 
     Args:
         source: one template, or several as {name: template} or a list of {"name", "template"}. "tool_use" renders
-            conversations with tools, "rag" those with documents, and "default" all others.
+            conversations with tools (also with an empty list, as in Transformers), "rag" those with documents, and
+            "default" all others.
         special_tokens: further variables of the template (bos_token, ...).
         chosen: name of the only template to use, or a file with another one.
 
@@ -87,8 +89,8 @@ class ChatTemplate:
             "documents": _plain("documents", documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        wanted = [name for name, given in (("tool_use", tools), ("rag", documents)) if given and name in self._sources]
-        name = [*wanted, "default"][0]
+        given = {"tool_use": tools is not None, "rag": bool(documents), "default": True}
+        name = next(name for name, is_given in given.items() if is_given and name in self._sources)
         has_calls = any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages or ())
         form = self._form_of_calls(name) if has_calls else CallForm()
         values["messages"] = _plain_messages(messages, form)
@@ -96,20 +98,23 @@ class ChatTemplate:
         return run(name, values)
 
     def _form_of_calls(self, name: str) -> "CallForm":
-        """Find, by trying, how a template wants messages with calls: the first form in which it shows a call."""
+        """Find, by trying, how a template wants messages with calls: the first form in which it shows a call; if it
+        shows none, the first that it does not refuse; if it refuses all, that of Transformers."""
         if name not in self._forms:
-            shown = [form for form in CALL_FORMS if self._shows_call(name, form)]
-            self._forms[name] = shown[0] if shown else CallForm({"content": ""})
+            tried = [(form, self._probe(name, form)) for form in CALL_FORMS]
+            accepted = [(form, text) for form, text in tried if text is not None]
+            shown = [(form, text) for form, text in accepted if PROBED_NAMES[0] in text and PROBED_VALUE in text]
+            self._forms[name] = [*shown, *accepted, *tried][0][0]
         return self._forms[name]
 
-    def _shows_call(self, name: str, form: "CallForm") -> bool:
+    def _probe(self, name: str, form: "CallForm") -> str | None:
+        """Render a conversation with a call in this form; None if the template refuses it."""
         messages = _plain_messages(conversation_with_calls(1), form)
         values = {**self._special_tokens, "messages": messages, "tools": PROBED_TOOLS, "documents": None}
         try:
-            text = self._run(name, {**values, "add_generation_prompt": False})
+            return self._run(name, {**values, "add_generation_prompt": False})
         except InvalidRequestError:
-            return False
-        return PROBED_NAMES[0] in text and PROBED_VALUE in text
+            return None
 
     def _run(self, name: str, values: dict[str, Any]) -> str:
         try:

@@ -1,6 +1,7 @@
 """Tools and reasoning in /v1/chat/completions: what the model sees, what the client gets, and what is refused."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from penstock.errors import InvalidRequestError
 from penstock.server.options import ServerOptions
+from penstock.tokenizer.answer_formats import tool_formats
 from tests.official import official_client
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import app_client, running
@@ -380,6 +382,16 @@ penstock.register_parser(Shouted(name="shouted", call="CALL NAMEARGUMENTS"))
 """
 
 
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Forgets the formats that a test registers."""
+    known = dict(tool_formats())
+    yield
+    tool_formats().clear()
+    tool_formats().update(known)
+
+
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
     ("name", "text", "arguments"),
     [
