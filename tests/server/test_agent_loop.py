@@ -158,7 +158,7 @@ def test_ten_calls_with_real_templates(file: Path, streams: bool) -> None:
         first = answer_of(template, [{"role": "user", "content": "x"}], 0)
     except InvalidRequestError as error:
         pytest.skip(f"the template refuses calls, here and in Transformers: {error}")
-    if "lookup" not in first:
+    if "[b]" not in first:  # of the arguments; a template may show the function among the tools
         pytest.skip("the template does not show the assistant's calls")
     if "tools" not in source:
         pytest.skip("the template does not show the tools to the model")
