@@ -1,5 +1,5 @@
-"""What depends on a token's position, as tables that layers share: the cosines and sines of rotary position embedding
-(Su et al., "RoFormer", 2021), and factors of the queries."""
+"""Tables by position, which layers share: the cosines and sines of rotary position embedding (Su et al., "RoFormer",
+2021), and factors of the queries."""
 
 import hashlib
 import math

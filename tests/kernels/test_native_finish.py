@@ -30,12 +30,12 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def multiplied(up: Tensor, activation: str | None) -> Tensor:
-    """What the activation of a gate multiplies."""
+    """Compute what the activated gate is multiplied by, from `up`."""
     return up.clamp(-7, 7) + 1 if activation == "clamped_silu" else up
 
 
 def one(activation: str) -> float:
-    """The other half that changes nothing."""
+    """Return the `up` by which an activated gate stays as it is."""
     return 0.0 if activation == "clamped_silu" else 1.0
 
 

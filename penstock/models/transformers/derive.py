@@ -379,7 +379,7 @@ def _mixture(name: str, prefix: str, owner: Any) -> Mixture:
 
 
 class _NoExperts(nn.Module):
-    """Has the result's shape of a layer's experts."""
+    """Stands for the experts of a layer, with the shape of their result."""
 
     def forward(self, x: Tensor, *choice: Tensor) -> Tensor:
         return torch.empty_like(x)
@@ -387,7 +387,7 @@ class _NoExperts(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Widened:
-    """Has the shape of the result of a product."""
+    """Stands for a product, with the shape of its result."""
 
     columns: int
 

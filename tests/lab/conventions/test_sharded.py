@@ -116,7 +116,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(options: dict[str, Any], **more: Any) -> tuple[Any, int]:
-    """What a split model answers, and the bytes that its first rank receives for it."""
+    """Let a split model answer. Return the answers, and the bytes that its first rank received for them."""
     engines: list[Any] = []
 
     def start(*args: Any) -> Any:
