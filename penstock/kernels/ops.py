@@ -225,7 +225,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Compute x / sqrt(mean(x^2) + eps) * weight of x [T, hidden] float32, weight [hidden] float32, in `dtype`.
 
-        dtype: None is the model's type, for an operand of a product; float32 is for a branch normed before it is added.
+        dtype: None is the model's type, for operands of products; float32 is for the residual stream and its branches.
         """
 
     def add_rms_norm(
@@ -237,9 +237,16 @@ class Ops(Protocol):
         """
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        dtype: Dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Compute the layer norm of x [T, hidden] float32 in dtype; weight and bias are [hidden] float32.
+        """Compute the layer norm of x [T, hidden] float32; weight and bias are [hidden] float32, dtype as in rms_norm.
 
         It is (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias: the mean is computed first, then the
         deviations from it.

@@ -56,7 +56,7 @@ class Attention(Module):
             scale=scale or cfg.attention_scale or heads.head_dim**-0.5,
             softcap=cfg.attn_logit_softcapping,
             alibi_slopes=make.ops.tensor(slopes) if cfg.alibi else None,
-            bias_before_scale=cfg.alibi,
+            bias_before_scale=cfg.alibi and cfg.scaled_alibi,
         )
         self.qkv_proj = make.linear("qkv_proj")
         offset, is_rms = cfg.norm_unit_offset, cfg.qk_norm and cfg.norm == "rms"

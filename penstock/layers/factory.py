@@ -128,10 +128,11 @@ class LayerFactory:
         """Make a vector that an operation of another layer reads. is_exact: it is not rounded to the model's type."""
         return Vector(self.ops, self._find(name).shape, is_exact=is_exact)
 
-    def layer_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> LayerNorm:
-        """Make a layer norm, with a bias if the table has one."""
+    def layer_norm(self, name: str, eps: float, *, unit_offset: bool = False, dtype: str | None = None) -> LayerNorm:
+        """Make a layer norm, with a bias if the table has one. dtype: "float32" if its result is not the operand of a
+        product but the residual stream."""
         shape, bias = self._find(name).shape, f"{self.prefix}{name}.bias" in self.parameters
-        return LayerNorm(self.ops, shape, eps, self.slot(name, shape), bias=bias, unit_offset=unit_offset)
+        return LayerNorm(self.ops, shape, eps, self.slot(name, shape, dtype), bias=bias, unit_offset=unit_offset)
 
     def head_norms(self, name: str, eps: float) -> HeadNorms:
         """Make a layer norm, with a weight of its own, for each head of q and k."""

@@ -238,7 +238,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias: [T, hidden] float32 -> dtype."""
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias: [T, hidden] float32 -> dtype, or float32 (`out` decides)."""
 
     bias: Tensor | None
 
@@ -252,7 +252,8 @@ class LayerNorm(Norm):
             self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.layer_norm(x, self.weight, self.bias, self.eps, out=self.out(x.shape[0]))
+        out = self.out(x.shape[0])
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps, dtype=self.out.dtype, out=out)
 
     def add(self, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add h to x in place, and return x and its norm, as RMSNorm.add does."""

@@ -1,7 +1,7 @@
 """Registry: the family that reads and computes each architecture. No torch: built-in classes are imported on first use.
 
 To add a family: a folder with config.py (the keys of config.json), table.yaml (the parameters) and model.py (the
-computation), a line in ARCHITECTURES, and a case in tests/families; docs/adding_a_model.md goes through it.
+computation), a line in ARCHITECTURES, and a case in tests/families; docs/adding_a_family.md has the whole list.
 `register_model` adds an architecture, or a version of an architecture, from a user's own file.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, check_installed, fail, nearest
 from penstock.interface import entry_points
-from penstock.models.falcon.config import read_falcon
+from penstock.models.falcon.config import read_bloom, read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
 from penstock.models.gpt2.config import read_gpt2
@@ -156,7 +156,7 @@ def _built_in(model_type: str, read_config: ReadConfig, source: str, table: str 
     )
 
 
-LLAMA = "llama.model.LlamaForCausalLM"
+FALCON, LLAMA = "falcon.model.FalconForCausalLM", "llama.model.LlamaForCausalLM"
 GEMMA2, MIXTRAL = "gemma2.model.Gemma2ForCausalLM", "mixtral.model.MixtralForCausalLM"
 OLMO2 = "olmo2.model.Olmo2ForCausalLM"
 QWEN_MOE = "mixtral/qwen3_moe.yaml"
@@ -164,12 +164,13 @@ QWEN_MOE = "mixtral/qwen3_moe.yaml"
 ARCHITECTURES: dict[str, Architecture] = {
     "ApertusForCausalLM": _built_in("apertus", read_apertus, LLAMA, "llama/apertus.yaml"),
     "ArceeForCausalLM": _built_in("arcee", read_arcee, LLAMA),
+    "BloomForCausalLM": _built_in("bloom", read_bloom, FALCON),
     "Cohere2ForCausalLM": _built_in("cohere2", read_cohere2, LLAMA),
     "CohereForCausalLM": _built_in("cohere", read_cohere, LLAMA),
     "Ernie4_5ForCausalLM": _built_in("ernie4_5", read_ernie4_5, LLAMA),
     "Ernie4_5_MoeForCausalLM": _built_in("ernie4_5_moe", read_ernie4_5_moe, MIXTRAL, QWEN_MOE),
     "Exaone4ForCausalLM": _built_in("exaone4", read_exaone4, OLMO2, "olmo2/exaone4.yaml"),
-    "FalconForCausalLM": _built_in("falcon", read_falcon, "falcon.model.FalconForCausalLM"),
+    "FalconForCausalLM": _built_in("falcon", read_falcon, FALCON),
     "GPT2LMHeadModel": _built_in("gpt2", read_gpt2, "gpt2.model.GPT2LMHeadModel"),
     "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),
     "Gemma3ForCausalLM": _built_in("gemma3_text", read_gemma3, GEMMA2),

@@ -100,13 +100,15 @@ class ModelConfig:
         qk_norm: q and k are normed before the rotation: each head by itself or, with qk_norm_together, all heads of
             a token together.
         embedding_scale: factor of the token embeddings.
+        embedding_norm: the token embeddings are normed before they become the residual stream.
         residual_scale: factor of each branch when it is added to the residual stream. The stream is kept divided by it
             (`stream`), so that the addition needs no product.
         attention_scale: factor of the scores; None is 1 / sqrt(head_dim).
         logit_scale: factor of the logits.
         attn_logit_softcapping, final_logit_softcapping: soft caps of scores and of logits.
         sink_logits: each head has a learned logit that takes part in every softmax and has no value.
-        alibi: scores get a bias that falls with the distance (Press et al., 2022) before they are scaled.
+        alibi: scores get a bias that falls with the distance (Press et al., 2022): before they are scaled or, without
+            scaled_alibi, after.
         num_parallel_norms: attention and feed-forward read the same residual stream, after one shared norm (1) or one
             each (2); 0: one branch follows the other.
         num_experts: number of experts in a sparse feed-forward branch; 0: no such branch.
@@ -167,6 +169,7 @@ class ModelConfig:
     norm_unit_offset: bool = False
     branch_norms: bool = False
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
     residual_scale: float = 1.0
     attention_scale: float | None = None
     logit_scale: float = 1.0
@@ -174,6 +177,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     sink_logits: bool = False
     alibi: bool = False
+    scaled_alibi: bool = True
     num_parallel_norms: int = 0
     num_experts: int = 0
     num_experts_per_tok: int = 0

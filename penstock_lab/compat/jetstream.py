@@ -1,4 +1,4 @@
-"""JetStream's names, for models that follow its calling convention. docs/adding_a_model.md describes a port.
+"""JetStream's names, for models that follow its calling convention. docs/other_engines.md describes a port.
 
 @register_model("MineForCausalLM", table="mine.yaml", convention="jetstream")
 class MineForCausalLM(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 from transformers import (
     ApertusConfig,
     ArceeConfig,
+    BloomConfig,
     Cohere2Config,
     CohereConfig,
     Ernie4_5Config,
@@ -50,6 +51,7 @@ from tests.models.configs import EXPERTS, LLAMA, PHI3, QWEN2, QWEN3_MOE
 CLASSES: dict[str, type[PreTrainedConfig]] = {
     "ApertusForCausalLM": ApertusConfig,
     "ArceeForCausalLM": ArceeConfig,
+    "BloomForCausalLM": BloomConfig,
     "Cohere2ForCausalLM": Cohere2Config,
     "CohereForCausalLM": CohereConfig,
     "Glm4ForCausalLM": Glm4Config,
@@ -85,6 +87,7 @@ CLASSES: dict[str, type[PreTrainedConfig]] = {
 # Transformers' of that name, nor ModelConfig's default.
 MADE_WITH: dict[str, dict[str, Any]] = {
     "ArceeForCausalLM": {"num_key_value_heads": 4, "head_dim": 96, "vocab_size": 128256},
+    "BloomForCausalLM": {},
     "Cohere2ForCausalLM": {"num_key_value_heads": 4},
     "FalconForCausalLM": {},
     "GPT2LMHeadModel": {},
@@ -94,6 +97,19 @@ MADE_WITH: dict[str, dict[str, Any]] = {
 
 EVERY_FOURTH = (4096, 4096, 4096, None, 4096)  # layer has no window
 NUMBERS: dict[str, dict[str, Any]] = {
+    "BloomForCausalLM": {
+        "hidden_act": "gelu_tanh",
+        "intermediate_size": 4 * 64,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+        "alibi": True,
+        "scaled_alibi": False,
+        "embedding_norm": True,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
     "FalconForCausalLM": {
         "hidden_act": "gelu",
         "intermediate_size": 4 * 4544,

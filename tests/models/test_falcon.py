@@ -1,4 +1,4 @@
-"""Falcon: its three generations against Transformers, and what Transformers does beside the mathematics."""
+"""Falcon and BLOOM against Transformers, and what Transformers does beside the mathematics."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from penstock.ranks.sharding import Degrees, Share, cut_all
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.sources import open_source, read_parameters
 from penstock_lab.convert.rewrite import rewrite_model
-from tests.families import falcon
+from tests.families import bloom, falcon
 from tests.families.case import Case
 from tests.hf_models import hf_logprobs, random_ids
 from tests.kernels.packed import levels
@@ -37,9 +37,9 @@ BY_NAME = {case.name: case for case in falcon.CASES}
 native = pytest.mark.skipif(not levels(), reason="no native library")
 
 
-@pytest.mark.covers("F13", "F19", "F20")
+@pytest.mark.covers("A4", "F13", "F19", "F20")
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("case", falcon.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*falcon.CASES, *bloom.CASES], ids=lambda case: case.name)
 def test_rows_at_different_positions(case: Case, kernels: str, tmp_path: Path) -> None:
     """Guards against a branch that reads another residual stream than the architecture's, against key/value heads that
     serve other query heads than theirs, and against a rotation, or a bias, by the position of another row. Four

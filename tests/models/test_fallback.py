@@ -160,7 +160,7 @@ def test_it_is_chosen_and_said(tmp_path: Path) -> None:
     [
         ("JetMoeForCausalLM", "sums of torch's depend on the batch"),
         ("BeamForCausalLM", "computes its experts otherwise"),
-        ("BloomForCausalLM", "does not go through Transformers' attention interface"),
+        ("MptForCausalLM", "does not go through Transformers' attention interface"),
         ("Qwen3NextForCausalLM", "it keeps other state than keys and values"),
     ],
 )

@@ -295,7 +295,17 @@ GLM_45_AIR = {
     "rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
 }  # fmt: skip
+BLOOM = {
+    "apply_residual_connection_post_layernorm": False, "architectures": ["BloomForCausalLM"], "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_dropout": 0.0, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": True,
+    "model_type": "bloom", "n_embed": 4096, "n_inner": None, "n_layer": 30, "num_attention_heads": 32,
+    "offset_alibi": 100, "pad_token_id": 3, "pretraining_tp": 4, "seq_length": 4096, "skip_bias_add": True,
+    "skip_bias_add_qkv": False, "slow_but_exact": False, "torch_dtype": "bfloat16", "unk_token_id": 0,
+    "use_cache": True, "vocab_size": 250880,
+}  # fmt: skip
 WHOLE = {
+    "BLOOM": (BLOOM, "BloomForCausalLM", 4096),
     "MiniMax-M2": (MINIMAX_M2, "MiniMaxM2ForCausalLM", 3072),
     "GLM-4.5-Air": (GLM_45_AIR, "Glm4MoeForCausalLM", 4096),
     "Qwen3-8B": (QWEN3, "Qwen3ForCausalLM", 4096),

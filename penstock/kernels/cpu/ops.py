@@ -424,9 +424,16 @@ class CpuOps(NativeCalls):
         return x, self._norm("penstock_add_rms_norm", (x, h), weight, (), eps, self.element, out)
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        dtype: Dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return self._norm("penstock_layer_norm", (x,), weight, (bias,), eps, self.element, out)
+        return self._norm("penstock_layer_norm", (x,), weight, (bias,), eps, array_type(dtype or self.dtype), out)
 
     def add_layer_norm(
         self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None

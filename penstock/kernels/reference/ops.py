@@ -197,11 +197,18 @@ class ReferenceOps:
         return x, self.rms_norm(x, weight, eps, out=out)
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        dtype: Dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         deviation = x - x.mean(dim=-1, keepdim=True)
         scaled = _rms_norm(deviation, weight, eps)
-        return _deliver(scaled if bias is None else scaled + bias, self.dtype, out)
+        return _deliver(scaled if bias is None else scaled + bias, dtype or self.dtype, out)
 
     def add_layer_norm(
         self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None

@@ -1,10 +1,12 @@
-"""Falcon decoder (Almazrouei et al., "The Falcon Series of Open Language Models", 2023): 7B, 40B, 180B, 11B and RW.
+"""The decoder of Falcon (Almazrouei et al., "The Falcon Series of Open Language Models", 2023): 7B, 40B, 180B, 11B and
+RW; and of BLOOM (BigScience Workshop, "BLOOM: A 176B-Parameter Open-Access Multilingual Language Model", 2022).
 
 block:  x = x + attn(ln(x)) + mlp(ln(x))                  7B, 11B: one norm for both branches
         x = x + attn(ln_attn(x)) + mlp(ln_mlp(x))         40B, 180B: one each
-        x = x + attn(ln(x));  x = x + mlp(ln'(x))         RW: one branch after the other
-        LayerNorm, a plain MLP; rotary embedding, or ALiBi (RW)
-varies by ModelConfig only: num_parallel_norms, key/value heads (one, groups, all), alibi, biases, tied head
+        x = x + attn(ln(x));  x = x + mlp(ln'(x))         RW, BLOOM: one branch after the other
+        LayerNorm, a plain MLP; rotary embedding, or ALiBi (RW, BLOOM)
+varies by ModelConfig only: num_parallel_norms, key/value heads (one, groups, all), alibi, biases, tied head, a norm of
+    the embedding (BLOOM)
 not here: the layout of the fused query_key_value (table.yaml), arithmetic and rounding (kernels/ops.py)
 """
 
@@ -23,10 +25,13 @@ class FalconForCausalLM(DecoderLM):
 
 
 class FalconModel(Module):
-    """Embedding, blocks, final norm."""
+    """Embedding, which may be normed, blocks, final norm."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
         self.word_embeddings = make.embedding("word_embeddings")
+        self.word_embeddings_layernorm = None
+        if cfg.embedding_norm:
+            self.word_embeddings_layernorm = make.layer_norm("word_embeddings_layernorm", cfg.norm_eps, dtype="float32")
         rotary = None if cfg.rope is None else make.rotary(cfg.rope, cfg)
         block = ParallelBlock if cfg.num_parallel_norms else SequentialBlock
         self.h = [block(cfg, make.at(f"h.{index}"), index, rotary) for index in range(cfg.num_hidden_layers)]
@@ -35,6 +40,8 @@ class FalconModel(Module):
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Map ids [T] int64 to hidden states [T, hidden] dtype."""
         x, h = self.word_embeddings(input_ids), None
+        if self.word_embeddings_layernorm is not None:
+            x = self.word_embeddings_layernorm(x)
         for block in self.h:
             x, h = block(x, h, ctx)
         return self.ln_f.add(x, h)[1]

@@ -34,7 +34,7 @@ BACKENDS = ["reference", "cpu"] if levels() else ["reference"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
 PROMPTS = [{"prompt_token_ids": random_ids(length, length)} for length in (3, 40, 17, 64, 1)]
 
-# A port as docs/adding_a_model.md describes it: the shared kernel in place of hand-written attention.
+# A port as docs/other_engines.md describes it: the shared kernel in place of hand-written attention.
 PORTED = """
 from penstock_lab.compat.jetstream import AttentionKernel, register_model
 from penstock_lab.conventions.plain_llama import PlainLlama, rotate
