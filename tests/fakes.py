@@ -6,8 +6,8 @@ computes its tokens from what it finds in the cache, so a wrong slot, block or p
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,13 @@ from penstock.config import EngineConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
-from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
-from penstock.kernels.tensors import as_torch
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, TokenScores, score_tokens
+from penstock.kernels.tensors import as_array, as_torch
 from penstock.layers.module import ForwardContext
 from penstock.spec.model_config import ModelConfig
 
 POISON = -(10**6)  # what a slot holds before anything is stored there
+ANY_ID = 2**40  # what is chosen in a row that is not healthy
 
 # --- configuration ---------------------------------------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ class FakeCache:
 
 
 class FakeOps:
-    """What the runner asks of a backend: caches, finite_rows, log_softmax and sample, the last as plain loops."""
+    """What the runner asks of a backend: caches, log-probabilities, and choose as plain loops."""
 
     name = "fake"
     dtype = torch.float32
@@ -76,16 +77,21 @@ class FakeOps:
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: FakeCache) -> AttentionMetadata:
         return meta.to(self.tensor)
 
-    def finite_rows(self, logits: Tensor) -> Tensor:
-        return torch.isfinite(logits.amax(dim=-1))
-
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.log_softmax(logits, dim=-1, out=out)
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        assert bool(torch.isfinite(logits.amax(dim=-1)).all()), "the runner samples healthy rows only"
-        rows = adjusted(logits, params)
-        return torch.tensor([self._choose(row, params, m) for m, row in enumerate(rows)], dtype=torch.int64)
+    def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        healthy = torch.isfinite(logits.amax(dim=-1))
+        pairs = zip(adjusted(logits, params), healthy.tolist(), strict=True)
+        ids = [self._choose(row, params, m) if is_healthy else ANY_ID for m, (row, is_healthy) in enumerate(pairs)]
+        return torch.tensor(ids, dtype=torch.int64), healthy
+
+    def token_scores(self, logits: Tensor, ids: Tensor, num_top: int) -> TokenScores:
+        found = score_tokens(as_array(self.log_softmax(logits)), as_array(ids), num_top)
+        return TokenScores(*(torch.from_numpy(np.ascontiguousarray(part)) for part in astuple(found)))
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[np.ndarray]]:
+        return lambda: [as_array(tensor) for tensor in tensors]
 
     def _choose(self, row: list[float], params: SamplingTensors, m: int) -> int:
         temperature = float(params.temperature[m])

@@ -16,7 +16,7 @@ def check_offload(config: EngineConfig) -> None:
     """Refuse a store for an engine whose blocks it cannot keep.
 
     Raises:
-        InvalidRequestError: the engine does not use the native kernels, has no model, or has several processes.
+        InvalidRequestError: the engine has no model, or several processes.
     """
     name, numerics = config.cache.offload_option, config.numerics
     if name is None:
@@ -24,8 +24,6 @@ def check_offload(config: EngineConfig) -> None:
     why = None
     if numerics.load_format == "mock":
         why = "mock has no keys and values to keep"
-    elif numerics.kernels != "cpu":
-        why = "only the native kernels (kernels = cpu) can save blocks"
     elif config.parallel.num_ranks > 1 or config.parallel.pipeline_parallel_size > 1:
         why = "blocks of a model that several processes share cannot be saved"
     if why is not None:

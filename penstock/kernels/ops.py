@@ -39,7 +39,7 @@ from penstock.kernels.metadata import (
     RotaryParams,
     RouterParams,
 )
-from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.sampling import SamplingTensors, TokenScores
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array, Dtype, Tensor
 
@@ -310,12 +310,18 @@ class Ops(Protocol):
             ValueError: the cache does not have one of the blocks.
         """
 
-    def block_bytes(self, cache: KVCache, block_id: int) -> Array:
-        """Expose the cache's own memory of a block, [block bytes], so that it can be saved or overwritten.
+    def read_block(self, cache: KVCache, block_id: int) -> bytes:
+        """Copy a block to the host as the cache stores it, scales per token included.
 
         Raises:
             ValueError: the cache does not have this block.
-            NotSupportedError: the backend does not lay a block out in one piece.
+        """
+
+    def write_block(self, cache: KVCache, block_id: int, content: bytes | memoryview) -> None:
+        """Overwrite a block with what read_block returned for any block of an equal cache.
+
+        Raises:
+            ValueError: the cache does not have this block, or a block has another size.
         """
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
@@ -354,16 +360,31 @@ class Ops(Protocol):
             ValueError: as in `plan`.
         """
 
-    def finite_rows(self, logits: Tensor) -> Tensor:
-        """Test rows of logits [M, V] float32, [M] bool: whether each has no NaN, no +inf, and a value above -inf."""
-
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Compute the log-probabilities [M, V] float32 of logits [M, V] float32."""
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        """Choose one id per row of logits [M, V] float32: [M] int64; sampling.NO_TOKEN where no id may be chosen.
+    def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        """Choose one id per row of logits [M, V] float32, and test whether the rows are healthy.
 
         kernels/sampling.py describes the steps and their order.
+
+        Returns:
+            ids: [M] int64; sampling.NO_TOKEN where no id may be chosen; any number for a row that is not healthy.
+            healthy: [M] bool, whether each row of logits has no NaN, no +inf, and a value above -inf.
+        """
+
+    def token_scores(self, logits: Tensor, ids: Tensor, num_top: int) -> TokenScores:
+        """Score the ids [M] int64 and the num_top likeliest ids in rows of logits [M, V] float32.
+
+        In a row that is not healthy, as in `choose`, every log-probability is NaN. An id may be NO_TOKEN; then its
+        log-probability and its rank are any numbers.
+        """
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        """Begin to copy tensors to the host.
+
+        Returns:
+            A function that waits for the copies and returns them. They may share the tensors' memory.
         """
 
 

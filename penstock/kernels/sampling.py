@@ -1,5 +1,6 @@
-"""SamplingTensors: the sampling parameters of one step's rows, as arrays that a kernel can read; and the arithmetic of
-them that is Python: `adjust` and `philox4x32` compute with numpy's arrays and torch's tensors alike.
+"""SamplingTensors: the sampling parameters of one step's rows, as arrays that a kernel can read; TokenScores: their
+log-probabilities; and the arithmetic of both that is Python: `adjust` and `philox4x32` compute with numpy's arrays and
+torch's tensors alike, and `score_tokens` with numpy's.
 
 A backend applies the parameters in this fixed order, which is also vLLM's:
 
@@ -22,7 +23,9 @@ other draw uses another last word, and so has a stream of its own (`uniform_at`)
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from penstock.kernels.tensors import Tensor
+import numpy as np
+
+from penstock.kernels.tensors import Array, Int64, Tensor
 
 Word: TypeAlias = Any  # an int or an int64 tensor
 Words: TypeAlias = tuple[Word, Word, Word, Word]
@@ -59,6 +62,43 @@ class SamplingTensors:
     bias: tuple[Tensor, Tensor] | None = None
     repetition: tuple[Tensor, Tensor] | None = None
     counts: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """The log-probabilities of some ids in M rows.
+
+    Attributes:
+        ids: [M, 1 + N] int64: a given id, then the N likeliest, the likeliest and, of equal ones, the lowest id first.
+            There are no more than the vocabulary has.
+        logprobs: [M, 1 + N] float32, of these ids.
+        ranks: [M] int64: 1 + the number of ids that are likelier than the given one, so tied ids share a rank.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+
+
+def score_tokens(logprobs: Array, ids: Int64, num_top: int) -> TokenScores:
+    """Look up and rank ids [M] and the num_top likeliest ids in log-probabilities [M, V] float32."""
+    columns = np.maximum(ids, 0)[:, None]
+    own = np.take_along_axis(logprobs, columns, axis=-1)
+    ranks = (logprobs > own).sum(axis=-1) + 1
+    if most := min(num_top, logprobs.shape[1]):
+        columns = np.concatenate([columns, _top_ids(logprobs, most)], axis=-1)
+        own = np.take_along_axis(logprobs, columns, axis=-1)
+    return TokenScores(columns, own, ranks)
+
+
+def _top_ids(logprobs: Array, count: int) -> Int64:
+    ids = np.zeros((len(logprobs), count), dtype=np.int64)
+    for row, values in enumerate(logprobs):
+        least = np.partition(values, -count)[-count]
+        found = np.flatnonzero(values >= least)  # more than `count` on a tie, none of a row of NaN
+        best = found[np.argsort(-values[found], kind="stable")[:count]]
+        ids[row, : len(best)] = best
+    return ids
 
 
 def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:

@@ -157,6 +157,11 @@ def as_kind_of(tensor: Tensor, array: Array) -> Tensor:
     return array if isinstance(tensor, np.ndarray) else as_torch(array)
 
 
+def contiguous(tensor: Tensor) -> Tensor:
+    """Copy a tensor whose rows are not neighbours; return others as they are."""
+    return np.ascontiguousarray(tensor) if isinstance(tensor, np.ndarray) else tensor.contiguous()
+
+
 def rounded(array: Array, dtype: Dtype) -> Array:
     """Round contiguous values to another type, to the nearest, ties to even; the array itself if it has the type."""
     return np.ascontiguousarray(array.astype(array_type(dtype), copy=False)).reshape(array.shape)

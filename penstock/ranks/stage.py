@@ -24,14 +24,14 @@ import numpy as np
 
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError
-from penstock.interface.step import RequestStepOutput, SchedulerOutput
+from penstock.interface.step import SchedulerOutput
 from penstock.kernels.tensors import LOGITS_ROWS, Array, Slot, Tensor, as_array
 from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import Module, children
 from penstock.layers.weights import Embedding, WeightLayer
 from penstock.runner.input_batch import PackedStep, PromptPiece
-from penstock.runner.model_runner import ModelRunner
+from penstock.runner.model_runner import ModelRunner, Pending
 from penstock.spec.model_config import ModelConfig
 
 Activations = tuple[Tensor, Tensor | None]  # x and h; h is None in families whose blocks add their branches themselves
@@ -170,17 +170,13 @@ class RankRunner(ModelRunner):
 class FollowingRunner(RankRunner):
     """Computes the same hidden states and its part of the same logits, in the same order, as the rank that samples."""
 
-    def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
+    def _draw(self, logits: Tensor, pending: Pending, step: PackedStep) -> None:
         """Sample nothing, because this rank has only some columns of the logits."""
 
-    def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[RequestStepOutput]) -> None:
+    def _score(self, hidden: Tensor, piece: PromptPiece, pending: Pending) -> None:
         """Compute this rank's part of the logits of each slice."""
-        start = 0
-        for piece in pieces:
-            end = start + len(piece.targets)
-            for first in range(start, end, LOGITS_ROWS):
-                self.model.compute_logits(hidden[first : min(first + LOGITS_ROWS, end)])
-            start = end
+        for start in range(0, len(piece.targets), LOGITS_ROWS):
+            self.model.compute_logits(hidden[start : start + LOGITS_ROWS])
 
 
 class StageRunner:

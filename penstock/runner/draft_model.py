@@ -124,7 +124,7 @@ class GreedyDecoder:
         else:
             logits = runner.model.compute_logits(runner.model(input_ids, ctx))
         greedy = SamplingTensors(runner.ops.tensor(np.zeros(len(tokens), dtype=np.float32)))
-        found = as_array(runner.ops.sample(runner.without_padding(logits), greedy))
+        found = as_array(runner.ops.choose(runner.without_padding(logits), greedy)[0])
         np.copyto(tokens[:, 1], np.maximum(found, 0), where=tokens[:, 1] < 0)
         step.positions[:] += 1
         for slots in step.slot_mappings:

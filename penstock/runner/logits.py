@@ -638,6 +638,20 @@ class AdjustedRow(NamedTuple):
     num_outputs: int
 
 
+class HostRow(NamedTuple):
+    """A row of a step's logits that is changed on the host.
+
+    Attributes:
+        place: its place in the logits.
+        at: its row and offset, as in Positions.
+        logits: [V] float32, changed in place.
+    """
+
+    place: int
+    at: tuple[int, int]
+    logits: Float32
+
+
 def adjusted_pairs(rows: Sequence[AdjustedRow], num_rows: int, vocab_size: int) -> dict[str, Any]:
     """Collect the masked, bias, repetition and counts of SamplingTensors that any row needs, as arrays, for logits
     [num_rows, vocab_size]."""

@@ -1,9 +1,13 @@
 """ModelRunner: computes steps on one device, from a SchedulerOutput to a StepOutput. LocalExecutor: runs it for the
 engine. RecordedModel: a model whose pass over few tokens is recorded once and then run without its Python.
 
-    scheduler_output -> InputBatch.update, pack -> model(input_ids, ctx) -> hidden [T, hidden]
-      -> logits at the M sampled positions -> Sampler -> ids, log-probabilities
-      -> logits at the P prompt positions, a slice at a time -> prompt log-probabilities
+    begin     scheduler_output -> InputBatch.update, pack -> model(input_ids, ctx) -> hidden [T, hidden]
+                -> logits at the M sampled positions -> Sampler
+                -> logits at the P prompt positions, a slice at a time -> their scores
+    finish    -> ids, log-probabilities, vectors
+
+`begin` reads no result of the device. `finish` waits for it, and does what the host has to do with the results. So a
+device can compute between the halves while the host does something else.
 
 If the logits of a row are not finite, or allow no token, only that row's request fails; the others continue. The runner
 decides nothing about scheduling or blocks, and handles no text.
@@ -11,9 +15,9 @@ decides nothing about scheduling or blocks, and handles no text.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -23,17 +27,35 @@ from penstock.errors import EngineError
 from penstock.interface.step import BlockCopy, CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, Program, RecordingOps
-from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS, Array, Tensor, as_array, dtype_of, is_torch
+from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS, Array, Tensor, as_array, contiguous, dtype_of, is_torch
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
 from penstock.runner.pooler import Pooler
-from penstock.runner.sampler import NOT_FINITE, Sampled, Sampler, token_logprobs
+from penstock.runner.sampler import NOT_FINITE, Draws, Sampled, Sampler, token_logprobs
 from penstock.runner.structured import Forms, StructuredRows
 from penstock.spec.model_config import ModelConfig
 
 HIDDEN_NOT_FINITE = "the model's hidden states are not finite (NaN or infinity)"
 WINDOW = 2048  # columns of a checksum; an even number, because two float32 are added as one 64-bit word
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A step that was begun and not finished.
+
+    Attributes:
+        step: None for a step without tokens.
+        hidden: the hidden states [T, hidden], if a pooling request needs them.
+        draws: None if nothing is sampled here.
+        scores: the prompt positions to score, and the scores of each slice of them.
+    """
+
+    plan: SchedulerOutput
+    step: PackedStep | None = None
+    hidden: Tensor | None = None
+    draws: Draws | None = None
+    scores: list[tuple[PromptPiece, list[Callable[[], list[Array]]]]] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -90,13 +112,12 @@ class ModelRunner:
         self.cache_bytes = sum(self.kv_caches[layer].num_bytes for layer in self._own_layers)
         owned = {index: set(group.layers) & set(self._own_layers) for index, group in enumerate(groups)}
         self._first_layers = {index: min(found) for index, found in owned.items() if found}
-        self._sampler = Sampler(ops)
         self._pooler = Pooler()
         self._packed: PackedStep | None = None  # the last step
         self._unplanned: dict[int, AttentionMetadata] = {}  # metadata of the last step, by cache group
-        self._checksum_step: int | None = None  # the step being computed, if it asks for checksums
         self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
-        self._structured = StructuredRows(forms, self.batch, ops)
+        self._structured = StructuredRows(forms, self.batch)
+        self._sampler = Sampler(ops, self.batch, self._structured)
         self.store: TieredBlockStore | None = None  # for blocks beyond the cache
 
     def may_record(self, config: EngineConfig, model_config: ModelConfig) -> bool:
@@ -105,7 +126,11 @@ class ModelRunner:
         return isinstance(self.ops, RecordingOps)
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
-        """Compute a step. A step without tokens only removes requests.
+        """Compute a step, both halves of it. Raise as they do."""
+        return self.finish(self.begin(scheduler_output))
+
+    def begin(self, scheduler_output: SchedulerOutput) -> Pending:
+        """Begin a step. The step before must be finished. A step without tokens only removes requests.
 
         Raises:
             EngineError: scheduler and runner disagree. After any exception, no token was appended, and later steps
@@ -115,10 +140,23 @@ class ModelRunner:
         self._note_special_requests(scheduler_output)
         self._transfer_blocks(scheduler_output)
         self._copy_blocks(scheduler_output.block_copies)
-        if not scheduler_output.scheduled:
-            return StepOutput(scheduler_output.step_id, {})
+        pending = Pending(scheduler_output)
+        if scheduler_output.scheduled:
+            with self.computing():
+                self._begin(pending)
+        return pending
+
+    def finish(self, pending: Pending) -> StepOutput:
+        """Wait for a step that was begun, and return its results. Raise as `begin` does."""
+        plan = pending.plan
+        if pending.step is None:
+            return StepOutput(plan.step_id, {})
+        results = [RequestStepOutput([]) for _ in plan.scheduled]
         with self.computing():
-            return self._compute(scheduler_output)
+            self._finish(pending, pending.step, results)
+        pairs = zip(plan.scheduled, results, strict=True)
+        finished = {item.request_id: result if result.error is None else _failed(result) for item, result in pairs}
+        return StepOutput(plan.step_id, finished)
 
     def _note_special_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the few requests that have a form or are pooled. A step without any calls neither part."""
@@ -135,25 +173,26 @@ class ModelRunner:
     @property
     def block_bytes(self) -> list[int]:
         """The bytes of a block in all layers of each cache group."""
-        return [sum(memory.nbytes for memory in self._block(index, 0)) for index in range(len(self.groups))]
+        return [sum(self._layer_bytes(index)) for index in range(len(self.groups))]
 
-    def _block(self, group: int, block_id: int) -> list[Array]:
-        """Expose the memory of a block in each layer of its group."""
-        return [self.ops.block_bytes(self.kv_caches[layer], block_id) for layer in self.groups[group].layers]
+    def _layer_bytes(self, group: int) -> list[int]:
+        """Count the bytes of a block in each layer of its group."""
+        layers, num_blocks = self.groups[group].layers, self.groups[group].num_blocks
+        return [self.kv_caches[layer].num_bytes // num_blocks for layer in layers]
 
     def _transfer_blocks(self, plan: SchedulerOutput) -> None:
         """Save blocks to the store, and load blocks that the store has fetched."""
         if self.store is None:
             return
         for item in plan.block_saves:
-            self.store.save(
-                item.group, item.block_hash, np.concatenate(self._block(item.group, item.block_id)).tobytes()
-            )
+            caches = (self.kv_caches[layer] for layer in self.groups[item.group].layers)
+            content = b"".join(self.ops.read_block(cache, item.block_id) for cache in caches)
+            self.store.save(item.group, item.block_hash, content)
         for item in plan.block_loads:
-            content, start = np.frombuffer(self.store.load(item.group, item.block_hash), dtype=np.uint8), 0
-            for memory in self._block(item.group, item.block_id):
-                memory[:] = content[start : start + memory.nbytes]
-                start += memory.nbytes
+            rest = memoryview(self.store.load(item.group, item.block_hash))
+            for layer, size in zip(self.groups[item.group].layers, self._layer_bytes(item.group), strict=True):
+                self.ops.write_block(self.kv_caches[layer], item.block_id, rest[:size])
+                rest = rest[size:]
         self.store.end_step()
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -162,41 +201,55 @@ class ModelRunner:
                 if layer in self._own_layers:
                     self.ops.copy_block(self.kv_caches[layer], copy.source, copy.target)
 
-    def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
-        self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None
-        step = self.batch.pack(scheduler_output.scheduled)
+    def _begin(self, pending: Pending) -> None:
+        step = pending.step = self.batch.pack(pending.plan.scheduled)
         if self._structured.by_row:
             self._structured.begin(step)
-        results = [RequestStepOutput([]) for _ in scheduler_output.scheduled]
         input_ids, ctx = self.ops.tensor(step.input_ids), self.context(step)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
         if isinstance(self.model, RecordedModel) and len(step.layout.sampled) == len(step.input_ids) <= FIXED_ROWS:
-            self._sample(self.model.logits(input_ids, ctx), step, results)
-        else:
-            hidden = self.model(input_ids, ctx)
-            if self._pooler.requests:
-                self._pool(hidden, step, scheduler_output, results)
-            self._finish(hidden, step, results)
-        pairs = zip(scheduler_output.scheduled, results, strict=True)
-        finished = {item.request_id: result if result.error is None else _failed(result) for item, result in pairs}
-        return StepOutput(scheduler_output.step_id, finished)
-
-    def _pool(self, hidden: Tensor, step: PackedStep, plan: SchedulerOutput, results: list[RequestStepOutput]) -> None:
-        """Pass hidden [T, hidden] to the pooler, and note the vectors of finished pooling requests."""
-        for b, pooled in self._pooler.pool(hidden, step.layout.query_start_loc, plan.scheduled).items():
-            results[b].pooled = pooled
-            results[b].error = HIDDEN_NOT_FINITE if pooled is None else None
-
-    def _finish(self, hidden: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
-        """Sample and score hidden [T, hidden], with logits only at the positions that need them."""
-        num_sampled = len(step.layout.sampled)
+            self._draw(self.model.logits(input_ids, ctx), pending, step)
+            return
+        hidden, num_sampled = self.model(input_ids, ctx), len(step.layout.sampled)
+        if self._pooler.requests:
+            pending.hidden = hidden
         if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled, in order
             hidden = hidden[self.ops.tensor(step.logits_indices)]
-        if step.prompt_pieces:
-            self._score_prompts(hidden[num_sampled:], step.prompt_pieces, results)
-            hidden = hidden[:num_sampled]
+        start = num_sampled
+        for piece in step.prompt_pieces:
+            end = start + len(piece.targets)
+            self._score(hidden[start:end], piece, pending)
+            start = end
         if num_sampled:
-            self._sample(self.model.compute_logits(hidden), step, results)
+            self._draw(self.model.compute_logits(hidden[:num_sampled]), pending, step)
+
+    def _score(self, hidden: Tensor, piece: PromptPiece, pending: Pending) -> None:
+        """Begin to score the prompt positions of hidden [n, hidden], a bounded slice at a time."""
+        slices: list[Callable[[], list[Array]]] = []
+        pending.scores.append((piece, slices))
+        for start in range(0, len(piece.targets), LOGITS_ROWS):
+            end = start + LOGITS_ROWS
+            logits = self.without_padding(self.model.compute_logits(hidden[start:end]))
+            scores = self.ops.token_scores(logits, self.ops.tensor(piece.targets[start:end]), piece.num_top)
+            slices.append(self.ops.fetch([scores.ids, scores.logprobs, scores.ranks]))
+
+    def _draw(self, logits: Tensor, pending: Pending, step: PackedStep) -> None:
+        """Begin to sample a token from each row of logits [M, V']."""
+        positions = Positions(step.layout.sampled_rows, step.layout.offsets)
+        pending.draws = self._sampler.begin(self.without_padding(logits), positions)
+
+    def _finish(self, pending: Pending, step: PackedStep, results: list[RequestStepOutput]) -> None:
+        if pending.hidden is not None:
+            starts, scheduled = step.layout.query_start_loc, pending.plan.scheduled
+            for b, pooled in self._pooler.pool(pending.hidden, starts, scheduled).items():
+                results[b].pooled = pooled
+                results[b].error = HIDDEN_NOT_FINITE if pooled is None else None
+        for piece, slices in pending.scores:
+            results[piece.sequence].prompt_logprobs = entries = list(_entries(slices, piece.num_top))
+            if len(entries) < len(piece.targets):
+                results[piece.sequence].error = NOT_FINITE
+        if pending.draws is not None:
+            self._take_draws(pending.draws, pending.plan, step, results)
 
     def context(self, step: PackedStep) -> ForwardContext:
         """Prepare what the model needs to know of a step, which may be the last step, changed in place."""
@@ -223,18 +276,18 @@ class ModelRunner:
             sliding_window=group.sliding_window,
         )
 
-    def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
-        """Sample a token from each row of logits [M, V'], and give each sequence its valid tokens."""
-        logits = self.without_padding(logits)
-        sequences = step.layout.sampled.tolist()
-        if self._checksum_step is not None:
-            for b, checksum in zip(sequences, logits_checksums(as_array(logits), self._checksum_step), strict=True):
+    def _take_draws(
+        self, draws: Draws, plan: SchedulerOutput, step: PackedStep, results: list[RequestStepOutput]
+    ) -> None:
+        """Give each sequence its valid tokens."""
+        sequences, positions = step.layout.sampled.tolist(), draws.positions
+        if plan.checksum_logits:
+            for b, checksum in zip(sequences, logits_checksums(draws.logits, plan.step_id), strict=True):
                 results[b].checksum = ((results[b].checksum or 0) + checksum) % 2**64
         failed = None
         if step.prompt_pieces:  # nothing else can have failed yet
             failed = np.array([results[b].error is not None for b in sequences], dtype=np.bool_)
-        positions = Positions(step.layout.sampled_rows, step.layout.offsets)
-        sampled, errors = self._sampler.choose(logits, self.batch, positions, self._structured, failed)
+        sampled, errors = self._sampler.finish(draws, failed)
         for index, state in sampled.sampler_state.items():  # a request that has one has no drafts
             self.batch.sampling.sampler_state[positions.rows[index]] = results[sequences[index]].sampler_state = state
         chosen_ids = sampled.token_ids
@@ -266,33 +319,16 @@ class ModelRunner:
         """Remove the LM head's padding, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""
         if logits.shape[1] == self.vocab_size:
             return logits
-        return self.ops.tensor(np.ascontiguousarray(as_array(logits)[:, : self.vocab_size]))
+        return contiguous(logits[:, : self.vocab_size])
 
-    def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[RequestStepOutput]) -> None:
-        """Compute the prompt log-probabilities of hidden [P, hidden], a bounded slice at a time."""
-        start = 0
-        for piece in pieces:
-            end = start + len(piece.targets)
-            entries = list(self._scored(hidden[start:end], piece))
-            if len(entries) < len(piece.targets):
-                results[piece.sequence].error = NOT_FINITE
-            results[piece.sequence].prompt_logprobs = entries
-            start = end
 
-    def _scored(self, hidden: Tensor, piece: PromptPiece) -> Iterator[TokenLogprobs]:
-        """Yield one entry per row of hidden [n, hidden], up to the first slice whose logits are not finite.
-
-        The later slices are computed all the same, because the other ranks of the model compute all slices.
-        """
-        is_finite = True
-        for start in range(0, len(piece.targets), LOGITS_ROWS):
-            end = start + LOGITS_ROWS
-            logits = self.without_padding(self.model.compute_logits(hidden[start:end]))
-            is_finite = is_finite and bool(as_array(self.ops.finite_rows(logits)).all())
-            if not is_finite:
-                continue
-            some = piece.targets[start:end]
-            yield from token_logprobs(as_array(self.ops.log_softmax(logits)), some, [piece.num_top] * len(some))
+def _entries(slices: Iterable[Callable[[], list[Array]]], num_top: int) -> Iterator[TokenLogprobs]:
+    """Yield one entry per prompt position, up to the first slice whose logits are not finite."""
+    for fetch in slices:
+        scores = fetch()
+        if np.isnan(scores[1]).any():
+            return
+        yield from token_logprobs(scores, [num_top] * len(scores[0]))
 
 
 class LocalExecutor:
@@ -334,7 +370,7 @@ class LocalExecutor:
         self._submitted.popleft()
         if self._runner is None:
             raise EngineError("the executor was shut down")
-        return self._runner.execute(handle)
+        return self._runner.finish(self._runner.begin(handle))
 
     def shutdown(self) -> None:
         """Free the model and the caches. A second call does nothing."""
@@ -370,7 +406,7 @@ def _accept(
     return accepted
 
 
-def logits_checksums(logits: Array, step_id: int) -> list[int]:
+def logits_checksums(logits: Tensor, step_id: int) -> list[int]:
     """Sum, for each row of logits [M, V] float32, the words in this step's window, modulo 2**64. The sum shows the
     flight recorder's replay a changed bit even in a step that chose the same tokens.
 
@@ -381,9 +417,9 @@ def logits_checksums(logits: Array, step_id: int) -> list[int]:
     vocab_size = logits.shape[1]
     width = min(WINDOW, vocab_size // 2 * 2)
     if width == 0:
-        return [int(row.view(np.uint32)[0]) for row in logits]
+        return [int(row.view(np.uint32)[0]) for row in as_array(logits)]
     start = min(step_id % -(-vocab_size // width) * width, vocab_size - width)
-    words = logits[:, start : start + width].view(np.uint64)
+    words = as_array(logits[:, start : start + width]).view(np.uint64)
     return list(np.add.reduce(words, axis=1, dtype=np.uint64).tolist())
 
 

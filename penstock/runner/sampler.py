@@ -1,18 +1,17 @@
 """Sampler: from the logits of a step to one token per row, and the log-probabilities that were asked for.
 
-    custom processors -> forms (structured.py) -> rows that the kernels cannot adjust are warped (logits.py) -> draw
+    rows on the host:   custom processors -> forms (structured.py) -> warped (logits.py), if no kernel can adjust them
+    all rows:           choose, token_scores
 
 Rows that are not finite, or in which no token may be chosen, get an error; the others are sampled all the same.
-Log-probabilities are of the raw distribution: they are taken before all of this. The backend does the arithmetic
-(`ops.log_softmax`, `ops.sample`); this module collects its parameters and ranks tokens. A parameter that no row of a
-step needs is None in SamplingTensors, so that its pass over the logits is skipped. Rows without LogitAdjustments cost a
-few indexed reads and no Python per row.
-
-Order: higher log-probability first, the lower id first on a tie. Rank: 1 + the number of tokens with a strictly
-greater log-probability, so tied tokens share a rank.
+Log-probabilities are of the raw distribution, before all of this. The backend does the arithmetic (`ops.choose`,
+`ops.token_scores`); this module collects its parameters. Only rows that need work that no kernel does are taken to the
+host; a step without such rows waits for the device once, when it is finished. A parameter that no row of a step needs
+is None in SamplingTensors, so that its pass over the logits is skipped. Rows without LogitAdjustments cost a few
+indexed reads and no Python per row.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,10 +21,10 @@ import numpy as np
 from penstock.interface.plugins import PROCESSORS, TimeLimitError, call_limited, takes_ids
 from penstock.interface.step import SamplerState, TokenLogprobs
 from penstock.kernels.ops import Ops
-from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, adjust
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, adjust, score_tokens
 from penstock.kernels.tensors import Array, Bools, Float32, Int64, Tensor, as_array, as_torch
 from penstock.runner.input_batch import InputBatch, Positions
-from penstock.runner.logits import AdjustedRow, Draw, adjusted_pairs, next_state
+from penstock.runner.logits import AdjustedRow, Draw, HostRow, adjusted_pairs, next_state
 from penstock.runner.structured import StructuredRows
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
@@ -53,127 +52,177 @@ class _Cached:
     """State that stays the same from step to step as long as the rows and their requests do.
 
     Attributes:
-        batch, rows, version, vocab_size: what it is valid for; `rows` is the same array in steps of the same layout.
+        rows, version, vocab_size: what it is valid for; `rows` is the same array in steps of the same layout.
         asked: indices of the rows [M] that ask for log-probabilities.
+        num_top: how many likeliest tokens each of these wants.
         params: None if any row has adjustments, because they change with every token.
     """
 
-    batch: InputBatch
     rows: Int64
     version: int
     vocab_size: int
     asked: Int64
+    num_top: list[int]
     params: SamplingTensors | None = None
 
-    def holds_for(self, batch: InputBatch, rows: Int64, vocab_size: int) -> bool:
+    def holds_for(self, rows: Int64, version: int, vocab_size: int) -> bool:
         """Tell whether these are the same rows, with the same requests."""
-        if self.batch is not batch or self.version != batch.sampling.version or self.vocab_size != vocab_size:
+        if (self.version, self.vocab_size) != (version, vocab_size):
             return False
         return self.rows is rows or np.array_equal(self.rows, rows)
 
 
-class Sampler:
-    """Chooses tokens with the arithmetic of one backend."""
+@dataclass(slots=True, eq=False)
+class Draws:
+    """The tokens of rows of logits [M, V] that are being chosen.
 
-    def __init__(self, ops: Ops) -> None:
+    Attributes:
+        raw: the logits of the rows that ask for log-probabilities; None if no row asks.
+        adjusted: the rows with adjustments, if the parameters of the kernels must be collected anew.
+        on_host: indices of the rows that the host changes before a token of any row is chosen.
+        fetch: waits for the ids and the health of the rows, and for the scores of those that ask for any.
+    """
+
+    logits: Tensor
+    positions: Positions
+    cached: _Cached
+    raw: Tensor | None
+    adjusted: list[AdjustedRow]
+    on_host: list[int]
+    fetch: Callable[[], list[Array]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _HostWork:
+    """What the host did to rows of logits.
+
+    Attributes:
+        changed: the indices of the rows, which were healthy.
+        warped: the logits [V] of rows that are ready for the draw, by index.
+        hidden: the tokens with which a beam may not continue, [V] bool, by index.
+        errors: messages by index.
+    """
+
+    changed: set[int] = field(default_factory=set)
+    warped: dict[int, Float32] = field(default_factory=dict)
+    hidden: dict[int, Bools] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Sampler:
+    """Chooses tokens with the arithmetic of one backend, in two halves: the device computes between them."""
+
+    def __init__(self, ops: Ops, batch: InputBatch, structured: StructuredRows) -> None:
         self._ops = ops
+        self._batch = batch
+        self._structured = structured
         self._cached: _Cached | None = None  # of the last step
 
-    def choose(
-        self, logits: Tensor, batch: InputBatch, positions: Positions, structured: StructuredRows, failed: Bools | None
-    ) -> tuple[Sampled, dict[int, str]]:
-        """Sample the rows of logits [M, V] that have no error. Also return the error messages of rows that fail here.
-
-        failed: [M], rows whose sequence has an error already; None if no row has.
-        """
+    def begin(self, logits: Tensor, positions: Positions) -> Draws:
+        """Begin to sample rows of logits [M, V] float32, which belong to the sampler until it has finished."""
         assert logits.shape[0] == len(positions.rows), "one row of logits per position"
-        healthy = as_array(self._ops.finite_rows(logits)).astype(bool)
-        usable = healthy if failed is None else healthy & ~failed
-        if np.count_nonzero(usable) == len(usable):
-            return self._choose_healthy(logits, batch, positions, structured)
-        errors, kept = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE), np.flatnonzero(usable)
-        found = Sampled(np.full(len(usable), NO_TOKEN, dtype=np.int64), [None] * len(usable))
-        if len(kept):
-            some = logits[self._ops.tensor(kept)]
-            sampled, wrong = self._choose_healthy(some, batch, positions.at(kept), structured)
-            found.token_ids[kept] = sampled.token_ids
-            for index, entry in zip(kept.tolist(), sampled.logprobs, strict=True):
-                found.logprobs[index] = entry
-            found.sampler_state.update((int(kept[index]), state) for index, state in sampled.sampler_state.items())
-            errors |= {int(kept[index]): error for index, error in wrong.items()}
-        return found, errors
+        cached, raw = self._cached_for(positions.rows, logits.shape[1]), None
+        adjusted = adjusted_rows(self._batch, positions) if cached.params is None else []
+        on_host = self._rows_on_host(positions, adjusted)
+        if cached.asked.size:
+            is_whole = len(cached.asked) == len(positions.rows) and not on_host
+            raw = logits if is_whole else logits[self._ops.tensor(cached.asked)]
+        draws = Draws(logits, positions, cached, raw, adjusted, on_host)
+        if not on_host:
+            self._choose(draws, ())
+        return draws
 
-    def _choose_healthy(
-        self, logits: Tensor, batch: InputBatch, positions: Positions, structured: StructuredRows
-    ) -> tuple[Sampled, dict[int, str]]:
-        """Do the work of `choose` for logits whose rows are all finite."""
-        processed, wrong, unfit = logits, dict[int, str](), dict[int, str]()
-        if batch.sampling.custom_processors:
-            processed, wrong = apply_custom_processors(processed, batch, positions, self._ops)
-        if structured.by_row:
-            processed, unfit = structured.apply(processed, positions)
-        sampled = self.sample(logits, batch, positions, processed)
-        masked = sampled.token_ids == NO_TOKEN
-        if unfit or wrong or np.count_nonzero(masked):
-            return sampled, dict.fromkeys(np.flatnonzero(masked).tolist(), ALL_MASKED) | unfit | wrong
-        return sampled, {}
+    def finish(self, draws: Draws, failed: Bools | None) -> tuple[Sampled, dict[int, str]]:
+        """Return the tokens, and the error messages of the rows that fail here, whose tokens mean nothing.
 
-    def sample(
-        self, logits: Tensor, batch: InputBatch, positions: Positions, processed: Tensor | None = None
-    ) -> Sampled:
-        """Sample logits [M, V] float32, in which no row has a NaN or only -inf. Changes neither argument.
-
-        processed: the logits to sample from, if custom processors or forms have changed them.
+        failed: [M], rows whose sequence has an error already; None if no row has. The host leaves them as they are.
         """
-        rows = positions.rows
-        cached = self._cached_for(batch, rows, logits.shape[1])
-        asked, raw = cached.asked, None
-        if asked.size:
-            some = logits if len(asked) == len(rows) else logits[self._ops.tensor(asked)]
-            raw = as_array(self._ops.log_softmax(some))
-            if processed is not None:
-                searches = np.flatnonzero(batch.sampling.searches[rows[asked]])
-                for index in searches.tolist():
-                    raw[index, np.isneginf(as_array(processed)[asked[index]])] = -np.inf
-        chosen_from = logits if processed is None else processed
-        params, warped = self._tensors(cached, batch, positions, chosen_from)
-        if warped:
-            replaced = as_array(chosen_from).copy()
-            for index, row in warped.items():
-                replaced[index] = row
-            chosen_from = self._ops.tensor(replaced)
-        token_ids = as_array(self._ops.sample(chosen_from, params))
-        assert token_ids.shape == rows.shape, "one token per row"
+        work = self._work_on_host(draws, failed) if draws.on_host else _HostWork()
+        assert draws.fetch is not None, "the tokens were chosen"
+        token_ids, healthy, *scores = draws.fetch()
+        rows, asked, errors = draws.positions.rows, draws.cached.asked, work.errors
+        is_chosen = healthy & (token_ids != NO_TOKEN)
+        if np.count_nonzero(is_chosen) < len(is_chosen):
+            for index in np.flatnonzero(~is_chosen).tolist():
+                is_masked = healthy[index] or index in work.changed
+                errors.setdefault(index, ALL_MASKED if is_masked else NOT_FINITE)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        if raw is not None:
-            chosen = np.maximum(token_ids[asked], 0)  # entries at NO_TOKEN are not used
-            found = token_logprobs(raw, chosen, batch.sampling.num_logprobs[rows[asked]].tolist())
-            for index, entry in zip(asked.tolist(), found, strict=True):
+        if asked.size:
+            for index, entry in zip(asked.tolist(), token_logprobs(scores, draws.cached.num_top), strict=True):
                 logprobs[index] = entry
-        return Sampled(token_ids, logprobs, _next_states(batch, rows, warped, token_ids) if warped else {})
+            for index, hidden in work.hidden.items():
+                logprobs[index] = self._logprobs_of_beam(draws, index, int(token_ids[index]), hidden)
+        states = _next_states(self._batch, rows, work.warped, token_ids) if work.warped else {}
+        return Sampled(token_ids, logprobs, states), errors
 
-    def _cached_for(self, batch: InputBatch, rows: Int64, vocab_size: int) -> _Cached:
+    def _rows_on_host(self, positions: Positions, adjusted: list[AdjustedRow]) -> list[int]:
+        """List the rows that need what no kernel does: a custom processor, a form, or an option that warps."""
+        found = {row.place for row in adjusted if row.item.warps(row.history)}
+        custom, forms = self._batch.sampling.custom_processors, self._structured.by_row
+        if custom or forms:
+            found |= {index for index, (row, _) in positions if row in custom or row in forms}
+        return sorted(found)
+
+    def _work_on_host(self, draws: Draws, failed: Bools | None) -> _HostWork:
+        """Take the rows that the host changes to the host, put them back, and choose the tokens of all rows."""
+        batch, at = self._batch, self._ops.tensor(np.array(draws.on_host))
+        values = as_array(draws.logits[at])  # a copy
+        usable = np.isfinite(values.max(axis=1)) & (True if failed is None else ~failed[draws.on_host])
+        places = list(draws.positions)
+        items = [HostRow(*places[index], values[n]) for n, index in enumerate(draws.on_host) if usable[n]]
+        work = _HostWork({item.place for item in items})
+        unfit = apply_custom_processors(items, batch)
+        work.errors = (self._structured.apply(items) if self._structured.by_row else {}) | unfit
+        asked = set(draws.cached.asked.tolist())
+        for item in items:
+            if item.place in asked and batch.sampling.searches[item.at[0]]:
+                work.hidden[item.place] = np.isneginf(item.logits)
+        work.warped = warp_rows(items, draws.adjusted, batch)
+        draws.logits[at] = self._ops.tensor(values)
+        self._choose(draws, work.warped)
+        return work
+
+    def _choose(self, draws: Draws, warped: Collection[int]) -> None:
+        """Choose the tokens of all rows, and score those that ask for it. Do not wait for the results."""
+        ids, healthy = self._ops.choose(draws.logits, self._params(draws, warped))
+        results, cached = [ids, healthy], draws.cached
+        if draws.raw is not None:
+            of_asked = ids if len(cached.asked) == len(ids) else ids[self._ops.tensor(cached.asked)]
+            scores = self._ops.token_scores(draws.raw, of_asked, max(cached.num_top))
+            results += [scores.ids, scores.logprobs, scores.ranks]
+        draws.fetch = self._ops.fetch(results)
+
+    def _logprobs_of_beam(self, draws: Draws, index: int, token_id: int, hidden: Bools) -> TokenLogprobs:
+        """Score the tokens with which a beam may continue, by their log-probabilities among all tokens."""
+        place = int(np.searchsorted(draws.cached.asked, index))
+        assert draws.raw is not None, "a beam asks for log-probabilities"
+        logprobs = np.array(as_array(self._ops.log_softmax(draws.raw[place : place + 1])))
+        logprobs[:, hidden] = -np.inf
+        num_top = draws.cached.num_top[place]
+        found = score_tokens(logprobs, np.array([token_id]), num_top)
+        return token_logprobs([found.ids, found.logprobs, found.ranks], [num_top])[0]
+
+    def _cached_for(self, rows: Int64, vocab_size: int) -> _Cached:
         """Look up what is known of these rows; collect it anew if they or their requests have changed."""
-        cached = self._cached
-        if cached is None or not cached.holds_for(batch, rows, vocab_size):
-            asked = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
-            cached = self._cached = _Cached(batch, rows, batch.sampling.version, vocab_size, asked)
-        return cached
+        own = self._batch.sampling
+        if self._cached is not None and self._cached.holds_for(rows, own.version, vocab_size):
+            return self._cached
+        num_top = own.num_logprobs[rows]
+        asked = np.flatnonzero(num_top >= 0)
+        self._cached = _Cached(rows, own.version, vocab_size, asked, num_top[asked].tolist())
+        return self._cached
 
-    def _tensors(
-        self, cached: _Cached, batch: InputBatch, positions: Positions, logits: Tensor
-    ) -> tuple[SamplingTensors, dict[int, Float32]]:
-        """Make `sampling_tensors`, or take those of the last step if they are still valid, and `warped_rows`."""
+    def _params(self, draws: Draws, warped: Collection[int]) -> SamplingTensors:
+        """Collect the parameters of the kernels, or take those of the last step if they are still valid."""
+        cached, batch, positions = draws.cached, self._batch, draws.positions
         if cached.params is None:
-            adjusted = adjusted_rows(batch, positions)
-            warped = warped_rows(logits, batch, positions, adjusted)
-            params = sampling_tensors(batch, positions, logits.shape[1], self._ops, adjusted, warped)
-            if not adjusted:
+            params = sampling_tensors(batch, positions, cached.vocab_size, self._ops, draws.adjusted, warped)
+            if not draws.adjusted:
                 cached.params = params
-            return params, warped
+            return params
         if cached.params.noise_key is not None:
             cached.params = replace(cached.params, noise_key=self._ops.tensor(_noise_key(batch, positions)))
-        return cached.params, {}
+        return cached.params
 
 
 # --- the parameters of the kernels -----------------------------------------------------------------------------------
@@ -190,23 +239,21 @@ def adjusted_rows(batch: InputBatch, positions: Positions) -> list[AdjustedRow]:
     return found
 
 
-def warped_rows(
-    logits: Tensor, batch: InputBatch, positions: Positions, adjusted: Sequence[AdjustedRow]
-) -> dict[int, Float32]:
-    """Warp the logits [V] of the rows that the kernels cannot adjust, ready for the draw, by index in [M]. Changes
-    nothing."""
-    rows = [row for row in adjusted if row.item.warps(row.history)]
-    if not rows:
-        return {}
-    some = as_array(logits)[[row.place for row in rows]]  # a copy
-    numbered = [row._replace(place=number) for number, row in enumerate(rows)]
-    adjust(some, SamplingTensors(np.zeros(len(rows), np.float32), **adjusted_pairs(numbered, *some.shape)))
+def warp_rows(rows: Sequence[HostRow], adjusted: Sequence[AdjustedRow], batch: InputBatch) -> dict[int, Float32]:
+    """Warp those of these rows that the kernels cannot adjust, in place. Return their logits [V], ready for the draw,
+    by index."""
+    own = {row.place: row for row in rows}
     found: dict[int, Float32] = {}
-    for values, (place, item, history, num_outputs) in zip(some, rows, strict=True):
-        row = positions.rows[place]
+    for place, item, history, num_outputs in adjusted:
+        if place not in own or not item.warps(history):
+            continue
+        (row, _), logits = own[place].at, own[place].logits
+        alone = AdjustedRow(0, item, history, num_outputs)
+        adjust(logits[None], SamplingTensors(np.zeros(1, np.float32), **adjusted_pairs([alone], 1, len(logits))))
         seed, choice = batch.sampling.noise_key[row].tolist()
         draw = Draw((seed, choice, num_outputs), batch.sampling.sampler_state[row])
-        found[place] = item.warp(values, history, num_outputs, draw)
+        logits[:] = item.warp(logits, history, num_outputs, draw)
+        found[place] = logits
     return found
 
 
@@ -266,26 +313,9 @@ def _noise_key(batch: InputBatch, positions: Positions) -> Int64:
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
-def top_ids(logprobs: Array, count: int) -> Int64:
-    """Select the ids of the `count` greatest logprobs per row [M, V]: [M, count] int64, best first, then lowest id."""
-    ids = np.empty((len(logprobs), count), dtype=np.int64)
-    for row, values in enumerate(logprobs):
-        least = np.partition(values, -count)[-count]
-        found = np.flatnonzero(values >= least)  # more than `count` on a tie
-        ids[row] = found[np.argsort(-values[found], kind="stable")[:count]]
-    return ids
-
-
-def token_logprobs(logprobs: Array, token_ids: Int64, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Make one entry per row of logprobs [M, V]: for the row's token in token_ids [M] int64 and its num_top best."""
-    columns = token_ids[:, None]
-    own = np.take_along_axis(logprobs, columns, axis=-1)
-    ranks = ((logprobs > own).sum(axis=-1) + 1).tolist()
-    most = min(max(num_top, default=0), logprobs.shape[1])
-    if most:
-        columns = np.concatenate([columns, top_ids(logprobs, most)], axis=-1)
-    values = np.take_along_axis(logprobs, columns, axis=-1).tolist()
-    rows = zip(columns.tolist(), values, ranks, num_top, strict=True)
+def token_logprobs(scores: Sequence[Array], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Make one entry per row of the ids, log-probabilities and ranks of TokenScores, with the row's num_top best."""
+    rows = zip(*(part.tolist() for part in scores), num_top, strict=True)
     return [TokenLogprobs(ids[: top + 1], found[: top + 1], rank) for ids, found, rank, top in rows]
 
 
@@ -293,34 +323,22 @@ def token_logprobs(logprobs: Array, token_ids: Int64, num_top: Sequence[int]) ->
 # Every call of one is limited in time and gets copies. Whatever it does wrong ends its own request only.
 
 
-def apply_custom_processors(
-    logits: Tensor, batch: InputBatch, positions: Positions, ops: Ops
-) -> tuple[Tensor, dict[int, str]]:
-    """Run custom logits processors on the rows whose requests name any.
-
-    Returns processed logits [M, V] float32, a copy if any row names a processor, and the error messages of the rows
-    that failed, by index. These rows keep their logits, so that a faulty function fails only the requests that named
-    it.
-    """
-    if not batch.sampling.custom_processors:
-        return logits, {}
-    rows, offsets = positions.rows.tolist(), positions.offsets.tolist()
-    asked = [index for index, row in enumerate(rows) if row in batch.sampling.custom_processors]
-    if not asked:
-        return logits, {}
-    raw, errors = as_array(logits), {}
-    processed = raw.copy()
-    for index in asked:
-        row = int(rows[index])
-        wanted = batch.sampling.custom_processors[row]
-        found = _process_row(raw[index : index + 1], wanted, batch.history(row, offsets[index]).tolist())
+def apply_custom_processors(rows: Sequence[HostRow], batch: InputBatch) -> dict[int, str]:
+    """Run the custom logits processors of these rows, in place. Return the error messages of the rows that failed, by
+    index. These keep their logits, so that a faulty function fails only the requests that named it."""
+    errors: dict[int, str] = {}
+    for index, (row, offset), logits in rows:
+        wanted = batch.sampling.custom_processors.get(row)
+        if wanted is None:
+            continue
+        found = _process_row(logits[None], wanted, batch.history(row, offset).tolist())
         if isinstance(found, str):
             errors[index] = found
-        elif not bool(ops.finite_rows(ops.tensor(found))[0]):
+        elif not np.isfinite(found.max()):
             errors[index] = f"logits_processors: {', '.join(wanted)}: returned NaN or +inf, or left no token to choose"
         else:
-            processed[index : index + 1] = found
-    return ops.tensor(processed), errors
+            logits[:] = found[0]
+    return errors
 
 
 def _process_row(logits: Array, wanted: dict[str, Any], token_ids: list[int]) -> Array | str:

@@ -22,10 +22,9 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import NewRequest
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
-from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import Array, Bools, Int64, Tensor, as_array
-from penstock.runner.input_batch import InputBatch, PackedStep, Positions
-from penstock.runner.logits import OPTIONS, is_on
+from penstock.kernels.tensors import Array, Bools, Int64
+from penstock.runner.input_batch import InputBatch, PackedStep
+from penstock.runner.logits import OPTIONS, HostRow, is_on
 
 LIMIT_S = 1.0  # processor time after the model's pass to find one row's allowed tokens; all requests wait meanwhile
 MAX_FORCED = 64  # maximum number of tokens forced at once
@@ -106,10 +105,9 @@ class _FormRequest:
 class StructuredRows:
     """The rows of an InputBatch whose requests have a form. Without any, none of its methods need be called."""
 
-    def __init__(self, forms: Forms | None, batch: InputBatch, ops: Ops) -> None:
+    def __init__(self, forms: Forms | None, batch: InputBatch) -> None:
         self._forms = forms
         self._batch = batch
-        self._ops = ops
         self.by_row: dict[int, _FormRequest] = {}
         self._by_request: dict[str, _FormRequest] = {}
         self._worker = Worker[_FormRequest]("structured outputs", self._find)
@@ -168,25 +166,21 @@ class StructuredRows:
                 break
         return found + [None] * (item.count - len(found))
 
-    def apply(self, logits: Tensor, positions: Positions) -> tuple[Tensor, dict[int, str]]:
-        """Mask logits [M, V], in a copy if any row also needs the raw logits. Also return error messages by index."""
-        asked = [(index, row, offset) for index, (row, offset) in positions if row in self.by_row]
-        if not asked:
-            return logits, {}
-        for item in self._worker.wait(LIMIT_S):
-            item.error = f"the tokens that may come next were not found within {LIMIT_S:g} s; the form is too complex"
-            item.matcher = None
-        are_kept = np.count_nonzero(self._batch.sampling.num_logprobs[positions.rows] >= 0)
-        masked, errors = as_array(logits).copy() if are_kept else as_array(logits), dict[int, str]()
-        for index, row, offset in asked:
+    def apply(self, rows: Sequence[HostRow]) -> dict[int, str]:
+        """Mask the logits of those of these rows that have a form. Return error messages by index."""
+        asked, errors = [row for row in rows if row.at[0] in self.by_row], dict[int, str]()
+        for late in self._worker.wait(LIMIT_S) if asked else ():
+            late.error = f"the tokens that may come next were not found within {LIMIT_S:g} s; the form is too complex"
+            late.matcher = None
+        for index, (row, offset), logits in asked:
             item = self.by_row[row]
             assert offset < item.count, "the masks were found for this step"
             mask = item.masks[offset] if offset < len(item.masks) else None
             if item.error is not None:
                 errors[index] = f"{FIELD}: {item.error}"
             elif mask is not None:
-                mask.apply(masked[index])
-        return self._ops.tensor(masked), errors
+                mask.apply(logits)
+        return errors
 
     def forced(self, row: int) -> list[int]:
         """Find the tokens that must follow a row's history, which ends with tokens sampled in this step.

@@ -22,7 +22,7 @@ from penstock.kernels.metadata import Heads, RotaryParams, RouterParams
 from penstock.kernels.ops import Ops, Packing, TensorRows, XieluCurve
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ACTIVATIONS
-from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.kernels.scheme import SLICES, Scheme
 from tests.kernels.packed import levels
 
@@ -514,7 +514,7 @@ def sampling(rows: int) -> SamplingTensors:
 NOTHING = SamplingTensors(torch.zeros(T), None, None, None, None, None, None, None, None)
 
 
-def test_sample_reads_every_field(pair: tuple[CpuOps, ReferenceOps]) -> None:
+def test_choose_reads_every_field(pair: tuple[CpuOps, ReferenceOps]) -> None:
     """Guards against a parameter that does not arrive, alone or beside the others."""
     logits, full = draw(T, VOCAB) * 2, sampling(T)
     before = logits.clone()
@@ -522,35 +522,55 @@ def test_sample_reads_every_field(pair: tuple[CpuOps, ReferenceOps]) -> None:
     fields = ("top_k", "top_p", "min_p", "masked", "bias", "repetition", "counts")
     cases += [replace(cases[2], **{name: getattr(full, name)}) for name in fields]
     for params in cases:
-        found, expected = both(pair, lambda ops, params=params: ops.sample(logits, params))
+        found, expected = both(pair, lambda ops, params=params: ops.choose(logits, params)[0])
         assert torch.equal(found, expected)
     assert torch.equal(logits, before)
 
 
-def test_sample_refuses_what_would_write_elsewhere(pair: tuple[CpuOps, ReferenceOps]) -> None:
+def test_choose_refuses_what_would_write_elsewhere(pair: tuple[CpuOps, ReferenceOps]) -> None:
     """Guards against a pair outside of the logits, and parameters of another number of rows."""
     logits, full = draw(T, VOCAB), sampling(T)
     for bad in ([T, 0], [-1, 0], [0, VOCAB], [0, -1]):
         with pytest.raises(ValueError, match="masked: a pair is outside"):
-            pair[0].sample(logits, replace(full, masked=torch.tensor([[0, 0], bad])))
+            pair[0].choose(logits, replace(full, masked=torch.tensor([[0, 0], bad])))
     for name in ("temperature", "top_k", "top_p", "min_p", "noise_key", "masked"):
         with pytest.raises(ValueError, match=name):
-            pair[0].sample(logits, replace(full, **{name: torch.zeros(T + 1)}))
+            pair[0].choose(logits, replace(full, **{name: torch.zeros(T + 1)}))
     for name in ("bias", "repetition", "counts"):
         for index, part in enumerate(getattr(full, name)):
             wrong = list(getattr(full, name))
             wrong[index] = part[:, :1] if part.ndim == 2 else part[:-1]
             with pytest.raises(ValueError, match=name if name != "counts" else "counts|frequency|presence"):
-                pair[0].sample(logits, replace(full, **{name: tuple(wrong)}))
+                pair[0].choose(logits, replace(full, **{name: tuple(wrong)}))
 
 
-def test_finite_rows(pair: tuple[CpuOps, ReferenceOps]) -> None:
-    """Guards against -inf taken for an error, and a row of nothing but -inf taken for health."""
+def test_healthy_rows(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against -inf (a masked logit) taken for an error, a row of nothing but -inf taken for health, and ids or
+    log-probabilities that a row takes from its neighbour's NaN."""
     inf = math.inf
     rows = torch.tensor([[0.0, -inf], [math.nan, 0.0], [inf, 0.0], [-inf, -inf], [inf, math.nan], [1.0, 2.0]])
-    found, expected = both(pair, lambda ops: ops.finite_rows(rows))
-    assert found.dtype == torch.bool
-    assert found.tolist() == expected.tolist() == [True, False, False, False, False, True]
+    healthy = [True, False, False, False, False, True]
+    for ops in pair:
+        ids, found = ops.choose(rows, replace(NOTHING, temperature=torch.zeros(len(rows))))
+        assert found.dtype == torch.bool
+        assert found.tolist() == healthy
+        assert ids[found].tolist() == [0, 1]
+        logprobs = ops.token_scores(rows, ids.clamp(0, 1), 2).logprobs
+        assert logprobs.isnan().all(dim=1).tolist() == [not item for item in healthy]
+        assert not logprobs[found].isnan().any()
+
+
+def test_token_scores_equal_the_reference(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against ties in another order, a rank that counts its own token, more ids than the vocabulary has, and
+    NO_TOKEN, as `choose` returns it, taken for an index."""
+    logits, ids = draw(T, VOCAB).round(), torch.tensor([3, 0, NO_TOKEN, VOCAB - 1, 1])
+    for num_top in (0, 5, VOCAB + 3):
+        found, expected = both(pair, lambda ops, num_top=num_top: ops.token_scores(logits, ids, num_top))
+        chosen = ids >= 0
+        assert torch.equal(found.ids[chosen], expected.ids[chosen])
+        assert found.ids.shape == (T, 1 + min(num_top, VOCAB))
+        assert torch.equal(found.ranks[chosen], expected.ranks[chosen])
+        close(found.logprobs[chosen], expected.logprobs[chosen])
 
 
 # --- recording --------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def explained(logits: Tensor, params: SamplingTensors, row: int, chosen: int) ->
 
 def assert_same_choices(logits: Tensor, params: SamplingTensors, samplers: list[Sampler]) -> int:
     """Every row is the reference's; returns how many needed an explanation."""
-    ids, expected = every_id(logits, params, samplers), REFERENCE.sample(logits, params)
+    ids, expected = every_id(logits, params, samplers), REFERENCE.choose(logits, params)[0]
     rows = (ids != expected).nonzero().flatten().tolist()
     for row in rows:
         assert params.temperature[row] > 0, f"greedy row {row}: {ids[row]} and not {expected[row]}"
@@ -264,7 +264,7 @@ def test_a_share_that_is_met_exactly(samplers: list[Sampler]) -> None:
         params = tensors(count, top_p=kept / 8, top_k=top_k, **fields)
         ids = every_id(logits, params, samplers)
         assert (ids < 3 + 4 * kept).all()
-        assert torch.equal(ids, REFERENCE.sample(logits, params))
+        assert torch.equal(ids, REFERENCE.choose(logits, params)[0])
     logits[:, 1] = 1.4
     ids = every_id(logits, tensors(count, min_p=torch.ones(count), **fields), samplers)
     assert sorted(set(ids.tolist())) == list(range(3, 35, 4))
@@ -342,7 +342,7 @@ def test_nothing_to_choose(temperature: float, samplers: list[Sampler]) -> None:
     fields = {"temperature": torch.full((4,), temperature), "top_p": torch.full((4,), 0.5)}
     params = tensors(4, masked=masked, bias=(torch.tensor([[1, 4]]), torch.tensor([50.0])), **fields)
     ids = every_id(logits, params, samplers)
-    assert ids.tolist() == [REFERENCE.sample(logits, params)[0].item(), NO_TOKEN, 20, NO_TOKEN]
+    assert ids.tolist() == [REFERENCE.choose(logits, params)[0][0].item(), NO_TOKEN, 20, NO_TOKEN]
 
 
 def test_greedy_takes_the_lowest_of_equals(samplers: list[Sampler]) -> None:

@@ -258,20 +258,6 @@ def test_rotary_leaves_what_its_table_does_not_cover() -> None:
     assert torch.equal(none, qkv.view(T, -1, D)[:, :H])
 
 
-def test_finite_rows() -> None:
-    """Guards against -inf (a masked logit) taken for an error, and a row of nothing but -inf taken for health."""
-    inf = math.inf
-    rows = [[0.0, -inf], [math.nan, 0.0], [inf, 0.0], [-inf, -inf], [inf, math.nan], [1.0, 2.0]]
-    assert ReferenceOps(torch.float32).finite_rows(torch.tensor(rows)).tolist() == [
-        True,
-        False,
-        False,
-        False,
-        False,
-        True,
-    ]
-
-
 def test_rows_near_zero_are_zero_in_int8_products() -> None:
     """Guards against NaN where the specification of slices (quantized_kv.py) says zero: 127 / 1e-39 is infinite."""
     ops = ReferenceOps(torch.float32)

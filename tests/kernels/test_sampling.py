@@ -28,7 +28,7 @@ def draws(logits: Tensor, count: int, **fields: Any) -> Tensor:
     """That many samples of one row, at output positions 0, 1, 2 ..: how often each id came."""
     keys = torch.stack([torch.full((count,), 1234), torch.zeros(count).long(), torch.arange(count)], dim=1)
     repeated = {name: value.expand(count) for name, value in fields.items()}
-    ids = OPS.sample(logits.expand(count, -1), params(count, noise_key=keys, **repeated))
+    ids = OPS.choose(logits.expand(count, -1), params(count, noise_key=keys, **repeated))[0]
     return torch.bincount(ids, minlength=logits.shape[-1])
 
 
@@ -110,7 +110,7 @@ def test_ties_go_to_the_lowest_id() -> None:
     ]
     nucleus = truncate(logits, None, torch.tensor([0.3]), None)
     assert nucleus.isfinite().tolist() == [[False, True, True, False, False, False]]
-    assert OPS.sample(logits, params(1)).tolist() == [1]
+    assert OPS.choose(logits, params(1))[0].tolist() == [1]
 
 
 def test_the_best_token_always_stays() -> None:
@@ -149,7 +149,7 @@ def test_adjustments_by_hand() -> None:
     before = logits.clone()
     expected = torch.tensor([[(2 + 2) / 2 - 2 * 0.5 - 0.25, -4.0, 1 - 0.5 - 0.25, NEVER], [2.0, -2.0, 1.0, 3.0]])
     torch.testing.assert_close(adjust(logits.clone(), given_params), expected)
-    assert OPS.sample(logits, given_params).tolist() == [0, 3]
+    assert OPS.choose(logits, given_params)[0].tolist() == [0, 3]
     assert torch.equal(logits, before), "the caller's logits were changed"
 
 
@@ -158,10 +158,10 @@ def test_greedy_and_random_rows_share_a_step() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
     keys = torch.tensor([[7, 0, 3], [7, 0, 3], [8, 1, 0], [7, 0, 4]])
     temperature = torch.tensor([1.0, 0.0, 0.5, 1.0])
-    ids = OPS.sample(logits, params(4, temperature=temperature, noise_key=keys))
+    ids = OPS.choose(logits, params(4, temperature=temperature, noise_key=keys))[0]
     assert ids[1] == logits[1].argmax()
     for row in (0, 2, 3):
-        alone = OPS.sample(logits[[row]], params(1, temperature=temperature[[row]], noise_key=keys[[row]]))
+        alone = OPS.choose(logits[[row]], params(1, temperature=temperature[[row]], noise_key=keys[[row]]))[0]
         assert alone[0] == ids[row]
         assert ids[row] == (logits[row] / temperature[row] + gumbel_noise(keys[[row]], 50)[0]).argmax()
 
@@ -193,5 +193,5 @@ def test_nothing_is_chosen_where_every_id_is_masked(temperature: float) -> None:
         "bias": (torch.tensor([[1, 1]]), torch.tensor([100.0])),
     }
     logits = torch.tensor([[0.0, 9.0, 1.0]] * 3)
-    assert OPS.sample(logits, params(3, masked=pairs, **fields)).tolist() == [1, NO_TOKEN, 1]
-    assert OPS.sample(logits, params(3, masked=pairs[:2], **fields)).tolist() == [1, 2, 1]
+    assert OPS.choose(logits, params(3, masked=pairs, **fields))[0].tolist() == [1, NO_TOKEN, 1]
+    assert OPS.choose(logits, params(3, masked=pairs[:2], **fields))[0].tolist() == [1, 2, 1]

@@ -145,13 +145,13 @@ def test_padding_is_never_sampled(kernels: str) -> None:
         {"temperature": torch.zeros(rows), "noise_key": None},
     ]
     for fields in ways:
-        found = ops.sample(logits, sampling(rows, **fields))
+        found = ops.choose(logits, sampling(rows, **fields))[0]
         assert 0 <= int(found.min()) <= int(found.max()) < vocab_size, fields
         if "temperature" not in fields and "top_k" not in fields:
             assert len(found.unique()) == vocab_size  # the draws do reach every token
     everything = sampling(rows, masked=pairs_of(rows, range(vocab_size)))
-    assert bool((ops.sample(logits, everything) == NO_TOKEN).all())
-    assert bool(ops.finite_rows(logits).all())
+    assert bool((ops.choose(logits, everything)[0] == NO_TOKEN).all())
+    assert bool(ops.choose(logits, everything)[1].all())
     assert bool((ops.log_softmax(logits)[:, vocab_size:] == NEVER).all())
 
 

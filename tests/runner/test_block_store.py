@@ -145,6 +145,19 @@ def test_a_restart_finds_its_blocks_with_equal_bits(make: Make, tmp_path: Path) 
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1])) if damage else None
 
 
+def test_the_reference_finds_its_blocks(tmp_path: Path) -> None:
+    """Guards against a backend in torch whose blocks are written back in another order, or not at all."""
+    options = {"model": "demo", "kernels": "reference", "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
+    answers = []
+    for cached in (0, 32):
+        built = build_engine(EngineConfig.from_options(**options, kv_offload_dir=str(tmp_path)))
+        found = ask(built.engine, [request(WATCHED[2], prompt_logprobs=False)])[WATCHED[2]]
+        assert found[-1].num_cached_tokens == cached
+        answers.append([token_id for output in found for token_id in output.new_token_ids])
+        built.engine.shutdown()
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     "options",
     [

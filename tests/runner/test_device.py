@@ -1,13 +1,14 @@
 """The runner and a backend whose tensors live elsewhere, played on the CPU."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import astuple, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from penstock.kernels.sampling import TokenScores
 from penstock.layers.module import ForwardContext
 from tests.fakes import FakeOps, TinyModel
 
@@ -67,14 +68,16 @@ def at_home(value: Any) -> Any:
 class ElsewhereOps(FakeOps):
     device = ELSEWHERE
 
-    def finite_rows(self, logits: Tensor) -> Tensor:
-        return super().finite_rows(at_home(logits.clone())).to(ELSEWHERE)
-
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return super().log_softmax(at_home(logits.clone())).to(ELSEWHERE)
 
-    def sample(self, logits: Tensor, params: Any) -> Tensor:
-        return super().sample(at_home(logits.clone()), at_home(params)).to(ELSEWHERE)
+    def choose(self, logits: Tensor, params: Any) -> tuple[Tensor, Tensor]:
+        ids, healthy = super().choose(at_home(logits.clone()), at_home(params))
+        return ids.to(ELSEWHERE), healthy.to(ELSEWHERE)
+
+    def token_scores(self, logits: Tensor, ids: Tensor, num_top: int) -> TokenScores:
+        found = FakeOps().token_scores(at_home(logits.clone()), at_home(ids.clone()), num_top)
+        return TokenScores(*(part.to(ELSEWHERE) for part in astuple(found)))
 
 
 class ElsewhereModel(TinyModel):

@@ -14,6 +14,7 @@ from penstock.kernels.reference.sampling import uniform
 from penstock.kernels.sampling import XTC_STREAM, philox4x32, uniform_at
 from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.sampler import Sampler
+from penstock.runner.structured import StructuredRows
 from tests.kernels.packed import levels
 
 COUNT, VOCAB = 1500, 24
@@ -90,11 +91,9 @@ def crowd(fields: dict[str, Any]) -> InputBatch:
 def draws(ops: Any, batch: InputBatch) -> np.ndarray:
     """One draw of each, as a step of the runner makes it."""
     rows = np.array([batch.row(str(choice)) for choice in range(COUNT)])
-    return (
-        Sampler(ops)
-        .sample(ops.tensor(np.tile(LOGITS, (COUNT, 1))), batch, Positions(rows, np.zeros_like(rows)))
-        .token_ids
-    )
+    sampler = Sampler(ops, batch, StructuredRows(None, batch))
+    draws = sampler.begin(ops.tensor(np.tile(LOGITS, (COUNT, 1))), Positions(rows, np.zeros_like(rows)))
+    return sampler.finish(draws, None)[0].token_ids
 
 
 @pytest.mark.covers("C12", "F12")

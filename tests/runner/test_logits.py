@@ -243,8 +243,8 @@ EFFECTIVE: dict[str, Any] = {
 class Sampling(FakeOps):
     """FakeOps with all options of the kernels."""
 
-    def sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-        return ReferenceOps(torch.float32).sample(logits, params)
+    def choose(self, logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return ReferenceOps(torch.float32).choose(logits, params)
 
 
 @pytest.mark.parametrize("field", [option.field for option in OPTIONS])

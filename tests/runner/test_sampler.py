@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runner.sampler import token_logprobs, top_ids
+from penstock.kernels.sampling import score_tokens
+from penstock.runner.sampler import token_logprobs
 
 few_values = st.lists(st.sampled_from([-2.0, -1.0, -0.5, -math.inf]), min_size=7, max_size=7)
 
@@ -21,8 +22,8 @@ def test_top_ids_ranks_and_ties(rows: list[list[float]], count: int, token: int)
     """Guards against topk's free choice among equal values: ties go to the lowest id, at the boundary too."""
     logprobs = np.array(rows, dtype=np.float32)
     best = [sorted(range(7), key=lambda v: (-row[v], v))[:count] for row in rows]
-    assert top_ids(logprobs, count).tolist() == best
-    found = token_logprobs(logprobs, np.full(len(rows), token), [count] * len(rows))
+    scores = score_tokens(logprobs, np.full(len(rows), token), count)
+    found = token_logprobs([scores.ids, scores.logprobs, scores.ranks], [count] * len(rows))
     for entry, row, ids in zip(found, rows, best, strict=True):
         assert entry.token_ids == [token, *ids]
         assert entry.logprobs == [row[token], *(row[v] for v in ids)]
@@ -31,7 +32,8 @@ def test_top_ids_ranks_and_ties(rows: list[list[float]], count: int, token: int)
 
 def test_each_row_gets_as_many_as_it_asks_for() -> None:
     """Guards against the widest row's number given to all; 20 of a vocabulary of 4 are 4."""
-    found = token_logprobs(np.arange(8.0, dtype=np.float32).reshape(2, 4), np.array([0, 3]), [0, 20])
+    scores = score_tokens(np.arange(8.0, dtype=np.float32).reshape(2, 4), np.array([0, 3]), 20)
+    found = token_logprobs([scores.ids, scores.logprobs, scores.ranks], [0, 20])
     assert found[0].token_ids == [0]
     assert found[1].token_ids == [3, 3, 2, 1, 0]
 

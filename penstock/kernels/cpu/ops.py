@@ -7,7 +7,7 @@ caches of the right size; native/attention/attention.h describes their layout.
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -61,7 +61,7 @@ from penstock.kernels.metadata import (
     own,
 )
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
-from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.sampling import SamplingTensors, TokenScores, score_tokens
 from penstock.kernels.tensors import (
     BFLOAT16,
     BOOL,
@@ -572,11 +572,18 @@ class CpuOps(NativeCalls):
         check_block_ids(to.spec.num_blocks, source, target)
         to.memory[target] = to.memory[source]
 
-    def block_bytes(self, cache: KVCache, block_id: int) -> Array:
-        found = own(cache, CpuKVCache)
-        check_block_ids(found.spec.num_blocks, block_id)
-        memory: Array = as_array(found.memory)[block_id]
-        return memory
+    def read_block(self, cache: KVCache, block_id: int) -> bytes:
+        source = own(cache, CpuKVCache)
+        check_block_ids(source.spec.num_blocks, block_id)
+        memory: Array = as_array(source.memory)[block_id]
+        return memory.tobytes()
+
+    def write_block(self, cache: KVCache, block_id: int, content: bytes | memoryview) -> None:
+        to = own(cache, CpuKVCache)
+        check_block_ids(to.spec.num_blocks, block_id)
+        found = np.frombuffer(content, UINT8)
+        check_tensor(found, tuple(to.memory.shape[1:]), UINT8, "content")
+        as_array(to.memory)[block_id] = found
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
         meta = own(cache, CpuKVCache).plan(meta, heads, self.element, self.level, self.threads)
@@ -649,12 +656,6 @@ class CpuOps(NativeCalls):
 
     # --- logits ----------------------------------------------------------------------------------------------------
 
-    def finite_rows(self, logits: Tensor) -> Tensor:
-        rows, vocab_size = shape = rows_of(logits, "logits")
-        out, at = self._one_each(rows, BOOL), address(logits, shape, FLOAT32, "logits")
-        self._call("penstock_finite_rows", (), at, rows, vocab_size, address_of(out))
-        return out
-
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         rows, vocab_size = shape = rows_of(logits, "logits")
         out = self._output(out, shape, FLOAT32)
@@ -662,20 +663,24 @@ class CpuOps(NativeCalls):
         self._call("penstock_log_softmax", (), at, rows, vocab_size, to)
         return out
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+    def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
         rows, vocab_size = shape = rows_of(logits, "logits")
         at = address(logits, shape, FLOAT32, "logits")
         if params is not self._filled[0] or shape != self._filled[1]:
             self._filled = None, shape
             fill_sampling(self._sampling, params, rows, vocab_size)
             self._filled = params, shape
-        out = self._one_each(rows, INT64)
-        self._call("penstock_sample", (), at, rows, vocab_size, ctypes.addressof(self._sampling), address_of(out))
-        return out
+        ids, healthy = np.empty(rows, INT64), np.empty(rows, BOOL)
+        self._call("penstock_finite_rows", (), at, rows, vocab_size, address_of(healthy))
+        self._call("penstock_sample", (), at, rows, vocab_size, ctypes.addressof(self._sampling), address_of(ids))
+        return self.tensor(ids), self.tensor(healthy)
 
-    def _one_each(self, rows: int, dtype: ArrayType) -> Tensor:
-        """Make a tensor for one number per row. It needs no alignment."""
-        return self.tensor(np.empty(rows, dtype))
+    def token_scores(self, logits: Tensor, ids: Tensor, num_top: int) -> TokenScores:
+        found = score_tokens(as_array(self.log_softmax(logits)), as_array(ids), num_top)
+        return TokenScores(self.tensor(found.ids), self.tensor(found.logprobs), self.tensor(found.ranks))
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        return lambda: [as_array(tensor) for tensor in tensors]
 
 
 def _head_norm(weight: Tensor | None, heads: int, head_dim: int, name: str) -> tuple[int | None, int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, check_block_ids
 from penstock.kernels.reference import quantized_kv as kv
 
 MINUS_INFINITY = float("-inf")
@@ -164,10 +164,10 @@ class ReferenceKVCache:
             k_new, v_new, slots = k_new[kept], v_new[kept], slots[kept]
         self._write(k_new, v_new, slots)
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy a block to another one."""
-        for memory in (self.keys, self.values):
-            memory[target] = memory[source]
+    def block(self, block_id: int) -> list[Tensor]:
+        """View the memory of a block, in parts. Raise ValueError if the cache does not have the block."""
+        check_block_ids(len(self.keys), block_id)
+        return [self.keys[block_id], self.values[block_id]]
 
     def load(self, block_tables: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Read B sequences at positions [B, S] -> keys, values [B, S, Hkv, D]; 0 at negative positions."""
@@ -224,11 +224,9 @@ class Int8KVCache(ReferenceKVCache):
             of_keys, of_values = self.channels
         return kv.dequantize(keys, *of_keys), kv.dequantize(values, *of_values)
 
-    def copy(self, source: int, target: int) -> None:
-        super().copy(source, target)
-        if self.channels is None:
-            for scales in (self.key_scales, self.value_scales):
-                scales[target] = scales[source]
+    def block(self, block_id: int) -> list[Tensor]:
+        found = super().block(block_id)
+        return found if self.channels is not None else [*found, self.key_scales[block_id], self.value_scales[block_id]]
 
     def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return kv.dequantize(*self._quantize(k, 0)).to(k.dtype), kv.dequantize(*self._quantize(v, 1)).to(v.dtype)

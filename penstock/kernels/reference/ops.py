@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -29,7 +30,6 @@ from penstock.kernels.metadata import (
     KVScales,
     RotaryParams,
     RouterParams,
-    check_block_ids,
     own,
 )
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, XieluCurve
@@ -37,9 +37,9 @@ from penstock.kernels.reference import attention, sampling
 from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.attention import Int8KVCache, ReferenceKVCache
 from penstock.kernels.reference.quantized_weights import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
-from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.sampling import SamplingTensors, TokenScores
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import Array, Dtype, as_torch, dtype_of
+from penstock.kernels.tensors import Array, Dtype, as_array, as_torch, dtype_of
 
 CLAMP = 7.0  # of clamped_silu
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -275,14 +275,22 @@ class ReferenceOps:
         return ReferenceKVCache(spec, self.device)
 
     def copy_block(self, cache: KVCache, source: int, target: int) -> None:
-        to = own(cache, ReferenceKVCache)
-        check_block_ids(len(to.keys), source, target)
-        to.copy(source, target)
+        caches = own(cache, ReferenceKVCache)
+        for part, copy in zip(caches.block(source), caches.block(target), strict=True):
+            copy[:] = part
 
-    def block_bytes(self, cache: KVCache, block_id: int) -> Array:
-        raise NotSupportedError(
-            "kernels: a block of the reference kernels is not stored in one piece; use cpu", param="kernels"
-        )
+    def read_block(self, cache: KVCache, block_id: int) -> bytes:
+        parts = own(cache, ReferenceKVCache).block(block_id)
+        return b"".join(as_array(part.view(torch.uint8)).tobytes() for part in parts)
+
+    def write_block(self, cache: KVCache, block_id: int, content: bytes | memoryview) -> None:
+        parts = own(cache, ReferenceKVCache).block(block_id)
+        sizes = [part.nbytes for part in parts]
+        if len(content) != sum(sizes):
+            raise ValueError(f"content: {len(content)} bytes, but a block has {sum(sizes)}")
+        whole = self.tensor(np.frombuffer(bytearray(content), np.uint8))
+        for part, values in zip(parts, torch.split(whole, sizes), strict=True):
+            part.view(torch.uint8).view(-1).copy_(values)
 
     def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
         own(cache, ReferenceKVCache).store(k, v, slots)
@@ -311,14 +319,22 @@ class ReferenceOps:
             lse.copy_(log_sums)
         return _deliver(rows.flatten(1), self.dtype, out)
 
-    def finite_rows(self, logits: Tensor) -> Tensor:
-        return logits.amax(dim=-1).isfinite()  # amax propagates NaN
-
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return _deliver(logits.log_softmax(dim=-1), torch.float32, out)
 
-    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        return sampling.sample(logits, params)
+    def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        return sampling.sample(logits, params), logits.amax(dim=-1).isfinite()  # amax propagates NaN
+
+    def token_scores(self, logits: Tensor, ids: Tensor, num_top: int) -> TokenScores:
+        logprobs = self.log_softmax(logits)
+        columns = ids.clamp(min=0)[:, None]
+        ranks = (logprobs > logprobs.gather(1, columns)).sum(dim=-1) + 1
+        if num_top:
+            columns = torch.cat([columns, _largest(logprobs, num_top)], dim=1)
+        return TokenScores(columns, logprobs.gather(1, columns), ranks)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        return lambda: [as_array(tensor) for tensor in tensors]
 
     def _round(self, tensor: Tensor) -> Tensor:
         """Round to the model's type, and return float32."""
