@@ -85,11 +85,14 @@ class EngineDeadError(EngineError):
 
 
 class EngineOverloadedError(EngineError):
-    """The queue of waiting requests is full.
+    """The queue of waiting requests is full, or another limit does not allow the request now.
 
     Attributes:
+        code: a machine-readable name of the limit.
         retry_after_s: seconds to wait before sending the request again.
     """
+
+    code = "engine_overloaded"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)

@@ -13,6 +13,7 @@ the directory. Files are checked when they are read; a damaged file is deleted, 
 disk is never raised after the start: it counts as a miss, and the first error of each kind is logged.
 """
 
+import errno
 import hashlib
 import itertools
 import logging
@@ -25,6 +26,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+from penstock.interface.files import open_regular
 from penstock.interface.messages import BlockDirectory
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ TEMPORARY = ".writing-"
 OLD_S = 3600.0  # the age from which a temporary file counts as abandoned
 NAME = re.compile(r"[0-9]+-[0-9a-f]{32}")  # nothing else is ever deleted
 KEPT = 0.9  # share of the bound that remains when files are deleted, so that this happens rarely
+RESERVED_BYTES = 64 << 20  # of the disk that blocks leave free
 RESCAN = 64  # how many files are written before other engines' files are counted again
 
 
@@ -206,7 +209,7 @@ class BlockFiles:
         """Read the content of a file; None if it does not exist, cannot be read or is damaged."""
         path = self._own / name
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=open_regular) as file:
                 data = file.read(HEADER_BYTES + num_bytes + 1)
             content = _content(name, data, num_bytes)
             if content is not None:
@@ -233,7 +236,8 @@ class BlockFiles:
         """Read a file with its header, for `write_whole` on another machine; None if it cannot be read."""
         if NAME.fullmatch(name):
             try:
-                return (self._own / name).read_bytes()
+                with open(self._own / name, "rb", opener=open_regular) as file:
+                    return file.read()
             except OSError as error:
                 self._lose(name, error)
         return None
@@ -253,9 +257,12 @@ class BlockFiles:
         temporary = self._own / f"{TEMPORARY}{os.getpid()}-{id(self):x}-{next(self._count)}"
         try:
             self._num_written += 1
-            if self._num_bytes + size > self.max_bytes or self._num_written % RESCAN == 0:
+            is_full = self._num_bytes + size > self.max_bytes or self._free_bytes() < size
+            if is_full or self._num_written % RESCAN == 0:
                 self._shrink(size)
-            with open(temporary, "xb", opener=_private) as file:
+            if self._free_bytes() < size:
+                raise OSError(errno.ENOSPC, f"the last {RESERVED_BYTES >> 20} MiB of the disk are left to others")
+            with open(temporary, "xb", opener=open_regular) as file:
                 file.write(_header(name, content))
                 file.write(content)
             temporary.replace(self._own / name)
@@ -267,6 +274,11 @@ class BlockFiles:
         self._broken.discard(name)
         self._known.add(name)
         return True
+
+    def _free_bytes(self) -> int:
+        """Count the bytes of the disk that blocks may take; a journal may need the last ones."""
+        disk = os.statvfs(self._own)
+        return disk.f_bavail * disk.f_frsize - RESERVED_BYTES
 
     def _shrink(self, more: int = 0) -> None:
         """Count all files. Unless `more` bytes still fit, delete those used longest ago."""
@@ -281,9 +293,10 @@ class BlockFiles:
             elif path.name.startswith(TEMPORARY) and status.st_mtime < time.time() - OLD_S:
                 _delete(path)
         total = sum(size for _, size, _ in found)
-        if total + more > self.max_bytes:
+        most = min(self.max_bytes, total + self._free_bytes())
+        if total + more > most:
             for _, size, path in sorted(found):
-                if total + more <= self.max_bytes * KEPT:
+                if total + more <= most * KEPT:
                     break
                 total -= size if _delete(path) else 0
                 self._known.discard(path.name)
@@ -309,10 +322,6 @@ def _header(name: str, content: bytes) -> bytes:
     digest = hashlib.blake2b(name.encode(), digest_size=16)
     digest.update(content)
     return MAGIC + digest.digest()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _delete(path: Path) -> bool:

@@ -79,7 +79,7 @@ def from_exception(exc: Exception, path: str = "") -> ApiError:
     if isinstance(exc, errors.EngineOverloadedError):
         seconds = max(exc.retry_after_s, 0.001)
         headers = {"Retry-After": str(math.ceil(seconds)), "Retry-After-Ms": str(math.ceil(seconds * 1000))}
-        return ApiError(429, first_line, code="engine_overloaded", headers=headers)
+        return ApiError(429, first_line, code=exc.code, headers=headers)
     if isinstance(exc, errors.EngineDeadError):
         return unavailable(first_line or "the engine is not available")
     if isinstance(exc, errors.RequestFailedError):

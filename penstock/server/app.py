@@ -108,7 +108,8 @@ def create_app(client: EngineClient, options: ServerOptions | None = None) -> St
     Raises InvalidRequestError if the journal cannot be used.
     """
     options = options or ServerOptions()
-    metrics, keys = Metrics(client), KeyRing(options.api_key, options.api_key_file)
+    metrics = Metrics(client)
+    keys = KeyRing(options.api_key, options.api_key_file, metrics.note_use)
     app = Starlette(
         routes=_routes(),
         middleware=_middleware(options, metrics, keys),
@@ -176,8 +177,7 @@ def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing) -> list
     hosts = options.hosts()
     if hosts is not None:
         layers.append(Middleware(SiteMiddleware, hosts=hosts, origins=options.allowed_origins))
-    if keys:
-        layers.append(Middleware(KeyMiddleware, keys=keys, metrics=metrics))
+    layers.append(Middleware(KeyMiddleware, keys=keys, metrics=metrics))
     return [*layers, Middleware(OverloadMiddleware), Middleware(BodyLimitMiddleware, options=options)]
 
 
@@ -351,7 +351,7 @@ async def create_pin(request: Request) -> Response:
     (prompt,) = salted(request, body.cache_salt, [await _prompt(context, body, info)])
     if body.cache_salt is None:  # the pin is public, even where requests are salted by key
         prompt = replace(prompt, cache_salt=None)
-    log.num_prompt_tokens = len(prompt.token_ids)
+    log.count(prompt=len(prompt.token_ids))
     use = await until_disconnect(request.receive, context.client.pin_prefix(prompt, body.name))
     return json_response(pin_object(use))
 
@@ -428,7 +428,7 @@ async def create_prefill(request: Request) -> Response:
     check_ids("prompt_token_ids", body.prompt_token_ids, info.vocab_size)
     check_salt(body.cache_salt)
     context.client.check_admission(log.flow, num_arriving=context.num_arriving)
-    log.num_prompt_tokens = len(body.prompt_token_ids)
+    log.count(prompt=len(body.prompt_token_ids))
     return StreamingResponse(_lines(context, log, blocks, body), media_type="application/x-ndjson")
 
 

@@ -73,7 +73,7 @@ async def _create(
     prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
     if isinstance(body, ChatRequest):
         params = await with_rules(context, body, rules_of(context, body, prompts[0]), params)
-    params = within_limits(request, params, len(prompts), priority=body.priority, timeout_s=body.timeout)
+    params = within_limits(request, params, prompts, priority=body.priority, timeout_s=body.timeout)
     answer_id = f"{SHAPES[kind].id_prefix}-{uuid4().hex}"
     if body.resumable:
         context.arrived(log)

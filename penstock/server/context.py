@@ -15,12 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.client.engine_client import EngineClient, EngineStatus
+from penstock.client.input_processor import PromptRequest
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
+from penstock.server.accounts import Account
 from penstock.server.api_errors import ApiError, not_found, unavailable
 from penstock.server.kept_calls import KeptCalls, Source
-from penstock.server.keys import Account, KeyRing
+from penstock.server.keys import KeyRing
 from penstock.server.metrics import Metrics
 from penstock.server.openai_requests import Body, parse, to_request
 from penstock.server.options import ServerOptions
@@ -115,32 +117,46 @@ def log_of(request: Request) -> RequestLog:
     return log
 
 
-def account_of(request: Request) -> Account | None:
-    """Find the owner of the request's API key; None if the server has no keys."""
-    account: Account | None = getattr(request.state, "account", None)
+def account_of(request: Request) -> Account:
+    """Find the account of the request's API key; without keys, all requests share one."""
+    account: Account = request.state.account
     return account
 
 
 def within_limits(
-    request: Request, params: SamplingParams, num_prompts: int, *, priority: int | None, timeout_s: float | None
+    request: Request,
+    params: SamplingParams,
+    prompts: Sequence[PromptRequest],
+    *,
+    priority: int | None,
+    timeout_s: float | None,
 ) -> SamplingParams:
-    """Fit the parameters of a call to the limits of its API key, and note its priority and timeout in the log.
+    """Fit the parameters of a call to the limits of its API key, and reserve the tokens that it may use.
+
+    Its priority and timeout are noted in the log.
 
     Raises:
-        InvalidRequestError: the call asks for more choices or tokens than the key allows.
+        InvalidRequestError: the call asks for more choices or tokens than the key ever allows.
+        KeyLimitError: the key does not have so many tokens now.
     """
     log, account = log_of(request), account_of(request)
-    log.timeout_s, log.priority = timeout_s, priority or 0
-    if account is None:
-        return params
-    log.priority = account.allowed_priority(priority)
-    return account.limited(params, num_prompts)
+    log.timeout_s, log.priority = timeout_s, account.allowed_priority(priority)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    params = account.limited(params, len(prompts), sum(lengths))
+    if log.lease is not None:
+        log.lease.reserve(most_tokens(params, lengths, context_of(request).info().max_model_len))
+    return params
+
+
+def most_tokens(params: SamplingParams, lengths: Sequence[int], max_model_len: int) -> int:
+    """Compute how many tokens a call can use at most, with prompts of these lengths."""
+    most = max_model_len if params.max_tokens is None else params.max_tokens
+    return sum(length + params.n * max(0, min(most, max_model_len - length)) for length in lengths)
 
 
 def is_administrator(request: Request) -> bool:
     """Check for an administrator's rights; every request has them if the server has no keys."""
-    account = account_of(request)
-    return account is None or account.rules.admin
+    return account_of(request).rules.admin
 
 
 def check_administrator(request: Request) -> None:

@@ -174,7 +174,7 @@ async def _pooled(
         await asyncio.sleep(0)  # let other requests run in between
     prompts = salted(request, body.cache_salt, prompts)
     sampling = SamplingParams.for_pooling(params)
-    sampling = within_limits(request, sampling, len(prompts), priority=body.priority, timeout_s=body.timeout)
+    sampling = within_limits(request, sampling, prompts, priority=body.priority, timeout_s=body.timeout)
     answer_id = f"{ANSWER_IDS[next(iter(fields))]}-{uuid4().hex}"
     generation = Generation(context, answer_id, prompts, sampling, log, at_once=info.max_num_seqs)
     generation.is_patient = len(prompts) > 1  # the call was admitted: later arrivals must not end it half-way

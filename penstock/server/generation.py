@@ -67,7 +67,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self._latest = [None] * len(self.prompts)
-        self.log.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        self.log.count(prompt=sum(len(prompt.token_ids) for prompt in self.prompts))
         self.timeline = CallTimeline(self.context.timelines, self.id, self.log, self.context.model_names()[0])
         self.timeline.num_choices = len(self.prompts) * self.params.n
         self.timeline.begin(time.monotonic())
@@ -178,7 +178,7 @@ class Generation:
         self.timeline.follow(index, output)
         self.log.num_cached_tokens += output.num_cached_tokens - (0 if before is None else before.num_cached_tokens)
         for choice in output.outputs:
-            self.log.num_completion_tokens += len(choice.token_ids)
+            self.log.count(completion=len(choice.token_ids))
             if choice.finish_reason is not None:
                 self.context.metrics.outcomes.labels(choice.finish_reason.value).inc()
 

@@ -286,10 +286,10 @@ def salted(request: Request, given: str | None, prompts: list[PromptRequest]) ->
         InvalidRequestError: the given value is not a valid salt.
     """
     check_salt(given)
-    account = account_of(request)
     salt = given
-    if account is not None and context_of(request).options.cache_salt_by_key:
-        salt = blake2b(f"{account.name} {given or ''}".encode(), digest_size=16).hexdigest()  # a name has no space
+    if context_of(request).options.cache_salt_by_key:
+        name = account_of(request).name  # has no space
+        salt = blake2b(f"{name} {given or ''}".encode(), digest_size=16).hexdigest()
     return prompts if salt is None else [replace(prompt, cache_salt=salt) for prompt in prompts]
 
 

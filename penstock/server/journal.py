@@ -14,6 +14,7 @@ reading continues at the next whole record.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import stat
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.errors import EngineError, InvalidRequestError
+from penstock.interface.files import open_regular
 
 MAGIC = b"PENSTOCK JOURNAL 1\n"
 MARK = b"\xff\xfeJRNL\xfe\xff"  # bytes that neither UTF-8 nor a list of token ids contains
@@ -231,9 +233,20 @@ class Journal:
 
     def _append(self, makers: Iterable[Callable[[], bytes]]) -> None:
         data = b"".join(pack(make_body()) for make_body in makers)
+        self._check_own()
         _write_all(self._file, data)
         os.fdatasync(self._file)
         self._size += len(data)
+
+    def _check_own(self) -> None:
+        """Raise OSError if another program has removed, replaced or changed the file; it is then written anew."""
+        own = os.fstat(self._file)
+        try:
+            is_there = os.path.samestat(own, os.stat(self.path))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there or own.st_size != self._size:
+            raise OSError(errno.ESTALE, "another program has removed, replaced or changed it")
 
     def _rewrite(self, makers: Iterable[Callable[[], bytes]]) -> None:
         self._replace(make_body() for make_body in makers)
@@ -241,6 +254,9 @@ class Journal:
 
     def _replace(self, bodies: Iterable[bytes]) -> None:
         """Replace the file with a new one that has these records; a crash leaves either the old or the new file."""
+        with contextlib.suppress(FileNotFoundError):
+            if not os.path.samestat(os.fstat(self._file), os.stat(self.path)):
+                os.close(_open_locked(self.path))  # fails if it is the journal of another server
         temporary = f"{self.path}.new"
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
@@ -263,11 +279,12 @@ class Journal:
 def _open_locked(path: str) -> int:
     """Open the file, or create it empty, and lock it for this process. Return its descriptor."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+        file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise InvalidRequestError(f"journal: {path} is not a regular file", param="journal")
             _lock(file, path)
+            if stat.S_IMODE(os.fstat(file).st_mode) & 0o077:  # it has users' texts
+                LOGGER.warning("%s could be read by other users; it cannot any more", path)
+                os.fchmod(file, 0o600)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file), os.stat(path)):
                     return file

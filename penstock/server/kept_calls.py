@@ -25,6 +25,7 @@ from penstock.client.input_processor import PromptRequest
 from penstock.errors import EngineDeadError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams
+from penstock.server.accounts import Lease, Stock
 from penstock.server.api_errors import ApiError, from_exception, not_found, unavailable
 from penstock.server.journal import Journal, JournalError
 
@@ -113,6 +114,8 @@ decode_record: Any = msgspec.msgpack.Decoder(Record).decode
 
 Frame = tuple[int, bytes]  # the lane, and the server-sent event without its id
 NAMED = b"event: "  # such events have their own sequence numbers, and one of them reports a failure
+PIECE = 64  # frames that are packed together
+FRAME_BYTES = 100  # of memory that a frame takes beside its text
 MAX_LANES = 65  # for up to 64 choices, and one lane for events that belong to no choice
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(list[Frame]).decode
@@ -145,10 +148,14 @@ class KeptCall:
         task: the task that runs the source.
         timer: timer of its removal.
         on_disk: whether its beginning is in the journal.
+        num_bytes: estimate of the memory that it takes, as the table has counted it.
+        lease: what it holds of its key's account until it has ended; None: it came from the journal and does not run.
     """
 
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, begun: Begun, lease: Lease | None = None) -> None:
         self.begun = begun
+        self.lease = lease
+        self.num_bytes = 0
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.failure: ApiError | None = None
         self.result: bytes | None = None
@@ -160,15 +167,16 @@ class KeptCall:
         self.timer: asyncio.TimerHandle | None = None
         self.on_disk = False
         self.num_readers = 0
-        self._frames: list[Frame] = []
-        self._packed = b""  # replaces the frames once a journal has them
+        self._packed: list[bytes] = []  # the stream so far, in pieces of PIECE frames, but for
+        self._frames: list[Frame] = []  # its last frames
         self._num_frame_bytes = 0
         self._grown = asyncio.Event()
 
-    @property
-    def num_bytes(self) -> int:
-        """Estimate of the memory that the call takes."""
-        return self.begun.num_bytes + self._num_frame_bytes + len(self._packed) + len(self.result or b"")
+    def measured(self) -> int:
+        """Estimate the bytes of memory that the call takes."""
+        frames = self._num_frame_bytes + FRAME_BYTES * len(self._frames) + sum(map(len, self._packed))
+        tokens = 8 * sum(map(len, self.tokens.values()))
+        return self.begun.num_bytes + frames + tokens + len(self.result or b"")
 
     def note(self, prompt: int, choice: int, start: int, ids: Sequence[int]) -> tuple[int, list[int]]:
         """Add tokens of a choice, some of which may be known. Return where the new ones start, and the new ones.
@@ -187,24 +195,28 @@ class KeptCall:
     def add(self, frame: Frame) -> None:
         self._frames.append(frame)
         self._num_frame_bytes += len(frame[1])
+        if len(self._frames) == PIECE:  # events repeat most of their text: this takes a tenth of the memory
+            self._packed.append(_packed(self._frames))
+            self._frames, self._num_frame_bytes = [], 0
         self._wake()
 
     def end(self, failure: ApiError | None, result: bytes | None) -> None:
         self.failure, self.result = failure, result
         self.ended, self.ended_at = True, time.time()
+        self.source = None  # it refers to the call: without this, both would wait for the garbage collector
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
         self._wake()
 
     def restore(self, ended: Ended) -> None:
         self.failure, self.result = ended.failure, ended.result
         self.ended, self.ended_at = True, ended.at
-        self._packed, self._frames = ended.frames, []
+        self._packed, self._frames = [ended.frames], []
 
     def _wake(self) -> None:
         grown, self._grown = self._grown, asyncio.Event()
         grown.set()
-
-    def _all_frames(self) -> list[Frame]:
-        return _unpack(zlib.decompress(self._packed)) if self._packed else self._frames
 
     async def read(self, after: Sequence[int], keep_alive_s: float) -> AsyncGenerator[bytes | None, None]:
         """Yield the stream's events, and None after each silent keep-alive interval.
@@ -216,8 +228,10 @@ class KeptCall:
         """
         position = list(after)
         seen: list[int] = []
-        frames, index = self._all_frames(), 0
+        frame = b""
+        piece, index = 0, 0
         while True:
+            frames = _unpacked(self._packed[piece]) if piece < len(self._packed) else self._frames
             while index < len(frames):
                 lane, frame = frames[index]
                 index += 1
@@ -228,16 +242,17 @@ class KeptCall:
                 if seen[lane] > position[lane]:
                     position[lane] = seen[lane]
                     yield self._with_id(position, frame)
-            if self.ended:
-                if index == len(frames := self._all_frames()):
+            if piece < len(self._packed):  # if it was packed meanwhile, `frames` still has all of it
+                piece, index = piece + 1, 0
+            elif index == len(self._frames):
+                if self.ended:
                     break
-                continue
-            try:
-                async with asyncio.timeout(keep_alive_s):  # Python 3.11's wait_for can lose a cancellation
-                    await self._grown.wait()
-            except TimeoutError:
-                yield None
-        is_reported = bool(frames) and frames[-1][1].startswith(NAMED)
+                try:
+                    async with asyncio.timeout(keep_alive_s):  # Python 3.11's wait_for can lose a cancellation
+                        await self._grown.wait()
+                except TimeoutError:
+                    yield None
+        is_reported = frame.startswith(NAMED)
         if self.failure is not None and not is_reported:
             raise self.failure.with_traceback(None)  # each reader raises the same object
 
@@ -248,10 +263,17 @@ class KeptCall:
 
     def end_record(self) -> Ended:
         """Make the journal's record of the end. Call it in a thread, because packing a long stream takes time."""
-        if not self._packed:
-            self._packed = zlib.compress(_pack(self._frames), 1)
-            self._frames, self._num_frame_bytes = [], 0
-        return Ended(self.begun.id, self.ended_at, self._packed, self.result, self.failure)
+        packed = [*self._packed] if not self._frames else [*self._packed, _packed(self._frames)]
+        whole = packed[0] if len(packed) == 1 else _packed([frame for piece in packed for frame in _unpacked(piece)])
+        return Ended(self.begun.id, self.ended_at, whole, self.result, self.failure)
+
+
+def _packed(frames: list[Frame]) -> bytes:
+    return zlib.compress(_pack(frames), 1)
+
+
+def _unpacked(piece: bytes) -> list[Frame]:
+    return _unpack(zlib.decompress(piece))
 
 
 def event_id(call_id: str, position: Sequence[int]) -> str:
@@ -272,7 +294,8 @@ def position_of(last_event_id: str) -> tuple[str, list[int]]:
 # --- the table of calls -----------------------------------------------------------------------------------------------
 
 
-MAX_UNFINISHED = 4096  # kept calls that wait or run
+MAX_UNFINISHED = 4096  # kept calls that wait or run; a stock, as the bytes are
+FIRST_BYTES = 8192  # of a stream that a new call finds room for, so that it does not fail at once
 FIRST_READER_S = 5.0  # least time that a new call waits for its first reader
 LOGGER = logging.getLogger("penstock.journal")
 
@@ -282,14 +305,15 @@ class KeptCalls:
 
     Args:
         journal: path of the file that records the calls; None: they live as long as the process.
-        max_bytes: of memory for all kept calls. Those that ended first make room for new ones.
+        max_bytes: of memory for all kept calls. No key may hold more than is left for the others; of its calls that
+            have ended, those that ended first make room.
 
     Raises InvalidRequestError if the journal cannot be used.
     """
 
     def __init__(self, journal: str | None = None, *, max_bytes: int = 2**28) -> None:
         self._calls: dict[str, KeptCall] = {}
-        self._max_bytes = max_bytes
+        self._bytes, self._unfinished = Stock(max_bytes), Stock(MAX_UNFINISHED)
         self._unwritten: dict[tuple[str, int, int], int] = {}  # first token that no record has taken yet
         self.journal = None if journal is None else Journal(journal, self._snapshot)
         for body in () if self.journal is None else self.journal.pop_found():
@@ -313,14 +337,17 @@ class KeptCalls:
         if isinstance(record, Begun):
             self._calls[record.id] = KeptCall(record)
             self._calls[record.id].on_disk = True
+            self._unfinished.take(record.key, 1)
             return
         call = self._calls.get(record.id)
         if call is None:
             return
         if isinstance(record, Deleted):
-            del self._calls[record.id]
+            self._forget(self._calls[record.id])
         elif isinstance(record, Ended):
+            self._unfinished.take(call.begun.key, -(not call.ended))
             call.restore(record)
+            self._count(call)
         elif not call.ended:
             with contextlib.suppress(ValueError):  # a gap: the tokens after it are computed again
                 call.note(record.prompt, record.choice, record.start, record.token_ids)
@@ -358,10 +385,14 @@ class KeptCalls:
 
     # --- the life of a call ----------------------------------------------------------------------------------------
 
-    async def begin(self, begun: Begun) -> KeptCall:
+    async def begin(self, begun: Begun, lease: Lease | None) -> KeptCall:
         """Accept a call. If it is to outlive its connection, it is on disk on return. Raises ApiError."""
-        self._make_room(begun.num_bytes)
-        call = self._calls[begun.id] = KeptCall(begun)
+        if not self._unfinished.has(begun.key, 1):
+            raise _too_many()
+        self._make_room(begun.key, begun.num_bytes + FIRST_BYTES)
+        call = self._calls[begun.id] = KeptCall(begun, None if lease is None else lease.share())
+        self._unfinished.take(begun.key, 1)
+        self._count(call)
         if self.journal is not None and begun.grace_s != 0:
             call.on_disk = True
             self.journal.append(partial(encode_record, begun))
@@ -372,18 +403,26 @@ class KeptCalls:
                 raise
         return call
 
-    def _make_room(self, num_bytes: int) -> None:
-        calls = self._calls.values()
-        too_much = sum(call.num_bytes for call in calls) + num_bytes - self._max_bytes
-        idle = [call for call in calls if call.ended and not call.num_readers] if too_much > 0 else []
+    def _make_room(self, key: str, num_bytes: int) -> None:
+        """Remove what a key has stored, oldest first, until it may hold so much more. Raise ApiError if it may not."""
+        if self._bytes.has(key, num_bytes):
+            return
+        idle = [call for call in self._calls.values() if call.ended and not call.num_readers and call.begun.key == key]
         for call in sorted(idle, key=lambda call: call.ended_at):
-            if too_much <= 0:
-                break
-            too_much -= call.num_bytes
             self.remove(call)
-        if too_much > 0 or len(self.unfinished) >= MAX_UNFINISHED:
-            message = "too many background responses and resumable streams are unfinished; try again later"
-            raise ApiError(429, message, code="too_many_kept", headers={"Retry-After": "10"})
+            if self._bytes.has(key, num_bytes):
+                return
+        raise _too_many()
+
+    def _count(self, call: KeptCall) -> None:
+        measured = call.measured()
+        self._bytes.take(call.begun.key, measured - call.num_bytes)
+        call.num_bytes = measured
+
+    def _forget(self, call: KeptCall) -> None:
+        if self._calls.pop(call.begun.id, None) is not None:
+            self._bytes.take(call.begun.key, -call.num_bytes)
+            self._unfinished.take(call.begun.key, -(not call.ended))
 
     def run(self, call: KeptCall, source: Source) -> None:
         call.source = source
@@ -398,7 +437,9 @@ class KeptCalls:
             async with aclosing(source.frames()) as frames:
                 async for frame in frames:
                     if frame is not None:
+                        self._make_room(call.begun.key, max(0, call.measured() + len(frame[1]) - call.num_bytes))
                         call.add(frame)
+                        self._count(call)
         except Exception as error:
             call.is_lost = isinstance(error, EngineDeadError) and call.on_disk
             failure = from_exception(error)
@@ -409,14 +450,21 @@ class KeptCalls:
     def _end(self, call: KeptCall, source: Source | None, failure: ApiError | None) -> None:
         for frame in () if source is None else source.last_frames(failure):
             call.add(frame)
-        call.end(failure, None if source is None else source.result(failure))
+        self._finish(call, failure, None if source is None else source.result(failure))
         self._note_end(call)
+
+    def _finish(self, call: KeptCall, failure: ApiError | None, result: bytes | None) -> None:
+        if call.begun.id in self._calls:
+            self._unfinished.take(call.begun.key, -(not call.ended))
+        call.end(failure, result)
 
     def _note_end(self, call: KeptCall) -> None:
         self._schedule_removal(call)
         if call.is_lost:
             return
         call.tokens.clear()
+        if call.begun.id in self._calls:
+            self._count(call)
         if self.journal is None or call.begun.id not in self._calls or not call.begun.keep_s:
             return
         if not call.on_disk:
@@ -441,7 +489,7 @@ class KeptCalls:
         """Stop computing a call; its output so far is kept as the answer."""
         await self._stop(call)
         if not call.ended:
-            call.end(None, None if call.source is None else call.source.result(status="cancelled"))
+            self._finish(call, None, None if call.source is None else call.source.result(status="cancelled"))
             self._note_end(call)
             await self._synced()
 
@@ -465,7 +513,7 @@ class KeptCalls:
 
     def remove(self, call: KeptCall) -> None:
         """Forget a call; if it is running, cancel it."""
-        self._calls.pop(call.begun.id, None)
+        self._forget(call)
         if call.timer is not None:
             call.timer.cancel()
         if call.task is not None and not call.task.done():
@@ -544,6 +592,11 @@ class KeptCalls:
         self._unwritten.clear()
         on_disk = [call for call in self._calls.values() if call.on_disk]
         return [make_body for call in on_disk for make_body in _records(call)]
+
+
+def _too_many() -> ApiError:
+    message = "too many background responses and resumable streams are unfinished or stored; try again later"
+    return ApiError(429, message, code="too_many_kept", headers={"Retry-After": "10"})
 
 
 def _records(call: KeptCall) -> list[Callable[[], bytes]]:

@@ -112,6 +112,10 @@ class Metrics:
             if tokens.gaps:
                 self.time_per_token.observe(sum(tokens.gaps) / len(tokens.gaps))
 
+    def note_use(self, key: str, kind: str, amount: int) -> None:
+        """Count tokens that a named key has used, or a refusal of one of its requests."""
+        (self.key_refusals.labels(key) if kind == "refusal" else self.key_tokens.labels(key, kind)).inc(amount)
+
     def exposition(self, model: str, names: str) -> bytes:
         """Write all metrics in the Prometheus text format.
 

@@ -19,10 +19,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import EngineOverloadedError, PenstockError
+from penstock.server.accounts import KeyLimitError, Stock
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, internal_error
 from penstock.server.context import ServerContext
 from penstock.server.generation import EVENT_STREAM, sse_data
-from penstock.server.keys import Account, KeyRing
+from penstock.server.keys import KeyRing
 from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
 from penstock.server.page import PAGE_PATHS
@@ -192,32 +193,33 @@ class SiteMiddleware:
 class BodyLimitMiddleware:
     """Answers 413 for a body that is too long, with or without Content-Length, and 408 for one that is too slow.
 
-    The bodies of all open requests share a budget; a request that exceeds it gets 503. The HTTP server drops the rest
-    of a refused body.
+    The bodies of all open requests share a stock, of which no key may hold more than is left for the others; a request
+    beyond that gets 503. The HTTP server drops the rest of a refused body.
     """
 
     def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
         self._app = app
         self.max_bytes = options.max_body_bytes
         self.timeout_s = options.receive_timeout_s
-        self._budget = options.max_inflight_body_bytes
+        self._stock = Stock(options.max_inflight_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = Headers(scope=scope).get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > self.max_bytes:
             return await self.too_large().noted(scope).response()(scope, receive, send)
-        body = _LimitedBody(receive, self)
+        log: RequestLog = scope["state"]["log"]
+        body = _LimitedBody(receive, self, log.key)
         try:
             await self._app(scope, body, send)
         finally:
-            self._budget += body.charged
+            self._stock.take(log.key, -body.charged)
 
-    def charge(self, num_bytes: int) -> None:
-        """Take bytes from the common budget; they are returned when the request ends."""
-        if num_bytes > self._budget:
+    def charge(self, owner: str, num_bytes: int) -> None:
+        """Take bytes from the common stock; they are returned when the request ends."""
+        if num_bytes and not self._stock.has(owner, num_bytes):
             message = "The server has too many large requests at the moment; try again later."
             raise ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
-        self._budget -= num_bytes
+        self._stock.take(owner, num_bytes)
 
     def too_large(self) -> ApiError:
         return ApiError(413, f"The request body is larger than {self.max_bytes} bytes.", code="request_too_large")
@@ -226,11 +228,12 @@ class BodyLimitMiddleware:
 class _LimitedBody:
     """A `receive` that applies the limits until the body is complete, and then passes every message on."""
 
-    def __init__(self, receive: Receive, limits: BodyLimitMiddleware) -> None:
+    def __init__(self, receive: Receive, limits: BodyLimitMiddleware, owner: str) -> None:
         self._receive = receive
         self._limits = limits
+        self._owner = owner
         self._size = 0
-        self.charged = 0  # bytes taken from the budget
+        self.charged = 0  # bytes taken from the stock
         self._deadline: float | None = None
         self._complete = False
 
@@ -248,7 +251,7 @@ class _LimitedBody:
         if self._size > self._limits.max_bytes:
             raise self._limits.too_large()
         more = max(0, self._size - FREE_BODY_BYTES - self.charged)
-        self._limits.charge(more)
+        self._limits.charge(self._owner, more)
         self.charged += more
         self._complete = not message.get("more_body", False)
         return message
@@ -258,13 +261,13 @@ class _LimitedBody:
 
 
 class KeyMiddleware:
-    """Answers 401 unless the request carries a known key as a bearer token.
+    """Answers 401 unless the request carries a known key as a bearer token, and opens a lease on the key's account.
 
     No other scheme is known: a browser would add a Basic password by itself, also to requests of other sites' pages.
 
     Only a path that is exactly one of OPEN_PATHS needs no key; paths are compared as the router compares them. The
-    owner of the key is the request's `state.account`. A POST beyond a limit gets 429; other methods are not
-    limited.
+    owner of the key is the request's `state.account`. A POST beyond a limit gets 429; other methods are not limited.
+    Without keys, all requests share one account without limits.
     """
 
     def __init__(self, app: ASGIApp, *, keys: KeyRing, metrics: Metrics) -> None:
@@ -284,23 +287,15 @@ class KeyMiddleware:
         if scope["method"] != "POST":
             return await self._app(scope, receive, send)
         try:
-            account.enter()
-        except EngineOverloadedError as exc:
-            self._metrics.key_refusals.labels(account.name).inc()
-            error = from_exception(exc)
-            error.code = "rate_limit_exceeded"
-            return await error.noted(scope).response()(scope, receive, send)
+            log.lease = account.open()
+        except KeyLimitError as exc:
+            return await from_exception(exc).noted(scope).response()(scope, receive, send)
+        if account.name:
+            self._metrics.key_requests.labels(account.name).inc()
         try:
             await self._app(scope, receive, send)
         finally:
-            self._leave(account, log)
-
-    def _leave(self, account: Account, log: RequestLog) -> None:
-        account.leave(log.num_prompt_tokens + log.num_completion_tokens)
-        if account.name:
-            self._metrics.key_requests.labels(account.name).inc()
-            self._metrics.key_tokens.labels(account.name, "prompt").inc(log.num_prompt_tokens)
-            self._metrics.key_tokens.labels(account.name, "completion").inc(log.num_completion_tokens)
+            log.lease.release()
 
 
 def _wrong_key() -> ApiError:

@@ -589,7 +589,7 @@ async def create_response(request: Request) -> Response:
     if summary not in (None, "auto") and rules.reasoning:
         message = f"reasoning.summary: {summary} is not supported; thoughts are returned whole, without a summary"
         raise NotSupportedError(message, param="reasoning.summary")
-    params = within_limits(request, params, len(prompts), priority=body.priority, timeout_s=body.timeout)
+    params = within_limits(request, params, prompts, priority=body.priority, timeout_s=body.timeout)
     call = await keep(
         request, f"resp_{uuid4().hex}", KIND, body, params, prompts,
         grace_s=None if body.background else 0.0,

@@ -20,7 +20,7 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError
-from penstock.server.context import ServerContext, context_of, log_of
+from penstock.server.context import ServerContext, context_of, log_of, most_tokens
 from penstock.server.generation import DONE, MIN_TIMEOUT_S, EventStream, Generation
 from penstock.server.kept_calls import MAX_LANES, Begun, KeptCall, Source, position_of
 from penstock.server.middleware import sent_key
@@ -63,7 +63,7 @@ async def keep(
         priority=log.priority,
         timeout_s=log.timeout_s,
     )
-    call = await context.kept.begin(begun)
+    call = await context.kept.begin(begun, log.lease)
     generation = _generation(context, call, log)
     context.kept.run(call, context.sources[kind](context, call, generation))
     return call
@@ -103,6 +103,7 @@ def resume(context: ServerContext) -> None:
     info = context.known_info()
     for call in context.kept.pop_restored():
         log = _restored_log(call.begun, info)
+        call.lease = log.lease = context.keys.named(call.begun.key).readmit()
         try:
             _resume_one(context, call, info, log)
         except Exception:
@@ -112,6 +113,9 @@ def resume(context: ServerContext) -> None:
 
 
 def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo, log: RequestLog) -> None:
+    lengths = [len(prompt.token_ids) for prompt in call.begun.prompts]
+    if log.lease is not None:
+        log.lease.reserve(most_tokens(call.begun.params, lengths, info.max_model_len), is_accepted=True)
     generation = _generation(context, call, log)
     generation.is_patient = True
     source = context.sources[call.begun.kind](context, call, generation)

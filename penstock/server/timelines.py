@@ -17,6 +17,7 @@ from typing import Any
 from penstock.errors import InvalidRequestError, invalid, missing, shown
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.timeline import Arrivals, Interval, IntervalKind, RequestMetrics, Timeline
+from penstock.server.accounts import Lease
 from penstock.server.api_errors import ApiError
 
 MAX_LABEL = 64  # characters of a label in the log
@@ -40,6 +41,7 @@ class RequestLog:
         timeline: of the call, set when its generation begins.
         error: what the client was told went wrong.
         is_arriving: whether the request is counted in ServerContext.num_arriving.
+        lease: what the request holds of its key's account; None: it computes nothing.
     """
 
     request_id: str
@@ -53,6 +55,7 @@ class RequestLog:
     timeline: "CallTimeline | None" = None
     error: ApiError | None = None
     is_arriving: bool = False
+    lease: Lease | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
@@ -64,6 +67,14 @@ class RequestLog:
 
     def age_s(self) -> float:
         return time.monotonic() - self.started
+
+    def count(self, *, prompt: int = 0, completion: int = 0) -> None:
+        """Count tokens as soon as they are used."""
+        self.num_prompt_tokens += prompt
+        self.num_completion_tokens += completion
+        for kind, number in (("prompt", prompt), ("completion", completion)):
+            if number and self.lease is not None:
+                self.lease.use(kind, number)
 
     def tokens(self) -> str:
         """Write the token counts as part of a log line; "" if the request has no prompt tokens."""

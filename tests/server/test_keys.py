@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from penstock.errors import EngineOverloadedError, InvalidRequestError
+from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
-from penstock.server.keys import Account, Bucket, KeyRing, KeyRules, read_key_file
+from penstock.server.accounts import Account, Bucket, KeyLimitError, KeyRules, Stock
+from penstock.server.keys import KeyRing, read_key_file
 from penstock.server.options import ServerOptions
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import QUIET, app_client, get, running, samples, send, stream, wait_until
@@ -141,19 +142,73 @@ def test_limits_per_minute_fill_steadily() -> None:
     clock = Clock()
     account = Account("a", KeyRules(ALICE, requests_per_minute=60, tokens_per_minute=600), clock)
     for _ in range(60):
-        account.enter()
-        account.leave(0)
-    with pytest.raises(EngineOverloadedError) as caught:
-        account.enter()
+        account.open().release()
+    with pytest.raises(KeyLimitError) as caught:
+        account.open()
     assert caught.value.retry_after_s == pytest.approx(1.0)
     clock.now = 1.0
-    account.enter()
-    account.leave(1200)  # known only now: overdrawn by a minute
+    lease = account.open()
+    lease.use("prompt", 1200)  # not reserved, as for a pin: overdrawn by a minute
+    lease.release()
     clock.now = 59.0
-    with pytest.raises(EngineOverloadedError, match="tokens_per_minute = 600") as caught:
-        account.enter()
+    with pytest.raises(KeyLimitError, match="tokens_per_minute = 600") as caught:
+        account.open()
     clock.now += caught.value.retry_after_s
-    account.enter()
+    account.open()
+
+
+def test_running_calls_never_pass_the_tokens_of_a_minute() -> None:
+    """Guards against a limit that counts a call when it has ended: calls that run together would pass it."""
+    account = Account("a", KeyRules(ALICE, tokens_per_minute=600), Clock())
+    first, second = account.open(), account.open()
+    first.reserve(500)
+    with pytest.raises(KeyLimitError, match="may need more") as caught:
+        second.reserve(200)
+    assert caught.value.retry_after_s == pytest.approx(10.0)
+    first.use("prompt", 30)
+    first.use("completion", 70)
+    first.release()
+    second.reserve(500)
+
+
+def test_a_lease_ends_with_its_last_holder() -> None:
+    """Guards against a background call that frees its place when its POST has returned."""
+    account = Account("a", KeyRules(ALICE, max_concurrent_requests=1, tokens_per_minute=600), Clock())
+    connection = account.open()
+    connection.reserve(600)
+    background = connection.share()
+    connection.release()
+    with pytest.raises(KeyLimitError):
+        account.open()
+    background.use("completion", 1)
+    background.release()
+    account.open().reserve(599)
+    assert account.num_open == 1
+
+
+def test_no_key_takes_what_is_left_for_others() -> None:
+    """Guards against one key that fills what all keys share."""
+    stock = Stock(100)
+    while stock.has("a", 1):
+        stock.take("a", 1)
+    assert stock.held["a"] == 50
+    while stock.has("b", 1):
+        stock.take("b", 1)
+    assert stock.held["b"] == 25
+    stock.take("a", -50)
+    assert stock.held == {"b": 25}
+    assert stock.has("b", 25)
+
+
+@pytest.mark.parametrize("given", [None, 10])
+def test_a_call_that_could_never_run_is_refused_for_good(given: int | None) -> None:
+    """Guards against a 429 that no waiting cures, and against an answer without max_tokens that needs a full minute."""
+    account = Account("a", KeyRules(ALICE, tokens_per_minute=20), Clock())
+    with pytest.raises(InvalidRequestError, match="tokens_per_minute = 20"):
+        account.limited(SamplingParams(max_tokens=given), 1, 20)
+    with pytest.raises(InvalidRequestError, match="may ask for 4"):
+        account.limited(SamplingParams(max_tokens=5, n=2), 2, 4)
+    assert account.limited(SamplingParams(max_tokens=None), 1, 4).max_tokens == 16
 
 
 @pytest.mark.parametrize("amount", [0.0, 1.0])
@@ -172,14 +227,14 @@ def test_a_reload_takes_new_keys_and_keeps_what_was_used(file: Path) -> None:
     ring = KeyRing(None, str(file))
     alice = ring.find(ALICE.encode())
     assert alice is not None
-    alice.enter()
+    alice.open()
     new_key = ALICE[::-1]
     file.write_text(FILE.replace(ALICE, new_key))
     assert ring.reload() == 2
     assert ring.find(ALICE.encode()) is None
     assert ring.find(new_key.encode()) is alice
-    with pytest.raises(EngineOverloadedError):
-        alice.enter()
+    with pytest.raises(KeyLimitError):
+        alice.open()
     file.write_text("[alice]\n")
     with pytest.raises(InvalidRequestError):
         ring.reload()
@@ -188,7 +243,7 @@ def test_a_reload_takes_new_keys_and_keeps_what_was_used(file: Path) -> None:
 
 def test_unlimited_parameters_stay_as_they_are() -> None:
     params = SamplingParams(max_tokens=None)
-    assert Account("a", KeyRules(ALICE)).limited(params, 4) is params
+    assert Account("a", KeyRules(ALICE)).limited(params, 4, 9) is params
 
 
 PROGRAM = """

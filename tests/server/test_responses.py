@@ -336,7 +336,7 @@ def test_another_key_sees_nothing(server: RunningServer, client: openai.OpenAI) 
 
 def test_memory_is_bounded() -> None:
     """Guards against stored answers that fill the memory: the oldest ones make room."""
-    options = ServerOptions(port=0, access_log=False, max_kept_bytes=20_000, drain_timeout_s=0.05)
+    options = ServerOptions(port=0, access_log=False, max_kept_bytes=64_000, drain_timeout_s=0.05)
     with running(FakeEngineClient(), options) as server, official_client(server.url) as client:
         answers = [client.responses.create(**WHOLE) for _ in range(20)]
         assert client.responses.retrieve(answers[-1].id) == answers[-1]
