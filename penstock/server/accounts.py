@@ -133,9 +133,9 @@ class Account:
     def allowed_priority(self, asked: int | None) -> int:
         """Choose the priority of a call: the one it asks for, or the key's if it asks for none or a more urgent one."""
         own = self.rules.priority
-        if own is None:
+        if own is None and not self.name:  # without named keys, nobody is kept apart
             return asked or 0
-        return own if asked is None else max(asked, own)
+        return (own or 0) if asked is None else max(asked, own or 0)
 
     def exceeded(self, limit: str, retry_after_s: float) -> KeyLimitError:
         """Count a refusal, and make its error."""

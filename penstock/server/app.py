@@ -270,13 +270,13 @@ def _reader(request: Request) -> str | None:
 
 
 async def metrics(request: Request) -> Response:
-    """Answer with the metrics in the Prometheus text format."""
+    """Answer with the metrics in the Prometheus text format; those of pins and other keys are an administrator's."""
     context = context_of(request)
     try:
         model = context.model_names()[0]
     except (ApiError, PenstockError):  # it is not known before the engine is ready
         model = ""
-    body = context.metrics.exposition(model, context.options.metrics_names)
+    body = context.metrics.exposition(model, context.options.metrics_names, _reader(request))
     return Response(body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 

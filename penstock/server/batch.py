@@ -37,6 +37,9 @@ class Line(msgspec.Struct, frozen=True):
     method: str = "POST"
 
 
+FIRST_BYTES = b'{"id":"batch_req_'  # of each line of an output
+
+
 @dataclass(slots=True)
 class Counts:
     """The progress of a run, in requests.
@@ -69,7 +72,7 @@ def read_input(path: str) -> list[Line]:
                 continue
             try:
                 line = decoder.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 wrong.append(f"line {number}: {error}")
                 continue
             if line.custom_id in seen:
@@ -142,12 +145,13 @@ class Output:
         end = 0
         self._file.seek(0)
         for text in _lines(self._file, path, "output_file"):
-            if not text.endswith(b"\n"):
+            is_cut = not text.endswith(b"\n")
+            if is_cut and text.startswith(FIRST_BYTES[: len(text)]):
                 break
             try:
                 line = json.loads(text)
                 self.done[line["custom_id"]] = line["response"]["status_code"] == 200
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 message = f"output_file: {path} exists, and is not the output of a batch; give another name"
                 raise InvalidRequestError(message, param="output_file") from None
             end += len(text)

@@ -5,7 +5,7 @@
     max_concurrent_requests = 8      # the limits are optional
     requests_per_minute = 600
     tokens_per_minute = 100_000      # tokens of prompts and answers; a call reserves all that it may use
-    priority = 5                     # requests may ask for a higher number (less urgent), but not for a lower one
+    priority = 5                     # default 0; requests may ask for a higher number (less urgent), not a lower one
     max_choices = 4                  # prompts times n in one call
     max_tokens = 2048                # in one answer
     admin = false                    # true: may pin prefixes and see which are used

@@ -116,15 +116,16 @@ class Metrics:
         """Count tokens that a named key has used, or a refusal of one of its requests."""
         (self.key_refusals.labels(key) if kind == "refusal" else self.key_tokens.labels(key, kind)).inc(amount)
 
-    def exposition(self, model: str, names: str) -> bytes:
-        """Write all metrics in the Prometheus text format.
+    def exposition(self, model: str, names: str, reader: str | None = None) -> bytes:
+        """Write the metrics in the Prometheus text format.
 
         Args:
             model: the label model_name of every metric.
             names: with "vllm", it uses vLLM's names, and its labels, for the metrics that it has too.
+            reader: the name of a key, which sees neither pins nor the use of other keys; None: everything is shown.
         """
         registry = CollectorRegistry()
-        registry.register(_Renamed(self.registry, model, VLLM_NAMES if names == "vllm" else {}))
+        registry.register(_Shown(self.registry, model, VLLM_NAMES if names == "vllm" else {}, reader))
         return generate_latest(registry)
 
     def _by_key(self, name: str, text: str, *more: str) -> Counter:
@@ -138,11 +139,11 @@ class Metrics:
         return Histogram(full_name, f"{text}, in seconds", buckets=buckets, registry=self.registry)
 
 
-class _Renamed(Collector):
-    """The metrics of another registry with a model's name, without the times at which they were made."""
+class _Shown(Collector):
+    """The metrics of another registry that a reader may see, with a model's name, without the times of their making."""
 
-    def __init__(self, registry: CollectorRegistry, model: str, names: Mapping[str, str]) -> None:
-        self._registry, self._model, self._names = registry, model, names
+    def __init__(self, registry: CollectorRegistry, model: str, names: Mapping[str, str], reader: str | None) -> None:
+        self._registry, self._model, self._names, self._reader = registry, model, names, reader
 
     def describe(self) -> Iterable[Metric]:
         return []
@@ -156,9 +157,12 @@ class _Renamed(Collector):
                 labels = more | sample.labels
                 if name == "vllm:request_success":
                     labels["finished_reason"] = labels.pop("finish_reason")
-                if not sample.name.endswith("_created"):
+                if not sample.name.endswith("_created") and self._may_see(sample.labels):
                     shown.add_sample(name + sample.name.removeprefix(metric.name), labels, sample.value)
             yield shown
+
+    def _may_see(self, labels: Mapping[str, str]) -> bool:
+        return self._reader is None or ("pin" not in labels and labels.get("key", self._reader) == self._reader)
 
 
 class _EngineCollector(Collector):

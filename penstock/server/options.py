@@ -3,6 +3,8 @@
 A field states its default, the values it allows and, if it is a flag of `penstock serve`, its help text.
 """
 
+import ipaddress
+import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +31,6 @@ DEFAULT_KWARGS = "default_chat_template_kwargs"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as written in the Host header
 METRICS_NAMES = ("penstock", "vllm")
 MAX_SOCKET_PATH = 107  # bytes, as the system limits it
-LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")  # as written for --host
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -70,6 +71,15 @@ def _root_path(name: str, value: Any) -> str:
     if not value.startswith("/") or value.endswith("/") or not value.isascii() or not value.isprintable():
         raise fail(name, value, "a path like /llm: with a slash before, and none after it")
     return str(value)
+
+
+def _is_loopback(host: str) -> bool:
+    """Check that a host name or address, however it is written, is reached from this machine only."""
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+    except (OSError, ValueError):  # unknown; listening will say so
+        return False
 
 
 def _socket_path(name: str, value: Any) -> str:
@@ -159,8 +169,10 @@ class ServerOptions:
     require_key: bool = option(
         False, bool, "do not listen on an address that other machines can reach without a key (default: warn)"
     )
-    cache_salt_by_key: bool = option(
-        False, bool, "keys share no cached prefixes, so that no client can tell what another has sent (default: off)"
+    cache_salt_by_key: bool | None = option(
+        None,
+        bool,
+        "keys share no cached prefixes, so that no client can tell what another has sent (default: with api_key_file)",
     )
     served_model_names: tuple[str, ...] | None = option(
         None, _some_names, "name of the model in requests (default: MODEL; repeatable)", metavar="NAME"
@@ -239,6 +251,8 @@ class ServerOptions:
         check_options(self)
         if self.cache_salt_by_key and self.api_key_file is None:
             raise fail("cache_salt_by_key", True, "false: only an api_key_file has keys to tell apart")
+        if self.cache_salt_by_key is None:
+            object.__setattr__(self, "cache_salt_by_key", self.api_key_file is not None)
         if self.require_key and self.is_open_to_all:
             raise fail("require_key", True, f"false: there is no key, and {self.host} may be reached from elsewhere")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
@@ -248,8 +262,9 @@ class ServerOptions:
         """List the names that the Host header may have; None for any."""
         if self.allowed_hosts is not None:
             return self.allowed_hosts
-        is_loopback = self.uds is None and self.host in LOOPBACK_ADDRESSES  # no browser connects to a Unix socket
-        return LOOPBACK if not self.has_key and is_loopback else None
+        is_loopback = self.uds is None and _is_loopback(self.host)  # no browser connects to a Unix socket
+        own = f"[{self.host}]" if ":" in self.host else self.host
+        return tuple({*LOOPBACK, own.lower()}) if not self.has_key and is_loopback else None
 
     @property
     def has_key(self) -> bool:
@@ -258,7 +273,7 @@ class ServerOptions:
     @property
     def is_open_to_all(self) -> bool:
         """True if other machines may use the API without a key."""
-        return not self.has_key and self.uds is None and self.host not in LOOPBACK_ADDRESSES
+        return not self.has_key and self.uds is None and not _is_loopback(self.host)
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """Make the context of HTTPS; None for HTTP. Raise InvalidRequestError if a file cannot be used."""

@@ -61,6 +61,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = True  # the request's headers are not complete
         self._saw_body = False
         self._refused = False
+        self._pieces: list[bytes] = []  # of the body, as they arrived together
         self._unanswered: deque[RequestResponseCycle] = deque()  # their requests' heads have arrived; oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -80,6 +81,7 @@ class GuardedProtocol(HttpToolsProtocol):
         before = (self._begun, self._in_head)
         self._saw_body = False
         super().data_received(data)
+        self._pass_on()
         # all of `data` was head or trailers; the first piece of a request is counted when its head is complete
         if before[0] and before == (self._begun, self._in_head) and not self._saw_body:
             self._head_bytes += len(data)
@@ -119,9 +121,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._saw_body = True
         self._head_bytes = 0
         if not self._refused:
+            self._pieces.append(body)
+
+    def _pass_on(self) -> None:
+        """Give the pieces of a body to uvicorn at once: for each it copies all that is not read yet."""
+        body, self._pieces = b"".join(self._pieces), []
+        if body and not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._pass_on()
         self._disarm()
         self._begun, self._in_head = False, True
         self._head_bytes = 0

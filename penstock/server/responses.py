@@ -230,6 +230,14 @@ NAMES = {  # field of a chat -> field of a response
 }
 
 
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raise InvalidRequestError for metadata beyond OpenAI's limits; it is stored with the response."""
+    given = metadata or {}
+    if len(given) > 16 or any(len(name) > 64 or len(value) > 512 for name, value in given.items()):
+        message = "metadata: at most 16 pairs are allowed, with names of 64 and values of 512 characters"
+        raise InvalidRequestError(message, param="metadata")
+
+
 class Reasoning(Strict, kw_only=True, frozen=True):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -271,6 +279,7 @@ class ResponseRequest(ComputingRequest, kw_only=True, frozen=True):
                 "background: a response in the background is stored; leave out store", param="store"
             )
         super().check()
+        check_metadata(self.metadata)
         for wanted in self.include or ():
             if wanted not in INCLUDED:
                 message = f"include: {shown(wanted)} is not supported; {', '.join(INCLUDED)} are"

@@ -298,7 +298,8 @@ class Serving:
             LOGGER.info("%s = %s", option, reason)
         name = self._app.state.context.model_names()[0]
         seconds = time.monotonic() - self._started_at
-        print(f"penstock {__version__} serving {name} at {self._url()}  (ready in {seconds:.1f} s)", flush=True)
+        with suppress(OSError):  # nobody reads standard output, and nothing depends on it
+            print(f"penstock {__version__} serving {name} at {self._url()}  (ready in {seconds:.1f} s)", flush=True)
         notify(f"READY=1\nSTATUS=serving {name} at {self._url()}")
 
     def _url(self) -> str:

@@ -68,6 +68,11 @@ class HFTokenizer:
         added = backend.get_added_tokens_decoder()
         self._grammars: dict[tuple[int, tuple[int, ...]], Grammars] = {}
         self._added_ids = frozenset(added)
+        self._normalized = (
+            []
+            if backend.normalizer is None
+            else [backend.normalizer.normalize_str(token.content) for token in added.values() if token.normalized]
+        )
         self.bos_token_id, self.eos_token_id = (
             backend.token_to_id(named[name]) if name in named else None for name in ("bos_token", "eos_token")
         )
@@ -82,6 +87,13 @@ class HFTokenizer:
     def vocab_size(self) -> int:
         """The number of ids. Computed on first use, because it takes 0.2 s for 128k tokens."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def forges_token(self, text: str) -> bool:
+        """Tell whether the normalizer may make the spelling of an added token of a text that does not contain it."""
+        if not self._normalized:
+            return False
+        text = self._backend.normalizer.normalize_str(text)
+        return any(spelling in text for spelling in self._normalized)
 
     def to_json(self) -> str:
         """Write the tokenizer as a tokenizer.json, with the tokens that the files beside it declare."""

@@ -14,9 +14,14 @@ MAX_INTEGER = 2**63 - 1  # of a variable
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], param: str = KWARGS) -> None:
-    """Raise InvalidRequestError for variables of a template with a reserved name, at any depth, or a huge integer."""
+    """Raise InvalidRequestError for variables of a template with a reserved name, at any depth, or a huge integer.
+
+    The tokenizer's tokens (bos_token, ...) cannot be set either: a request could take them out of the prompt.
+    """
     if not isinstance(kwargs, Mapping):
         raise fail(param, kwargs, 'an object like {"enable_thinking": false}')
+    if names := [name for name in kwargs if isinstance(name, str) and name.endswith("_token")]:
+        raise invalid(param, f"{min(names)} cannot be set here", "not_allowed")
     nodes: list[Any] = [kwargs]
     while nodes:
         node = nodes.pop()

@@ -12,7 +12,7 @@ ever whole.
 import codecs
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -214,9 +214,10 @@ def render_chat(
     check_variables(template, options.get("template_kwargs") or {})
     spellings = [tokenizer.token_to_text(token_id) for token_id in tokenizer.special_ids]
     spellings = sorted((text for text in spellings if len(text) > 1), key=len, reverse=True)
-    mark = _unused_mark((messages, options))
-    options = {name: _mark(value, spellings, mark) for name, value in options.items()}
-    text = template.render([_mark(message, spellings, mark) for message in messages], **options)
+    marks = _Marks(spellings, _unused_mark((messages, options)), getattr(tokenizer, "forges_token", None))
+    mark = marks.mark
+    options = {name: marks.put(value) for name, value in options.items()}
+    text = template.render([marks.put(message) for message in messages], **options)
     text = text.replace(ascii(mark)[1:-1], mark)  # a template may write JSON with escapes
     return RenderedChat(text.replace(mark, ""), tuple(text.split(mark)))
 
@@ -272,17 +273,29 @@ def _unused_mark(messages: Any) -> str:
     raise invalid("messages", "contain every noncharacter from U+FDD0 to U+FDEF")
 
 
-def _mark(value: Any, spellings: Sequence[str], mark: str) -> Any:
-    """Put a mark after the first character of every spelling in the texts of a value."""
-    if isinstance(value, str):
-        for spelling in spellings:
-            value = value.replace(spelling, spelling[0] + mark + spelling[1:])
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """Puts a mark after the first character of every spelling in the texts of a value.
+
+    A text of which the tokenizer's normalizer would make a spelling gets a mark after every character.
+    """
+
+    spellings: Sequence[str]
+    mark: str
+    forges_token: Callable[[str], bool] | None
+
+    def put(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for spelling in self.spellings:
+                value = value.replace(spelling, spelling[0] + self.mark + spelling[1:])
+            if self.forges_token is not None and any(map(self.forges_token, value.split(self.mark))):
+                return self.mark.join(value.replace(self.mark, ""))
+            return value
+        if isinstance(value, Mapping):
+            return {self.put(name): self.put(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.put(item) for item in value]
         return value
-    if isinstance(value, Mapping):
-        return {_mark(name, spellings, mark): _mark(item, spellings, mark) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_mark(item, spellings, mark) for item in value]
-    return value
 
 
 # --- the bytes of single tokens --------------------------------------------------------------------------------------

@@ -40,6 +40,29 @@ def test_a_changed_byte_anywhere_is_a_miss(tmp_path: Path) -> None:
     assert files.read(other, len(content)) is None
 
 
+def test_what_is_no_file_is_a_miss(tmp_path: Path) -> None:
+    """Guards against a FIFO in a block's place, at which an engine would wait for ever."""
+    files = BlockFiles(tmp_path, "penstock-a", 10**6)
+    assert files.write(NAME, bytes(100))
+    (tmp_path / "penstock-a" / NAME).unlink()
+    os.mkfifo(tmp_path / "penstock-a" / NAME)
+    assert files.read(NAME, 100) is None
+    assert files.read_whole(NAME) is None
+
+
+def test_the_end_of_the_disk_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against blocks that fill the disk on which the journal lies."""
+    files = BlockFiles(tmp_path, "penstock-a", 10**6)
+    free = [10 * (HEADER_BYTES + 100)]
+    monkeypatch.setattr(files, "_free_bytes", lambda: free[0] - sum(p.stat().st_size for p in tmp_path.glob("*/*")))
+    names = [f"0-{i:032x}" for i in range(40)]
+    assert all(files.write(name, bytes(100)) for name in names)
+    assert 5 <= len(list(tmp_path.glob("*/*"))) <= 10
+    assert files.read(names[-1], 100) == bytes(100)
+    free[0] = 0
+    assert not files.write(NAME, bytes(100))
+
+
 def test_files_are_bounded_and_only_own_ones_deleted(tmp_path: Path) -> None:
     """Guards against a disk that fills up, against losing what is used most, and against a stranger's files."""
     stranger = tmp_path / "penstock-a" / "notes.txt"

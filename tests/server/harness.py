@@ -65,6 +65,11 @@ class RunningServer:
         """The server's kept calls; to be looked at, not used, from this thread."""
         return self._serving._app.state.context.kept
 
+    @property
+    def keys(self) -> Any:
+        """The server's keys."""
+        return self._serving._app.state.context.keys
+
     def start(self) -> None:
         self._thread.start()
         assert self._ready.wait(WAIT_S)

@@ -144,10 +144,11 @@ def test_a_malformed_file_is_refused_before_anything_is_computed(
 
 def test_other_files_are_left_alone(tmp_path: Path) -> None:
     """Guards against an output that overwrites a file of the user's, or two runs that write one file."""
-    (tmp_path / "notes").write_text("my notes\n")
-    with pytest.raises(InvalidRequestError, match="not the output of a batch"):
-        Output(str(tmp_path / "notes"))
-    assert (tmp_path / "notes").read_text() == "my notes\n"
+    for text in ("my notes\n", "my notes", '{"mine": 1}', "[" * 100_000 + "\n"):
+        (tmp_path / "notes").write_text(text)
+        with pytest.raises(InvalidRequestError, match="not the output of a batch"):
+            Output(str(tmp_path / "notes"))
+        assert (tmp_path / "notes").read_text() == text
     output = Output(str(tmp_path / "out"))
     with pytest.raises(InvalidRequestError, match="another run"):
         Output(str(tmp_path / "out"))

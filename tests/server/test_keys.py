@@ -93,10 +93,10 @@ def test_names_are_seen_and_keys_never(client: TestClient, caplog: pytest.LogCap
         assert client.post("/v1/completions", json=BODY, headers=bearer(ALICE + "x")).status_code == 401
         assert client.post("/v1/completions", json=BODY).status_code == 401
     assert " key=alice " in caplog.text
-    metrics = samples(client.get("/metrics", headers=bearer(BOB)).text)
+    metrics = samples(client.get("/metrics", headers=bearer(ALICE)).text)
     assert metrics['penstock_key_requests_total{key="alice"}'] == 1
     assert metrics['penstock_key_tokens_total{key="alice",kind="completion"}'] == 5
-    assert ALICE not in caplog.text + client.get("/metrics", headers=bearer(BOB)).text
+    assert ALICE not in caplog.text + client.get("/metrics", headers=bearer(ALICE)).text
     assert client.get("/health").status_code == 200
 
 

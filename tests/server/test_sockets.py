@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.server.options import ServerOptions
 from penstock_lab.prove.servers import QUICK
@@ -275,6 +276,25 @@ def test_large_body_in_chunks_is_refused(server: RunningServer) -> None:
     pieces = (b" " * 10_000 for _ in range(100))
     response = send(f"{server.url}/v1/completions", content=pieces, headers={"Content-Type": "application/json"})
     assert response.status_code == 413
+
+
+def test_tiny_pieces_of_a_body_hold_up_nobody(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a body in pieces of one byte, for each of which uvicorn copies all that is not read yet."""
+    passed_on = []
+    on_body = HttpToolsProtocol.on_body
+
+    def count(protocol: HttpToolsProtocol, body: bytes) -> None:
+        passed_on.append(len(body))
+        on_body(protocol, body)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", count)
+    text = b'{"prompt": "%s"}' % (b"a" * 60_000)
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with raw(server, head + b"Transfer-Encoding: chunked\r\n\r\n" + body) as sock:
+        assert b"context_length_exceeded" in sock.recv(65536)
+    assert sum(passed_on) == len(text)
+    assert len(passed_on) < 1000
 
 
 def test_large_body_in_one_piece_is_taken(server: RunningServer) -> None:
