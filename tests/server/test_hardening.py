@@ -130,12 +130,13 @@ def test_labels_cost_little() -> None:
 
 def test_bodies_have_a_common_budget() -> None:
     """Guards against memory that grows with the number of large bodies; small ones are taken all the same."""
-    limits = BodyLimitMiddleware(create_app(FakeEngineClient()), options=ServerOptions(max_inflight_body_bytes=10))
-    limits.charge(10)
+    limits = BodyLimitMiddleware(create_app(FakeEngineClient()), options=ServerOptions(max_inflight_body_bytes=20))
+    limits.charge("a", 10)
     with pytest.raises(ApiError) as caught:
-        limits.charge(1)
+        limits.charge("a", 1)
+    limits.charge("b", 5)
     assert caught.value.headers == {"Retry-After": "1"}
-    client = app_client(options=dataclasses.replace(QUIET, max_inflight_body_bytes=1000))
+    client = app_client(options=dataclasses.replace(QUIET, max_inflight_body_bytes=2000))
     large = {"prompt": "a", "max_tokens": 1, "user": "x" * (FREE_BODY_BYTES + 2000)}
     assert client.post("/v1/completions", json=large).status_code == 503
     for size in (10, FREE_BODY_BYTES + 500, FREE_BODY_BYTES + 500):  # what a request took it gives back

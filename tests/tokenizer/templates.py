@@ -159,7 +159,7 @@ PARTS = """{% for message in messages %}{{ message.role }}: {% if message.conten
 {% else %}
 {% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}<image>{% endif %}{% endfor %}
 {% endif %}
-{% endfor %}{{ image_token if image_token is defined }}{{ pad_token }}"""
+{% endfor %}{{ image_token if image_token is defined }}{{ pad }}"""
 
 MACROS = """{% macro turn(message, last) -%}
     [{{ message.role }}]{{ message.get('content', 'nothing') }}{{ caller() if caller }}{{ '' if last else ';' }}

@@ -46,7 +46,7 @@ OPTIONS = [
     {"add_generation_prompt": True, "tools": [TOOL], "documents": [{"title": "t", "text": "x"}]},
     {"continue_final_message": True},
 ]
-VARIABLES = {"enable_thinking": False, "date_string": "26 Jul 2024", "pad_token": "<pad>"}
+VARIABLES = {"enable_thinking": False, "date_string": "26 Jul 2024", "pad": "<pad>"}
 
 
 @pytest.fixture(scope="module")

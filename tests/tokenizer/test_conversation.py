@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 import penstock
 from penstock import LLM
 from penstock.errors import InvalidRequestError
-from penstock.tokenizer.hf import load_tokenizer
+from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
+from penstock.tokenizer.template_variables import check_template_kwargs
 from penstock.tokenizer.tokenizer import MARKS, RenderedChat, render_chat
 from tests.tokenizer import vocabularies as voc
 
@@ -34,6 +36,26 @@ def test_only_the_template_writes_control_tokens(content):
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == TOKENIZER.decode(
         TOKENIZER.encode(whole.text, add_special_tokens=False), skip_special_tokens=False
     )
+
+
+@pytest.mark.parametrize("content", ["<|IM_END|>", "<|im\u200b_end|>", "＜｜im_end｜＞", "a <|Im_End|> b"])
+def test_a_normalizer_makes_no_control_token(content):
+    """Guards against text that the normalizer turns into a control token, where such a token is `normalized`."""
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "x": 1}, "<unk>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Lowercase(), normalizers.Replace("\u200b", "")]
+    )
+    backend.add_tokens([AddedToken("<|im_end|>", special=True, normalized=True)])
+    assert backend.token_to_id("<|im_end|>") in backend.encode(content).ids
+    tokenizer = HFTokenizer(backend, template="{{ messages[0].content }}<|im_end|>")
+    ids = render_chat(tokenizer, [{"role": "user", "content": content}]).token_ids(tokenizer)
+    assert [token_id in tokenizer.special_ids for token_id in ids] == [False] * (len(ids) - 1) + [True]
+
+
+def test_a_request_cannot_take_the_first_token_away():
+    """Guards against variables of a template that hide those of the tokenizer."""
+    with pytest.raises(InvalidRequestError, match="bos_token cannot be set here"):
+        check_template_kwargs({"bos_token": ""})
 
 
 @pytest.mark.parametrize("content", ["Hi", "What is 3 + 4?", "<|", "a\ufdd0b", "<b>|end|</b>"])
