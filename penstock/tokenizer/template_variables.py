@@ -20,8 +20,8 @@ def check_template_kwargs(kwargs: Mapping[str, Any], param: str = KWARGS) -> Non
     """
     if not isinstance(kwargs, Mapping):
         raise fail(param, kwargs, 'an object like {"enable_thinking": false}')
-    if names := [name for name in kwargs if isinstance(name, str) and name.endswith("_token")]:
-        raise invalid(param, f"{min(names)} cannot be set here", "not_allowed")
+    if tokens := [name for name in kwargs if isinstance(name, str) and name.endswith("_token")]:
+        raise invalid(param, f"{min(tokens)} cannot be set here", "not_allowed")
     nodes: list[Any] = [kwargs]
     while nodes:
         node = nodes.pop()
