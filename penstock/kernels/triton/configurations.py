@@ -1,0 +1,108 @@
+"""The configurations of kernels, one table per architecture: nothing is tuned on a user's machine.
+
+A configuration is chosen by the kernel's name and the number of rows alone. No configuration may change a bit of a
+result (tests/kernels/triton/test_products.py computes with all of them), so a table is only about speed. The one of
+sm_90 has the best of those measured on an H200; the others follow it as far as their shared memory and registers allow,
+and have not been measured.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from penstock.errors import NotSupportedError
+from penstock.kernels.triton.launch import INTERPRETER, architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program computes at a time: `rows` rows of x times `columns` outputs, `depth` elements of K per step."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+Choices = tuple[tuple[int, Tile], ...]  # tiles for up to so many rows, ascending; the last one is for any number
+
+MANY = 2**31
+SMALL = Tile(16, 16, 32, 4, 1)
+HOPPER: dict[str, Choices] = {
+    "few_rows": (
+        (16, Tile(16, 64, 128, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 4)),
+        (64, Tile(64, 64, 128, 4, 4)),
+        (MANY, Tile(128, 64, 64, 8, 4)),
+    ),
+    "few_rows leaves": ((16, Tile(16, 64, 128, 4, 4)), (32, Tile(32, 64, 128, 4, 4)), (MANY, Tile(64, 64, 64, 8, 4))),
+    "few_rows gated": (
+        (16, Tile(16, 64, 128, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 3)),
+        (MANY, Tile(64, 64, 64, 4, 4)),
+    ),
+    "few_rows float32": ((MANY, Tile(16, 32, 32, 4, 3)),),
+    "few_rows int8": ((16, Tile(16, 64, 256, 4, 4)), (32, Tile(32, 64, 128, 4, 4)), (MANY, Tile(64, 64, 128, 4, 4))),
+    "int4": ((16, Tile(16, 64, 256, 4, 4)), (32, Tile(32, 64, 256, 4, 3)), (MANY, Tile(64, 64, 256, 4, 3))),
+    "many_rows": ((MANY, Tile(128, 256, 64, 8, 4)),),
+    "many_rows gated": ((MANY, Tile(128, 128, 64, 8, 4)),),
+    "many_rows leaves": ((MANY, Tile(128, 128, 64, 8, 4)),),
+    "many_rows int8": ((MANY, Tile(128, 128, 128, 8, 4)),),
+    "many_rows float32": ((MANY, Tile(16, 32, 32, 4, 3)),),
+}
+# mma.sync from registers, and 164 KiB of shared memory
+AMPERE: dict[str, Choices] = HOPPER | {
+    "many_rows": ((MANY, Tile(128, 128, 64, 8, 3)),),
+    "many_rows gated": ((MANY, Tile(128, 64, 64, 8, 3)),),
+    "many_rows leaves": ((MANY, Tile(128, 64, 64, 8, 3)),),
+}
+# 99 KiB of shared memory
+SMALLER: dict[str, Choices] = AMPERE | {
+    "few_rows": (
+        (16, Tile(16, 64, 128, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 3)),
+        (64, Tile(64, 64, 64, 4, 4)),
+        (MANY, Tile(128, 64, 64, 8, 3)),
+    ),
+    "few_rows leaves": ((16, Tile(16, 64, 128, 4, 4)), (32, Tile(32, 64, 128, 4, 3)), (MANY, Tile(64, 64, 64, 8, 3))),
+    "few_rows gated": ((16, Tile(16, 64, 64, 4, 4)), (MANY, Tile(64, 64, 64, 4, 3))),
+    "few_rows int8": ((16, Tile(16, 64, 256, 4, 3)), (32, Tile(32, 64, 128, 4, 4)), (MANY, Tile(64, 64, 128, 4, 3))),
+    "many_rows": ((MANY, Tile(128, 128, 32, 8, 3)),),
+    "many_rows gated": ((MANY, Tile(128, 64, 32, 8, 3)),),
+    "many_rows leaves": ((MANY, Tile(128, 64, 32, 8, 3)),),
+    "many_rows int8": ((MANY, Tile(128, 128, 64, 8, 3)),),
+}
+TABLES: dict[int, dict[str, Choices]] = {
+    INTERPRETER: dict.fromkeys(HOPPER, ((MANY, SMALL),)),
+    80: AMPERE,
+    86: SMALLER,
+    89: SMALLER,
+    90: HOPPER,
+    100: HOPPER,
+    120: SMALLER,
+}
+
+
+def few() -> int:
+    """Return for how many rows, at most, a kernel for few rows is the faster one."""
+    return 24 if architecture() == INTERPRETER else 128
+
+
+def tile(kernel: str, rows: int) -> Tile:
+    """Choose the configuration of a kernel for a number of rows.
+
+    Raises:
+        NotSupportedError: the device is older than every table.
+    """
+    return next(found for most, found in _table(architecture())[kernel] if rows <= most)
+
+
+@cache
+def _table(architecture: int) -> dict[str, Choices]:
+    """Find the table of an architecture: that of the newest one which is not newer."""
+    known = [number for number in TABLES if number != INTERPRETER and number <= architecture]
+    if architecture != INTERPRETER and not known:
+        raise NotSupportedError(
+            f"device: compute capability {architecture / 10}; 8.0 or more is needed", param="device"
+        )
+    return TABLES[max(known, default=INTERPRETER)]

@@ -1,0 +1,92 @@
+"""Launching a kernel: on a device, in Triton's interpreter, or through the compiler alone.
+
+Every kernel is launched by `launch`, with its sizes as arguments and its configuration as constants. Where it runs:
+  - On the device that is torch's current one, compiled when it is first launched.
+  - In the interpreter, on arrays of the CPU, if Triton's interpreter was on when the kernels were imported
+    (TRITON_INTERPRET=1). The tests compare kernels with the reference there.
+  - Within `compiling(architecture)`, not at all: it is compiled for that architecture, which needs neither a driver nor
+    a GPU, and the result is kept for inspection. Tensors are then on torch's device "meta".
+
+Multiply-adds are never contracted: a fused one is written out (tl.fma). So the compiler cannot choose other roundings.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+INTERPRETED = knobs.runtime.interpret
+INTERPRETER = 0  # its number as an architecture
+WARP = 32  # threads
+INTERPRETER_PROCESSORS = 2  # so that a persistent kernel owns several tiles there, too
+
+
+@dataclass
+class Compiler:
+    """Stands in for Triton's driver, so that it compiles for an architecture that is not there.
+
+    Attributes:
+        kernels: what was compiled, by Triton's handles; `asm` of each has its code in every language on the way.
+    """
+
+    architecture: int
+    kernels: list[Any] = field(default_factory=list)
+
+    def get_current_device(self) -> int:
+        return self.architecture  # Triton keeps what it compiles for each device apart
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, WARP)
+
+
+_compilers: list[Compiler] = []
+
+
+@contextlib.contextmanager
+def compiling(architecture: int) -> Iterator[Compiler]:
+    """Compile kernels for an architecture (90 is sm_90) instead of launching them."""
+    compiler, before = Compiler(architecture), driver._active  # driver.active would look for a GPU
+    driver.set_active(compiler)
+    _compilers.append(compiler)
+    try:
+        yield compiler
+    finally:
+        _compilers.pop()
+        driver._active = before
+
+
+def architecture() -> int:
+    """Return the compute capability that kernels run on, for example 90; 0 in the interpreter."""
+    if _compilers:
+        return _compilers[-1].architecture
+    if INTERPRETED:
+        return INTERPRETER
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def processors() -> int:
+    """Return the number of multiprocessors, which is the number of programs of a persistent kernel."""
+    if _compilers or INTERPRETED:
+        return INTERPRETER_PROCESSORS
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **constants: Any) -> None:
+    """Launch a kernel with a grid of programs. warps, stages: how it is compiled, which never changes a bit."""
+    if INTERPRETED:
+        kernel[grid](*arguments, **constants)
+        return
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    if _compilers:
+        _compilers[-1].kernels.append(kernel.warmup(*arguments, grid=grid, **options, **constants))
+    else:
+        kernel[grid](*arguments, **options, **constants)

@@ -1,0 +1,178 @@
+"""TritonLinear: a weight on the device, and how it is read, quantised and packed there.
+
+Float and int8 weights keep the checkpoint's [N, K], so that a tied embedding is the same memory. The words of int4
+weights are described in int4.py. Values are quantised as reference/quantized_weights.py says, on the device, a few rows
+at a time.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from penstock.errors import NotSupportedError
+from penstock.kernels.ops import Packing, RowSource
+from penstock.kernels.reference.quantized_weights import leaf_groups, quantize_int4, quantize_int8
+from penstock.kernels.tensors import as_torch
+
+SLICE_BYTES = 2**26  # of float32 rows that are quantised at once
+QUAD = 4  # groups whose int4 values share words
+MAX_INTEGER_LEAF = 2**16  # elements; a longer sum of products of two bytes may overflow an int32
+
+
+@dataclass(frozen=True, eq=False)
+class TritonLinear:
+    """A packed weight.
+
+    Attributes:
+        values: [N, K] in the model's type or int8; [N, words] int16 for int4.
+        scales: [N] float32 for int8; [groups, N] bfloat16 for int4, with every leaf's groups filled up to whole words.
+        bias: [N] float32, already rounded to the model's type.
+        leaves: 1, 2, 4 or 8; empty ones follow if the packing has another number.
+        length: elements of the longest leaf.
+        starts: [leaves + 1] int32, where leaves begin; None: all have the same length.
+    """
+
+    shape: tuple[int, int]
+    packing: Packing
+    values: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+    leaves: int
+    length: int
+    starts: torch.Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.state().values())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {"values": self.values, "scales": self.scales, "bias": self.bias}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def group_size(self) -> int:
+        """Elements of K that share a scale; 0 unless the weight is int4."""
+        return (self.packing.scheme.group_size or 0) if self.packing.scheme is not None else 0
+
+    @property
+    def leaf_quads(self) -> int:
+        """Words of int4 values along K in each leaf, each of group_size words."""
+        return -(-self.length // (QUAD * self.group_size))
+
+
+def shapes(
+    shape: tuple[int, ...], packing: Packing, dtype: torch.dtype, *, bias: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """List the tensors of a packed weight.
+
+    Raises:
+        NotSupportedError: no kernel multiplies such a weight.
+        ValueError: the shape or the leaves are invalid.
+    """
+    (n, k), scheme = shape, packing.scheme
+    leaves, length, _ = leaf_table(k, packing)
+    if n < 1 or k < 1 or (packing.gated and n % 2):
+        raise ValueError(
+            f"a weight of the shape {list(shape)} cannot be packed{' for a gate' if packing.gated else ''}"
+        )
+    if packing.coding is not None:
+        raise NotSupportedError(
+            f"quantization: {packing.coding.name} needs the kernels 'cpu' or 'reference'", param="quantization"
+        )
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"values": ((n, k), dtype)}
+    if scheme is not None and scheme.slices and length > MAX_INTEGER_LEAF:
+        raise NotSupportedError(
+            f"quantization: {scheme.name} sums at most {MAX_INTEGER_LEAF} products, and this model has {k}",
+            param="quantization",
+        )
+    if scheme is not None and scheme.group_size is None:
+        found |= {"values": ((n, k), torch.int8), "scales": ((n,), torch.float32)}
+    elif scheme is not None and scheme.group_size is not None:
+        quads = leaves * -(-length // (QUAD * scheme.group_size))
+        found["values"] = (n, quads * scheme.group_size), torch.int16
+        found["scales"] = (QUAD * quads, n), torch.bfloat16
+    if bias:
+        found["bias"] = (n,), torch.float32
+    return found
+
+
+def leaf_table(k: int, packing: Packing) -> tuple[int, int, tuple[int, ...] | None]:
+    """Find the number of leaves, the length of the longest, and where they begin unless all are equally long."""
+    ends = packing.leaf_ends or (k,)
+    lengths = [end - start for start, end in pairwise((0, *ends))]
+    leaves = 1 << (len(ends) - 1).bit_length()
+    if leaves > 8 or ends[-1] != k or min(lengths) < 0:
+        raise ValueError(f"{k} elements cannot be cut into leaves that end at {list(ends)}")
+    if len(set(lengths)) == 1 and leaves == len(ends):
+        return leaves, lengths[0], None
+    return leaves, max(lengths), (0, *ends, *[k] * (leaves - len(ends)))
+
+
+def assemble(
+    shape: tuple[int, ...], packing: Packing, dtype: torch.dtype, device: Any, state: Mapping[str, torch.Tensor]
+) -> TritonLinear:
+    """Make a weight of its tensors.
+
+    Raises:
+        ValueError: they do not fit the shape and the packing.
+    """
+    expected = shapes(shape, packing, dtype, bias="bias" in state)
+    if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()} != expected:
+        raise ValueError(f"state: {sorted(state)} do not fit a weight {list(shape)} packed as {packing}")
+    leaves, length, starts = leaf_table(shape[1], packing)
+    table = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device)
+    tensors = state["values"], state.get("scales"), state.get("bias")
+    return TritonLinear((shape[0], shape[1]), packing, *tensors, leaves, length, table)
+
+
+def pack(
+    source: RowSource, bias: torch.Tensor | None, packing: Packing, dtype: torch.dtype, device: Any
+) -> TritonLinear:
+    """Read, round, quantise and pack a weight, some rows at a time."""
+    expected = shapes(source.shape, packing, dtype, bias=bias is not None)
+    state = {name: torch.empty(size, dtype=kind, device=device) for name, (size, kind) in expected.items()}
+    n, k = source.shape
+    some = max(1, SLICE_BYTES // (4 * k))
+    for start in range(0, n, some):
+        stop = min(n, start + some)
+        rows = as_torch(source.read(start, stop)).to(device=device, dtype=dtype)
+        if packing.scheme is None:
+            state["values"][start:stop] = rows
+        elif packing.scheme.group_size is None:
+            state["values"][start:stop], state["scales"][start:stop] = quantize_int8(rows.float())
+        else:
+            words, scales = _words(rows.float(), packing, packing.scheme.group_size)
+            state["values"][start:stop], state["scales"][:, start:stop] = words, scales
+    if bias is not None:
+        state["bias"].copy_(as_torch(bias).to(dtype))
+    return assemble(source.shape, packing, dtype, device, state)
+
+
+def _words(rows: torch.Tensor, packing: Packing, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows [n, K] float32: their words [n, words] int16, and scales [groups, n]."""
+    n, k = rows.shape
+    leaves, length, _ = leaf_table(k, packing)
+    ends = packing.leaf_ends or (k,)
+    per_leaf = QUAD * -(-length // (QUAD * size))
+    values, scales = quantize_int4(rows, size, ends)
+    wide = values.new_zeros(n, leaves * per_leaf, size)
+    spread = scales.new_zeros(n, leaves * per_leaf)
+    starts = (0, *ends)
+    for index, (start, end) in enumerate(leaf_groups(k, size, ends)):
+        leaf = next(leaf for leaf in range(len(ends)) if starts[leaf] <= start < starts[leaf + 1])
+        group = leaf * per_leaf + (start - starts[leaf]) // size
+        wide[:, group, : end - start] = values[:, start:end]
+        spread[:, group] = scales[:, index]
+    nibbles = (wide.to(torch.int32) & 15).view(n, -1, QUAD, size)
+    words = sum(nibbles[:, :, index] << (4 * index) for index in range(QUAD))
+    assert isinstance(words, torch.Tensor)
+    return words.to(torch.int16).reshape(n, -1), spread.T
+
+
+def count_bytes(shape: tuple[int, ...], packing: Packing, dtype: torch.dtype, *, bias: bool) -> int:
+    """Count the bytes of a packed weight."""
+    return sum(math.prod(size) * kind.itemsize for size, kind in shapes(shape, packing, dtype, bias=bias).values())

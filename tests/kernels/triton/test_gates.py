@@ -1,0 +1,44 @@
+"""What Triton's compiler makes of every kernel for six architectures, without a GPU (gates.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="an extra")
+
+KIB = 1024
+SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # of a program
+FEW_BYTES = 64  # of each thread that may be in memory: none but on sm_100 (a gated tile) and sm_120 (8 bytes)
+
+
+@pytest.fixture(scope="module", params=sorted(SHARED))
+def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.kernels.triton.gates", str(request.param)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_kernels(kernels: list[dict[str, Any]]) -> None:
+    """Guards against what a GPU would punish, and the interpreter cannot see: registers kept in memory, a program that
+    does not fit, slow instructions on Hopper; and against sums in another order: an accumulator that is copied between
+    instructions, a bfloat16 operand whose K is permuted, and a multiply-add that the compiler fused."""
+    assert len(kernels) >= 20
+    wrong = []
+    for found in kernels:
+        architecture = found["architecture"]
+        fine = {
+            "no spills": found["stack"] <= FEW_BYTES,
+            "shared memory": found["shared"] <= SHARED[architecture],
+            "wgmma": architecture != 90 or found["mma"] == 0,
+            "in place": found["not in place"] == 0,
+            "kWidth": found["kwidths"] in ([], [2]),
+            "contraction": found["contracted"] == 0 or found["case"] == "float32 product",
+        }
+        wrong += [(name, found) for name, is_fine in fine.items() if not is_fine]
+    assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong)

@@ -1,0 +1,115 @@
+"""Products with float and int8 weights: against the reference, and the same bits from every kernel and every tile."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="an extra")
+
+from penstock.kernels.ops import Packing, TensorRows
+from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.scheme import Scheme
+from penstock.kernels.triton import configurations, products
+from penstock.kernels.triton.configurations import HOPPER, INTERPRETER, MANY, TABLES, Tile
+from penstock.kernels.triton.packed import TritonLinear, pack
+from penstock.kernels.triton.quantize import operand
+from tests.kernels.triton import hardware
+from tests.kernels.triton.compare import bits, close, draw, same_rows
+
+BF16, F32 = torch.bfloat16, torch.float32
+EIGHT = tuple(range(12, 97, 12))
+
+
+def packed(weight: Tensor, bias: Tensor | None, packing: Packing, dtype: torch.dtype) -> TritonLinear:
+    return pack(TensorRows(weight), bias, packing, dtype, "cpu")
+
+
+def product(x: Tensor, weight: TritonLinear, activation: str = "", dtype: torch.dtype = F32) -> Tensor:
+    gated = weight.packing.gated
+    out = torch.full((len(x), weight.shape[0] // (2 if gated else 1)), float("nan"), dtype=dtype)
+    return products.product(operand(x, weight), weight, out, activation=activation, gated=gated)
+
+
+# dtype, scheme, leaf ends, K, activation, gated, rows
+CASES = [
+    (BF16, None, (), 40, "", False, 3),
+    (BF16, None, (), 40, "gelu", False, 26),  # many_rows, with tails everywhere
+    (BF16, None, EIGHT, 96, "", False, 3),
+    (BF16, None, tuple(range(32, 257, 32)), 256, "", False, 26),
+    (BF16, None, (10, 40, 64), 64, "relu2", False, 3),  # leaves of three lengths
+    (BF16, None, (), 40, "silu", True, 3),
+    (BF16, None, (), 40, "clamped_silu", True, 26),
+    (F32, None, (), 40, "gelu_tanh", True, 5),
+    (F32, None, EIGHT, 96, "", False, 26),
+    (BF16, "int8", (), 48, "silu", True, 26),
+    (BF16, "int8", EIGHT, 96, "", False, 2),
+    (BF16, "int8-x2", (10, 48), 48, "", False, 3),
+    (F32, "int8-x3", (), 48, "", False, 7),
+    (F32, "int8-x3", (32, 64), 64, "", False, 25),
+]
+
+
+@pytest.mark.parametrize(("dtype", "scheme", "ends", "depth", "activation", "gated", "rows"), CASES)
+def test_against_the_reference(
+    dtype: torch.dtype, scheme: str | None, ends: tuple[int, ...], depth: int, activation: str, gated: bool, rows: int
+) -> None:
+    """Guards against a tail that is read or left out, a leaf in the wrong place, and a bias added after rounding."""
+    weight, bias, x = draw(38, depth) * depth**-0.5, draw(38), draw(rows, depth, dtype=dtype)
+    packing = Packing(ends, Scheme.parse(scheme), gated)
+    ops = ReferenceOps(dtype)
+    oracle = ops.pack_linear(weight, bias, packing)
+    if gated:
+        expected = ops.gated_linear(x, oracle, activation)
+    else:
+        expected = ops.activated_linear(x, oracle, activation) if activation else ops.linear(x, oracle)
+    close(product(x, packed(weight, bias, packing, dtype), activation, expected.dtype), expected)
+
+
+@pytest.mark.parametrize("scheme", [None, "int8-x2"])
+def test_rows_are_independent(scheme: str | None) -> None:
+    """Guards against a row that takes part in another row's scale or sum."""
+    weight = packed(draw(20, 40), draw(20), Packing((), Scheme.parse(scheme)), BF16)
+    same_rows(lambda x: product(x, weight), draw(19, 40, dtype=BF16))
+
+
+def test_a_result_may_be_columns_of_a_wider_one() -> None:
+    """Guards against a kernel that takes its own number of columns for the distance between rows."""
+    weight, x, wide = packed(draw(20, 40), None, Packing(), BF16), draw(26, 40, dtype=BF16), torch.zeros(26, 64)
+    for rows in (3, 26):
+        products.product(operand(x[:rows], weight), weight, wide[:rows, 8:28])
+        assert torch.equal(wide[:rows, 8:28], product(x[:rows], weight))
+    assert not wide[:, :8].any()
+    assert not wide[:, 28:].any()
+
+
+@pytest.fixture
+def table() -> Iterator[dict[str, configurations.Choices]]:
+    """The interpreter's table, to be changed."""
+    before = dict(TABLES[INTERPRETER])
+    yield TABLES[INTERPRETER]
+    TABLES[INTERPRETER].update(before)
+    hardware.use(hardware.HOPPER)
+
+
+@pytest.mark.parametrize("rule", [hardware.HOPPER, hardware.AMPERE])
+def test_no_tile_changes_bits(rule: hardware.Rule, table: dict[str, configurations.Choices]) -> None:
+    """Guards against a sum that follows the tile: every depth in a table, few rows and many, give the same bits, which
+    are those of the rule over whole leaves."""
+    hardware.use(rule)
+    weight, x = draw(16, 256), draw(26, 256, dtype=BF16)
+    depths = {tile.depth for choices in HOPPER.values() for _, tile in choices if tile.depth <= 128}
+    for ends in ((), (128, 256)):
+        linear = packed(weight, None, Packing(ends), BF16)
+        left, right = x.float().numpy(), weight.to(BF16).float().numpy().T
+        parts = [slice(start, end) for start, end in zip((0, *ends), ends or (256,), strict=False)]
+        zeros = torch.zeros(26, 16).numpy()
+        sums = [torch.from_numpy(hardware.multiply(left[:, part], right[part], zeros, rule)) for part in parts]
+        expected = sums[0] if len(sums) == 1 else sums[0] + sums[1]
+        for name in ("few_rows", "few_rows leaves", "many_rows", "many_rows leaves"):
+            for depth in sorted(depths):
+                rows = 4 if name.startswith("few") else 26
+                table[name] = ((MANY, Tile(16 if rows == 4 else 32, 16, depth, 4, 1)),)
+                assert torch.equal(bits(product(x[:rows], linear)), bits(expected[:rows])), (name, depth)
+        table.update(dict.fromkeys(table, ((MANY, configurations.SMALL),)))
