@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ NOT_ALONE = {
 }
 
 
-def why_not(name: str, directory: Path) -> str | None:
+def why_not(name: str, directory: Path, arrangements: Sequence[dict[str, Any]] = ARRANGEMENTS) -> str | None:
     """Try a class. Return why it does not work; None if it does."""
     kind = why_unsupported(name) or NOT_ALONE.get(name)
     if kind is not None:
@@ -166,7 +167,7 @@ def why_not(name: str, directory: Path) -> str | None:
             expected = {index: greedy(model, PROMPTS[index]) for index in ALONE if dtype == "float32"}
             if any(alone[index][0] != tokens for index, tokens in expected.items()):
                 return "its tokens are not those of Transformers"
-            for options in ARRANGEMENTS:
+            for options in arrangements:
                 asked = [request(index, prompt_logprobs=False) for index in range(len(PROMPTS))]
                 found = ask(engine(directory, dtype=dtype, **options).engine, asked)
                 try:

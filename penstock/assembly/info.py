@@ -106,7 +106,7 @@ def _code_fingerprint(entry: ModelVersion, model_config: ModelConfig) -> str:
     """Name the implementation. The code of a built-in one is covered by NUMERICS_VERSION."""
     if isinstance(entry, FallbackVersion):  # its modules read more of config.json than ModelConfig has
         file = json.dumps(model_config.source, sort_keys=True)
-        return f"{entry.source} {metadata.version(FALLBACK)} {file}"
+        return f"{entry.source} {entry.REVISION} {metadata.version(FALLBACK)} {file}"
     if isinstance(entry.source, str):
         return f"{entry.source} {entry.table_file.name}"
     return f"{entry.source.__qualname__} {files_fingerprint([inspect.getfile(entry.source), str(entry.table_file)])}"

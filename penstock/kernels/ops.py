@@ -455,9 +455,10 @@ class RecordingOps(Ops, Protocol):
     """A backend that can record a forward pass as a program."""
 
     def record(
-        self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
+        self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata], *, torch_too: bool = False
     ) -> tuple[Tensor, Program | None]:
         """Run a forward pass with this metadata, and return its result and its program.
 
-        The program is None if the pass did anything besides calling operations of this backend.
+        The program is None if the pass did anything besides calling operations of this backend. torch_too: it may also
+        call torch's functions, which are the same in every pass over as many tokens, and on memory that stays.
         """

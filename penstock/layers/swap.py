@@ -1,7 +1,9 @@
 """Replaces torch's layers by the engine's, so that a model written with them is quantised, and attends to the cache."""
 
 from collections.abc import Callable, Collection
+from copy import copy
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -81,6 +83,72 @@ def swap_vocabulary(model: nn.Module, make: LayerFactory, embedding: str, head: 
     _put(model, head, _as_torch(make.lm_head(head), _Head))
     if type(model.get_submodule(embedding)) is nn.Embedding:
         _put(model, embedding, _as_torch(make.embedding(embedding), _Lookup))
+
+
+class SwappedNorm(nn.Module):
+    """A norm over the last axis, x [..., K] -> [..., K] of the same type, with the parameters of the module that it
+    replaces. It rounds once, at the end."""
+
+    def __init__(self, make: LayerFactory, like: nn.Module, eps: float, offset: float) -> None:
+        """like: a torch.nn.LayerNorm, or else an RMS norm. offset: what is added to its weight."""
+        super().__init__()
+        self._ops, self._eps, self._offset, self._is_rms = make.ops, eps, offset, type(like) is not nn.LayerNorm
+        self._parameters.update(like._parameters)
+        self._values: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm each row by itself."""
+        if self._values is None:  # the parameters are loaded now
+            found: Any = self._parameters
+            bias = found.get("bias")
+            weight = (found["weight"].detach().float() + self._offset).contiguous()
+            self._values = weight, None if bias is None else bias.detach().float().contiguous()
+        rows, (weight, bias) = x.reshape(-1, x.shape[-1]).float().contiguous(), self._values
+        if self._is_rms:
+            result: Tensor = self._ops.rms_norm(rows, weight, self._eps, dtype=x.dtype)
+        else:
+            result = self._ops.layer_norm(rows, weight, bias, self._eps).to(x.dtype)
+        return result.view(x.shape)
+
+
+def swap_norms(model: nn.Module, make: LayerFactory, kept: Collection[str] = ()) -> None:
+    """Replace the layer norms and RMS norms in a model, whatever their classes, but those whose weights are in `kept`.
+
+    An RMS norm is recognised by what it computes: x / sqrt(mean(x^2) + eps) * (weight + 0 or 1).
+    """
+    known: dict[Any, tuple[float, float] | None] = {}
+    for name, module in list(model.named_modules()):
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim != 1 or f"{name}.weight" in kept or list(module.children()):
+            continue
+        if type(module) is nn.LayerNorm:
+            _put(model, name, SwappedNorm(make, module, module.eps, 0.0))
+        elif list(module._parameters) == ["weight"] and not module._buffers:
+            numbers = tuple((key, value) for key, value in vars(module).items() if type(value) is float)
+            key = type(module), tuple(weight.shape), numbers
+            if key not in known:
+                known[key] = _rms_norm(module, [value for _, value in numbers])
+            if (found := known[key]) is not None:
+                _put(model, name, SwappedNorm(make, module, *found))
+
+
+def _rms_norm(module: nn.Module, numbers: list[float]) -> tuple[float, float] | None:
+    """Try a module with values. Return the eps, which is one of its numbers, and the offset of an RMS norm; None if it
+    is something else."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(module._parameters["weight"].shape, generator=draw)  # type: ignore[union-attr]
+    x = torch.randn((2, 3, len(weight)), generator=draw) * torch.tensor([[[1.0]], [[1e-3]]])  # of which eps is seen
+    tried = copy(module)
+    tried._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    try:
+        result = tried(x)
+    except Exception:  # it is called otherwise
+        return None
+    for eps, offset in product(numbers, (0.0, 1.0)):
+        expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + offset)
+        if isinstance(result, Tensor) and result.shape == x.shape and torch.allclose(result, expected, rtol=1e-4):
+            return eps, offset
+    return None
 
 
 class ProductWeight:

@@ -507,6 +507,8 @@ class RecordedModel:
         self._ops = ops
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
         self._recordable = True
+        self._with_torch = bool(getattr(model, "repeats_torch", False))
+        self._once: set[tuple[int, bool]] = set()  # passes of torch's that came once
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states as CausalLM does. The next call overwrites them."""
@@ -540,6 +542,9 @@ class RecordedModel:
             return self._forward(input_ids, ctx, head)
         recorded = self._recorded.get((tokens, head))
         if recorded is None or recorded.kv_caches is not ctx.kv_caches:
+            if self._with_torch and (tokens, head) not in self._once:  # to watch torch takes as long as several passes
+                self._once.add((tokens, head))
+                return self._forward(input_ids, ctx, head)
             return self._record(input_ids, ctx, head)
         recorded.input_ids[:] = input_ids
         recorded.positions[:] = ctx.positions
@@ -552,7 +557,9 @@ class RecordedModel:
     def _record(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
         """Compute the first step with this number of tokens, and keep its program."""
         input_ids, ctx = self._copy(input_ids), replace(ctx, positions=self._copy(ctx.positions))
-        result, program = self._ops.record(lambda: self._forward(input_ids, ctx, head), ctx.attention)
+        result, program = self._ops.record(
+            lambda: self._forward(input_ids, ctx, head), ctx.attention, torch_too=self._with_torch
+        )
         if program is None:
             self._recordable = False
         else:

@@ -691,6 +691,36 @@ def test_what_a_program_would_leave_out_is_not_recorded(pair: tuple[CpuOps, Refe
     assert torch.equal(ops.rms_norm(x, weight, EPS), ops.rms_norm(x, weight, EPS))
 
 
+def test_what_torch_computes_is_run_again(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against a view, a change in place or a number that a program keeps from the pass in which it was recorded,
+    and against memory that two results share while both are read, in one program or in two that alternate."""
+    ops, weight = pair[0], draw(HIDDEN)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        factor = torch.tensor(2.0)
+        factor += x[0, 0]
+        y = ops.rms_norm(x, weight, EPS).float()
+        turned = torch.cat([y[:, 1:], y[:, :1]], dim=1)
+        turned[:, :2] = x[:, :2] * factor
+        best, at = turned.topk(3)
+        mixed = (turned.transpose(0, 1) - best.sum()).reshape(x.shape).scatter(1, at, best)
+        return ops.rms_norm(mixed + (turned * y).mean(), weight, EPS).float() + y
+
+    inputs = [draw(rows, HIDDEN) for rows in (2, 4)]
+    programs = [ops.record(lambda x=x: forward(x), (), torch_too=True)[1] for x in inputs]
+    for _ in range(2):
+        for x, program in zip(inputs, programs, strict=True):
+            x.copy_(draw(*x.shape, seed=7) + x)
+            assert program is not None
+            assert torch.equal(program.run(()), forward(x))
+
+
+@pytest.mark.parametrize("depends", [lambda x: x * int(x[0, 0]), lambda x: x[x > 0], torch.rand_like])
+def test_what_depends_on_values_is_not_recorded(depends: Any, pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against a branch or a number of results that a program would take from the recorded pass."""
+    assert pair[0].record(lambda: depends(draw(2, HIDDEN)), (), torch_too=True)[1] is None
+
+
 # --- the backend ------------------------------------------------------------------------------------------------------
 
 

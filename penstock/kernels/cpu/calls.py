@@ -7,8 +7,9 @@ line of Python between two kernels starts cold, because weights have streamed th
 model, 1.2 ms of Python become 4 ms). Only the attention metadata changes from step to step: each cache group has one
 PenstockAttentionStep, which is rewritten before every run. A program is correct only if the forward pass did nothing
 besides native calls, which holds for the bundled families. For a model with torch's tensors, torch_watch.py tells the
-Recorder what else the pass did; any such operation makes it unrecordable. Where the ranks of a model exchange arrays,
-Python runs between native calls (`run_host`): the program then has several parts, in order.
+Recorder what else the pass did: it is recorded, too, if nothing but values changes from pass to pass, which the caller
+has to know; else any such operation makes the pass unrecordable. Torch's functions, and those that exchange arrays
+between the ranks of a model (`run_host`), run between native calls: the program then has several parts, in order.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -52,6 +53,9 @@ from penstock.kernels.tensors import (
     empty,
     is_torch,
 )
+
+if TYPE_CHECKING:
+    from penstock.kernels.cpu.torch_watch import TorchPool
 
 HostCall = Callable[[], None]
 Arguments = tuple[int | float | None, ...]  # of a native function, without the context
@@ -129,6 +133,17 @@ class NativeProgram:
                 self.filled[index] = meta
 
 
+@dataclass(frozen=True, slots=True)
+class _TorchCalls:
+    """Functions of torch's that run one after the other."""
+
+    calls: list[Callable[[], object]]
+
+    def __call__(self) -> None:
+        for call in self.calls:
+            call()
+
+
 class Recorder:
     """Records native calls.
 
@@ -147,10 +162,6 @@ class Recorder:
         self._parts: list[list[tuple[str, Arguments]] | HostCall] = []
         self._kept: list[Any] = []
 
-    def keep(self, owner: object) -> None:
-        """Keep memory that the calls may read or write."""
-        self._kept.append(owner)
-
     def refuse(self, name: str) -> None:
         """Note an operation that a program cannot contain."""
         self.foreign = name
@@ -161,13 +172,21 @@ class Recorder:
         if not isinstance(calls, list):
             self._parts.append(calls := [])
         calls.append((name, arguments))
-        self._kept += used
+        pool = self._runner.pool
+        self._kept += used if pool is None else (item for item in used if not pool.has(item))
         if name not in RECORDABLE:
             self.foreign = name
 
     def host(self, work: HostCall) -> None:
         """Record a Python function that runs between native calls."""
         self._parts.append(work)
+
+    def torch(self, call: Callable[[], object]) -> None:
+        """Record the call of a function of torch's; several in a row are one part."""
+        calls = self._parts[-1] if self._parts else None
+        if not isinstance(calls, _TorchCalls):
+            self._parts.append(calls := _TorchCalls([]))
+        calls.calls.append(call)
 
     def step(self, meta: AttentionMetadata) -> PenstockAttentionStep | None:
         """Find the step of this metadata's cache group; None if the metadata is not part of this pass."""
@@ -286,6 +305,7 @@ class NativeCalls:
         self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in ABI.functions}
         self._recorder: Recorder | None = None
         self.observer: CallObserver | None = None
+        self.pool: TorchPool | None = None  # memory of what torch computes in programs
 
     def pin(self, cores: Sequence[Sequence[int]]) -> None:
         """Pin each helper thread to its CPUs, and let the calling thread use the CPUs of all threads.
@@ -347,12 +367,12 @@ class NativeCalls:
             recorder.host(work)
 
     def record(
-        self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
+        self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata], *, torch_too: bool = False
     ) -> tuple[Tensor, NativeProgram | None]:
         recorder = Recorder(attention, self)
         self._recorder = recorder
         try:
-            with self._watching(recorder):
+            with self._watching(recorder, torch_too):
                 result = forward()
         finally:
             self._recorder = None
@@ -372,13 +392,15 @@ class NativeCalls:
         at = ctypes.addressof(calls)
         return self._native["penstock_decode"](self.context, at, len(calls), *arguments, steps)
 
-    def _watching(self, recorder: Recorder) -> AbstractContextManager[object]:
+    def _watching(self, recorder: Recorder, torch_too: bool) -> AbstractContextManager[object]:
         """Watch what torch does besides the native calls. The bundled families use arrays and do nothing else."""
         if not is_torch(self.dtype):
             return nullcontext()
-        from penstock.kernels.cpu.torch_watch import TorchWatch
+        from penstock.kernels.cpu.torch_watch import TorchPool, TorchWatch
 
-        return TorchWatch(recorder.keep, recorder.refuse)
+        self.pool = self.pool or TorchPool()
+        record = recorder.torch if torch_too else None
+        return TorchWatch(self.pool, record, recorder.refuse, lambda: self._recorder is None)
 
 
 def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[], Value]) -> Value:

@@ -26,6 +26,7 @@ from penstock.layers.swap import (
     fix_buffers,
     keep_float32,
     swap_linears,
+    swap_norms,
     swap_vocabulary,
     swap_weight,
     whole_rows,
@@ -46,6 +47,8 @@ ATTENTION = "penstock"  # our name in Transformers' attention interface
 
 class TransformersLM(nn.Module):
     """The decoder and its head: a CausalLM (layers/module.py) under the names of Transformers' modules."""
+
+    repeats_torch = True  # it ran on the meta device, so what it calls depends on no value
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
         """Build the modules without weights.
@@ -75,6 +78,7 @@ class TransformersLM(nn.Module):
         keep_float32(model, found.float32)
         swap_vocabulary(model, make, found.embedding, found.head)
         swap_linears(model, make)
+        swap_norms(model, make, found.float32)
         for name, module in model.named_children():
             self.add_module(name, module)
         self._parts = split_decoder(model)  # a tuple, whose modules are not this one's children
