@@ -13,19 +13,30 @@ from penstock.errors import ModelLoadError, shown
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.gguf import GGUFTensor, read_floats, read_model
 
+SOFTMAX, SIGMOID = 1, 2  # how scores of experts are made
 # general.architecture -> architectures, model_type.
 ARCHITECTURES = {
+    "apertus": ("ApertusForCausalLM", "apertus"),
+    "arcee": ("ArceeForCausalLM", "arcee"),
+    "bloom": ("BloomForCausalLM", "bloom"),
+    "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "command-r": ("CohereForCausalLM", "cohere"),
     "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
+    "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
     "exaone4": ("Exaone4ForCausalLM", "exaone4"),
     "falcon": ("FalconForCausalLM", "falcon"),
     "gemma": ("GemmaForCausalLM", "gemma"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
+    "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "gpt2": ("GPT2LMHeadModel", "gpt2"),
     "granite": ("GraniteForCausalLM", "granite"),  # and Granite 4 without experts and mamba layers
     "llama": ("LlamaForCausalLM", "llama"),  # and Mistral; with experts: MIXTRAL
+    "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
     "mistral3": ("Ministral3ForCausalLM", "ministral3"),
+    "nemotron": ("NemotronForCausalLM", "nemotron"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),  # with windows: OLMO3
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
@@ -35,6 +46,8 @@ ARCHITECTURES = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "stablelm": ("StableLmForCausalLM", "stablelm"),
+    "starcoder2": ("Starcoder2ForCausalLM", "starcoder2"),
 }
 OLMO3 = ("Olmo3ForCausalLM", "olmo3")
 MIXTRAL = ("MixtralForCausalLM", "mixtral")
@@ -58,25 +71,70 @@ KEYS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-GRANITE = {  # Granite's, whose divisor of the logits is called a scale
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "attention.scale": "attention_multiplier",
-    "logit_scale": "logits_scaling",
+# Those that only some architectures have.
+OWN_KEYS = {
+    "cohere2": {"logit_scale": "logit_scale"},
+    "command-r": {"logit_scale": "logit_scale"},
+    "ernie4_5-moe": {
+        "expert_shared_count": "moe_num_shared_experts",
+        "interleave_moe_layer_step": "moe_layer_interval",
+        "leading_dense_block_count": "moe_layer_start_index",
+    },
+    "glm4moe": {
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_weights_scale": "routed_scaling_factor",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "nextn_predict_layers": "num_nextn_predict_layers",
+    },
+    "granite": {  # whose divisor of the logits is called a scale
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "attention.scale": "attention_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    "stablelm": {"use_parallel_residual": "use_parallel_residual"},
+}
+# What a file means that lacks these keys, where config.json would mean something else.
+ABSENT: dict[str, dict[str, Any]] = {
+    "ernie4_5-moe": {"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
+    "glm4moe": {"first_k_dense_replace": 0, "norm_topk_prob": False, "num_nextn_predict_layers": 0},
+}
+EPSILON = {  # Transformers' name of the epsilon of layer norms
+    **dict.fromkeys(("cohere2", "command-r", "stablelm"), "layer_norm_eps"),
+    "nemotron": "norm_eps",
+    "starcoder2": "norm_epsilon",
 }
 NEUTRAL = {
     "attention.causal": True,
     "attention.clamp_kqv": 0,
     "attention.max_alibi_bias": 0,
     "expert_shared_count": 0,
-    "expert_gating_func": 1,  # softmax
+    "expert_gating_func": SOFTMAX,
     "expert_weights_norm": True,
     "leading_dense_block_count": 0,
     "rope.scaling.yarn_ext_factor": 1,
 }
 HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned"})
+# Architecture -> the switches for biases, and for norms of q and k, that its config.json always has.
+SWITCHES = {
+    "bloom": {},
+    "command-r": {"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+    "ernie4_5": {"use_bias": "attn_q.bias"},
+    "falcon": {"bias": "attn_qkv.bias"},
+    "glm4": {"attention_bias": "attn_q.bias"},
+    "glm4moe": {"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+    "gpt2": {},
+    "qwen2moe": {"qkv_bias": "attn_q.bias"},
+    "stablelm": {"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
+    "starcoder2": {"use_bias": "attn_q.bias"},
+}
+# Architectures whose config.json means a part of each head if it does not say which part rotates.
+PARTLY_ROTARY = ("glm4", "glm4moe", "nemotron", "stablelm")
 LLAMA4_BETA = "llama_4_scaling_beta"
-WITH_WINDOWS = ("exaone4", "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3")
+WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3")
 LAST_POOLING = (0, 3)  # none, or the last token's, as for every model without modules.json
 # Numbers of layers of the 27B models, which scale their scores by hidden_size / num_attention_heads, not by head_dim.
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
@@ -123,7 +181,17 @@ def _config(read: ConfigReader, name: str, tensors: Tensors) -> dict[str, Any]:
     architecture, model_type = MIXTRAL if name == "llama" and "num_experts" in config else ARCHITECTURES[name]
     if name == "olmo2" and read.raw("attention.sliding_window"):
         architecture, model_type = OLMO3
-    read.neutral(NEUTRAL | {"vocab_size": embedding.shape[0]})
+    own = OWN_KEYS.get(name, {})
+    config |= ABSENT.get(name, {}) | {target: read.raw(key) for key, target in own.items() if read.has(key)}
+    neutral = {key: value for key, value in NEUTRAL.items() if key not in own}
+    if name in ("glm4moe", "minimax-m2"):
+        neutral["expert_gating_func"] = SIGMOID
+    read.neutral(neutral | {"vocab_size": embedding.shape[0]})
+    if name == "ernie4_5-moe":  # whose shared experts have the width of the others
+        config.pop("shared_expert_intermediate_size", None)
+    if name in EPSILON:
+        config[EPSILON[name]] = config.pop("layer_norm_epsilon", None)
+        config.pop("rms_norm_eps", None)  # Nemotron's files have it twice
     if read.has("pooling_type") and read.raw("pooling_type") not in LAST_POOLING:
         raise read.fail("pooling_type", "3 (last), or absent")
     config |= {
@@ -133,11 +201,11 @@ def _config(read: ConfigReader, name: str, tensors: Tensors) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": _dtype(tensors),
     }
-    config |= _biases(name, tensors)
+    config |= _switches(name, tensors)
     _add_head_dim(read, name, config)
     config |= _rope_scaling(read, name, tensors, config)
     config |= _family(read, name, tensors, config)
-    if name == "gpt-oss":
+    if name in ("gpt-oss", "minimax-m2"):
         config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
     return config
 
@@ -148,16 +216,12 @@ def _dtype(tensors: Tensors) -> str:
     return {"F32": "float32", "F16": "float16"}.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
 
 
-def _biases(name: str, tensors: Tensors) -> dict[str, Any]:
-    """Return the switches for biases that the tensors imply."""
-    if name == "falcon":
-        return {"bias": "blk.0.attn_qkv.bias" in tensors}
-    if name == "qwen2moe":
-        return {"qkv_bias": "blk.0.attn_q.bias" in tensors}
-    if name == "ernie4_5":
-        return {"use_bias": "blk.0.attn_q.bias" in tensors}
+def _switches(name: str, tensors: Tensors) -> dict[str, Any]:
+    """Return the switches for biases and norms that the tensors imply."""
+    if name in SWITCHES:
+        return {key: f"blk.0.{tensor}" in tensors for key, tensor in SWITCHES[name].items()}
     stored = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
-    return {key: True for key, tensor in stored.items() if tensor in tensors and name != "gpt2"}
+    return {key: True for key, tensor in stored.items() if tensor in tensors}
 
 
 def _add_head_dim(read: ConfigReader, name: str, config: dict[str, Any]) -> None:
@@ -171,8 +235,9 @@ def _add_head_dim(read: ConfigReader, name: str, config: dict[str, Any]) -> None
     head_dim = config.get("head_dim") or (rotated if name == "llama" else None) or hidden // heads
     read.neutral({"attention.value_length": head_dim})
     config["head_dim"] = head_dim
-    if rotated not in (None, head_dim):
-        config["partial_rotary_factor"] = rotated / head_dim if isinstance(head_dim, int) else rotated
+    rotated = head_dim if rotated is None else rotated  # as in llama.cpp
+    if rotated != head_dim or name in PARTLY_ROTARY:
+        config["partial_rotary_factor"] = rotated / head_dim if isinstance(head_dim, int) and head_dim else rotated
 
 
 def _rope_scaling(read: ConfigReader, name: str, tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,13 +292,21 @@ def _family(read: ConfigReader, name: str, tensors: Tensors, config: Mapping[str
         return {"new_decoder_architecture": heads != 1, "multi_query": heads == 1, "parallel_attn": True, **parallel}
     if name == "granite":
         read.neutral({"rope.scaling.finetuned": True})  # false: no rotary embedding
-        return {target: read.raw(key) for key, target in GRANITE.items()}
+        return {}
+    if name == "glm4moe":  # whose blocks include the layers that predict further tokens
+        blocks, predicting = (read.integer(key, 0, MAX_SIZE, 0) for key in ("block_count", "nextn_predict_layers"))
+        return {"num_hidden_layers": blocks - predicting}
+    if name == "apertus" and "rope_scaling" not in config:  # without it, config.json means a scaling
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}}
     if name == "mistral3":
         beta = read.number("attention.temperature_scale", 0.0, MAX_SIZE, 0.0)
         return {"rope_scaling": None, "rope_parameters": {**config.get("rope_scaling", {}), LLAMA4_BETA: beta}}
     window = read.raw("attention.sliding_window") or None if name in WITH_WINDOWS else None
     if name in ("gpt-oss", "phi3"):
         return {"sliding_window": window}
+    if name == "cohere2":
+        pattern = read.raw("attention.sliding_window_pattern")
+        return {"sliding_window": window} | (_layer_types(read) or {"sliding_window_pattern": pattern or 4})
     if name in ("exaone4", "olmo2"):
         if window is None:
             return {"sliding_window": None} if name == "exaone4" else {}

@@ -42,6 +42,7 @@ The file has one entry per parameter. The first `*` stands for the layer number,
     like     another table file, relative to this one: its entries hold here, too. An entry of the same name replaces
              only the fields that it has.
     ignore   checkpoint names that hold no values of the model; one that ends in * is the beginning of such names.
+    constants  checkpoint names that hold one number each, and the only value that is allowed.
     prefix   start of Transformers' names that some checkpoints leave out.
 """
 
@@ -119,8 +120,13 @@ class Row:
 
 
 @lru_cache(maxsize=16)  # planner, loader and fingerprint read the same text, and YAML is slow to parse
-def read_table(text: str, where: str, base: str = "") -> tuple[tuple[Row, ...], tuple[str, ...], str]:
-    """Parse the rows, `ignore` and `prefix` of a table; see ParamTable.from_text. base: the table that `like` names."""
+def read_table(
+    text: str, where: str, base: str = ""
+) -> tuple[tuple[Row, ...], tuple[str, ...], str, tuple[tuple[str, float], ...]]:
+    """Parse the rows, `ignore`, `prefix` and `constants` of a table; see ParamTable.from_text.
+
+    base: the table that `like` names.
+    """
     entries = read_yaml(text, where)
     if not isinstance(entries, dict):
         raise ModelLoadError(f"{where}: it must map parameter names to their fields")
@@ -133,8 +139,11 @@ def read_table(text: str, where: str, base: str = "") -> tuple[tuple[Row, ...], 
     prefix = entries.pop("prefix", "")
     if not isinstance(prefix, str):
         raise ModelLoadError(f"{where}: prefix = {shown(prefix)} is not allowed; it must be a word")
+    constants = entries.pop("constants", {})
+    if not isinstance(constants, dict) or not all(isinstance(item, int | float) for item in constants.values()):
+        raise ModelLoadError(f"{where}: constants = {shown(constants)} is not allowed; it must map names to numbers")
     rows = tuple(_RowReader(where, pattern, fields).row() for pattern, fields in entries.items())
-    return rows, tuple(ignore), prefix
+    return rows, tuple(ignore), prefix, tuple(constants.items())
 
 
 def _merged(base: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
@@ -335,6 +344,7 @@ class ParamTable:
     rows: tuple[Row, ...]
     ignore: tuple[str, ...]
     prefix: str = ""
+    constants: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def from_text(cls, text: str, where: str) -> "ParamTable":
@@ -371,9 +381,17 @@ class ParamTable:
 
     def ignores(self, name: str) -> bool:
         """Tell whether a checkpoint tensor, whose name may lack the prefix, holds no values of the model."""
+        is_listed = any(fnmatchcase(found, item) for item in self.ignore for found in self._names(name))
+        return is_listed or self.constant(name) is not None
+
+    def constant(self, name: str) -> float | None:
+        """Find the value that a checkpoint tensor, whose name may lack the prefix, must have; None: it is none."""
+        return next((value for item, value in self.constants if item in self._names(name)), None)
+
+    def _names(self, name: str) -> list[str]:
+        """List a name with and without the prefix, and with * for numbers."""
         pattern = re.sub(r"\.\d+\.", ".*.", name)
-        names = [self.prefix + item if full else item for item in (name, pattern) for full in (False, True)]
-        return any(fnmatchcase(found, item) for item in self.ignore for found in names)
+        return [self.prefix + item if full else item for item in (name, pattern) for full in (False, True)]
 
 
 def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:

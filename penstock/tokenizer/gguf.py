@@ -71,14 +71,18 @@ _OF_SMOLLM, _OF_QWEN2 = Words((r"\p{N}", _GPT2)), Words((_QWEN2,), normalizes=Tr
 WORDS = {
     **dict.fromkeys(("gpt-2", "phi-2", "a.x-4.0", "mellum", "trillion", "exaone4"), _OF_GPT2),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), _OF_LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Words((_LLAMA3,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), Words((_LLAMA3,))),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), _OF_SMOLLM),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo"), _OF_QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "stablelm2"), _OF_QWEN2),
+    "bloom": Words((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
     "olmo": Words((_GPT2,), normalizes=True),
     "default": Words((_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "falcon": Words((_PUNCTUATION, _GPT2, "[0-9][0-9][0-9]")),
     "tekken": Words((rf"{'|'.join(_CASED)}|\p{{N}}|{_REST_OF_CASED}",), ignore_merges=True, adds_bos=True),
-    "gpt-4o": Words((rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_REST_OF_CASED}",)),
+    **dict.fromkeys(
+        ("gpt-4o", "minimax-m2"),
+        Words((rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_REST_OF_CASED}",)),
+    ),
     "deepseek-coder": Words((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
     "deepseek-v3": Words(
         (

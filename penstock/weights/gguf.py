@@ -1,20 +1,24 @@
 """A checkpoint in GGUF files: tensors under the names of Transformers, quantised ones in the codes of the file.
 
 FORMATS says where the blocks of each type have the parts of a CodedRows, NAMES what each tensor is called. What
-llama.cpp's converter changes is turned back as rows are read: Llama's queries and keys are stored in pairs, Gemma's
-norms with 1 added, experts in one tensor. Other changes (GPT-2's transposed weights, Falcon's regrouped queries, keys
-and values) give the parameter as the model has it, so it is found under the name of the table.
+llama.cpp's converter changes is turned back as rows are read: Llama's queries and keys are stored in pairs, the norms
+of Gemma and Nemotron with 1 added, experts in one tensor. Other changes (GPT-2's transposed weights, the regrouped
+queries, keys and values of Falcon and BLOOM) give the parameter as the model has it, so it is found under the name of
+the table.
 
 Rows are read, not mapped: the pages of a map would count as this process's memory in addition to the packed model, and
 a file that becomes shorter would end the process.
 """
 
+import array
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from penstock.errors import ModelLoadError, shown
 from penstock.kernels.coding import Bits, BlockForm, CodedRows, Coding
@@ -141,19 +145,54 @@ _EXPERTS = {
     "ffn_up_exps": _LAYERS + "mlp.experts.#.up_proj",
     "ffn_down_exps": _LAYERS + "mlp.experts.#.down_proj",
 }
+_SHARED = {
+    "ffn_gate_shexp": _LAYERS + "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": _LAYERS + "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": _LAYERS + "mlp.shared_experts.down_proj",
+}
+_MIXTRAL = {
+    **_DECODER,
+    "ffn_gate_inp": _LAYERS + "block_sparse_moe.gate",
+    "ffn_gate_exps": _LAYERS + "block_sparse_moe.experts.#.w1",
+    "ffn_up_exps": _LAYERS + "block_sparse_moe.experts.#.w3",
+    "ffn_down_exps": _LAYERS + "block_sparse_moe.experts.#.w2",
+}
+_FALCON = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "attn_norm": _H + "input_layernorm",
+    "attn_qkv": _H + "self_attention.qkv_proj",
+    "attn_output": _H + "self_attention.o_proj",
+    "ffn_up": _H + "mlp.up_proj",
+    "ffn_down": _H + "mlp.down_proj",
+}
 _GEMMA2 = {**_DECODER, **_AFTER, "ffn_norm": _LAYERS + "pre_feedforward_layernorm"}
 NAMES: dict[str, dict[str, str]] = {
-    "llama": {  # with experts: Mixtral
-        **_DECODER,
-        "ffn_gate_inp": _LAYERS + "block_sparse_moe.gate",
-        "ffn_gate_exps": _LAYERS + "block_sparse_moe.experts.#.w1",
-        "ffn_up_exps": _LAYERS + "block_sparse_moe.experts.#.w3",
-        "ffn_down_exps": _LAYERS + "block_sparse_moe.experts.#.w2",
-    },
+    "llama": _MIXTRAL,
+    "apertus": _DECODER,
+    "arcee": _DECODER,
+    "cohere2": _DECODER,
+    "command-r": _DECODER,
     "ernie4_5": _DECODER,
+    "ernie4_5-moe": {**_EXPERTS, **_SHARED, "exp_probs_b": _LAYERS + "mlp.moe_statics"},
     "exaone4": {**_DECODER, **_AFTER},
+    "glm4": {
+        **_DECODER,
+        "post_attention_norm": _LAYERS + "post_self_attn_layernorm",
+        "ffn_up": _LAYERS + "mlp.gate_up_proj",
+        "post_ffw_norm": _LAYERS + "post_mlp_layernorm",
+    },
+    "glm4moe": {
+        **_EXPERTS,
+        **_SHARED,
+        "post_attention_norm": _LAYERS + "post_attention_layernorm",
+        "exp_probs_b": _LAYERS + "mlp.correction",
+    },
     "granite": _DECODER,
+    "minimax-m2": {**_MIXTRAL, "exp_probs_b": _LAYERS + "mlp.correction"},
     "mistral3": _DECODER,
+    "nemotron": _DECODER,
     "qwen2": _DECODER,
     "qwen3": _DECODER,
     "olmoe": _EXPERTS,
@@ -180,6 +219,8 @@ NAMES: dict[str, dict[str, str]] = {
     "olmo2": {**_DECODER, **_AFTER},
     "seed_oss": {**_DECODER, **_AFTER},
     "smollm3": _DECODER,
+    "stablelm": _DECODER,
+    "starcoder2": _DECODER,
     "phi3": {**_DECODER, "attn_qkv": _LAYERS + "self_attn.qkv_proj", "ffn_up": _LAYERS + "mlp.gate_up_proj"},
     "gpt2": {
         "token_embd": "transformer.wte",
@@ -193,25 +234,31 @@ NAMES: dict[str, dict[str, str]] = {
         "ffn_up": _H + "mlp.up_proj",
         "ffn_down": _H + "mlp.down_proj",
     },
-    "falcon": {
-        "token_embd": "transformer.word_embeddings",
-        "output_norm": "transformer.ln_f",
-        "output": "lm_head",
-        "attn_norm": _H + "input_layernorm",
-        "attn_norm_2": _H + "ln_attn",
-        "attn_qkv": _H + "self_attention.qkv_proj",
-        "attn_output": _H + "self_attention.o_proj",
-        "ffn_up": _H + "mlp.up_proj",
-        "ffn_down": _H + "mlp.down_proj",
+    "falcon": {**_FALCON, "attn_norm_2": _H + "ln_attn"},
+    "bloom": {
+        **_FALCON,
+        "token_embd_norm": "transformer.word_embeddings_layernorm",
+        "ffn_norm": _H + "post_attention_layernorm",
     },
 }
-IN_PAIRS = ("granite", "llama", "mistral3", "smollm3")  # whose files hold the rows of queries and keys in pairs
+IN_PAIRS = (
+    "arcee",
+    "granite",
+    "llama",
+    "mistral3",
+    "smollm3",
+)  # whose files hold the rows of queries and keys in pairs
 HEADS = {  # -> the keys for the number of heads, after the architecture
     "q_proj": ("attention.head_count",),
     "k_proj": ("attention.head_count_kv", "attention.head_count"),
 }
-ADDS_ONE = ("gemma", "gemma2", "gemma3")
-FROM_CONFIG = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")  # spec/gguf_config.py
+ADDS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+# Numbers in the metadata that are parameters of each layer here.
+NUMBERS = {
+    "apertus": {f"xielu.{name}": f"{_LAYERS}mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
+}
+# What spec/gguf_config.py reads, and layers that predict further tokens.
+NOT_READ = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.(attn_rot_embd|nextn\.)")
 PLACE = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z0-9_]+?)(?:\.(\d{1,5}))?\.(weight|bias)")
 
 
@@ -236,11 +283,20 @@ class GGUFCheckpoint(Checkpoint):
         self._architecture = architecture
         self.entries = {}
         for stored, tensor in tensors.items():
-            if not FROM_CONFIG.match(stored):
+            if not NOT_READ.match(stored):
                 self.entries |= dict(_entries(stored, tensor, names))
+        self._numbers: dict[str, NumberRows] = {}
+        for key, target in NUMBERS.get(architecture, {}).items():
+            values = self._metadata.get(key, ())
+            for layer, value in enumerate(values if isinstance(values, array.array) else ()):
+                name = target.replace("*", str(layer))
+                self._numbers[name] = NumberRows(float(value))
+                self.entries[name] = TensorEntry(self.files[0], (1,), "F32", 0)
 
     def rows(self, name: str, index: int | None = None) -> Any:
         """Return a tensor: FileRows if it holds floats, CodedRows if it is quantised, as the family's model has it."""
+        if name in self._numbers:
+            return self._numbers[name]
         entry = self.entries[name]
         if entry.dtype not in FLOATS:
             rows: Any = coded_rows(name, entry)
@@ -250,7 +306,7 @@ class GGUFCheckpoint(Checkpoint):
         if self._architecture in IN_PAIRS and part in HEADS:
             head = self._head_rows(entry, tuple(f"{self._architecture}.{key}" for key in HEADS[part]))
             return halved(rows, head, head)
-        return LessOneRows(rows) if self._architecture in ADDS_ONE and part.endswith("norm") else rows
+        return LessOneRows(rows) if self._architecture in ADDS_ONE and name.endswith("norm.weight") else rows
 
     def _head_rows(self, entry: TensorEntry, keys: tuple[str, ...]) -> int:
         """Return how many rows of queries or keys a head has. keys: those that tell the number of heads."""
@@ -269,11 +325,14 @@ def _entries(stored: str, tensor: GGUFTensor, names: dict[str, str]) -> Iterator
     place = PLACE.fullmatch(stored)
     layer, stem, expert, kind = place.groups() if place else (None, "", None, "")
     stem += "_exps" if expert is not None else ""  # older files: a tensor per expert
+    kind = "weight" if stem == "exp_probs_b" else kind  # a parameter of its own here
     target = names.get(stem)
     if target is None or ("*" in target) != (layer is not None):
         raise ModelLoadError(f"{tensor.file}: the tensor {stored} is unknown in this architecture")
     name = f"{target.replace('*', str(layer))}.{kind}"
-    shape = (1, *tensor.shape) if stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1 else tensor.shape
+    shape = tensor.shape
+    if len(shape) == 1 and (stem == "ffn_gate_inp_shexp" or target.endswith("moe_statics")):
+        shape = (1, *shape)
     whole = TensorEntry(tensor.file, shape, tensor.dtype, tensor.offset)
     if "#" not in name or expert is not None:
         if len(whole.shape) > 2:
@@ -296,7 +355,7 @@ def _entries(stored: str, tensor: GGUFTensor, names: dict[str, str]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class LessOneRows:
-    """A norm of Gemma: the file holds the factor, the model its difference from 1, which its layer adds again."""
+    """A norm that the file holds as a factor, and the model as the difference from 1, which its layer adds again."""
 
     source: RowSource
 
@@ -306,3 +365,17 @@ class LessOneRows:
 
     def read(self, start: int, stop: int) -> Array:
         return read_rows(self.source, start, stop).astype(FLOAT32) - FLOAT32.type(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRows:
+    """A number of the metadata as a parameter of one element."""
+
+    value: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1,)
+
+    def read(self, start: int, stop: int) -> Array:
+        return np.array([self.value], dtype=FLOAT32)[start:stop]

@@ -129,6 +129,7 @@ def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entr
 EXPERT = re.compile(r"\.experts\.\d+\.")
 STACKED_DIMENSIONS = 3  # of a tensor that holds the matrices of all experts
 COMPARED_ROWS = 1024  # rows read at once from each of two tensors that must be equal
+BFLOAT16_STEP = 2.0**-8  # relative
 DUMMY_BLOCK = 2**16  # elements taken from one random stream
 
 
@@ -208,11 +209,24 @@ class CheckpointSource:
             checkpoint.drop_zero_biases({name for layout in layouts for name in layout.sources})
         self.match = match(checkpoint.entries, parameters, table, is_text_part=is_text_part)
         self._checkpoint = checkpoint
+        self._check_constants(table)
         stored = {name: parameter for name, parameter in parameters.items() if name in self.match.layouts}
         self._runs = {name: runs_of(self.stored(item)) if len(item.shape) > 1 else () for name, item in stored.items()}
         self._decoded = self._unlike_experts()
         for parameter in parameters.values():
             self._check_tied(parameter)
+
+    def _check_constants(self, table: ParamTable) -> None:
+        """Raise ModelLoadError if a number that the model has as a constant is stored with another value."""
+        for name in self.match.ignored:
+            if (value := table.constant(name)) is None:
+                continue
+            rows = self._checkpoint.rows(name)
+            if math.prod(rows.shape) != 1:
+                raise ModelLoadError(f"{name} has the shape {list(rows.shape)}; it must be one number")
+            stored = float(read_rows(rows, 0, 1).astype(FLOAT32).reshape(-1)[0])
+            if not abs(stored - value) <= abs(value) * BFLOAT16_STEP:
+                raise ModelLoadError(f"{name} = {stored:g} is not supported; it must be {value:g}")
 
     def rows(self, parameter: Parameter) -> RowSource:
         """Return the whole parameter. An expert's weight is decoded if those of other experts in the layer are coded

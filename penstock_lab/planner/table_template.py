@@ -104,6 +104,8 @@ def _known(directory: Path, config: dict[str, Any]) -> tuple[list[str], list[Lin
     lines = [_known_line(row, model, parameters, entries) for row in table.rows]
     end = [f'prefix: "{table.prefix}"'] if table.prefix else []
     ignored = ", ".join(f'"{name}"' for name in table.ignore)
+    constants = ", ".join(f'"{name}": {value:f}' for name, value in table.constants)
+    end += [f"constants: {{{constants}}}"] if constants else []
     return head, lines, [*end, *([f"ignore: [{ignored}]"] if ignored else [])]
 
 

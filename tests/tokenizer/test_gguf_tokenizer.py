@@ -78,6 +78,7 @@ GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 # tokenizer.ggml.pre -> the same steps as a published tokenizer.json has them.
 PUBLISHED: dict[str, Any] = {
     "gpt-2": lambda: _trained([GPT2]),
+    "bloom": lambda: _trained([pre_tokenizers.Split(Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "isolated"), TO_BYTES]),
     "smollm": lambda: _trained([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     "llama-bpe": lambda: _trained([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), TO_BYTES], ignore_merges=True),
     "qwen2": lambda: _trained(

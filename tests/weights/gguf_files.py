@@ -17,20 +17,32 @@ from gguf import GGMLQuantizationType, quants
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tests.hf_models import all_values
+
 ARCHITECTURES = {
+    "apertus": "apertus",
+    "arcee": "arcee",
+    "bloom": "bloom",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
     "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
     "exaone4": "exaone4",
     "falcon": "falcon",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
     "gpt2": "gpt2",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "llama": "llama",
+    "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
     "mistral": "llama",
     "mixtral": "llama",
+    "nemotron": "nemotron",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "phi3": "phi3",
@@ -41,8 +53,10 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
-IN_PAIRS = ("granite", "llama", "ministral3", "mistral", "mixtral", "smollm3")
+IN_PAIRS = ("arcee", "granite", "llama", "ministral3", "mistral", "mixtral", "smollm3")
 ON_THEIR_SIDE = {  # which matrices are [in, out]
     "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
     "gpt_oss": ("experts.gate_up_proj", "experts.down_proj"),
@@ -52,6 +66,11 @@ SCALES = {
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,),
 }  # fmt: skip
 MIDDLE = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}  # of the codes, which the second number takes back
+EPSILON = {  # of layer norms, in config.json
+    "cohere": "layer_norm_eps", "cohere2": "layer_norm_eps", "nemotron": "norm_eps", "stablelm": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+}  # fmt: skip
+PARTLY_ROTARY = ("cohere2", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm")
 SCALINGS = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
 
 
@@ -69,7 +88,13 @@ def write_gguf(model: PreTrainedModel, path: Path, kinds: str | Mapping[str, str
     for key, value in options.items():
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
     names = _names(writer, config)
-    for name, parameter in model.named_parameters():  # each once: a head that is the embedding is left out
+    norms: dict[str, list[np.ndarray]] = {}  # of StableLM, one for each head
+    for name, parameter in all_values(model):  # each once: a head that is the embedding is left out
+        if ".norms." in name:
+            norms.setdefault(f"{name.split('.norms.')[0]}.weight", []).append(parameter.detach().numpy())
+            continue
+        if ".act_fn." in name:  # xIELU's numbers are in the metadata
+            continue
         values = parameter.detach().float().numpy()
         on_its_side = name.endswith(ON_THEIR_SIDE.get(config.model_type, ()))
         values, kind = np.swapaxes(values, -1, -2) if on_its_side else values, _kind(name, values, kinds)
@@ -84,6 +109,18 @@ def write_gguf(model: PreTrainedModel, path: Path, kinds: str | Mapping[str, str
             assert found is not None, target
             raw = None if kind == "F32" else GGMLQuantizationType[kind]
             writer.add_tensor(found, np.ascontiguousarray(array), raw_dtype=raw)
+    for name, rows in norms.items():
+        found = names.get_name(name, try_suffixes=(".weight",))
+        assert found is not None, name
+        writer.add_tensor(found, np.stack(rows))
+    if config.model_type == "apertus":
+        curves = [layer.mlp.act_fn for layer in model.model.layers]
+        for part in ("alpha_p", "alpha_n", "beta", "eps"):
+            getattr(writer, f"add_xielu_{part}")([getattr(curve, part).item() for curve in curves])
+    if predicting := getattr(config, "num_nextn_predict_layers", 0):  # of which something has to be skipped
+        for layer in range(config.num_hidden_layers, config.num_hidden_layers + predicting):
+            writer.add_tensor(f"blk.{layer}.attn_norm.weight", np.ones(config.hidden_size, np.float32))
+            writer.add_tensor(f"blk.{layer}.nextn.eh_proj.weight", np.ones((4, 8), np.float32))
     if getattr(config, "rope_parameters", {}).get("rope_type") == "llama3":
         inverse = model.model.rotary_emb.inv_freq.numpy()
         plain = config.rope_parameters["rope_theta"] ** -(np.arange(len(inverse)) / len(inverse))
@@ -121,7 +158,7 @@ def write_zeros(config: PreTrainedConfig, path: Path, kind: str) -> Path:
 
 
 def _names(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> Any:
-    architecture = gguf.MODEL_ARCH[writer.arch.upper().replace("-", "_")]
+    architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == writer.arch)
     return gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
 
 
@@ -189,6 +226,12 @@ def _converted(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np
     kind, heads = config.model_type, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     part = name.split(".")[-2]
+    if kind == "bloom":
+        name = name.removeprefix("transformer.")
+    if name.endswith("e_score_correction_bias"):
+        stem = name.removesuffix("_bias").replace("mlp.gate.moe_statics", "mlp.moe_statics")
+        stem = stem.replace("mlp.e_score", "block_sparse_moe.e_score") if kind == "minimax_m2" else stem
+        return [(f"{stem}.bias", values.reshape(-1))]
     if kind == "gpt_oss" and "gate_up_proj" in name:
         stem, suffix = name.split("gate_up_proj")
         suffix = suffix.replace("_", ".") or ".weight"
@@ -205,37 +248,46 @@ def _converted(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np
         count = heads if part == "q_proj" else kv_heads
         turned = values.reshape(count, 2, len(values) // count // 2, -1).swapaxes(1, 2)
         return [(name, turned.reshape(values.shape))]
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if (kind.startswith("gemma") or kind == "nemotron") and name.endswith("norm.weight"):
         return [(name, values + 1)]
     if name.endswith("shared_expert_gate.weight"):
         return [(name, values[0])]
-    if kind == "falcon" and "query_key_value" in name:
-        kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
-        grouped = values.reshape(kv_heads, heads // kv_heads + 2, config.head_dim, -1)
+    if "query_key_value" in name:
+        kv_heads = heads if kind == "bloom" else config.num_kv_heads if config.new_decoder_architecture else 1
+        grouped = values.reshape(kv_heads, heads // kv_heads + 2, config.hidden_size // heads, -1)
         pieces = [grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:]]
-        return [(name, np.concatenate([piece.reshape(-1, values.shape[-1]) for piece in pieces]).reshape(values.shape))]
+        return [
+            (name, np.concatenate([piece.reshape(-1, *values.shape[1:]) for piece in pieces]).reshape(values.shape))
+        ]
     return [(name, values)]
 
 
 def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(getattr(config, "max_position_embeddings", 512))
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0))
     default = 4 * config.hidden_size
     writer.add_feed_forward_length(
         getattr(config, "intermediate_size", None) or getattr(config, "ffn_hidden_size", None) or default
     )
     writer.add_head_count(config.num_attention_heads)
-    if kind in ("falcon", "gpt2"):
+    if kind in ("bloom", "falcon", "gpt2"):
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        if kind == "bloom":
+            writer.add_head_count_kv(config.num_attention_heads)
         if kind == "falcon":
             writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
             writer.add_tensor_data_layout("jploski")
         return
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if kind in EPSILON:
+        writer.add_layer_norm_eps(getattr(config, EPSILON[kind]))
+    if kind not in EPSILON or kind == "nemotron":
+        writer.add_layer_norm_rms_eps(getattr(config, EPSILON.get(kind, "rms_norm_eps")))
+    if kind in PARTLY_ROTARY:
+        writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
     if kind == "phi3":
         writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -247,8 +299,9 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_value_length(head_dim)
         if kind in IN_PAIRS:
             writer.add_rope_dimension_count(head_dim)
+        if kind in IN_PAIRS or kind in ("apertus", "cohere2", "nemotron"):
             writer.add_vocab_size(config.vocab_size)
-    if kind in ("gemma2", "gemma3_text", "gpt_oss"):
+    if kind in ("cohere2", "gemma2", "gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
     if kind in ("exaone4", "olmo3") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
@@ -258,22 +311,51 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if kind in ("cohere", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if kind == "stablelm":
+        writer.add_parallel_residual(config.use_parallel_residual)
     if kind == "ministral3":
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None) is not None:
             getattr(writer, f"add_{key}")(getattr(config, key))
-    if kind in ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
-        is_local = kind in ("gpt_oss", "mixtral")
+    if kind in ("gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
+        is_local = kind in ("gpt_oss", "minimax_m2", "mixtral")
         writer.add_expert_count(config.num_local_experts if is_local else config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    _add_routers(writer, kind, config)
     if kind == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if kind in ("gpt_oss", "qwen2_moe", "qwen3_moe"):
-        inner = config.intermediate_size if kind == "gpt_oss" else config.moe_intermediate_size
+    if kind in ("ernie4_5_moe", "glm4_moe", "gpt_oss", "minimax_m2", "qwen2_moe", "qwen3_moe"):
+        inner = config.intermediate_size if kind in ("gpt_oss", "minimax_m2") else config.moe_intermediate_size
         writer.add_expert_feed_forward_length(inner)
     _add_rope(writer, rope.get("full_attention", rope))
+
+
+def _add_routers(writer: gguf.GGUFWriter, kind: str, config: Any) -> None:
+    """Add what the routers of GLM-4.5, ERNIE 4.5 and MiniMax-M2 have beside the number of experts."""
+    if kind in ("glm4_moe", "minimax_m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "glm4_moe":
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_nextn_predict_layers(getattr(config, "num_nextn_predict_layers", 0))
+    if kind == "ernie4_5_moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_expert_used_count(config.moe_k)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
 
 
 def _add_rope(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:

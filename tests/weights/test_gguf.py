@@ -58,6 +58,25 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon-11b": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "ffn_hidden_size": 96},
     "gpt2": {"n_embd": 64, "n_head": 4},
     "gpt-oss": SIZES,
+    "apertus": SIZES | {"head_dim": 16},
+    "apertus-biases": SIZES | {"head_dim": 16, "attention_bias": False, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0}},
+    "arcee": SIZES,
+    "arcee-biases": SIZES,
+    "bloom": {"hidden_size": 64, "num_attention_heads": 4},
+    "cohere": SIZES | {"head_dim": 16},
+    "cohere2": SIZES | {"head_dim": 16, "num_hidden_layers": 5, "layer_types": None},
+    "ernie4-5-moe": SIZES,
+    "ernie4-5-moe-some-layers": SIZES | {"moe_layer_end_index": -1},
+    "glm4": SIZES,
+    "glm4-moe": SIZES | {"num_nextn_predict_layers": 1},
+    "glm4-moe-plain-biases": SIZES,
+    "minimax-m2": SIZES,
+    "nemotron": SIZES,
+    "nemotron-biases": SIZES,
+    "stablelm": SIZES | {"head_dim": None},
+    "stablelm-parallel": SIZES | {"head_dim": None},
+    "starcoder2": SIZES | {"head_dim": 16, "sliding_window": None},
 }  # fmt: skip
 TOLERANCE = 1e-4
 CODED = 5e-3  # activations are two int8 slices
@@ -157,6 +176,20 @@ def test_what_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path)
         load_model_config(path)
     assert "\n" not in str(found.value)
     assert "config.json" not in str(found.value)  # there is none
+
+
+@pytest.mark.parametrize("name", ["safetensors", "gguf"])
+def test_a_constant_of_another_value_is_refused(name: str, tmp_path: Path) -> None:
+    """Guards against xIELU computed with other constants than those that the checkpoint was trained with."""
+    model = _make("apertus")
+    curve = model.model.layers[1].mlp.act_fn
+    curve.beta += 0.125
+    if name == "gguf":
+        path = write_gguf(model, tmp_path / "model.gguf")
+    else:
+        model.save_pretrained(path := tmp_path)
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.act_fn\.beta = 0\.625 .*must be 0\.5"):
+        open_source(path, load_model_config(path), "auto")
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
