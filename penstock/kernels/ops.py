@@ -454,6 +454,13 @@ class Program(Protocol):
 class RecordingOps(Ops, Protocol):
     """A backend that can record a forward pass as a program."""
 
+    def program_rows(self, tokens: int) -> int:
+        """Choose the tokens of the program that computes a step of `tokens` tokens: as many or more; 0: none does.
+
+        A step of fewer tokens is padded with sequences of one token, which see nothing but themselves and are not
+        stored. What is chosen is a program of its own: program_rows of it is the same number.
+        """
+
     def record(
         self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata], *, torch_too: bool = False
     ) -> tuple[Tensor, Program | None]:

@@ -12,15 +12,17 @@ are computed and where they are stored; the batch follows. It handles no model, 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import EngineError
 from penstock.interface.step import NO_BLOCK, CacheGroup, NewRequest, SamplerState, ScheduledRequest, SchedulerOutput
 from penstock.kernels.tensors import Bools, Float32, Int32, Int64
 from penstock.runner.logits import LogitAdjustments, first_state
 
+Integer = TypeVar("Integer", np.int32, np.int64)
 NO_DRAFT = -1
 NO_SLOT = -1
 
@@ -232,6 +234,26 @@ class PackedStep:
     logits_indices: Int64
     drafts: Int64
     prompt_pieces: list[PromptPiece]
+
+    def padded(self, tokens: int) -> "PackedStep":
+        """Copy the step with more sequences, of one token each that sees itself alone and is not stored, so that it has
+        `tokens` tokens. What is sampled and scored stays the same."""
+        more = tokens - len(self.input_ids)
+        ends = self.layout.query_start_loc[-1] + np.arange(1, more + 1, dtype=np.int32)
+        return replace(
+            self,
+            layout=replace(self.layout, query_start_loc=np.concatenate([self.layout.query_start_loc, ends])),
+            input_ids=_extended(self.input_ids, more, 0),
+            positions=_extended(self.positions, more, 0),
+            seq_lens=_extended(self.seq_lens, more, 1),
+            block_tables=tuple(_extended(ids, more, NO_BLOCK) for ids in self.block_tables),
+            slot_mappings=tuple(_extended(slots, more, NO_SLOT) for slots in self.slot_mappings),
+        )
+
+
+def _extended(array: npt.NDArray[Integer], more: int, value: int) -> npt.NDArray[Integer]:
+    rows = np.full((more, *array.shape[1:]), value, dtype=array.dtype)
+    return np.concatenate([array, rows])
 
 
 class DecodeStep:

@@ -27,7 +27,7 @@ from penstock.errors import EngineError
 from penstock.interface.step import BlockCopy, CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, Program, RecordingOps
-from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS, Array, Tensor, as_array, contiguous, dtype_of, is_torch
+from penstock.kernels.tensors import LOGITS_ROWS, Array, Tensor, as_array, contiguous, dtype_of, is_torch
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
@@ -205,15 +205,18 @@ class ModelRunner:
         step = pending.step = self.batch.pack(pending.plan.scheduled)
         if self._structured.by_row:
             self._structured.begin(step)
-        input_ids, ctx = self.ops.tensor(step.input_ids), self.context(step)
+        num_tokens, num_sampled = len(step.input_ids), len(step.layout.sampled)
+        rows = self.model.program_rows(num_tokens) if isinstance(self.model, RecordedModel) else 0
+        wide = step.padded(rows) if rows > num_tokens else step
+        input_ids, ctx = self.ops.tensor(wide.input_ids), self.context(wide)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
-        if isinstance(self.model, RecordedModel) and len(step.layout.sampled) == len(step.input_ids) <= FIXED_ROWS:
-            self._draw(self.model.logits(input_ids, ctx), pending, step)
+        if rows and isinstance(self.model, RecordedModel) and num_sampled == num_tokens:
+            self._draw(self.model.logits(input_ids, ctx)[:num_tokens], pending, step)
             return
-        hidden, num_sampled = self.model(input_ids, ctx), len(step.layout.sampled)
+        hidden = self.model(input_ids, ctx)
         if self._pooler.requests:
             pending.hidden = hidden
-        if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled, in order
+        if step.prompt_pieces or num_sampled < num_tokens:  # else every token is sampled, in order
             hidden = hidden[self.ops.tensor(step.logits_indices)]
         start = num_sampled
         for piece in step.prompt_pieces:
@@ -499,8 +502,9 @@ class _Recorded:
 
 
 class RecordedModel:
-    """A CausalLM that gives its model's results. Its forward pass is recorded as a program, one per (small) number of
-    tokens, as other engines do with CUDA graphs. It stops recording if a pass does more than call operations."""
+    """A CausalLM that gives its model's results. Its forward pass over few tokens is recorded as a program, as other
+    engines do with CUDA graphs. Steps of fewer tokens than a program has are padded, if the backend says so
+    (RecordingOps.program_rows). It stops recording if a pass does more than call operations."""
 
     def __init__(self, model: CausalLM, ops: RecordingOps) -> None:
         self._model = model
@@ -509,6 +513,10 @@ class RecordedModel:
         self._recordable = True
         self._with_torch = bool(getattr(model, "repeats_torch", False))
         self._once: set[tuple[int, bool]] = set()  # passes of torch's that came once
+
+    def program_rows(self, tokens: int) -> int:
+        """Find the rows of the program that computes a step of so many tokens; 0: none does."""
+        return self._ops.program_rows(tokens) if self._recordable else 0
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute hidden states as CausalLM does. The next call overwrites them."""
@@ -538,7 +546,7 @@ class RecordedModel:
 
     def _run(self, input_ids: Tensor, ctx: ForwardContext, *, head: bool) -> Tensor:
         tokens = input_ids.shape[0]
-        if tokens > FIXED_ROWS or not self._recordable:
+        if self.program_rows(tokens) != tokens:
             return self._forward(input_ids, ctx, head)
         recorded = self._recorded.get((tokens, head))
         if recorded is None or recorded.kv_caches is not ctx.kv_caches:

@@ -5,7 +5,7 @@ With CacheModel every token is computed from what the caches hold, so a slot tha
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def engine_for(
     *,
     model_config: ModelConfig | None = None,
     enable_prefix_caching: bool = True,
+    make_executor: Callable[[ModelRunner], LocalExecutor] = LocalExecutor,
     **limits: int,
 ) -> Engine:
     limits = {**LIMITS, **limits}
@@ -45,7 +46,7 @@ def engine_for(
     runner = ModelRunner(model, ops, groups, resolved_config(**limits), model_config)
     scheduling = Scheduling(**{name: limits.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens")})
     return Engine(
-        LocalExecutor(runner),
+        make_executor(runner),
         KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching),
         scheduling=scheduling,
         vocab_size=VOCAB,

@@ -40,6 +40,7 @@ from penstock.kernels.cpu.library import (
 from penstock.kernels.metadata import AttentionMetadata
 from penstock.kernels.tensors import (
     BFLOAT16,
+    FIXED_ROWS,
     FLOAT32,
     Array,
     ArrayType,
@@ -365,6 +366,9 @@ class NativeCalls:
             self._recorder = recorder
         if recorder is not None:
             recorder.host(work)
+
+    def program_rows(self, tokens: int) -> int:
+        return tokens if tokens <= FIXED_ROWS else 0
 
     def record(
         self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata], *, torch_too: bool = False
