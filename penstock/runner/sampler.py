@@ -11,7 +11,7 @@ is None in SamplingTensors, so that its pass over the logits is skipped. Rows wi
 indexed reads and no Python per row.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,15 +169,15 @@ class Sampler:
         values = as_array(draws.logits[at])  # a copy
         usable = np.isfinite(values.max(axis=1)) & (True if failed is None else ~failed[draws.on_host])
         places = list(draws.positions)
-        items = [HostRow(*places[index], values[n]) for n, index in enumerate(draws.on_host) if usable[n]]
-        work = _HostWork({item.place for item in items})
+        rows = {n: HostRow(*places[draws.on_host[n]], values[n]) for n in np.flatnonzero(usable).tolist()}
+        work, items = _HostWork({row.place for row in rows.values()}), list(rows.values())
         unfit = apply_custom_processors(items, batch)
         work.errors = (self._structured.apply(items) if self._structured.by_row else {}) | unfit
         asked = set(draws.cached.asked.tolist())
-        for item in items:
-            if item.place in asked and batch.sampling.searches[item.at[0]]:
-                work.hidden[item.place] = np.isneginf(item.logits)
-        work.warped = warp_rows(items, draws.adjusted, batch)
+        for row in items:
+            if row.place in asked and batch.sampling.searches[row.at[0]]:
+                work.hidden[row.place] = np.isneginf(row.logits)
+        work.warped = warp_rows(values, rows, draws.adjusted, batch)
         draws.logits[at] = self._ops.tensor(values)
         self._choose(draws, work.warped)
         return work
@@ -239,17 +239,23 @@ def adjusted_rows(batch: InputBatch, positions: Positions) -> list[AdjustedRow]:
     return found
 
 
-def warp_rows(rows: Sequence[HostRow], adjusted: Sequence[AdjustedRow], batch: InputBatch) -> dict[int, Float32]:
-    """Warp those of these rows that the kernels cannot adjust, in place. Return their logits [V], ready for the draw,
-    by index."""
-    own = {row.place: row for row in rows}
+def warp_rows(
+    values: Float32, rows: Mapping[int, HostRow], adjusted: Sequence[AdjustedRow], batch: InputBatch
+) -> dict[int, Float32]:
+    """Warp those of the rows [n] of logits that the kernels cannot adjust, in place. Return their logits [V], ready for
+    the draw, by their place in the step.
+
+    values: [n, V], the logits of all rows. rows: the rows that may change, by their place in `values`.
+    """
+    at = {row.place: (n, row) for n, row in rows.items()}
+    chosen = [item for item in adjusted if item.place in at and item.item.warps(item.history)]
+    if not chosen:
+        return {}
+    numbered = [item._replace(place=at[item.place][0]) for item in chosen]
+    adjust(values, SamplingTensors(np.zeros(len(values), np.float32), **adjusted_pairs(numbered, *values.shape)))
     found: dict[int, Float32] = {}
-    for place, item, history, num_outputs in adjusted:
-        if place not in own or not item.warps(history):
-            continue
-        (row, _), logits = own[place].at, own[place].logits
-        alone = AdjustedRow(0, item, history, num_outputs)
-        adjust(logits[None], SamplingTensors(np.zeros(1, np.float32), **adjusted_pairs([alone], 1, len(logits))))
+    for place, item, history, num_outputs in chosen:
+        (row, _), logits = at[place][1].at, at[place][1].logits
         seed, choice = batch.sampling.noise_key[row].tolist()
         draw = Draw((seed, choice, num_outputs), batch.sampling.sampler_state[row])
         logits[:] = item.warp(logits, history, num_outputs, draw)
