@@ -393,6 +393,12 @@ class NumericsConfig:
     rope_scaling: dict[str, Any] | None = option(
         None, dict, 'rotary scaling instead of that of config.json, like {"rope_type": "yarn", "factor": 4.0}'
     )
+    attention_sinks: int | None = option(
+        None, range(1, MAX_CONTEXT), "StreamingLLM: number of first tokens that stay visible beside a sliding-window"
+    )
+    sliding_window: int | None = option(
+        None, range(1, MAX_CONTEXT), "StreamingLLM: number of last tokens that a token sees, itself included"
+    )
     model_impl: str = option("auto", str, "which registered implementation of the architecture computes")
     load_format: str = option(
         "auto", ("auto", "dummy", "mock"), "dummy: random weights, so only config.json is needed; mock: no model at all"
@@ -411,6 +417,9 @@ class NumericsConfig:
         if self.quantization is not None and self.activation_dtype != "auto":
             allowed = f"auto: quantization = {self.quantization} says what the weights are multiplied with"
             raise fail("activation_dtype", self.activation_dtype, allowed)
+        for name, other in (("attention_sinks", "sliding_window"), ("sliding_window", "attention_sinks")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise fail(name, getattr(self, name), f"left out, or joined by {other}")
         if self.verify_files and self.load_format != "auto":
             raise fail("verify_files", True, f"false: load_format = {self.load_format} reads no weights")
         if self.kernels == "triton":

@@ -132,7 +132,7 @@ class MockExecutor:
         for index, group in enumerate(self.groups):
             table = row.tables[index]
             table.extend(item.new_block_ids[index])
-            table[: item.num_released_blocks[index]] = [-1] * item.num_released_blocks[index]
+            group.release(table, item.num_released_blocks[index])
             self._check_context(index, group, row, start)
             self._write(index, group, row, [*row.token_ids, *item.draft_token_ids], start, stop)
             windows.append(group.sliding_window or 10**9)
@@ -150,7 +150,7 @@ class MockExecutor:
     def _check_context(self, index: int, group: CacheGroup, row: _Row, start: int) -> None:
         """Check that every cached position that the first new token sees holds what was written for it."""
         first = 0 if group.sliding_window is None else max(0, start - group.sliding_window + 1)
-        for position in range(first, start):
+        for position in (*range(min(group.num_sink_tokens, first)), *range(first, start)):
             found = self.slots[index][self._slot(group, row.tables[index], position)]
             _demand(found == row.token_ids[position], f"position {position}: {found} in the cache")
 

@@ -86,6 +86,7 @@ def make_engine(
     num_blocks: int = 64,
     block_size: int = 16,
     windows: tuple[int | None, ...] = (None,),
+    sinks: int = 0,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 512,
@@ -99,7 +100,10 @@ def make_engine(
     **scheduling: Any,
 ) -> Engine:
     """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
-    groups = [CacheGroup((i,), window, num_blocks, block_size) for i, window in enumerate(windows)]
+    groups = [
+        CacheGroup((i,), window, num_blocks, block_size, num_sink_tokens=0 if window is None else sinks)
+        for i, window in enumerate(windows)
+    ]
     if user_rows:
         enable_prefix_caching = False
         groups = [_row_group(group, max_model_len) for group in groups]

@@ -28,6 +28,7 @@ from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import FallbackVersion, find_model
+from penstock.models.streaming import as_served
 from penstock.ranks.build import (
     RankPlan,
     RanksExecutor,
@@ -312,7 +313,7 @@ def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool 
         SamplingParams(**model_config.default_sampling).check_vocabulary(model_config.vocab_size)
     except InvalidRequestError as error:
         raise ModelLoadError(f"generation_config.json: {error}") from error
-    return replace(model_config, model_impl=config.numerics.model_impl), weights
+    return as_served(model_config, config.numerics), weights
 
 
 def _resolve(

@@ -120,15 +120,17 @@ def plan_given_cache(config: EngineConfig, model: ModelConfig, free_bytes: int, 
 def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
     """Compute the fewest and most blocks of the cache group of these layers, and the size of a block.
 
-    If one block holds the longest request, each request has one block, and a shorter window makes it a ring.
+    If one block holds the longest request, each request has one block, and a shorter window without sink tokens
+    makes it a ring.
     """
     scheduler, block_size = config.scheduler, config.cache.block_size
     length, chunk = scheduler.max_model_len, scheduler.max_num_batched_tokens
     if block_size is None or length is None or chunk is None:
         raise InvalidRequestError("block_size: the config is not resolved", param="block_size")
-    group = CacheGroup(layers, window, 0, block_size)
+    sinks = 0 if window is None else model.num_sink_tokens
+    group = CacheGroup(layers, window, 0, block_size, num_sink_tokens=sinks)
     ring_size = -(-(window or block_size) // GRANULE) * GRANULE
-    if length <= block_size and ring_size < block_size:
+    if length <= block_size and ring_size < block_size and not sinks:
         group = CacheGroup(layers, window, 0, ring_size, ring=True)
     minimum = peak_blocks(group, length, chunk)
     # With a window, all sequences together hold at most one step's new tokens more than they hold between steps.

@@ -151,7 +151,13 @@ class Recorder(EngineObserver):
             known.pop(request_id, None)
         known.update(added)
         for index, (new_block_ids, released) in tables.items():
-            _update_tables(rows[index], new_block_ids, released)
+            self._update_tables(rows[index], new_block_ids, released)
+
+    def _update_tables(self, row: _Known, new_block_ids: list[list[int]], released: list[int]) -> None:
+        for group, table, new, count in zip(self._engine.groups, row.tables, new_block_ids, released, strict=True):
+            table.extend(new)
+            group.release(table, count)
+        row.released = released
 
     def _introduce(self, new: NewRequest) -> _Known:
         self._num_introduced += 1
@@ -207,13 +213,6 @@ class Recorder(EngineObserver):
         """Append the results of a step to the segment of its plan. If they do not fit, leave a gap."""
         if self._continued:
             self._continued = self._ring.append(records.encode(record))
-
-
-def _update_tables(row: _Known, new_block_ids: list[list[int]], released: list[int]) -> None:
-    for table, new, count in zip(row.tables, new_block_ids, released, strict=True):
-        table.extend(new)
-        table[:count] = [-1] * count
-    row.released = released
 
 
 def score_checksums(results: list[RequestStepOutput]) -> dict[int, int]:

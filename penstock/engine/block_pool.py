@@ -143,14 +143,18 @@ class Pin:
 
     Attributes:
         hashes: content hashes of its full blocks, in order.
-        first_held: per cache group, the index of the first block that it holds there.
+        hidden: per cache group, the blocks that it does not hold there.
         is_public: whether it has no salt. Requests with any salt then read its blocks (KVCacheManager), because whoever
             pins a prefix without a salt accepts that other users may notice it.
     """
 
     hashes: list[bytes]
-    first_held: list[int]
+    hidden: list[range]
     is_public: bool
+
+    def wanted(self) -> list[list[bytes]]:
+        """List, per cache group, the hashes of the blocks that it holds there."""
+        return [self.hashes[: item.start] + self.hashes[item.stop :] for item in self.hidden]
 
 
 class Pins:
@@ -200,8 +204,8 @@ class Pins:
         """
         if name in self._pins:
             raise InvalidRequestError(f"name: {name!r} is the name of another pin", param="name", code="name_in_use")
-        for pool, wanted, first in zip(self._pools, self._wanted, pin.first_held, strict=True):
-            count, limit = len(wanted.keys() | set(pin.hashes[first:])), pool.num_blocks // MAX_SHARE
+        for pool, wanted, hashes in zip(self._pools, self._wanted, pin.wanted(), strict=True):
+            count, limit = len(wanted.keys() | set(hashes)), pool.num_blocks // MAX_SHARE
             if count > limit:
                 message = f"prompt: all pins would hold {count} of {pool.num_blocks} blocks; at most {limit} may be"
                 raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
@@ -252,8 +256,8 @@ def _num_leading(wanted: Counter[bytes], hashes: Sequence[bytes]) -> int:
 
 def _places(pin: Pin) -> Iterator[tuple[int, bytes]]:
     """Yield each group and hash of a pin's blocks."""
-    for group, first in enumerate(pin.first_held):
-        for block_hash in pin.hashes[first:]:
+    for group, hashes in enumerate(pin.wanted()):
+        for block_hash in hashes:
             yield group, block_hash
 
 

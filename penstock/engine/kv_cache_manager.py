@@ -7,10 +7,10 @@ Every cache group (layers with the same sliding window) has its own pool and giv
                   before   shared or own, full      filled in this step
                   window
 
-An entry is -1 where the sliding window has passed a block, which was then freed. Full blocks are found by content hash
-(prefix reuse) as soon as the step that filled them has succeeded. A request's salt is part of the hash of its first
-block, and so of all later ones: requests with different salts do not find each other's blocks. Blocks of a public pin
-come before the salt (Pins), so that every request may read them.
+An entry is -1 where the sliding window has passed a block, which was then freed; blocks of sink tokens stay. Full
+blocks are found by content hash (prefix reuse) as soon as the step that filled them has succeeded. A request's salt is
+part of the hash of its first block, and so of all later ones: requests with different salts do not find each other's
+blocks. Blocks of a public pin come before the salt (Pins), so that every request may read them.
 
 A request may be forked: the fork shares all its blocks. Full blocks stay shared. A partly filled last block is shared
 until one of its users writes to it: that user takes a copy, unless it is the only user left (copy on write).
@@ -192,12 +192,6 @@ class KVCacheManager:
         peaks = (peak_blocks(group, request.max_total_tokens, chunk) for group in self.groups)
         return all(peak <= room for peak, room in zip(peaks, self.pins.room(hashes), strict=True))
 
-    def _first_needed(self, group: CacheGroup, num_computed: int) -> int:
-        """Find the first block that a token at position num_computed or later attends to."""
-        if group.sliding_window is None or group.ring:
-            return 0
-        return max(0, num_computed - group.sliding_window + 1) // group.block_size
-
     # --- prefix reuse ----------------------------------------------------------------------------------------------
 
     def looks_up(self, request: Request) -> bool:
@@ -237,8 +231,7 @@ class KVCacheManager:
             if group.sliding_window
         ]
         for count in range(limit, 0, -1):
-            start = count * self.block_size
-            if all(run[count - 1] >= count - self._first_needed(group, start) for group, run in windows):
+            if all(_has_needed(group.hidden_blocks(count * self.block_size), run, count) for group, run in windows):
                 return count
         return 0
 
@@ -268,12 +261,16 @@ class KVCacheManager:
             in_progress = any(found in self._in_progress for found in hashes[self._num_cached(hashes, count) : count])
         return Prefix(hashes, count, in_progress)
 
+    def _hidden(self, count: int) -> list[range]:
+        """Find, per group, those of `count` leading blocks that no later token sees."""
+        return [group.hidden_blocks(count * self.block_size) for group in self.groups]
+
     def _num_cached(self, hashes: list[bytes], count: int) -> int:
         """Count how many of `count` reusable blocks come before the first that is not in the cache."""
-        firsts = [self._first_needed(group, count * self.block_size) for group in self.groups]
+        hidden = self._hidden(count)
         for index in range(count):
-            for first, pool in zip(firsts, self.pools, strict=True):
-                if index >= first and pool.lookup(hashes[index]) is None:
+            for unseen, pool in zip(hidden, self.pools, strict=True):
+                if index not in unseen and pool.lookup(hashes[index]) is None:
                     return index
         return count
 
@@ -305,10 +302,13 @@ class KVCacheManager:
         # users could otherwise be given away and overwritten.
         for pool, block_ids in zip(self.pools, shared, strict=True):
             pool.share(block_id for block_id in block_ids if block_id != NO_BLOCK)
-        firsts = [self._first_needed(group, count * self.block_size) for group in self.groups]
         self._tables[request.request_id] = [
-            BlockTable(self._loaded(index, first, block_ids, hashes[:count]), first, num_registered=cached)
-            for index, (first, block_ids) in enumerate(zip(firsts, shared, strict=True))
+            BlockTable(
+                self._loaded(index, hidden, block_ids, hashes[:count]),
+                hidden.stop if hidden else 0,
+                num_registered=cached,
+            )
+            for index, (hidden, block_ids) in enumerate(zip(self._hidden(count), shared, strict=True))
         ]
         request.num_computed_tokens = count * self.block_size
         self._in_progress.update((block_hash, request.request_id) for block_hash in hashes[cached:])
@@ -321,18 +321,17 @@ class KVCacheManager:
         """Let the store read the reusable blocks that the cache lacks. Return False if one is missing after all."""
         if self.offload is None or cached == count:
             return True
-        firsts = [self._first_needed(group, count * self.block_size) for group in self.groups]
         return all(
             self.offload.store.fetch(group, hashes[index])
-            for group, (first, pool) in enumerate(zip(firsts, self.pools, strict=True))
-            for index in range(max(first, cached), count)
-            if pool.lookup(hashes[index]) is None
+            for group, (hidden, pool) in enumerate(zip(self._hidden(count), self.pools, strict=True))
+            for index in range(cached, count)
+            if index not in hidden and pool.lookup(hashes[index]) is None
         )
 
-    def _loaded(self, group: int, first: int, block_ids: list[int], hashes: list[bytes]) -> list[int]:
+    def _loaded(self, group: int, hidden: range, block_ids: list[int], hashes: list[bytes]) -> list[int]:
         """Complete the table with new blocks for those that the store has fetched."""
-        for index in range(first, len(hashes)):
-            if block_ids[index] == NO_BLOCK and self.offload is not None:
+        for index in range(len(hashes)):
+            if index not in hidden and block_ids[index] == NO_BLOCK and self.offload is not None:
                 (block_ids[index],) = self.pools[group].allocate(1)
                 self.offload.load(group, block_ids[index], hashes[index])
         return block_ids
@@ -357,9 +356,9 @@ class KVCacheManager:
 
     def _shared(self, group: CacheGroup, pool: BlockPool, hashes: list[bytes], count: int) -> list[int]:
         """Make a table of the reusable leading blocks, with -1 where the window has passed or a block is stored."""
-        first = self._first_needed(group, count * self.block_size)
-        found = [pool.lookup(block_hash) for block_hash in hashes[first:count]]
-        return [NO_BLOCK] * first + [NO_BLOCK if block_id is None else block_id for block_id in found]
+        hidden = group.hidden_blocks(count * self.block_size)
+        found = [None if index in hidden else pool.lookup(hashes[index]) for index in range(count)]
+        return [NO_BLOCK if block_id is None else block_id for block_id in found]
 
     def settled_streams(self, requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
         """Separate the streams whose next token fits blocks that the executor knows (most decodes) from all others.
@@ -426,8 +425,8 @@ class KVCacheManager:
     def _release_passed(self, request: Request, tables: list[BlockTable]) -> None:
         """Free the blocks that the windows have passed."""
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
-            first_needed = self._first_needed(group, request.num_computed_tokens)
-            for index in range(table.num_released, min(first_needed, len(table.block_ids))):
+            hidden = group.hidden_blocks(request.num_computed_tokens)
+            for index in range(max(table.num_released, hidden.start), min(hidden.stop, len(table.block_ids))):
                 pool.release([table.block_ids[index]])
                 table.block_ids[index] = NO_BLOCK
                 table.num_released = index + 1
@@ -501,8 +500,8 @@ class KVCacheManager:
         is_public = not prefix.pending_salt
         self._extend_hashes(prefix, count)
         start = (count - 1) * self.block_size  # prompts may differ in the last block, where the pinned text was cut
-        first_held = [self._first_needed(group, start) for group in self.groups]
-        self.pins.add(name, Pin(prefix.block_hashes, first_held, is_public))
+        hidden = [group.hidden_blocks(start) for group in self.groups]
+        self.pins.add(name, Pin(prefix.block_hashes, hidden, is_public))
 
     # --- counts ----------------------------------------------------------------------------------------------------
 
@@ -529,6 +528,12 @@ class KVCacheManager:
             raise PenstockError(f"blocks are being computed, or shared, for unknown requests: {sorted(unknown)}")
 
 
+def _has_needed(hidden: range, runs: list[int], count: int) -> bool:
+    """Tell whether the first `count` blocks, but for hidden ones, are available; runs: as _cached_runs gives them."""
+    first = min(hidden.start, count)
+    return runs[count - 1] >= count - max(hidden.stop, first) and (first == 0 or runs[first - 1] == first)
+
+
 def table_length(group: CacheGroup, num_tokens: int) -> int:
     """Count the block table entries for num_tokens, released ones included; one for a ring."""
     return min(1, num_tokens) if group.ring else -(-num_tokens // group.block_size)
@@ -537,9 +542,11 @@ def table_length(group: CacheGroup, num_tokens: int) -> int:
 def peak_blocks(group: CacheGroup, num_tokens: int, chunk: int) -> int:
     """Compute the most blocks of a group that a request of num_tokens holds, computed in chunks of `chunk`.
 
-    With a window of W tokens, W - 1 earlier tokens and the chunk are needed, which may touch one block more.
+    With a window of W tokens, W - 1 earlier tokens and the chunk are needed, which may touch one block more; and, from
+    the beginning on, the blocks of the sink tokens.
     """
     blocks = table_length(group, num_tokens)
     if group.sliding_window is None or group.ring:
         return blocks
-    return min(blocks, -(-(group.sliding_window - 1 + chunk) // group.block_size) + 1)
+    sinks = -(-group.num_sink_tokens // group.block_size)
+    return min(blocks, sinks + -(-(group.sliding_window - 1 + chunk) // group.block_size) + 1)

@@ -25,6 +25,7 @@ class CacheGroup:
         block_size: tokens per block, a multiple of 16.
         ring: whether a request has one block in each layer, whose slots are overwritten: the token at position p is in
             slot p % block_size; block_size is at least sliding_window. No block is released, no prefix is reused.
+        num_sink_tokens: how many first tokens all tokens see besides their window.
     """
 
     layers: tuple[int, ...]
@@ -32,6 +33,20 @@ class CacheGroup:
     num_blocks: int
     block_size: int
     ring: bool = False
+    num_sink_tokens: int = 0
+
+    def hidden_blocks(self, position: int) -> range:
+        """Find the entries of a block table that no token sees at this position or later: those before the window, but
+        for the first ones, which hold sink tokens."""
+        if self.sliding_window is None or self.ring:
+            return range(0)
+        start = -(-self.num_sink_tokens // self.block_size)
+        return range(start, max(start, (position - self.sliding_window + 1) // self.block_size))
+
+    def release(self, table: list[int], num_released: int) -> None:
+        """Note in a block table that its first num_released entries are released, but for those of sink tokens."""
+        for entry in range(self.hidden_blocks(0).start, num_released):
+            table[entry] = NO_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +84,7 @@ class ScheduledRequest:
         new_block_ids: per cache group, ids appended to the block table since the request's last step
             (none in the step that also has the request's NewRequest).
         num_released_blocks: per cache group, how many leading entries of the table are now -1 (blocks that the
-            sliding window has passed).
+            sliding window has passed), not counting those of sink tokens, which stay.
         num_samples: number of tokens to sample, after the last num_samples computed tokens: 1 + the number of drafts at
             the end of token_ids, 0 in the middle of the prompt and with params.pooling.
         draft_token_ids: guesses of the next tokens (Proposer); num_new_tokens counts them too. Each position

@@ -68,6 +68,10 @@ class Attention(Module):
         self.q_out = make.slot("q", (heads.num_heads, heads.head_dim))
         self.k_out, self.v_out = (make.slot(name, (heads.num_kv_heads, heads.head_dim)) for name in ("k", "v"))
         self.mixed_out = make.slot("mixed", (heads.num_heads * heads.head_dim,))
+        sees_sinks = rotary is not None and cfg.num_sink_tokens > 0
+        self.sink_q_out = make.slot("sink_q", (heads.num_heads, heads.head_dim)) if sees_sinks else None
+        # As many tokens as a token sees: behind more tokens, it sees sink tokens as if it were the last of so many.
+        self.num_seen = cfg.num_sink_tokens + (cfg.layer_windows[layer] or 0)
 
     @property
     def rotary_params(self) -> RotaryParams:
@@ -90,7 +94,12 @@ class Attention(Module):
         cache, meta = ctx.layer(self.layer)
         if self.sinks is not None and self.params.sink_logits is None:  # they are loaded now
             self.params = replace(self.params, sink_logits=self.sinks.weight)
-        mixed = self.ops.attend(q, k, v, cache, meta, self.params, out=self.mixed_out(tokens))
+        sink_q = None
+        if self.sink_q_out is not None:
+            params = self.rotary_params
+            params = replace(params, cos_sin=None if params.cos_sin is None else params.cos_sin[: self.num_seen])
+            sink_q = self.ops.rotary_q(qkv, ctx.positions, params, out=self.sink_q_out(tokens))
+        mixed = self.ops.attend(q, k, v, cache, meta, self.params, sink_q=sink_q, out=self.mixed_out(tokens))
         return self.o_proj(mixed)
 
 

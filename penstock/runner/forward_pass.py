@@ -65,7 +65,7 @@ class _Seen:
     """Copies of what the chunks of a pass have computed, in order."""
 
     states: list[list[Array]]  # per block
-    queries: list[list[Array]]  # per layer, [t, H, D] each
+    queries: list[list[tuple[Array, Array]]]  # per layer, [t, H, D] each: for all keys, and for those of sink tokens
     last: list[Array] = field(default_factory=list)
     logits: list[Array] = field(default_factory=list)
 
@@ -142,7 +142,11 @@ class ForwardPass:
     def _runner(self, token_ids: Sequence[int]) -> ModelRunner:
         """Make a runner that knows the tokens, with caches for them alone: a token's slot is its position."""
         num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-        groups = [CacheGroup(layers, window, num_blocks, BLOCK_SIZE) for layers, window in self._numbers.cache_groups()]
+        sinks = self._numbers.num_sink_tokens
+        groups = [
+            CacheGroup(layers, window, num_blocks, BLOCK_SIZE, num_sink_tokens=sinks)
+            for layers, window in self._numbers.cache_groups()
+        ]
         runner = ModelRunner(self._model, self._ops, groups, self._config, self._numbers, self._kv_scales)
         tables = [list(range(num_blocks)) for _ in groups]
         runner.batch.add_request(NewRequest(NAME, list(token_ids), len(token_ids), GREEDY, 0, tables))
@@ -163,9 +167,10 @@ class ForwardPass:
         found = []
         windows = self._numbers.layer_windows
         for (_, attention), cache, queries, window in zip(blocks, runner.kv_caches, seen.queries, windows, strict=True):
-            q = np.concatenate(queries)
+            q, sink_q = map(np.concatenate, zip(*queries, strict=True))
             keys, _ = self._ops.load_kv(cache, self._ops.tensor(np.arange(len(q))))
-            found.append(attention_weights(q, _copy(keys), attention.params, window))
+            sinks = self._numbers.num_sink_tokens
+            found.append(attention_weights(q, _copy(keys), attention.params, window, sink_q, sinks))
         return tuple(found)
 
 
@@ -196,24 +201,30 @@ def _watched_block(forward: Callable[..., Any], states: list[Array], x: Tensor, 
 class _WatchedOps:
     """A layer's operations, but `attend` also copies its queries."""
 
-    def __init__(self, ops: Ops, queries: list[Array]) -> None:
+    def __init__(self, ops: Ops, queries: list[tuple[Array, Array]]) -> None:
         self._ops, self._queries = ops, queries
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def attend(self, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._queries.append(_copy(q))
-        return self._ops.attend(q, *args, **kwargs)
+    def attend(self, q: Tensor, *args: Any, sink_q: Tensor | None = None, **kwargs: Any) -> Tensor:
+        self._queries.append((_copy(q), _copy(q if sink_q is None else sink_q)))
+        return self._ops.attend(q, *args, sink_q=sink_q, **kwargs)
 
 
-def attention_weights(q: Array, keys: Array, params: AttentionParams, window: int | None) -> Array:
+def attention_weights(
+    q: Array, keys: Array, params: AttentionParams, window: int | None, sink_q: Array | None = None, num_sinks: int = 0
+) -> Array:
     """Compute softmax(q k^T), [H, T, T] float32, with scale, bias and softcap as AttentionParams orders them.
 
-    A hidden key has weight 0. q: [T, H, D], keys: [T, Hkv, D], both float32.
+    A hidden key has weight 0. q, sink_q: [T, H, D], keys: [T, Hkv, D], all float32. The queries of the first num_sinks
+    keys are sink_q.
     """
     group = q.shape[1] // keys.shape[1]
-    weights = np.matmul(q.transpose(1, 0, 2), keys.repeat(group, axis=1).transpose(1, 2, 0))
+    columns = keys.repeat(group, axis=1).transpose(1, 2, 0)
+    weights = np.matmul(q.transpose(1, 0, 2), columns)
+    if sink_q is not None:
+        weights[:, :, :num_sinks] = np.matmul(sink_q.transpose(1, 0, 2), columns[:, :, :num_sinks])
     at = np.arange(len(q))
     distance = at[None, :] - at[:, None]  # key position minus query position
     slopes = None if params.alibi_slopes is None else as_array(params.alibi_slopes)[:, None, None]
@@ -225,7 +236,7 @@ def attention_weights(q: Array, keys: Array, params: AttentionParams, window: in
         weights = FLOAT32.type(params.softcap) * np.tanh(weights / FLOAT32.type(params.softcap))
     if not params.bias_before_scale:
         weights += bias
-    hidden = (distance > 0) | (False if window is None else distance <= -window)
+    hidden = (distance > 0) | (False if window is None else (distance <= -window) & (at >= num_sinks))
     weights[:, hidden] = -np.inf
     sinks = -np.inf if params.sink_logits is None else as_array(params.sink_logits)[:, None, None]
     greatest = np.maximum(weights.max(axis=-1, keepdims=True), sinks)

@@ -68,10 +68,10 @@ class BlockTable:
         self._num_entries[row] = end
 
     def release(self, row: int, num_released: int) -> None:
-        """Set the first num_released entries to -1, counted from the start of the row."""
+        """Set the first num_released entries to -1, but for those of sink tokens."""
         assert num_released <= self._num_entries[row], "only entries that the row has are released"
-        start = self._num_released[row]
-        if num_released > start:
+        if num_released > self._num_released[row]:
+            start = max(self._num_released[row], self.group.hidden_blocks(0).start)
             self.version += 1
             self._ids[row, start:num_released] = NO_BLOCK
             self._num_released[row] = num_released

@@ -277,6 +277,7 @@ class ModelRunner:
             slot_mapping=step.slot_mappings[index],
             block_size=group.block_size,
             sliding_window=group.sliding_window,
+            num_sink_tokens=group.num_sink_tokens,
         )
 
     def _take_draws(

@@ -1,5 +1,6 @@
 """ModelConfig and RopeConfig: the numbers of one model, as models/config_json.py reads them. No torch."""
 
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +92,7 @@ class ModelConfig:
         dtype: type of the checkpoint: "float32", "bfloat16" or "float16". If the file does not say: float32, or
             bfloat16 beside codes.
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
+        num_sink_tokens: how many first tokens every token sees besides its window (models/streaming.py).
         rope: rotary embedding; None: positions enter in another way (ALiBi, or learned positions).
         local_rope: rotary embedding of the layers with a window, if it differs.
         rotary_layers: for each layer, whether it has rotary embedding; empty: all have it.
@@ -156,6 +158,7 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
     rope: RopeConfig | None
     local_rope: RopeConfig | None = None
+    num_sink_tokens: int = 0
     rotary_layers: tuple[bool, ...] = ()
     query_scale: QueryScale | None = None
     attention_bias: bool = False
@@ -214,7 +217,10 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Compute the largest context that a user may ask for: with "yarn", the original one times the factor."""
+        """Compute the largest context that a user may ask for: with "yarn", the original one times the factor. There is
+        no limit beside sink tokens, because no token sees farther than they and its window reach."""
+        if self.num_sink_tokens:
+            return sys.maxsize
         if self.rope is None or self.rope.rope_type != "yarn":
             return self.context
         return max(self.context, int(self.rope.original_max_position_embeddings * self.rope.factor))

@@ -59,6 +59,7 @@ class ModelCosts:
                 if isinstance(layer, Linear):
                     self._expert.add(_product(layer.spec.packing, layer.packed[0], dtype))
         self._windows = {window for _, window in model_config.cache_groups()}
+        self._num_sinks = model_config.num_sink_tokens
         self._token_bytes = cached_token_bytes(config, model_config)
         self._kind = KIND_OF_DTYPE[config.cache.kv_cache_dtype]
         elements = model_config.num_attention_heads * model_config.head_dim
@@ -101,6 +102,7 @@ class ModelCosts:
 
     def _attend(self, cached: int, new: int, window: int | None) -> Work:
         """Count the work of one layer for one sequence."""
+        window = None if window is None else window + self._num_sinks
         seen = cached if window is None else min(cached, window - 1)
         keys = sum(min(cached + index + 1, window or cached + new) for index in range(new))
         return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))

@@ -165,16 +165,16 @@ class Audit:
     # --- blocks ----------------------------------------------------------------------------------------------------
 
     def _extend(self, row: Row, index: int, block_ids: list[int]) -> None:
-        """Append blocks to a table. Only its first blocks may be -1, and only when the table is new."""
+        """Append blocks to a table. Only blocks before the window may be -1, and only when the table is new."""
         engine, table = self._current(), row.tables[index]
         group = engine.groups[index]
         if not table:
-            row.released[index] = next((i for i, item in enumerate(block_ids) if item != NO_BLOCK), len(block_ids))
+            row.released[index] = max((i + 1 for i, item in enumerate(block_ids) if item == NO_BLOCK), default=0)
         longest = 1 if group.ring else -(-engine.max_model_len // group.block_size)
         if len(table) + len(block_ids) > longest:
             raise malformed(f"request {row.request.request_id!r} has more blocks than fit its longest length")
         for entry, block_id in enumerate(block_ids, start=len(table)):
-            if entry < row.released[index]:
+            if block_id == NO_BLOCK and group.hidden_blocks(0).start <= entry < row.released[index]:
                 continue
             if not 0 <= block_id < group.num_blocks:
                 raise malformed(f"block {block_id} is not among the {group.num_blocks} of cache group {index}")
@@ -183,11 +183,11 @@ class Audit:
         table.extend(block_ids)
 
     def _update_tables(self, item: ScheduledRequest) -> None:
-        row = self._rows[item.request_id]
+        row, groups = self._rows[item.request_id], self._current().groups
         for index, table in enumerate(row.tables):
             self._extend(row, index, item.new_block_ids[index])
             released = min(item.num_released_blocks[index], len(table))
-            for entry in range(row.released[index], released):
+            for entry in range(max(row.released[index], groups[index].hidden_blocks(0).start), released):
                 self._users.get((index, table[entry]), set()).discard(item.request_id)
                 table[entry] = NO_BLOCK
             row.released[index] = max(row.released[index], released)
@@ -220,8 +220,10 @@ class Audit:
         for index, group in enumerate(self._current().groups):
             if group.ring:
                 continue
-            first, stop = needed_blocks(group, start, start)
-            for entry in range(max(first, num_checked), stop if start % group.block_size == 0 else stop - 1):
+            hidden = group.hidden_blocks(start)
+            for entry in range(num_checked, start // group.block_size):
+                if entry in hidden:
+                    continue
                 found = self._content.get((index, row.tables[index][entry]))
                 if found is not None and found != _hashes(row, entry + 1, group.block_size)[entry]:
                     block = f"block {row.tables[index][entry]} of cache group {index}"
@@ -249,11 +251,11 @@ class Audit:
 
 
 def needed_blocks(group: CacheGroup, start: int, end: int) -> tuple[int, int]:
-    """Find the range (first, stop) of block table entries that computing tokens start .. end - 1 touches."""
+    """Find the range (first, stop) of block table entries that computing tokens start .. end - 1 touches, besides those
+    of sink tokens."""
     if group.ring:
         return 0, min(1, end)
-    first = 0 if group.sliding_window is None else max(0, start - group.sliding_window + 1) // group.block_size
-    return first, -(-end // group.block_size)
+    return group.hidden_blocks(start).stop, -(-end // group.block_size)
 
 
 def _hashes(row: Row, count: int, block_size: int) -> list[bytes]:

@@ -71,7 +71,7 @@ class RowsOfStep:
             slot_mapping=np.where(slots < 0, slots, slots - rows[0] * meta.block_size),
             plan=None,
         )
-        cached, window = lengths[chosen] - new, meta.sliding_window or UNLIMITED
+        cached, window = lengths[chosen] - new, (meta.sliding_window or UNLIMITED) + meta.num_sink_tokens
         positions = np.arange(len(tokens)) - np.repeat(np.cumsum(new) - new - cached, new)
         pairs = int(np.minimum(positions + 1, window).sum())
         return cls(own_meta, tokens, int(np.minimum(cached, window - 1).sum()), pairs)

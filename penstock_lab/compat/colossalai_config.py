@@ -32,7 +32,6 @@ REASONS = {
         "use_cuda_kernel use_cuda_graph max_context_len_to_capture"
     ),
     "products always accumulate in float32": "high_precision",
-    "sink tokens beside a window are not built yet": "enable_streamingllm start_token_size generated_token_size",
     "it is for diffusion models, which are not supported": "patched_parallelism_size",
 }
 FIXED = {name: reason for reason, names in REASONS.items() for name in names.split()}
@@ -51,6 +50,7 @@ class InferenceConfig:
         do_sample: False takes the most likely token and ignores top_k, top_p, min_p and temperature.
         ignore_eos: continue after the model's end tokens.
         block_size: tokens per block of the cache.
+        enable_streamingllm: every token sees the first start_token_size tokens and the last generated_token_size ones.
 
     Raises:
         InvalidRequestError: a value is not allowed; `param` names the field.
@@ -99,7 +99,9 @@ class InferenceConfig:
             check_int(name, getattr(self, name), 1, MAX_CONTEXT // 2)
         if str(self.dtype) not in TYPES:
             raise fail("dtype", self.dtype, "one of " + ", ".join(TYPES))
-        for name in ("do_sample", "ignore_eos"):
+        for name in ("start_token_size", "generated_token_size"):
+            check_int(name, getattr(self, name), 1, MAX_CONTEXT - 1)
+        for name in ("do_sample", "ignore_eos", "enable_streamingllm"):
             check_bool(name, getattr(self, name))
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZES.step} up to {BLOCK_SIZES[-1]}")
@@ -124,6 +126,8 @@ class InferenceConfig:
             "max_model_len": self.max_input_len + self.max_output_len,
             "block_size": self.block_size,
             "kv_cache_dtype": self.kv_cache_dtype or "auto",
+            "attention_sinks": self.start_token_size if self.enable_streamingllm else None,
+            "sliding_window": self.generated_token_size if self.enable_streamingllm else None,
         }
 
     def sampling(self) -> dict[str, Any]:

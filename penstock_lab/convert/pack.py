@@ -6,7 +6,6 @@ exist (penstock_lab/convert/rewrite.py).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import EngineConfig, NumericsConfig
@@ -19,6 +18,7 @@ from penstock.kernels.tensors import Array
 from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import WHOLE_IN_FILES, WeightLayer
 from penstock.models.config_json import load_model_config
+from penstock.models.streaming import as_served
 from penstock.ranks.build import RankPlace, check_codes, split_of
 from penstock.ranks.layers import row_magnitudes
 from penstock.ranks.sharding import Share, find_degrees, heads_are_together
@@ -74,7 +74,7 @@ def convert_model(
     import_files(config.imports)
     source = resolve_model(config.model)
     model_config = load_model_config(source, config.numerics.hf_overrides, config.numerics.rope_scaling)
-    model_config = replace(model_config, model_impl=config.numerics.model_impl)
+    model_config = as_served(model_config, config.numerics)
     numerics = config.resolve(model_config).numerics
     if find_packed(source) is not None and numerics.load_format == "auto":
         raise InvalidRequestError(

@@ -228,7 +228,9 @@ def model_work(
         token_bytes=token_bytes,
         cache_type=cache_type,
         pair_operations=4 * max(1, heads) * model.head_dim * max(1, slices),
-        windows=tuple((len(layers), window) for layers, window in model.cache_groups()),
+        windows=tuple(
+            (len(layers), window and window + model.num_sink_tokens) for layers, window in model.cache_groups()
+        ),
         gathers=sums * model.num_hidden_layers + (degrees.vocab > 1),
         gather_width=model.hidden_size,
         head_width=model.vocab_size if degrees.vocab > 1 else 0,

@@ -17,6 +17,7 @@ from penstock.kernels.tensors import Array, is_torch
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import FallbackVersion, find_model
+from penstock.models.streaming import as_served
 from penstock.ranks.build import RankPlace, check_codes
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together
@@ -53,7 +54,7 @@ class PlannedModel:
         directory = resolve_model(config.model, weights=False)
         numerics = config.numerics
         model = load_model_config(directory, numerics.hf_overrides, numerics.rope_scaling)
-        model = replace(model, model_impl=numerics.model_impl)
+        model = as_served(model, numerics)
         numerics, _ = packed.fit(config.numerics, directory)
         stored = open_stored(directory, model, numerics.load_format, is_complete=False)
         numerics, _ = numerics.with_codings(stored.codings)

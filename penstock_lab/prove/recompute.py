@@ -200,9 +200,10 @@ class Replayer:
         """Compute the first num_computed tokens of a request into its blocks, unless the blocks hold them already."""
         missing = False
         for index, (group, table) in enumerate(zip(self._groups, request.block_tables, strict=True)):
-            first, stop = needed_blocks(group, num_computed, num_computed)
-            missing |= any((index, block_id) not in self._written for block_id in table[first:stop])
-            self._written.update((index, block_id) for block_id in table[first:stop])
+            stop, hidden = needed_blocks(group, num_computed, num_computed)[1], group.hidden_blocks(num_computed)
+            needed = {(index, block_id) for entry, block_id in enumerate(table[:stop]) if entry not in hidden}
+            missing |= not needed <= self._written
+            self._written |= needed
         if num_computed == 0 or not missing:
             return
         tables = [self._standing_in(index, table, num_computed) for index, table in enumerate(request.block_tables)]

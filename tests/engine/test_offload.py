@@ -39,16 +39,18 @@ class ForgetfulStore:
     blocks=st.integers(11, 26),
     chunk=st.integers(4, 70),
     windows=st.sampled_from([(None,), (20,), (None, 9), (33, 1)]),
+    sinks=st.sampled_from([0, 20]),
     survives=st.booleans(),
     loss=st.sampled_from([0.0, 0.2, 1.0]),
     salts=st.booleans(),
 )
-def test_any_crowd_gets_its_solo_tokens(seed, blocks, chunk, windows, survives, loss, salts):
+def test_any_crowd_gets_its_solo_tokens(seed, blocks, chunk, windows, sinks, survives, loss, salts):
     """Guards against a block that is saved too late, loaded to the wrong place, shared before it is loaded, or lost."""
     random = Random(seed)
     engine = make_engine(
         num_blocks=blocks,
         windows=windows,
+        sinks=sinks,
         max_num_seqs=4,
         max_num_batched_tokens=chunk,
         store=lambda executor: ForgetfulStore(executor, survives, loss, random),

@@ -228,14 +228,15 @@ ACTIONS = st.lists(
 @given(
     actions=ACTIONS,
     windows=st.sampled_from([(None,), (20,), (None, 40)]),
+    sinks=st.sampled_from([0, 4]),
     blocks=st.integers(14, 40),
     chunk=st.integers(5, 70),
 )
-def test_whatever_happens_pins_stay_salts_are_apart_and_no_block_is_lost(actions, windows, blocks, chunk):
+def test_whatever_happens_pins_stay_salts_are_apart_and_no_block_is_lost(actions, windows, sinks, blocks, chunk):
     """Guards against a pinned block that is evicted, given to another or lost, against blocks that cross a salt,
     against requests that wait for ever, and a wrong token: pins, aborts, preemptions and resets at any moment."""
     engine = make_engine(
-        num_blocks=blocks, windows=windows, max_num_batched_tokens=chunk, max_model_len=MAX_LEN,
+        num_blocks=blocks, windows=windows, sinks=sinks, max_num_batched_tokens=chunk, max_model_len=MAX_LEN,
         wrap=lambda executor: Witness(executor.groups),
     )  # fmt: skip
     witness = engine.executor

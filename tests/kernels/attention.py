@@ -48,6 +48,7 @@ class Rules:
     scale: float = 0.25
     window: int = 0  # 0: none
     kept: int = 0  # num_sink_tokens
+    sink_queries: bool = False  # these have queries of their own
     softcap: float = 0.0
     slopes: Tensor | None = None
     bias_before_scale: bool = False
@@ -66,6 +67,7 @@ class Sequences:
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         parts = [[torch.randn(n, h, shape.head_dim, generator=generator).to(dtype) for n in lengths] for h in heads]
         self.q, self.k, self.v = parts
+        self.sink_q = [torch.randn(part.shape, generator=generator).to(dtype) for part in self.q]
         self.lengths, self.shape, self.dtype = list(lengths), shape, dtype
 
 
@@ -80,6 +82,9 @@ def oracle(sequences: Sequences, rules: Rules, index: int, rows: slice) -> tuple
     if rules.window:
         seen &= (key > position - rules.window) | (key < rules.kept)
     s = torch.einsum("qhd,khd->hqk", q[rows], k.repeat_interleave(group, 1))
+    if rules.sink_queries:
+        sink_q, sinks = sequences.sink_q[index].to(rounded).double(), k[: rules.kept].repeat_interleave(group, 1)
+        s[..., : rules.kept] = torch.einsum("qhd,khd->hqk", sink_q[rows], sinks)
     bias = 0 if rules.slopes is None else rules.slopes.double()[:, None, None] * (key - position)
     s = (s + bias) * rules.scale if rules.bias_before_scale else s * rules.scale
     if rules.softcap:
@@ -233,22 +238,24 @@ class Attention(Native):
         self.level, self.threads = level, threads
 
     def attend(
-        self, step: Step, cache: PagedCache, rules: Rules, q: Tensor, k: Tensor, v: Tensor
+        self, step: Step, cache: PagedCache, rules: Rules, q: Tensor, k: Tensor, v: Tensor, sink_q: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """q [T, H, D], k, v [T, Hkv, D] -> out [T, H, D], lse [T, H]."""
+        """q and sink_q [T, H, D], k, v [T, Hkv, D] -> out [T, H, D], lse [T, H]."""
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
-        status = self.attend_status(step, cache, rules, q, k, v, out, lse)
+        status = self.attend_status(step, cache, rules, q, k, v, out, lse, sink_q)
         assert status == 0
         return out, lse
 
     def attend_status(
-        self, step: Step, cache: PagedCache, rules: Rules, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> int:
+        self, step: Step, cache: PagedCache, rules: Rules, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        sink_q: Tensor | None = None,
+    ) -> int:  # fmt: skip
         assert all(t.is_contiguous() for t in (q, k, v))
         how = rules.structure()
         return self.library.penstock_attend(
             self.context, *(ctypes.addressof(s) for s in (step.structure, cache.structure, how)), q.data_ptr(),
-            k.data_ptr(), v.data_ptr(), TYPES[q.dtype], q.shape[1], out.data_ptr(), lse.data_ptr(),
+            None if sink_q is None else sink_q.data_ptr(), k.data_ptr(), v.data_ptr(), TYPES[q.dtype], q.shape[1],
+            out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
 
     def store(self, cache: PagedCache, k: Tensor, v: Tensor, slots: Tensor) -> int:
@@ -333,11 +340,11 @@ class Run:
         return Step(list(counts.values()), lengths, self.table[rows], slots, self.shape, self.rules, plan)
 
     def operands(self, counts: Mapping[int, int]) -> list[Tensor]:
-        """q, k, v of the tokens that were counted last."""
+        """q, k, v of the tokens that were counted last, and their queries for sinks."""
         s = self.sequences
         return [
             torch.cat([part[row][self.done[row] - n : self.done[row]] for row, n in counts.items()]).contiguous()
-            for part in (s.q, s.k, s.v)
+            for part in (s.q, s.k, s.v, *([s.sink_q] if self.rules.sink_queries else []))
         ]
 
     def step(self, counts: Mapping[int, int], plan: Plan | None = None) -> dict[int, tuple[Tensor, Tensor]]:

@@ -72,6 +72,7 @@ def draw_rules(rng: random.Random, shape: Shape, longest: int) -> Rules:
         scale=shape.head_dim**-0.5,
         window=window,
         kept=rng.choice([0, 1, 4, TILE + 1]) if window else 0,
+        sink_queries=rng.random() < 0.5,
         softcap=rng.choice([0.0, 0.0, 3.0]),
         slopes=rng.choice([None, some() * 0.3]),
         bias_before_scale=rng.random() < 0.5,
@@ -445,7 +446,7 @@ def test_a_program_attends(native: Attention) -> None:
     expected, expected_lse = native.attend(step, run.cache, rules, q, k, v)
     out, lse, how = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan), rules.structure()
     structures = (ctypes.addressof(s) for s in (step.structure, run.cache.structure, how))
-    words = [*structures, q.data_ptr(), k.data_ptr(), v.data_ptr(), TYPES[q.dtype], q.shape[1], out.data_ptr()]
+    words = [*structures, q.data_ptr(), 0, k.data_ptr(), v.data_ptr(), TYPES[q.dtype], q.shape[1], out.data_ptr()]
     call = PenstockCall(RECORDABLE.index("penstock_attend"), (ctypes.c_int64 * MAX_ARGUMENTS)(*words, lse.data_ptr()))
     assert native.library.penstock_replay(native.context, ctypes.addressof(call), 1) == 0
     assert torch.equal(out, expected)

@@ -23,17 +23,16 @@ def attend(fuzz: Fuzz) -> None:
     lengths = [prefix + fuzz.size(1, 129) for _ in range(count)]
     new = [fuzz.random.choice((1, 1, fuzz.random.randint(1, length - prefix))) for length in lengths]
     paged = Paged(fuzz, lengths, prefix)
-    counts = paged.heads.num_heads, paged.heads.num_kv_heads, paged.heads.num_kv_heads
-    parts = [[paged.random(length, heads) for length in lengths] for heads in counts]  # queries, keys, values
+    # queries, keys, values, queries for sink tokens
+    parts = [[paged.random(length, heads) for length in lengths] for heads in _counts(paged.heads)]
     for row in range(1, count if prefix else 0):
-        for part in parts[1:]:
+        for part in parts[1:3]:
             part[row][:prefix] = part[row - 1][:prefix]
     for row, length in enumerate(lengths):
         cached = length - new[row]
         paged.store(parts[1][row][:cached], parts[2][row][:cached], paged.slots(row, 0, cached))
     params, window = _params(fuzz, paged.heads), fuzz.random.choice((None, None, 1, 17, 100))
     sinks = fuzz.random.choice((0, 4)) if window else 0
-    queries = [part[length - number :] for part, length, number in zip(parts[0], lengths, new, strict=True)]
     alone = fuzz.random.randrange(count) if count else None
 
     def step(chosen: list[int]) -> Array:
@@ -43,11 +42,16 @@ def attend(fuzz: Fuzz) -> None:
 
     if alone is not None:
         found = step([alone])
-        _compare(paged, alone, found, queries[alone], params, (window, sinks))
+        first = lengths[alone] - new[alone]
+        _compare(paged, alone, found, [parts[0][alone][first:], parts[3][alone][first:]], params, (window, sinks))
     whole = step(list(range(count)))
     if alone is not None:
         begin = sum(new[:alone])
         same_bits(whole[begin : begin + new[alone]], found)
+
+
+def _counts(heads: Heads) -> tuple[int, ...]:
+    return heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, heads.num_heads
 
 
 def _params(fuzz: Fuzz, heads: Heads) -> AttentionParams:
@@ -72,25 +76,25 @@ def _attend(paged: Paged, meta: AttentionMetadata, params: AttentionParams, give
     fuzz, heads, tokens = paged.fuzz, paged.heads, len(meta.slot_mapping)
     planned = paged.cache.plan(meta, heads, paged.dtype, LEVELS[fuzz.level], fuzz.threads)
     step, native = fill_step(PenstockAttentionStep(), planned), NativeParams(params, heads.num_heads)
-    counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
-    inputs = [
+    q, k, v, sink_q = [
         fuzz.array(np.concatenate([np.empty((0, count, heads.head_dim), paged.dtype), *part]))
-        for part, count in zip(given, counts, strict=True)
+        for part, count in zip(given, _counts(heads), strict=True)
     ]
     out, lse = fuzz.out((tokens, heads.num_heads, heads.head_dim), paged.dtype), fuzz.out((tokens, heads.num_heads))
     if planned.plan is not None and fuzz.chance(0.5):
         fuzz.call("attention_reserve", planned.plan.workspace_bytes, planned.plan.scratch_bytes)
     fuzz.call(
-        "attend", ctypes.addressof(step), paged.cache.address, native.address, *inputs, TYPES[paged.dtype],
+        "attend", ctypes.addressof(step), paged.cache.address, native.address, q, sink_q, k, v, TYPES[paged.dtype],
         heads.num_heads, out, fuzz.random.choice((lse, None)),
     )  # fmt: skip
     return out.values
 
 
 def _compare(
-    paged: Paged, row: int, found: Array, q: Array, params: AttentionParams, sight: tuple[int | None, int]
+    paged: Paged, row: int, found: Array, queries: list[Array], params: AttentionParams, sight: tuple[int | None, int]
 ) -> None:
     """Compare the results of one sequence with float64 over the present contents of its cache."""
+    q, sink_q = (part.astype(np.float64) for part in queries)
     (window, sinks), length, heads = sight, paged.lengths[row], paged.heads
     k, v = (np.repeat(part.astype(np.float64), heads.num_heads // heads.num_kv_heads, axis=1)
             for part in paged.load(paged.slots(row, 0, length)))  # fmt: skip
@@ -98,7 +102,8 @@ def _compare(
     seen = key <= query
     if window is not None:
         seen &= (key > query - window) | (key < sinks)
-    s = np.einsum("qhd,khd->hqk", q.astype(np.float64), k)
+    s = np.einsum("qhd,khd->hqk", q, k)
+    s[..., :sinks] = np.einsum("qhd,khd->hqk", sink_q, k[:sinks])
     bias = 0.0 if params.alibi_slopes is None else params.alibi_slopes[:, None, None].astype(np.float64) * (key - query)
     s = (s + bias) * params.scale if params.bias_before_scale else s * params.scale
     s = s if params.softcap is None else params.softcap * np.tanh(s / params.softcap)
@@ -132,10 +137,11 @@ def attend_refuses(fuzz: Fuzz) -> None:
         NativeParams(AttentionParams(1.0), paged.heads.num_heads),
     )
     heads = paged.heads.num_heads, paged.heads.num_kv_heads, paged.heads.num_kv_heads
-    inputs, out = [fuzz.array(paged.random(2, count)) for count in heads], fuzz.out((2, heads[0], paged.heads.head_dim))
+    q, *kv = [fuzz.array(paged.random(2, count)) for count in heads]
+    out = fuzz.out((2, heads[0], paged.heads.head_dim))
     fuzz.call(
-        "attend", ctypes.addressof(step), paged.cache.address, native.address, *inputs, TYPES[paged.dtype], heads[0],
-        out, None, expected=OUT_OF_RANGE,
+        "attend", ctypes.addressof(step), paged.cache.address, native.address, q, None, *kv, TYPES[paged.dtype],
+        heads[0], out, None, expected=OUT_OF_RANGE,
     )  # fmt: skip
     same_bits(out.values, np.zeros_like(out.values))
 

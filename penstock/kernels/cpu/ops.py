@@ -518,12 +518,30 @@ class CpuOps(NativeCalls):
     def rotary_qkv(
         self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, cos_sin, q_scale, dtype = params.heads, params.cos_sin, params.q_scale, self.element
+        heads, rows = params.heads, qkv.shape[0]
+        shapes = [(rows, number, heads.head_dim) for number in (heads.num_heads, *(heads.num_kv_heads,) * 2)]
+        q, k, v = (self._new(shape, self.element) for shape in shapes) if out is None else out
+        at = [address(*item) for item in zip((q, k, v), shapes, (self.element,) * 3, "qkv", strict=True)]
+        self._rotary(qkv, positions, params, (q, k, v), at)
+        return q, k, v
+
+    def rotary_q(self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: Tensor | None = None) -> Tensor:
+        shape = qkv.shape[0], params.heads.num_heads, params.heads.head_dim
+        q = self._output(out, shape, self.element)
+        self._rotary(qkv, positions, params, (q,), [address(q, shape, self.element, "q"), None, None])
+        return q
+
+    def _rotary(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        params: RotaryParams,
+        results: tuple[Tensor, ...],
+        results_at: Sequence[int | None],
+    ) -> None:
+        """Write q, k and v, those of them that have an address."""
+        heads, cos_sin, q_scale, rows = params.heads, params.cos_sin, params.q_scale, qkv.shape[0]
         num_heads, num_kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
-        rows = qkv.shape[0]
-        q_shape, kv_shape = (rows, num_heads, head_dim), (rows, num_kv_heads, head_dim)
-        shapes = q_shape, kv_shape, kv_shape
-        q, k, v = (self._new(shape, dtype) for shape in shapes) if out is None else out
         positions_at, cos_sin_at, q_scale_at = address(positions, (rows,), INT64, "positions"), None, None
         num_positions, rotary_dim = 0 if q_scale is None else len(q_scale), 0
         if cos_sin is not None:
@@ -535,17 +553,16 @@ class CpuOps(NativeCalls):
             q_scale_at = address(q_scale, (num_positions,), FLOAT32, "q_scale")
         self._call(
             "penstock_rotary_qkv",
-            (qkv, positions, cos_sin, q_scale, params.q_norm, params.k_norm, q, k, v),
+            (qkv, positions, cos_sin, q_scale, params.q_norm, params.k_norm, *results),
             address(qkv, (rows, (num_heads + 2 * num_kv_heads) * head_dim), FLOAT32, "qkv"),
             *(positions_at, cos_sin_at, q_scale_at, num_positions, rotary_dim),
             *(rows, num_heads, num_kv_heads, head_dim),
             *_head_norm(params.q_norm, num_heads, head_dim, "q_norm"),
             *_head_norm(params.k_norm, num_kv_heads, head_dim, "k_norm"),
             params.eps,
-            *(address(*item) for item in zip((q, k, v), shapes, (dtype,) * 3, "qkv", strict=True)),
+            *results_at,
             self._type,
         )
-        return q, k, v
 
     # --- attention -------------------------------------------------------------------------------------------------
 
@@ -608,12 +625,13 @@ class CpuOps(NativeCalls):
         meta: AttentionMetadata,
         params: AttentionParams,
         *,
+        sink_q: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
         paged = own(cache, CpuKVCache)
         tokens, num_heads, head_dim = q.shape
-        kv_heads = paged.spec.num_kv_heads
+        kv_heads, q_shape = paged.spec.num_kv_heads, (tokens, num_heads, paged.spec.head_dim)
         kv_shape, shape = (tokens, kv_heads, head_dim), (tokens, num_heads * head_dim)
         if len(meta.slot_mapping) != tokens:
             raise ValueError(f"q: {tokens} tokens, but the metadata has {len(meta.slot_mapping)}")
@@ -626,11 +644,12 @@ class CpuOps(NativeCalls):
         )
         self._call(
             "penstock_attend",
-            (q, k_new, v_new, paged, out, lse, native_params),
+            (q, sink_q, k_new, v_new, paged, out, lse, native_params),
             ctypes.addressof(step),
             paged.address,
             native_params.address,
-            address(q, (tokens, num_heads, paged.spec.head_dim), self.element, "q"),
+            address(q, q_shape, self.element, "q"),
+            optional_address(sink_q, q_shape, self.element, "sink_q"),
             address(k_new, kv_shape, self.element, "k_new"),
             address(v_new, kv_shape, self.element, "v_new"),
             self._type,

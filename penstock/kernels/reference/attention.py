@@ -262,9 +262,17 @@ CACHED_ROWS = 2**15  # cached tokens gathered at once; bounds the copies for man
 
 
 def attend(
-    q: Tensor, k_new: Tensor, v_new: Tensor, cache: ReferenceKVCache, meta: AttentionMetadata, params: AttentionParams
+    q: Tensor,
+    sink_q: Tensor | None,
+    k_new: Tensor,
+    v_new: Tensor,
+    cache: ReferenceKVCache,
+    meta: AttentionMetadata,
+    params: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
     """Attend q [T, H, D] to cached and new keys [T, Hkv, D]: rows [T, H, D], lse [T, H]. Store the new tokens.
+
+    sink_q: the queries for the keys of sink tokens; None: q.
 
     Raises:
         ValueError: as in AttentionMetadata.check_blocks.
@@ -272,6 +280,7 @@ def attend(
     meta.check_blocks(cache.keys.shape[0])
     dtype = torch.float64 if torch.float64 in (q.dtype, cache.dtype) else torch.float32
     q = cache.rounded_queries(q.to(dtype))
+    sink_q = q if sink_q is None else cache.rounded_queries(sink_q.to(dtype))
     k_new, v_new = k_new.to(dtype), v_new.to(dtype)
     k_seen, v_seen = cache.rounded(k_new, v_new)  # as they will be read back
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
@@ -284,7 +293,8 @@ def attend(
         keys = torch.cat([k_old.to(dtype), k_seen[new]], dim=1)  # [B, C + n, Hkv, D]
         values = torch.cat([v_old.to(dtype), v_seen[new]], dim=1)
         at = first_new[:, None] + torch.arange(n, device=q.device)
-        out[new], lse[new] = _attend_group(q[new], keys, values, at, torch.cat([old, at], dim=1), meta, params)
+        key_at = torch.cat([old, at], dim=1)
+        out[new], lse[new] = _attend_group(q[new], sink_q[new], keys, values, at, key_at, meta, params)
     cache.store(k_new, v_new, meta.slot_mapping)
     return out, lse
 
@@ -325,6 +335,7 @@ def _old_positions(first_new: Tensor, span: int, meta: AttentionMetadata) -> Ten
 
 def _attend_group(
     q: Tensor,
+    sink_q: Tensor,
     keys: Tensor,
     values: Tensor,
     at: Tensor,
@@ -334,8 +345,8 @@ def _attend_group(
 ) -> tuple[Tensor, Tensor]:
     """Attend for B sequences with n new tokens each -> rows [B, n, H, D], lse [B, n, H].
 
-    q [B, n, H, D] at positions [B, n]; keys and values [B, S, Hkv, D] at positions [B, S], negative where no key is.
-    The last n keys are those of the new tokens.
+    q and sink_q [B, n, H, D] at positions [B, n]; keys and values [B, S, Hkv, D] at positions [B, S], negative where no
+    key is. The last n keys are those of the new tokens.
     """
     n, num_keys = q.shape[1], keys.shape[1]
     cuts = meta.sliding_window is not None and meta.num_sink_tokens == 0  # later rows' windows exclude the first keys
@@ -347,7 +358,13 @@ def _attend_group(
         row_at, column_at = at[:, None, rows, None], key_at[:, None, None, seen]  # broadcast to [B, 1, n', S']
         visible = visible_keys(row_at, column_at, meta.sliding_window, meta.num_sink_tokens)
         scoring = _scoring(params, row_at, column_at, q.dtype)
-        part = attend_part(q[:, rows], keys[:, seen], values[:, seen], visible, scoring)
+        seen_keys = keys[:, seen], values[:, seen]
+        if meta.num_sink_tokens:
+            is_sink = column_at < meta.num_sink_tokens
+            sinks = attend_part(sink_q[:, rows], *seen_keys, visible & is_sink, scoring)
+            part = fold(sinks, attend_part(q[:, rows], *seen_keys, visible & ~is_sink, scoring))
+        else:
+            part = attend_part(q[:, rows], *seen_keys, visible, scoring)
         out[:, rows], lse[:, rows] = finish(part, params.sink_logits)
     return out, lse
 

@@ -258,6 +258,11 @@ class ReferenceOps:
         q_out, k_out, v_out = (None, None, None) if out is None else out
         return _deliver(q, self.dtype, q_out), _deliver(k, self.dtype, k_out), _deliver(v, self.dtype, v_out)
 
+    def rotary_q(self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: Tensor | None = None) -> Tensor:
+        table = params.q_scale if params.cos_sin is None else params.cos_sin
+        at = positions if table is None else positions.clamp(max=len(table) - 1)
+        return _deliver(self.rotary_qkv(qkv, at, params)[0], self.dtype, out)
+
     def new_kv_cache(self, spec: CacheSpec) -> KVCache:
         if spec.scales is not None:
             names = KVScales.__dataclass_fields__
@@ -311,10 +316,11 @@ class ReferenceOps:
         meta: AttentionMetadata,
         params: AttentionParams,
         *,
+        sink_q: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        rows, log_sums = attention.attend(q, k_new, v_new, own(cache, ReferenceKVCache), meta, params)
+        rows, log_sums = attention.attend(q, sink_q, k_new, v_new, own(cache, ReferenceKVCache), meta, params)
         if lse is not None:
             lse.copy_(log_sums)
         return _deliver(rows.flatten(1), self.dtype, out)

@@ -22,7 +22,7 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 15;        // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 16;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
@@ -391,7 +391,8 @@ PENSTOCK_API std::int32_t penstock_norm_heads(
 
 // cos_sin [num_positions, rotary_dim] or null. q_scale [num_positions], the factors of q, or null. q_norm and k_norm
 // may be null; else they have head_dim elements (each head is normed by itself) or the elements of all heads. Positions
-// are checked before anything is written.
+// are checked before anything is written. If k and v are null, only q is made; a position after the last one of the tables
+// then counts as the last one.
 PENSTOCK_API std::int32_t penstock_rotary_qkv(
     penstock::Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
     const float* q_scale, std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads,
@@ -418,11 +419,11 @@ PENSTOCK_API std::int32_t penstock_route(
 // ---- Attention
 
 // q [tokens, heads, D], k_new and v_new [tokens, Hkv, D] of `type` -> out [tokens, heads * D] of `type`, and lse
-// [tokens, heads] unless lse is null.
+// [tokens, heads] unless lse is null. sink_q: the queries for the step's sink tokens, as q; null: q.
 PENSTOCK_API std::int32_t penstock_attend(
     penstock::Context* context, const PenstockAttentionStep* step, const PenstockCache* cache,
-    const PenstockAttention* params, const void* q, const void* k_new, const void* v_new, std::int32_t type,
-    std::int64_t heads, void* out, float* lse);
+    const PenstockAttention* params, const void* q, const void* sink_q, const void* k_new, const void* v_new,
+    std::int32_t type, std::int64_t heads, void* out, float* lse);
 
 // Reserve `workspace` bytes for the workspace that threads share, and `scratch` bytes for each thread.
 PENSTOCK_API std::int32_t penstock_attention_reserve(

@@ -195,13 +195,15 @@ using namespace penstock;
 
 extern "C" std::int32_t penstock_attend(
     Context* context, const PenstockAttentionStep* step, const PenstockCache* cache, const PenstockAttention* params,
-    const void* q, const void* k_new, const void* v_new, std::int32_t type, std::int64_t heads, void* out, float* lse) {
+    const void* q, const void* sink_q, const void* k_new, const void* v_new, std::int32_t type, std::int64_t heads,
+    void* out, float* lse) {
     return run_call(context, [&] {
         if (step->tokens == 0 || step->items == 0) return STATUS_OK;
         if (!within_tables(*step, *cache)) return STATUS_OUT_OF_RANGE;
-        AttentionCall call{*step,   *cache,  *params, context->caches[cache->kind], context->fold,
-                           q,       k_new,   v_new,   type,                         heads,
-                           out,     lse,     heads / cache->kv_heads,               granule_bytes(*cache),
+        AttentionCall call{*step, *cache, *params, context->caches[cache->kind], context->fold,
+                           q,     sink_q == nullptr ? q : sink_q,
+                           k_new, v_new,  type,    heads,                        out,
+                           lse,   heads / cache->kv_heads,                       granule_bytes(*cache),
                            nullptr, nullptr, {}};
         attend(call, *context);
         return STATUS_OK;

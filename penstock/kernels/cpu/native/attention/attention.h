@@ -111,8 +111,8 @@ struct States {
 
 // One tile for some rows of one kv head: computes (m', l', o') and folds it into the state of the rows.
 //
-// Position j of the tile is visible to row r if j < high[r] and (j >= low[r] or j < sink). A hidden position enters as
-// p = 0, whatever its score. Values at hidden positions are finite, or the driver has replaced them by zeros; keys, and
+// Position j of the tile is visible to row r if low[r] <= j < high[r]. A hidden position enters as p = 0, whatever its
+// score. Values at hidden positions are finite, or the driver has replaced them by zeros; keys, and
 // the scales of an int8 cache, may be anything.
 //
 // A score, in this order: the dot product, plus the bias if `bias_before_scale`; times scale; soft cap c tanh(s / c);
@@ -130,7 +130,6 @@ struct TileArgs {
     const float* slopes;                   // [rows] ALiBi slopes, or null
     const std::int32_t* low;               // [rows]; null: every position is visible to every row
     const std::int32_t* high;              // [rows]
-    std::int32_t sink;
     States state;
     std::int32_t* thread_state;            // for the kernel's own use, per thread; 0 before the first tile of an item
 };

@@ -75,6 +75,7 @@ struct AttentionCall {
     const CacheKernel& kernel;
     const FoldKernel& fold;
     const void* q;
+    const void* sink_q;  // for keys of sink tokens
     const void* keys;    // of the new tokens
     const void* values;
     std::int32_t type;

@@ -15,6 +15,12 @@ struct RowBlock {
     std::int32_t earliest, latest;  // positions of the rows
 };
 
+// Keys of a tile that one query of each row serves: positions begin .. end - 1.
+struct Keys {
+    std::int64_t begin, end;
+    bool are_sinks;
+};
+
 struct Granules {
     const char* at[TILE_GRANULES];
 };
@@ -57,7 +63,6 @@ class Item {
 
     void attend() {
         locate_rows();
-        pack_queries();
         for (std::int64_t span = item_.span_begin; span < item_.span_end; ++span) attend_span(span);
         if (call_.kernel.release != nullptr) call_.kernel.release(thread_state_);
         if (!partial()) write_results();
@@ -85,10 +90,12 @@ class Item {
                     call_.params.slopes[kv_head(head) * call_.group + (item_.row_begin + row) % call_.group];
     }
 
-    void pack_queries() {
+    void pack_queries(const void* q) {
+        if (q == packed_) return;
+        packed_ = q;
         for (std::int64_t head = 0; head < heads_; ++head)
             for (std::int64_t i = 0; i < blocks_; ++i)
-                call_.kernel.pack_queries({&call_.cache, call_.type, call_.q, call_.heads, kv_head(head),
+                call_.kernel.pack_queries({&call_.cache, call_.type, q, call_.heads, kv_head(head),
                                            item_.row_begin + block_[i].first, block_[i].rows,
                                            operand(head, block_[i].first)});
     }
@@ -102,38 +109,44 @@ class Item {
         if (partial()) state_ = call_.partial.from(item_.partial + (span - item_.span_begin) * states);
         clear_states(state_, states);
         const std::int64_t end = std::min((span + 1) * SPAN_TILES, end_tile_);
-        for (std::int64_t tile = first_visible(span * SPAN_TILES); tile < end; tile = first_visible(tile + 1))
-            attend_tile(tile);
+        for (const bool sinks : {true, false}) {  // sink tokens, which have queries of their own, come first
+            std::int64_t tile = span * SPAN_TILES;
+            for (tile = first_visible(tile, sinks); tile < end; tile = first_visible(tile + 1, sinks)) {
+                pack_queries(sinks ? call_.sink_q : call_.q);
+                attend_tile(tile, sinks);
+            }
+        }
         if (first || partial()) return;
         for (std::int64_t at = 0; at < states; at += head_states_)
             call_.fold.fold(static_cast<int>(rows_), row_state_.from(at), state_.from(at));
     }
 
-    void attend_tile(std::int64_t tile) {
+    void attend_tile(std::int64_t tile, bool sinks) {
         TileArgs args{};
         args.cache = &call_.cache;
         args.params = &call_.params;
         args.base = tile * TILE;
         args.thread_state = &thread_state_;
-        args.sink = static_cast<std::int32_t>(std::clamp<std::int64_t>(sinks_ - args.base, 0, TILE));
+        const std::int64_t border = std::clamp(sinks_, args.base, args.base + TILE);
+        const Keys keys = sinks ? Keys{args.base, border, true} : Keys{border, args.base + TILE, false};
         bool hidden_tokens = false;
         for (std::int64_t i = 0; i < blocks_; ++i) {
-            if (!sees_all(block_[i], args.base)) set_visible(block_[i], args.base);
-            hidden_tokens |= sees(block_[i], args.base) && hides_tokens(block_[i], args.base);
+            if (!sees_all(block_[i], keys)) set_visible(block_[i], keys, args.base);
+            hidden_tokens |= sees(block_[i], keys) && hides_tokens(block_[i], keys, args.base);
         }
         Granules granules = locate(tile, 0);
         for (std::int64_t head = 0; head < heads_; ++head) {
-            const Granules next = next_granules(tile, head);
+            const Granules next = next_granules(tile, head, sinks);
             const bool one_by_one = hidden_tokens && !all_finite(granules);
             args.kv_head = kv_head(head);
             std::copy_n(granules.at, TILE_GRANULES, args.granules);
             std::copy_n(next.at, TILE_GRANULES, args.next);
             for (std::int64_t i = 0; i < blocks_; ++i) {
-                if (!sees(block_[i], args.base)) continue;
-                if (one_by_one && hides_tokens(block_[i], args.base)) {
+                if (!sees(block_[i], keys)) continue;
+                if (one_by_one && hides_tokens(block_[i], keys, args.base)) {
                     for (int row = 0; row < block_[i].rows; ++row) attend_row(args, head, block_[i].first + row);
                 } else {
-                    attend_block(args, head, block_[i]);
+                    attend_block(args, head, block_[i], !sees_all(block_[i], keys));
                     std::fill_n(args.next, TILE_GRANULES, nullptr);  // already prefetched
                 }
             }
@@ -141,8 +154,8 @@ class Item {
         }
     }
 
-    void attend_block(TileArgs& args, std::int64_t head, const RowBlock& block) const {
-        set_rows(args, head, block.first, block.rows, !sees_all(block, args.base));
+    void attend_block(TileArgs& args, std::int64_t head, const RowBlock& block, bool masked) const {
+        set_rows(args, head, block.first, block.rows, masked);
         args.operand = operand(head, block.first);
         call_.kernel.attend_tile(args);
     }
@@ -154,12 +167,11 @@ class Item {
             std::memcpy(copy, args.granules[g], static_cast<std::size_t>(call_.granule));
             for (int i = 0; i < GRANULE; ++i) {
                 const int j = g * GRANULE + i;
-                const bool visible = j < high_[row] && (j >= low_[row] || j < args.sink);
-                if (!visible) store_zeros(call_, args.kv_head, copy, i, 1);
+                if (j < low_[row] || j >= high_[row]) store_zeros(call_, args.kv_head, copy, i, 1);
             }
             args.granules[g] = copy;
         }
-        call_.kernel.pack_queries({&call_.cache, call_.type, call_.q, call_.heads, args.kv_head, item_.row_begin + row,
+        call_.kernel.pack_queries({&call_.cache, call_.type, packed_, call_.heads, args.kv_head, item_.row_begin + row,
                                     1, row_operand_});
         set_rows(args, head, row, 1, true);
         args.operand = row_operand_;
@@ -183,34 +195,37 @@ class Item {
 
     // ---- Visibility
 
-    bool sees(const RowBlock& block, std::int64_t base) const {
-        if (base > block.latest) return false;
-        return window_ == 0 || base < sinks_ || base + TILE > block.earliest - window_ + 1;
+    bool sees(const RowBlock& block, const Keys& keys) const {
+        if (keys.begin > block.latest) return false;
+        return window_ == 0 || keys.are_sinks || keys.end > block.earliest - window_ + 1;
     }
 
-    bool sees_all(const RowBlock& block, std::int64_t base) const {
-        if (base + TILE > block.earliest + 1) return false;
-        return window_ == 0 || base + TILE <= sinks_ || base >= block.latest - window_ + 1;
+    bool sees_all(const RowBlock& block, const Keys& keys) const {
+        if (keys.end - keys.begin < TILE || keys.end > block.earliest + 1) return false;
+        return window_ == 0 || keys.are_sinks || keys.begin >= block.latest - window_ + 1;
     }
 
     // Whether a token of the tile is hidden from a row of the block. Values after the end of a sequence are finite.
-    bool hides_tokens(const RowBlock& block, std::int64_t base) const {
-        if (block.earliest + 1 < std::min(base + TILE, length_)) return true;
-        return window_ > 0 && base + TILE > sinks_ && block.latest - window_ + 1 > std::max(base, sinks_);
+    bool hides_tokens(const RowBlock& block, const Keys& keys, std::int64_t base) const {
+        const std::int64_t end = std::min(base + TILE, length_);
+        if (keys.begin > base || keys.end < end || block.earliest + 1 < end) return true;
+        return window_ > 0 && !keys.are_sinks && block.latest - window_ + 1 > base;
     }
 
     // Set low_ and high_: the visible positions of each row, relative to the first position of the tile.
-    void set_visible(const RowBlock& block, std::int64_t base) {
+    void set_visible(const RowBlock& block, const Keys& keys, std::int64_t base) {
+        const std::int64_t window = keys.are_sinks ? 0 : window_, first = keys.begin - base, last = keys.end - base;
         for (int row = block.first; row < block.first + block.rows; ++row) {
             const std::int64_t end = positions_[row] + std::int64_t{1} - base;
-            low_[row] = static_cast<std::int32_t>(window_ > 0 ? std::clamp<std::int64_t>(end - window_, 0, TILE) : 0);
-            high_[row] = static_cast<std::int32_t>(std::clamp<std::int64_t>(end, 0, TILE));
+            low_[row] = static_cast<std::int32_t>(window > 0 ? std::clamp(end - window, first, last) : first);
+            high_[row] = static_cast<std::int32_t>(std::clamp<std::int64_t>(end, 0, last));
         }
     }
 
-    // The first tile, from this one on, that any row may see.
-    std::int64_t first_visible(std::int64_t tile) const {
-        return tile * TILE < sinks_ ? tile : std::max(tile, begin_tile_);
+    // The first tile, from this one on, that any row may see, of those with sink tokens or of those with other tokens.
+    std::int64_t first_visible(std::int64_t tile, bool sinks) const {
+        if (sinks) return tile * TILE < sinks_ ? tile : end_tile_;
+        return std::max({tile, begin_tile_, sinks_ / TILE});
     }
 
     // ---- Location of granules
@@ -233,9 +248,9 @@ class Item {
     }
 
     // The granules that are read next; null after the last tile and head of the item.
-    Granules next_granules(std::int64_t tile, std::int64_t head) const {
+    Granules next_granules(std::int64_t tile, std::int64_t head, bool sinks) const {
         if (head + 1 < heads_) return locate(tile, head + 1);
-        const std::int64_t next = first_visible(tile + 1);
+        const std::int64_t next = first_visible(tile + 1, sinks);
         return next < end_tile_ ? locate(next, 0) : Granules{};
     }
 
@@ -261,8 +276,9 @@ class Item {
     const std::uint32_t block_granules_;            // per block of the cache
     const std::int64_t first_staged_, end_granule_; // of the sequence: first staged granule, end
     const std::int32_t* const block_table_;
-    std::int64_t begin_tile_ = 0, end_tile_ = 0;    // tiles after the sink tokens that any row may see
+    std::int64_t begin_tile_ = 0, end_tile_ = 0;    // tiles that any row may see, not counting sink tokens
     std::int32_t thread_state_ = 0;                 // TileArgs::thread_state
+    const void* packed_ = nullptr;                  // the queries in operands_
 
     RowOutputs outputs_;
     RowBlock* block_;          // [blocks]

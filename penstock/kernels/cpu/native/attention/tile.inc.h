@@ -32,7 +32,7 @@ PENSTOCK_INLINE std::uint64_t positions_below(std::int32_t end) {
 
 PENSTOCK_INLINE std::uint64_t visible_positions(const TileArgs& a, int row) {
     if (a.low == nullptr) return ~std::uint64_t{0};
-    return positions_below(a.high[row]) & (~positions_below(a.low[row]) | positions_below(a.sink));
+    return positions_below(a.high[row]) & ~positions_below(a.low[row]);
 }
 
 // Turn dot products of one row, from position `first` of the tile on, into scores.

@@ -45,14 +45,15 @@ struct HeadNorm {
 // Split rows of q, k and v, norm the heads of q and k if weights are given, and rotate them.
 struct RotaryArgs {
     const float* qkv;  // [.., heads + 2 kv_heads, head_dim]
-    const std::int64_t* positions;  // rows of cos_sin, checked by the caller
+    const std::int64_t* positions;  // checked by the caller: rows of cos_sin, or later than last_position
+    std::int64_t last_position;
     const float* cos_sin;  // [positions, rotary_dim], cosines then sines; null: no rotation
     const float* q_scale;  // [positions], the factor of q at each position; null: 1
     std::int64_t rotary_dim;
     std::int64_t heads, kv_heads, head_dim;
     HeadNorm q_norm, k_norm;
     float eps;
-    void* q;  // [.., heads, head_dim]; k and v [.., kv_heads, head_dim]
+    void* q;  // [.., heads, head_dim]; k and v [.., kv_heads, head_dim], or null
     void* k;
     void* v;
 };

@@ -149,14 +149,16 @@ void rotary(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
     const std::int64_t half = a.cos_sin == nullptr ? 0 : a.rotary_dim / 2;
     for (std::int64_t row = first; row < first + rows; ++row) {
         const float* from = a.qkv + row * (a.heads + 2 * a.kv_heads) * n;
-        const float* cosines = half == 0 ? nullptr : a.cos_sin + a.positions[row] * a.rotary_dim;
+        const std::int64_t position = a.positions[row] < a.last_position ? a.positions[row] : a.last_position;
+        const float* cosines = half == 0 ? nullptr : a.cos_sin + position * a.rotary_dim;
         Out* q = static_cast<Out*>(a.q) + row * a.heads * n;
-        Out* k = static_cast<Out*>(a.k) + row * a.kv_heads * n;
-        Out* v = static_cast<Out*>(a.v) + row * a.kv_heads * n;
         if (a.q_scale == nullptr)
             rotate_heads<false>(from, a.heads, n, a.q_norm, a.eps, 1.0f, cosines, half, q);
         else
-            rotate_heads<true>(from, a.heads, n, a.q_norm, a.eps, a.q_scale[a.positions[row]], cosines, half, q);
+            rotate_heads<true>(from, a.heads, n, a.q_norm, a.eps, a.q_scale[position], cosines, half, q);
+        if (a.k == nullptr) continue;
+        Out* k = static_cast<Out*>(a.k) + row * a.kv_heads * n;
+        Out* v = static_cast<Out*>(a.v) + row * a.kv_heads * n;
         from += a.heads * n;
         rotate_heads<false>(from, a.kv_heads, n, a.k_norm, a.eps, 1.0f, cosines, half, k);
         from += a.kv_heads * n;

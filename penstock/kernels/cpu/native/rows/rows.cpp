@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "context.h"
 #include "products/codes.inc.h"
@@ -208,9 +209,10 @@ extern "C" std::int32_t penstock_rotary_qkv(
     std::int64_t k_norm_size, float eps, void* q, void* k, void* v, std::int32_t out_type) {
     return run_call(context, [&] {
         const bool has_table = cos_sin != nullptr || q_scale != nullptr;
-        if (has_table && !all_within(positions, rows, num_positions)) return STATUS_OUT_OF_RANGE;
-        const RotaryArgs args = {qkv, positions, cos_sin, q_scale, rotary_dim, heads, kv_heads, head_dim,
-                                 {q_norm, q_norm_size}, {k_norm, k_norm_size}, eps, q, k, v};
+        const std::int64_t end = k == nullptr ? std::numeric_limits<std::int64_t>::max() : num_positions;
+        if (has_table && !all_within(positions, rows, end)) return STATUS_OUT_OF_RANGE;
+        const RotaryArgs args = {qkv, positions, num_positions - 1, cos_sin, q_scale, rotary_dim, heads, kv_heads,
+                                 head_dim, {q_norm, q_norm_size}, {k_norm, k_norm_size}, eps, q, k, v};
         const std::int64_t cost = (heads + 2 * kv_heads) * head_dim;
         return over_blocks(*context, rows, cost, [&](std::int64_t first, std::int64_t count, int) {
             context->rows.rotary[out_type](args, first, count);
