@@ -31,7 +31,7 @@ MAY_CHANGE: dict[str, Any] = {  # option -> another value; a name in capitals st
     "imports": ["OWN"], "kv_cache_dtype": "bfloat16", "kv_cache_scales": "SCALES", "dtype": "float32",
     "quantization": "int4-a16", "quantization_group_size": 64, "load_format": "dummy", "kernels": "reference",
     "model_impl": "plain", "hf_overrides": {"rms_norm_eps": 1e-3},
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "attention_sinks": 4, "sliding_window": 20,
 }  # fmt: skip
 CANNOT_CHANGE: dict[str, Any] = {
     "model": "COPY", "block_size": 128, "kv_cache_memory_bytes": 2**22, "memory": 2**32, "enable_prefix_caching": True,
@@ -108,6 +108,8 @@ def test_an_option_that_may_change_a_bit_changes_it(name: str, files: dict[str, 
     without = {"quantization": None, "quantization_group_size": None} if name == "model_impl" else {}
     if name in ("kernels", "model_impl"):  # what computes with torch is slow to quantise, and has other caches
         without |= {"kv_cache_dtype": "auto"}
+    if name in ("attention_sinks", "sliding_window"):
+        without |= {"attention_sinks": 5, "sliding_window": 21}
     assert build(files, **without)[0] != build(files, **without | {name: MAY_CHANGE[name]})[0]
 
 

@@ -30,7 +30,9 @@ FORMS: dict[str, dict[str, Any]] = {
 # Products of several panels and items, so that threads share them.
 SIZES = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 500}
 MODELS = {case.name: case for case in all_cases() if case.full}
+SINKS = {"attention_sinks": 3, "sliding_window": 14}
 CASES = [(model, form) for model in ("demo", *MODELS) for form in FORMS]
+CASES += [("sinks", "bfloat16"), ("sinks", "float32, int8 cache")]
 Make = Callable[..., BuiltEngine]
 
 
@@ -38,7 +40,7 @@ Make = Callable[..., BuiltEngine]
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What `model` is for each model's name."""
     made = {name: case.make(tmp_path_factory.mktemp(name), seed=7, **SIZES)[1] for name, case in MODELS.items()}
-    return {"demo": "demo", **{name: str(path) for name, path in made.items()}}
+    return {"demo": "demo", **{name: str(path) for name, path in made.items()}, "sinks": str(made["Llama"])}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
@@ -54,6 +56,7 @@ def make(request: pytest.FixtureRequest, directories: dict[str, str]) -> Make:
         "max_model_len": MAX_MODEL_LEN,
         "enable_prefix_caching": False,
         **FORMS[form_name],
+        **(SINKS if model == "sinks" else {}),
     }
     return lambda **options: build_engine(EngineConfig.from_options(**{**form, **options}))
 

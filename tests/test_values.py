@@ -110,6 +110,8 @@ BAD_OPTIONS = {
     "activation_dtype": ["int4", "bfloat16", "int8-x4", None, 2],
     "kv_cache_dtype": ["int4", "fp8", None],
     "kv_cache_scales": ["", 5, "scales.safetensors"],  # the last: without an int8 cache
+    "attention_sinks": [0, -1, 2**40, "4", True, 4],  # the last: without sliding_window
+    "sliding_window": [0, -1, 2**40, "4", True, 4],  # and the other way round
     "model_impl": ["", None, 5, "x" * 100],
     "load_format": ["gguf", None],
     "hf_overrides": ["{}", 1, [1]],

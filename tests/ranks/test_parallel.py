@@ -48,6 +48,7 @@ SPLITS: list[tuple[str, dict[str, Any]]] = [
     ("Mixtral", {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}),
     ("Qwen3-MoE", {"mlp_parallel_size": 4, "expert_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8-x2"}),
     ("Llama", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "dtype": "float32"}),
+    ("Llama", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "attention_sinks": 3, "sliding_window": 9}),
     ("Falcon", {"pipeline_parallel_size": 2, "tensor_parallel_size": 4, "dtype": "bfloat16", "quantization": "int4"}),
     (
         "Gemma 2",
