@@ -40,7 +40,7 @@ Make = Callable[..., BuiltEngine]
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What `model` is for each model's name."""
     made = {name: case.make(tmp_path_factory.mktemp(name), seed=7, **SIZES)[1] for name, case in MODELS.items()}
-    return {"demo": "demo", **{name: str(path) for name, path in made.items()}, "sinks": str(made["Llama"])}
+    return {"demo": "demo", **{name: str(path) for name, path in made.items()}, "sinks": str(made["llama"])}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])

@@ -99,10 +99,12 @@ class InferenceConfig:
             check_int(name, getattr(self, name), 1, MAX_CONTEXT // 2)
         if str(self.dtype) not in TYPES:
             raise fail("dtype", self.dtype, "one of " + ", ".join(TYPES))
-        for name in ("start_token_size", "generated_token_size"):
-            check_int(name, getattr(self, name), 1, MAX_CONTEXT - 1)
         for name in ("do_sample", "ignore_eos", "enable_streamingllm"):
             check_bool(name, getattr(self, name))
+        for name, default in (("start_token_size", 4), ("generated_token_size", 512)):
+            check_int(name, value := getattr(self, name), 1, MAX_CONTEXT - 1)
+            if value != default and not self.enable_streamingllm:
+                raise fail(name, value, f"{default} without enable_streamingllm, which it is for")
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZES.step} up to {BLOCK_SIZES[-1]}")
         if self.kv_cache_dtype == "fp8":

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
 
-from penstock import InvalidRequestError, NotSupportedError, RequestFailedError
+from penstock import LLM, InvalidRequestError, NotSupportedError, RequestFailedError, SamplingParams
 from penstock.client.open_requests import OpenRequest
 from penstock.weights.hub import MODEL_DIR
 from penstock_lab.compat.colossalai import InferenceConfig, InferenceEngine
@@ -189,6 +189,21 @@ def test_lengths_and_ends_of_a_generation_config_beside_the_models(tokenizer: An
     assert answer(max_new_tokens=12, eos_token_id=[0]) == free
     for longest in (1, 4):
         assert answer(max_new_tokens=2, max_length=len(prompt) + longest) == free[:2]
+
+
+@pytest.mark.covers("C23")
+def test_streamingllm(model: PreTrainedModel, tokenizer: Any, engine: InferenceEngine) -> None:
+    """Guards against sizes that are swapped, or that change nothing in silence."""
+    sizes = {"start_token_size": 1, "generated_token_size": 6}
+    found = engine_of(model, tokenizer, enable_streamingllm=True, **sizes).generate(PROMPTS)
+    options = {"attention_sinks": 1, "sliding_window": 6, "dtype": "float32"}
+    with LLM(model=model, tokenizer=tokenizer, **options) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=16))
+    assert found == [prompt + output.outputs[0].text for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    assert found != engine.generate(PROMPTS)
+    for name, value in sizes.items():
+        with pytest.raises(InvalidRequestError, match=f"{name}: {value} is not allowed; .*without enable_streamingllm"):
+            InferenceConfig(**{name: value})
 
 
 @pytest.mark.covers("C9", "C10")
