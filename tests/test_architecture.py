@@ -57,7 +57,7 @@ LAB_ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 LAB_USES: set[str] = {
     "penstock",
-    "penstock.assembly", "penstock.assembly.memory",
+    "penstock.assembly", "penstock.assembly.memory", "penstock.assembly.streaming",
     "penstock.cli.options", "penstock.cli.terminal",
     "penstock.client.admission", "penstock.client.engine_client", "penstock.client.engine_handle",
     "penstock.client.frames", "penstock.client.input_processor", "penstock.client.open_requests",

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from penstock.assembly import build_engine
+from penstock.assembly.streaming import as_served
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.engine.speculation import Speculation
 from penstock.errors import InvalidRequestError
@@ -17,7 +19,6 @@ from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.metadata import AttentionParams
 from penstock.models.config_json import load_model_config
-from penstock.models.streaming import as_served
 from penstock.runner.forward_pass import attention_weights
 from penstock.spec.model_config import QueryScale
 from penstock_lab.planner.planned import PlannedModel
@@ -107,9 +108,9 @@ def test_drafts_change_nothing(made: Made) -> None:
 
 def test_weights_that_are_shown_are_those_of_attention() -> None:
     """Guards against a picture of attention in which sinks are missing, or seen from afar."""
-    q, sink_q, keys = torch.randn(3, 12, 2, 8, generator=torch.Generator().manual_seed(0)).numpy()
-    params = AttentionParams(8**-0.5)
-    shown = attention_weights(q, keys, params, 4, sink_q, 2)
+    *queries, keys = torch.randn(3, 12, 2, 8, generator=torch.Generator().manual_seed(0)).numpy()
+    (q, sink_q), params = queries, AttentionParams(8**-0.5)
+    shown = attention_weights(np.stack(queries), keys, params, 4, 2)
     for head in range(2):
         row = [*(sink_q[11, head] @ keys[:2, head].T), *(q[11, head] @ keys[8:, head].T)]
         expected = torch.tensor(row).mul(params.scale).softmax(0)

@@ -4,6 +4,7 @@ engine   directory -> ModelConfig -> resolved EngineConfig -> backend -> model -
 drafts   what guesses tokens ahead, if enabled    offload  blocks beyond the cache
 info     the description for clients, with the fingerprint
 memory   the bytes of an engine by purpose, and the size of its cache; sizes: those of a model's weights
+streaming  what options change in the numbers of a model: the implementation, and the windows of StreamingLLM
 fitting  the precision and the context at which a model fits this machine, for one conversation
 convert  directory -> directory of packed weights, for one process or for several ranks
 """

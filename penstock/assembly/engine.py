@@ -11,6 +11,7 @@ from penstock.assembly.info import describe, with_memory
 from penstock.assembly.memory import CachePlan, Ledger, MemoryPlan, plan_given_cache, plan_kv_cache
 from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.sizes import model_sizes
+from penstock.assembly.streaming import as_served
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import KVCacheManager
@@ -28,7 +29,6 @@ from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import FallbackVersion, find_model
-from penstock.models.streaming import as_served
 from penstock.ranks.build import (
     RankPlan,
     RanksExecutor,

@@ -65,13 +65,12 @@ class Attention(Module):
         self.qk_norm = make.head_norms("qk_norm", self.eps) if cfg.qk_norm and not is_rms else None
         self.sinks = make.vector("sinks") if cfg.sink_logits else None
         self.o_proj = make.linear("o_proj")
-        self.q_out = make.slot("q", (heads.num_heads, heads.head_dim))
-        self.k_out, self.v_out = (make.slot(name, (heads.num_kv_heads, heads.head_dim)) for name in ("k", "v"))
-        self.mixed_out = make.slot("mixed", (heads.num_heads * heads.head_dim,))
-        sees_sinks = rotary is not None and cfg.num_sink_tokens > 0
-        self.sink_q_out = make.slot("sink_q", (heads.num_heads, heads.head_dim)) if sees_sinks else None
         # As many tokens as a token sees: behind more tokens, it sees sink tokens as if it were the last of so many.
         self.num_seen = cfg.num_sink_tokens + (cfg.layer_windows[layer] or 0)
+        self.sees_sinks = cfg.num_sink_tokens > 0 and rotary is not None
+        self.q_out = make.slot("q", (heads.num_heads * (2 if self.sees_sinks else 1), heads.head_dim))
+        self.k_out, self.v_out = (make.slot(name, (heads.num_kv_heads, heads.head_dim)) for name in ("k", "v"))
+        self.mixed_out = make.slot("mixed", (heads.num_heads * heads.head_dim,))
 
     @property
     def rotary_params(self) -> RotaryParams:
@@ -88,18 +87,20 @@ class Attention(Module):
     def forward(self, y: Tensor, ctx: ForwardContext) -> Tensor:
         """Map y [T, hidden] dtype to [T, hidden] float32. Stores the new keys and values."""
         tokens = y.shape[0]
-        out = self.q_out(tokens), self.k_out(tokens), self.v_out(tokens)
+        queries = self.q_out(tokens)
+        if self.sees_sinks:
+            queries = queries.reshape(2, tokens, self.heads.num_heads, self.heads.head_dim)
+        out = queries[0] if self.sees_sinks else queries, self.k_out(tokens), self.v_out(tokens)
         qkv = self.qkv_proj(y) if self.qk_norm is None else self.qk_norm(self.qkv_proj(y))
-        q, k, v = self.ops.rotary_qkv(qkv, ctx.positions, self.rotary_params, out=out)
+        params = self.rotary_params
+        _, k, v = self.ops.rotary_qkv(qkv, ctx.positions, params, out=out)
+        if self.sees_sinks:
+            table = None if params.cos_sin is None else params.cos_sin[: self.num_seen]
+            self.ops.rotary_q(qkv, ctx.positions, replace(params, cos_sin=table), out=queries[1])
         cache, meta = ctx.layer(self.layer)
         if self.sinks is not None and self.params.sink_logits is None:  # they are loaded now
             self.params = replace(self.params, sink_logits=self.sinks.weight)
-        sink_q = None
-        if self.sink_q_out is not None:
-            params = self.rotary_params
-            params = replace(params, cos_sin=None if params.cos_sin is None else params.cos_sin[: self.num_seen])
-            sink_q = self.ops.rotary_q(qkv, ctx.positions, params, out=self.sink_q_out(tokens))
-        mixed = self.ops.attend(q, k, v, cache, meta, self.params, sink_q=sink_q, out=self.mixed_out(tokens))
+        mixed = self.ops.attend(queries, k, v, cache, meta, self.params, out=self.mixed_out(tokens))
         return self.o_proj(mixed)
 
 

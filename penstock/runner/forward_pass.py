@@ -65,7 +65,7 @@ class _Seen:
     """Copies of what the chunks of a pass have computed, in order."""
 
     states: list[list[Array]]  # per block
-    queries: list[list[tuple[Array, Array]]]  # per layer, [t, H, D] each: for all keys, and for those of sink tokens
+    queries: list[list[Array]]  # per layer, [t, H, D] or [2, t, H, D] each, as Ops.attend takes them
     last: list[Array] = field(default_factory=list)
     logits: list[Array] = field(default_factory=list)
 
@@ -167,10 +167,9 @@ class ForwardPass:
         found = []
         windows = self._numbers.layer_windows
         for (_, attention), cache, queries, window in zip(blocks, runner.kv_caches, seen.queries, windows, strict=True):
-            q, sink_q = map(np.concatenate, zip(*queries, strict=True))
-            keys, _ = self._ops.load_kv(cache, self._ops.tensor(np.arange(len(q))))
-            sinks = self._numbers.num_sink_tokens
-            found.append(attention_weights(q, _copy(keys), attention.params, window, sink_q, sinks))
+            q = np.concatenate(queries, axis=-3)
+            keys, _ = self._ops.load_kv(cache, self._ops.tensor(np.arange(q.shape[-3])))
+            found.append(attention_weights(q, _copy(keys), attention.params, window, self._numbers.num_sink_tokens))
         return tuple(found)
 
 
@@ -201,30 +200,27 @@ def _watched_block(forward: Callable[..., Any], states: list[Array], x: Tensor, 
 class _WatchedOps:
     """A layer's operations, but `attend` also copies its queries."""
 
-    def __init__(self, ops: Ops, queries: list[tuple[Array, Array]]) -> None:
+    def __init__(self, ops: Ops, queries: list[Array]) -> None:
         self._ops, self._queries = ops, queries
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def attend(self, q: Tensor, *args: Any, sink_q: Tensor | None = None, **kwargs: Any) -> Tensor:
-        self._queries.append((_copy(q), _copy(q if sink_q is None else sink_q)))
-        return self._ops.attend(q, *args, sink_q=sink_q, **kwargs)
+    def attend(self, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._queries.append(_copy(q))
+        return self._ops.attend(q, *args, **kwargs)
 
 
-def attention_weights(
-    q: Array, keys: Array, params: AttentionParams, window: int | None, sink_q: Array | None = None, num_sinks: int = 0
-) -> Array:
+def attention_weights(q: Array, keys: Array, params: AttentionParams, window: int | None, num_sinks: int = 0) -> Array:
     """Compute softmax(q k^T), [H, T, T] float32, with scale, bias and softcap as AttentionParams orders them.
 
-    A hidden key has weight 0. q, sink_q: [T, H, D], keys: [T, Hkv, D], all float32. The queries of the first num_sinks
-    keys are sink_q.
+    A hidden key has weight 0. q: [T, H, D] or [2, T, H, D], as Ops.attend takes it, keys: [T, Hkv, D], both float32.
     """
-    group = q.shape[1] // keys.shape[1]
+    group = q.shape[-2] // keys.shape[1]
     columns = keys.repeat(group, axis=1).transpose(1, 2, 0)
+    q, sink_q = q if q.ndim == 4 else (q, q)
     weights = np.matmul(q.transpose(1, 0, 2), columns)
-    if sink_q is not None:
-        weights[:, :, :num_sinks] = np.matmul(sink_q.transpose(1, 0, 2), columns[:, :, :num_sinks])
+    weights[:, :, :num_sinks] = np.matmul(sink_q.transpose(1, 0, 2), columns[:, :, :num_sinks])
     at = np.arange(len(q))
     distance = at[None, :] - at[:, None]  # key position minus query position
     slopes = None if params.alibi_slopes is None else as_array(params.alibi_slopes)[:, None, None]

@@ -92,7 +92,7 @@ class ModelConfig:
         dtype: type of the checkpoint: "float32", "bfloat16" or "float16". If the file does not say: float32, or
             bfloat16 beside codes.
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
-        num_sink_tokens: how many first tokens every token sees besides its window (models/streaming.py).
+        num_sink_tokens: how many first tokens every token sees besides its window (assembly/streaming.py).
         rope: rotary embedding; None: positions enter in another way (ALiBi, or learned positions).
         local_rope: rotary embedding of the layers with a window, if it differs.
         rotary_layers: for each layer, whether it has rotary embedding; empty: all have it.

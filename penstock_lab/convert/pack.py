@@ -8,6 +8,7 @@ exist (penstock_lab/convert/rewrite.py).
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock.assembly.streaming import as_served
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail, listed
 from penstock.interface.plugins import import_files
@@ -18,7 +19,6 @@ from penstock.kernels.tensors import Array
 from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import WHOLE_IN_FILES, WeightLayer
 from penstock.models.config_json import load_model_config
-from penstock.models.streaming import as_served
 from penstock.ranks.build import RankPlace, check_codes, split_of
 from penstock.ranks.layers import row_magnitudes
 from penstock.ranks.sharding import Share, find_degrees, heads_are_together

@@ -7,6 +7,7 @@ from functools import cached_property
 from penstock import EngineConfig, InvalidRequestError, NotSupportedError
 from penstock.assembly import model_sizes
 from penstock.assembly.memory import ModelSizes
+from penstock.assembly.streaming import as_served
 from penstock.config import DEGREES
 from penstock.errors import fail
 from penstock.interface.plugins import import_files
@@ -17,7 +18,6 @@ from penstock.kernels.tensors import Array, is_torch
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import FallbackVersion, find_model
-from penstock.models.streaming import as_served
 from penstock.ranks.build import RankPlace, check_codes
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together

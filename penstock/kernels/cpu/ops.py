@@ -625,13 +625,14 @@ class CpuOps(NativeCalls):
         meta: AttentionMetadata,
         params: AttentionParams,
         *,
-        sink_q: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
         paged = own(cache, CpuKVCache)
-        tokens, num_heads, head_dim = q.shape
-        kv_heads, q_shape = paged.spec.num_kv_heads, (tokens, num_heads, paged.spec.head_dim)
+        tokens, num_heads, head_dim = q.shape[-3:]
+        kv_heads = paged.spec.num_kv_heads
+        q_shape = *(2,) * (q.ndim - 3), tokens, num_heads, paged.spec.head_dim
+        first_q = address(q, q_shape, self.element, "q")
         kv_shape, shape = (tokens, kv_heads, head_dim), (tokens, num_heads * head_dim)
         if len(meta.slot_mapping) != tokens:
             raise ValueError(f"q: {tokens} tokens, but the metadata has {len(meta.slot_mapping)}")
@@ -644,12 +645,12 @@ class CpuOps(NativeCalls):
         )
         self._call(
             "penstock_attend",
-            (q, sink_q, k_new, v_new, paged, out, lse, native_params),
+            (q, k_new, v_new, paged, out, lse, native_params),
             ctypes.addressof(step),
             paged.address,
             native_params.address,
-            address(q, q_shape, self.element, "q"),
-            optional_address(sink_q, q_shape, self.element, "sink_q"),
+            first_q,
+            first_q + num_heads * tokens * head_dim * self.element.itemsize if q.ndim == 4 else None,
             address(k_new, kv_shape, self.element, "k_new"),
             address(v_new, kv_shape, self.element, "v_new"),
             self._type,

@@ -262,17 +262,10 @@ CACHED_ROWS = 2**15  # cached tokens gathered at once; bounds the copies for man
 
 
 def attend(
-    q: Tensor,
-    sink_q: Tensor | None,
-    k_new: Tensor,
-    v_new: Tensor,
-    cache: ReferenceKVCache,
-    meta: AttentionMetadata,
-    params: AttentionParams,
+    q: Tensor, k_new: Tensor, v_new: Tensor, cache: ReferenceKVCache, meta: AttentionMetadata, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """Attend q [T, H, D] to cached and new keys [T, Hkv, D]: rows [T, H, D], lse [T, H]. Store the new tokens.
-
-    sink_q: the queries for the keys of sink tokens; None: q.
+    """Attend q [T, H, D] or [2, T, H, D] to cached and new keys [T, Hkv, D]: rows [T, H, D], lse [T, H]. Store the new
+    tokens.
 
     Raises:
         ValueError: as in AttentionMetadata.check_blocks.
@@ -280,7 +273,7 @@ def attend(
     meta.check_blocks(cache.keys.shape[0])
     dtype = torch.float64 if torch.float64 in (q.dtype, cache.dtype) else torch.float32
     q = cache.rounded_queries(q.to(dtype))
-    sink_q = q if sink_q is None else cache.rounded_queries(sink_q.to(dtype))
+    q, sink_q = q if q.ndim == 4 else (q, q)
     k_new, v_new = k_new.to(dtype), v_new.to(dtype)
     k_seen, v_seen = cache.rounded(k_new, v_new)  # as they will be read back
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)

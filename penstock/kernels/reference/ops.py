@@ -316,11 +316,10 @@ class ReferenceOps:
         meta: AttentionMetadata,
         params: AttentionParams,
         *,
-        sink_q: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        rows, log_sums = attention.attend(q, sink_q, k_new, v_new, own(cache, ReferenceKVCache), meta, params)
+        rows, log_sums = attention.attend(q, k_new, v_new, own(cache, ReferenceKVCache), meta, params)
         if lse is not None:
             lse.copy_(log_sums)
         return _deliver(rows.flatten(1), self.dtype, out)
