@@ -465,6 +465,14 @@ def optional_address(tensor: Tensor | None, shape: tuple[int, ...], dtype: Array
     return None if tensor is None else address(tensor, shape, dtype, name)
 
 
+def head_norm_address(weight: Tensor | None, heads: int, head_dim: int, name: str) -> tuple[int | None, int]:
+    """Find the address and size of a weight: [D] norms each head by itself, [heads * D] all heads together."""
+    if weight is None:
+        return None, head_dim
+    size = len(weight) if weight.shape == (heads * head_dim,) else head_dim
+    return address(weight, (size,), FLOAT32, name), size
+
+
 def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
     """Split the shape of a tensor [rows, columns].
 

@@ -24,6 +24,7 @@ from penstock.kernels.cpu.calls import (
     address,
     check_tensor,
     fill_step,
+    head_norm_address,
     optional_address,
     remembered,
     rows_address,
@@ -519,29 +520,24 @@ class CpuOps(NativeCalls):
         self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, rows = params.heads, qkv.shape[0]
-        shapes = [(rows, number, heads.head_dim) for number in (heads.num_heads, *(heads.num_kv_heads,) * 2)]
+        shapes = [(rows, count, heads.head_dim) for count in (heads.num_heads, *(heads.num_kv_heads,) * 2)]
         q, k, v = (self._new(shape, self.element) for shape in shapes) if out is None else out
-        at = [address(*item) for item in zip((q, k, v), shapes, (self.element,) * 3, "qkv", strict=True)]
-        self._rotary(qkv, positions, params, (q, k, v), at)
+        self._rotary(qkv, positions, params, (q, k, v))
         return q, k, v
 
     def rotary_q(self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: Tensor | None = None) -> Tensor:
-        shape = qkv.shape[0], params.heads.num_heads, params.heads.head_dim
-        q = self._output(out, shape, self.element)
-        self._rotary(qkv, positions, params, (q,), [address(q, shape, self.element, "q"), None, None])
+        q = self._output(out, (qkv.shape[0], params.heads.num_heads, params.heads.head_dim), self.element)
+        self._rotary(qkv, positions, params, (q,))
         return q
 
-    def _rotary(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        params: RotaryParams,
-        results: tuple[Tensor, ...],
-        results_at: Sequence[int | None],
-    ) -> None:
-        """Write q, k and v, those of them that have an address."""
+    def _rotary(self, qkv: Tensor, positions: Tensor, params: RotaryParams, results: tuple[Tensor, ...]) -> None:
+        """Write q, k and v, or only q."""
         heads, cos_sin, q_scale, rows = params.heads, params.cos_sin, params.q_scale, qkv.shape[0]
         num_heads, num_kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
+        at = [
+            address(item, (rows, count, head_dim), self.element, name)
+            for item, count, name in zip(results, (num_heads, num_kv_heads, num_kv_heads), "qkv", strict=False)
+        ]
         positions_at, cos_sin_at, q_scale_at = address(positions, (rows,), INT64, "positions"), None, None
         num_positions, rotary_dim = 0 if q_scale is None else len(q_scale), 0
         if cos_sin is not None:
@@ -557,10 +553,10 @@ class CpuOps(NativeCalls):
             address(qkv, (rows, (num_heads + 2 * num_kv_heads) * head_dim), FLOAT32, "qkv"),
             *(positions_at, cos_sin_at, q_scale_at, num_positions, rotary_dim),
             *(rows, num_heads, num_kv_heads, head_dim),
-            *_head_norm(params.q_norm, num_heads, head_dim, "q_norm"),
-            *_head_norm(params.k_norm, num_kv_heads, head_dim, "k_norm"),
+            *head_norm_address(params.q_norm, num_heads, head_dim, "q_norm"),
+            *head_norm_address(params.k_norm, num_kv_heads, head_dim, "k_norm"),
             params.eps,
-            *results_at,
+            *(at if len(at) == 3 else (*at, None, None)),
             self._type,
         )
 
@@ -631,9 +627,8 @@ class CpuOps(NativeCalls):
         paged = own(cache, CpuKVCache)
         tokens, num_heads, head_dim = q.shape[-3:]
         kv_heads = paged.spec.num_kv_heads
-        q_shape = *(2,) * (q.ndim - 3), tokens, num_heads, paged.spec.head_dim
-        first_q = address(q, q_shape, self.element, "q")
         kv_shape, shape = (tokens, kv_heads, head_dim), (tokens, num_heads * head_dim)
+        q_at = address(q, (*(2,) * (q.ndim - 3), tokens, num_heads, paged.spec.head_dim), self.element, "q")
         if len(meta.slot_mapping) != tokens:
             raise ValueError(f"q: {tokens} tokens, but the metadata has {len(meta.slot_mapping)}")
         if meta.plan is None:
@@ -649,8 +644,8 @@ class CpuOps(NativeCalls):
             ctypes.addressof(step),
             paged.address,
             native_params.address,
-            first_q,
-            first_q + num_heads * tokens * head_dim * self.element.itemsize if q.ndim == 4 else None,
+            q_at,
+            q_at + tokens * num_heads * head_dim * self.element.itemsize if q.ndim == 4 else None,
             address(k_new, kv_shape, self.element, "k_new"),
             address(v_new, kv_shape, self.element, "v_new"),
             self._type,
@@ -701,11 +696,3 @@ class CpuOps(NativeCalls):
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
         return lambda: [as_array(tensor) for tensor in tensors]
-
-
-def _head_norm(weight: Tensor | None, heads: int, head_dim: int, name: str) -> tuple[int | None, int]:
-    """Find the address and size of a weight: [D] norms each head by itself, [heads * D] all heads together."""
-    if weight is None:
-        return None, head_dim
-    size = len(weight) if weight.shape == (heads * head_dim,) else head_dim
-    return address(weight, (size,), FLOAT32, name), size
