@@ -391,8 +391,8 @@ PENSTOCK_API std::int32_t penstock_norm_heads(
 
 // cos_sin [num_positions, rotary_dim] or null. q_scale [num_positions], the factors of q, or null. q_norm and k_norm
 // may be null; else they have head_dim elements (each head is normed by itself) or the elements of all heads. Positions
-// are checked before anything is written. If k and v are null, only q is made; a position after the last one of the tables
-// then counts as the last one.
+// are checked before anything is written. If k and v are null, only q is made; a position after the last one of the
+// tables then counts as the last one.
 PENSTOCK_API std::int32_t penstock_rotary_qkv(
     penstock::Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
     const float* q_scale, std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads,
