@@ -100,7 +100,7 @@ class EngineClient(Protocol):
     def assign_seed(self) -> int:
         """Assign the seed that a request without one would get now. Raise what model_info raises."""
 
-    async def check_form(self, form: StructuredOutputsParams) -> None:
+    async def check_form(self, form: StructuredOutputsParams, flow: str | None = None) -> None:
         """Raise InvalidRequestError for a form of answers that the model cannot follow, as `generate` does."""
 
     def generate(self, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:

@@ -19,7 +19,7 @@ are equal. If anything fails (a server is gone or busy, a block is damaged), the
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +40,9 @@ SILENCE_S = 10.0  # a prefill server sends something every second
 RETRY_S = 5.0  # a server that failed is not asked for this long
 BATCH_BYTES = 4 * 2**20  # of blocks in one answer; the last block may exceed it
 AT_ONCE = 4  # most answers under way
+STANDSTILL_S = 120.0  # a prompt of which no block becomes ready for this long is computed here
+MAX_LINE_BYTES = 64 * 1024  # of a line of progress, and of an error
+BLOCK_OVERHEAD = 256  # bytes that an answer has beside each block
 
 
 class KVTransfer:
@@ -136,6 +139,10 @@ class _PrefillError(PenstockError):
     """A prefill server did not do what it was asked to do."""
 
 
+# Whatever another server sends, the prompt can be computed here.
+FAILURES = (httpx.HTTPError, msgspec.MsgspecError, ValueError, RecursionError, _PrefillError)
+
+
 @dataclass(slots=True)
 class _Server:
     url: str
@@ -161,8 +168,9 @@ class RemotePrefill:
         self._places = asyncio.Semaphore(AT_ONCE)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="block-writer")  # BlockFiles has one writer
         key = options.kv_prefill_api_key
+        plain = {"Accept-Encoding": "identity"}
         self._http = httpx.AsyncClient(
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            headers=plain if key is None else {**plain, "Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=None),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
@@ -185,7 +193,7 @@ class RemotePrefill:
             try:
                 await self._fetch_from(server.url, request, blocks, hashes)
                 return
-            except (httpx.HTTPError, msgspec.MsgspecError, ValueError, _PrefillError) as error:
+            except FAILURES as error:
                 self.status.num_failures += 1
                 server.retry_at = time.monotonic() + RETRY_S
                 self._router.forget(server.url)
@@ -214,9 +222,14 @@ class RemotePrefill:
         done, line = 0, Progress(0)
         async with self._http.stream("POST", f"{url}/v1/kv/prefill", json=body) as answer:
             if answer.status_code != httpx.codes.OK:
-                raise _PrefillError(_reason(answer.status_code, await answer.aread()))
-            async for text in answer.aiter_lines():
+                raise _PrefillError(_reason(answer.status_code, await _content(answer, MAX_LINE_BYTES)))
+            moved_at = time.monotonic()
+            async for text in _lines(answer):
                 line = msgspec.json.decode(text, type=Progress)
+                if line.num_blocks > done:
+                    moved_at = time.monotonic()
+                elif time.monotonic() - moved_at > STANDSTILL_S:
+                    raise _PrefillError(f"no block has become ready for {STANDSTILL_S:g} s")
                 ready = min(max(line.num_blocks, done), len(hashes))
                 await self._fetch_files(url, blocks, hashes[done:ready], must_be_there=True)
                 done = ready
@@ -263,11 +276,12 @@ class RemotePrefill:
     ) -> Exception | None:
         """Fetch files. Return what went wrong."""
         try:
-            async with self._places:
-                answer = await self._http.post(f"{url}/v1/kv/blocks", json={"names": [name for name, _ in batch]})
+            names, most = [name for name, _ in batch], sum(size + BLOCK_OVERHEAD for _, size in batch)
+            async with self._places, self._http.stream("POST", f"{url}/v1/kv/blocks", json={"names": names}) as answer:
+                content = await _content(answer, max(most, MAX_LINE_BYTES))
             if answer.status_code != httpx.codes.OK:
-                raise _PrefillError(_reason(answer.status_code, answer.content))
-            found = msgspec.msgpack.decode(answer.content, type=list[bytes | None])
+                raise _PrefillError(_reason(answer.status_code, content))
+            found = msgspec.msgpack.decode(content, type=list[bytes | None])
             for (name, num_bytes), data in zip(batch, found, strict=True):
                 if data is None:
                     if must_be_there:
@@ -278,7 +292,7 @@ class RemotePrefill:
                     raise _PrefillError(f"block {name} arrived damaged, or could not be written")
                 self.status.num_blocks += 1
                 self.status.num_bytes += num_bytes
-        except (httpx.HTTPError, msgspec.MsgspecError, ValueError, _PrefillError) as error:
+        except FAILURES as error:
             return error
         return None
 
@@ -287,10 +301,40 @@ class RemotePrefill:
         self._writer.shutdown(wait=False, cancel_futures=True)
 
 
+async def _pieces(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield the bytes of an answer. Raise _PrefillError if they are compressed: nobody has asked for that."""
+    if answer.headers.get("content-encoding", "identity") != "identity":
+        raise _PrefillError("the answer is compressed")
+    async for piece in answer.aiter_raw():
+        yield piece
+
+
+async def _content(answer: httpx.Response, most: int) -> bytes:
+    """Read an answer of at most so many bytes."""
+    content = bytearray()
+    async for piece in _pieces(answer):
+        content += piece
+        if len(content) > most:
+            raise _PrefillError(f"the answer has more than {most} bytes")
+    return bytes(content)
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    rest = b""
+    async for piece in _pieces(answer):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > MAX_LINE_BYTES:
+            raise _PrefillError(f"a line has more than {MAX_LINE_BYTES} bytes")
+    if rest:
+        yield rest
+
+
 def _reason(status: int, content: bytes) -> str:
     """Describe a failed answer in one line: its status, and the error message if it has one."""
     try:
         found: Any = msgspec.json.decode(content)
         return f"HTTP {status}: {found['error']['message']}"[:300]
-    except (msgspec.DecodeError, TypeError, KeyError):
+    except (msgspec.DecodeError, TypeError, KeyError, RecursionError, UnicodeDecodeError):
         return f"HTTP {status}"

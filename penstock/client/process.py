@@ -25,6 +25,7 @@ from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, request_of
 from penstock.client.records import RecordOptions, SavedRecord
 from penstock.client.text import IsolatedTokenizer
+from penstock.client.turns import Turns
 from penstock.errors import (
     EngineDeadError,
     EngineOverloadedError,
@@ -96,7 +97,7 @@ class ProcessClient:
         self._transfer = None if transfer is None or transfer.kv_role is None else _transfer_of(transfer)
         self._fingerprint: str | None = None  # of the model that self._inputs was made for
         self._draining = False
-        self._checking = asyncio.Semaphore(1)
+        self._checking = Turns(1)
         self._num_aborted = 0
 
     @property
@@ -170,7 +171,7 @@ class ProcessClient:
         params = request.params
         form = getattr(params, "structured_outputs", None)
         if form is not None:
-            await self.check_form(form)
+            await self.check_form(form, request.flow)
         if request.request_id is None:
             request = replace(request, request_id=self.new_request_id())
         process = self._input_processor().process
@@ -190,14 +191,14 @@ class ProcessClient:
     def kv_blocks(self) -> "KVBlocks | None":
         return None if self._transfer is None else self._transfer.shared_blocks
 
-    async def check_form(self, form: StructuredOutputsParams) -> None:
+    async def check_form(self, form: StructuredOutputsParams, flow: str | None = None) -> None:
         check = getattr(self._tokenizer, "check_form", None)
         if check is None or not self._follows_forms:
             raise invalid(
                 "structured_outputs", "they need the tokenizer in the model's own directory, which the engine reads"
             )
         info = self.model_info
-        async with self._checking:  # other forms wait here, and not in a thread
+        async with self._checking.turn(flow):  # other forms wait here, and not in a thread
             await asyncio.to_thread(check, form, info.vocab_size, info.eos_token_ids)
 
     def _admit(self, request: OpenRequest) -> OpenRequest:

@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -52,7 +53,7 @@ from penstock.weights.hub import resolve_model
 
 LOGGER = logging.getLogger("penstock")
 LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short texts do not wait for them
-MAX_FITTING = 1024
+MAX_CHECKED = 1024
 MANY_IDS = 64  # more ids than this are decoded in the text process, because the text is long
 CALL_CPU_S, CPU_S_PER_CHAR = 1.0, 1e-5  # processor time; a million letters take 0.5 to 1.7 s
 CALL_MEMORY, MEMORY_PER_CHAR = 2**29, 2**11  # bytes; a million letters take 700 MB
@@ -63,9 +64,12 @@ PATIENCE, PATIENCE_S = 10.0, 30.0
 SUBJECTS = {
     "encode_all": ("prompt", "the model's tokenizer"),
     "decode": ("tokens", "the model's tokenizer"),
+    "forges_token": ("messages", "the model's tokenizer"),
     "render": ("messages", "the model's chat template"),
     "check_form": (FIELD, "the form"),
 }
+ATTEMPTS = 3  # to carry out a call whose process is killed by somebody else, or by the system for lack of memory
+POLL_S = 0.5  # between two checks of whether a text process was stopped
 LOAD_CPU_S = 120.0
 FORM_CPU_S, FORM_MEMORY = 0.4, 2**29  # to compile a form of answers
 MAX_REPLY = 2**26  # bytes; no prompt that fits a context needs as many
@@ -112,7 +116,9 @@ class IsolatedTokenizer:
         self._short = TextWorker(folder, chat_template)
         self._long = TextWorker(folder, chat_template, at_once=False)
         self._forms = TextWorker(folder, at_once=False)  # a form that is cut off must not hold up tokenising
-        self._fitting: OrderedDict[bytes, None] = OrderedDict()  # digests of checked forms
+        self._checked: OrderedDict[bytes, InvalidRequestError | None] = (
+            OrderedDict()
+        )  # by digest, why a form is refused
 
     def load(self) -> None:
         """Load the files in the text process, then in this process, which only decodes.
@@ -127,6 +133,8 @@ class IsolatedTokenizer:
         self.token_to_text, self.token_to_bytes = local.token_to_text, local.token_to_bytes
         self.joins_bytes = local.joins_bytes
         self.byte_fallback_ids = local.byte_fallback_ids
+        if local.may_forge:
+            self.forges_token = self._forges_token
         template = None if local.chat_template is None else _IsolatedTemplate(self, local.chat_template.text)
         self.chat_template = cast(ChatTemplate | None, template)
 
@@ -156,14 +164,23 @@ class IsolatedTokenizer:
             return self._local.decode(ids, **options)
         return str(self.call("decode", [list(ids)], options, num_chars=8 * len(ids)))
 
+    def _forges_token(self, text: str) -> bool:
+        return bool(self.call("forges_token", [text], {}, num_chars=len(text)))
+
     def check_form(self, form: StructuredOutputsParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raise InvalidRequestError for a form of answers that cannot be followed, or takes too long to compile."""
         digest = blake2b(repr(form.key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if digest not in self._fitting:
-            self._forms.call("check_form", [asdict(form), vocab_size, list(eos_token_ids)], {}, num_chars=0)
-            self._fitting[digest] = None
-            if len(self._fitting) > MAX_FITTING:
-                self._fitting.popitem(last=False)
+        if digest not in self._checked:
+            refusal = None
+            try:
+                self._forms.call("check_form", [asdict(form), vocab_size, list(eos_token_ids)], {}, num_chars=0)
+            except InvalidRequestError as error:
+                refusal = error.with_traceback(None)
+            self._checked[digest] = refusal
+            if len(self._checked) > MAX_CHECKED:
+                self._checked.popitem(last=False)
+        if (refusal := self._checked[digest]) is not None:
+            raise InvalidRequestError(refusal.message, param=refusal.param, code=refusal.code)
 
     def call(self, function: str, args: list[Any], options: dict[str, Any], *, num_chars: int) -> Any:
         """Call a function in the process for texts of this length; see TextWorker.call."""
@@ -232,20 +249,28 @@ class TextWorker:
             param = SUBJECTS[function][0]
             raise invalid(param, f"holds a value that is not plain JSON: {error}") from None
         with self._lock:
-            child = self._ready()
-            reply = child.ask(body, cpu_s)
-            if reply is None:
-                self._check_open()
-                reason = child.reason(cpu_s)
-                self._child = None
-                with suppress(OSError):  # otherwise the next call tries again
-                    self._child = _Child(self._folder, self._chosen)  # loads before the next call needs it
-                raise _cut_off(function, reason)
+            reply = self._ask(function, body, cpu_s)
         if reply.code == "out_of_memory":
             raise _cut_off(function, str(reply.error))
         if reply.error is not None:
             raise InvalidRequestError(reply.error, param=reply.param, code=reply.code)
         return reply.value
+
+    def _ask(self, function: str, body: bytes, cpu_s: float) -> "Reply":
+        """Have a call carried out, again in another process if its own was killed or stopped by somebody else."""
+        attempts = 0
+        while True:
+            attempts += 1
+            child = self._ready()
+            reply = child.ask(body, cpu_s)
+            if reply is not None:
+                return reply
+            self._check_open()
+            self._child = None
+            with suppress(OSError):  # otherwise the next call tries again
+                self._child = _Child(self._folder, self._chosen)  # loads before the next call needs it
+            if not child.was_killed or attempts == ATTEMPTS:
+                raise _cut_off(function, child.reason(cpu_s))
 
     def close(self) -> None:
         """End the process, even in the middle of a call. A second `close` does nothing."""
@@ -295,6 +320,7 @@ class _Child:
 
     def __init__(self, folder: Path, chat_template: str | None) -> None:
         self.loaded = False
+        self._is_late = False
         words = [str(folder.absolute()), *([] if chat_template is None else [chat_template])]
         module = "penstock.client.text"
         self._sock, self._process = spawn_connected(module, words, stdout=subprocess.DEVNULL)
@@ -316,6 +342,7 @@ class _Child:
         """Wait for a reply; return None as `ask` does."""
         try:
             self._sock.settimeout(PATIENCE_S + PATIENCE * cpu_s)
+            self._await_reply(PATIENCE_S + PATIENCE * cpu_s)
             body = frames.receive(self._sock)
             if body is not None:
                 return unpack_reply(body)
@@ -323,6 +350,20 @@ class _Child:
             pass
         self._kill()
         return None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody else has ended or stopped it. A call beyond its limits ends in other ways."""
+        return self._process.wait() == -signal.SIGKILL and not self._is_late
+
+    def _await_reply(self, seconds: float) -> None:
+        """Wait for a reply, or the end of the process. Raise TimeoutError if it takes too long or was stopped."""
+        poll, end = select.poll(), time.monotonic() + seconds
+        poll.register(self._sock, select.POLLIN)
+        while not poll.poll(POLL_S * 1000):
+            self._is_late = time.monotonic() > end
+            if self._is_late or _is_stopped(self._process.pid):
+                raise TimeoutError
 
     def reason(self, cpu_s: float) -> str:
         """Explain why the process has ended, as a phrase to follow the name of what it ran."""
@@ -347,6 +388,12 @@ class _Child:
             self._process.kill()
         self._process.wait()
         self._sock.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError, IndexError):  # no /proc
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _cut_off(function: str, reason: str) -> InvalidRequestError:
@@ -429,6 +476,7 @@ def _in_a_copy(work: Callable[[], Any], cpu_s: float, memory: int) -> "Reply | N
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "encode_all": encode_all, "decode": HFTokenizer.decode, "render": render, "check_form": check_form,
+    "forges_token": HFTokenizer.forges_token,
 }  # fmt: skip
 
 

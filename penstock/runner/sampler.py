@@ -28,7 +28,7 @@ from penstock.runner.logits import AdjustedRow, Draw, HostRow, adjusted_pairs, n
 from penstock.runner.structured import StructuredRows
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-ALL_MASKED = "no token may be chosen: min_tokens, bad words and other masks leave none that the model allows"
+ALL_MASKED = "bad_words: no token may be chosen: with min_tokens, the form and other masks, they leave none"
 PROCESSOR_LIMIT_S = 2.0  # for one call of a custom logits processor; every request waits meanwhile
 
 

@@ -4,9 +4,9 @@ Each app has its own ServerContext, which is reached through the request (`conte
 load at /status is made from the fields of EngineStats, each of which says under which name it is reported.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from penstock.client.engine_client import EngineClient, EngineStatus
 from penstock.client.input_processor import PromptRequest
+from penstock.client.turns import Turns
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
@@ -30,6 +31,8 @@ from penstock.server.timelines import RequestLog, TimelineTable, label_text
 from penstock.tokenizer.tokenizer import Tokenizer
 
 SourceOf = Callable[..., Source]
+# The flow of the request that the running task answers, for what it waits for on the way to the engine.
+FLOW: ContextVar[str | None] = ContextVar("flow", default=None)
 
 
 @dataclass(slots=True)
@@ -59,10 +62,10 @@ class ServerContext:
     mark_tokens: dict[str, int | None] = field(default_factory=dict)
     takes_several_calls: bool | None = None
     num_arriving: int = 0
-    tokenizing: asyncio.Semaphore = field(init=False)
+    tokenizing: Turns = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokenizing = asyncio.Semaphore(self.options.max_parallel_tokenizations)
+        self.tokenizing = Turns(self.options.max_parallel_tokenizations)
 
     def info(self) -> ModelInfo:
         """Find the model. Raise EngineDeadError (503) until the engine has been ready, ApiError (503) if draining."""
@@ -144,7 +147,7 @@ def within_limits(
     lengths = [len(prompt.token_ids) for prompt in prompts]
     params = account.limited(params, len(prompts), sum(lengths))
     if log.lease is not None:
-        log.lease.reserve(most_tokens(params, lengths, context_of(request).info().max_model_len))
+        log.lease.reserve(most_tokens(params, lengths, context_of(request).known_info().max_model_len))
     return params
 
 

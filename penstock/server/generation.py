@@ -19,9 +19,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.client.input_processor import PromptRequest
-from penstock.errors import EngineOverloadedError, PenstockError, RequestFailedError
+from penstock.errors import EngineOverloadedError, InvalidRequestError, PenstockError, RequestFailedError
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.structured_outputs import FIELD
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
 from penstock.server.context import ServerContext
 from penstock.server.openai_responses import Seed, Usage
@@ -32,6 +33,7 @@ Events = AsyncGenerator[msgspec.Struct | bytes | None, None]  # bytes are sent a
 T = TypeVar("T")
 
 MIN_TIMEOUT_S = 1e-3  # time left that is given to the engine for a call whose time is over
+BAD_WORDS = "bad_words"  # in whose name the sampler refuses a row whose masks leave no token
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -187,7 +189,11 @@ def _raise_failure(output: RequestOutput) -> None:
     """Raise the error that ends the whole call if one choice failed or was aborted."""
     reasons = {choice.finish_reason for choice in output.outputs}
     if output.error is not None or FinishReason.ERROR in reasons:
-        raise RequestFailedError(output.error or "the computation of this request failed")
+        error = output.error or "the computation of this request failed"
+        field = error.partition(":")[0]
+        if field in (FIELD, BAD_WORDS):  # no token satisfies what the request asks for
+            raise InvalidRequestError(error, param=field, code="unsatisfiable")
+        raise RequestFailedError(error)
     if FinishReason.ABORT in reasons:
         raise unavailable("the request was aborted by the server")
 

@@ -35,7 +35,7 @@ from penstock.errors import (
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams, fields_of
 from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
-from penstock.server.context import ServerContext, account_of, context_of
+from penstock.server.context import FLOW, ServerContext, account_of, context_of
 from penstock.server.openai_requests import (
     MAX_MESSAGES,
     Body,
@@ -95,10 +95,10 @@ async def decode(context: ServerContext, ids: list[int], *, skip_special_tokens:
 
 
 async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) -> T:
-    """Run tokenizer work in a thread, so that streams continue. Work on more than LONG_TEXT items waits for a slot."""
+    """Run tokenizer work in a thread, so that streams continue. Long work waits for its turn among the flows."""
     if size <= LONG_TEXT:
         return await asyncio.to_thread(work)
-    async with context.tokenizing:
+    async with context.tokenizing.turn(FLOW.get()):
         return await asyncio.to_thread(work)
 
 
@@ -382,7 +382,7 @@ async def check_form(context: ServerContext, body: Any, params: SamplingParams) 
     """Raise InvalidRequestError, naming the field, for a form that the model cannot follow."""
     if params.structured_outputs is not None:
         with naming(_given(body)[-1][0]):  # a field before it only says that the form is free
-            await context.client.check_form(params.structured_outputs)
+            await context.client.check_form(params.structured_outputs, FLOW.get())
 
 
 @contextmanager
@@ -555,7 +555,7 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     )
     form = StructuredOutputsParams(grammar=grammar)
     try:
-        await context.client.check_form(form)
+        await context.client.check_form(form, FLOW.get())
     except InvalidRequestError as error:
         raise _refusal(error, grammar.splitlines(), functions) from None
     return params.settled(structured_outputs=form)

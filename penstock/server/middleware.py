@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import EngineOverloadedError, PenstockError
 from penstock.server.accounts import KeyLimitError, Stock
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, internal_error
-from penstock.server.context import ServerContext
+from penstock.server.context import FLOW, ServerContext
 from penstock.server.generation import EVENT_STREAM, sse_data
 from penstock.server.keys import KeyRing
 from penstock.server.metrics import Metrics
@@ -285,6 +285,7 @@ class KeyMiddleware:
             return await _wrong_key().noted(scope).response()(scope, receive, send)
         log: RequestLog = scope["state"]["log"]
         scope["state"]["account"], log.key = account, account.name
+        FLOW.set(log.flow)
         if scope["method"] != "POST" or scope["path"].endswith("/cancel"):  # which must work when a limit is reached
             return await self._app(scope, receive, send)
         try:

@@ -66,7 +66,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._idle_since: float | None = self.loop.time()
         self._arm(self._receive_timeout_s)
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the last answer was complete, or the connection was made; None while a request waits for its answer."""
+        return self._idle_since
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -114,6 +120,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.scope["state"]["abort_connection"] = self.transport.abort
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
+        self._idle_since = None
         if len(self._unanswered) <= MAX_AHEAD:  # uvicorn stops reading, and would not notice that the client hangs up
             self.flow.resume_reading()
 
@@ -139,6 +146,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
+        if not self._unanswered:
+            self._idle_since = self.loop.time()
         self._watch_flush()
         if not self._refused:
             super().on_response_complete()

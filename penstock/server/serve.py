@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import queue
+import resource
 import select
 import signal
 import socket
@@ -23,9 +24,11 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
+from typing import cast
 
 import uvicorn
 
@@ -193,7 +196,8 @@ class Serving:
         server.lifespan = config.lifespan_class(config)
         await server.startup(sockets=[])
         own = {"config": config, "server_state": server.server_state, "app_state": server.lifespan.state}
-        acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own), self._ssl)
+        connections = cast(Collection[GuardedProtocol], server.server_state.connections)
+        acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own), self._ssl, connections)
         acceptor.start()
         await self._exit.wait()  # uvicorn's main_loop would wake ten times a second
         if not self._hurry.is_set():
@@ -343,6 +347,8 @@ class Serving:
 MAX_AT_ONCE = 16  # connections per turn of the event loop; streams continue in between
 LINGER_S, MAX_LINGER_S = 0.2, 2.0  # time to accept more: after the last connection, and in all
 RETRY_S = 0.2  # pause when the system has no file handle or memory left for another connection
+RESERVED = 128  # file handles that no connection takes: for helper processes, files and engines
+MAX_HANDLES = 2**20
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -353,6 +359,11 @@ class Acceptor:
     open streams a turn takes some milliseconds, so at a few hundred new connections per second the rest would wait in
     the kernel, where nothing refuses them: a client that should get a 429 at once would be answered only after the
     clients before it have been served.
+
+    The last RESERVED file handles are left to the work of requests. A connection that would take one of them gets the
+    place of the one that has been without a request for the longest time.
+
+    connections: those that are open, without which none is closed.
     """
 
     def __init__(
@@ -360,7 +371,10 @@ class Acceptor:
         sock: socket.socket,
         make_protocol: Callable[[], asyncio.BaseProtocol],
         context: ssl.SSLContext | None = None,
+        connections: Collection[GuardedProtocol] = (),
     ) -> None:
+        self._connections = connections
+        self._most_handles = _raised_limit() - RESERVED
         self._sock = sock
         self._ssl = context
         self._make_protocol = make_protocol
@@ -401,11 +415,18 @@ class Acceptor:
                     self._pause(exc)
                     return
                 continue  # this connection has already ended
+            if connection.fileno() >= self._most_handles:
+                self._close_idle()
             connection.setblocking(False)
             self._accepted_at = self._loop.time()
             task = self._loop.create_task(self._connect(connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _close_idle(self) -> None:
+        idle = [(one.idle_since, one) for one in self._connections if one.idle_since is not None]
+        if idle:
+            min(idle, key=itemgetter(0))[1].transport.abort()
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
@@ -418,6 +439,16 @@ class Acceptor:
         LOGGER.error("cannot accept a connection: %s; trying again in %g s", exc.strerror, RETRY_S)
         self._loop.remove_reader(self._sock)
         self._retry = self._loop.call_later(RETRY_S, self.start)
+
+
+def _raised_limit() -> int:
+    """Raise the number of file handles that this process may have as far as it may. Return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_HANDLES if hard == resource.RLIM_INFINITY else min(hard, MAX_HANDLES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MAX_HANDLES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 # --- systemd ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +42,26 @@ class ChatTemplate:
         special_tokens: further variables of the template (bos_token, ...).
         chosen: name of the only template to use, or a file with another one.
 
+    Nothing is compiled before the first use, because Jinja computes constants of a template when it compiles it, and
+    they may need any amount of memory: a server leaves that to its text process.
+
     Raises:
-        ModelLoadError: a template does not parse.
+        ModelLoadError: there is no template to use.
     """
 
     def __init__(self, source: Any, special_tokens: Mapping[str, str] | None = None, chosen: str | None = None) -> None:
         self._sources = _named_sources(source, chosen)
         self._forms: dict[str, CallForm] = {}
         self._special_tokens = dict(special_tokens or {})
+
+    @cached_property
+    def _templates(self) -> dict[str, jinja2.Template]:
         environment = _make_environment()
-        self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
+        return {name: _compile(environment, name, text) for name, text in self._sources.items()}
+
+    def compile(self) -> None:
+        """Compile the templates, as otherwise the first use does. Raise ModelLoadError if one does not parse."""
+        _ = self._templates
 
     @property
     def text(self) -> str:
@@ -294,7 +305,7 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, loopcontrols],
-        optimized=False,  # True would compute constants, such as 'a' * 10**9, when the template is loaded
+        optimized=False,  # True would compute more constants, such as 'a' * 10**9, when a template is compiled
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {

@@ -48,6 +48,7 @@ class HFTokenizer:
         named_tokens: special tokens by name (bos_token, ...).
         template, chat_template: source of a `ChatTemplate`, and the template to use instead (its `chosen`).
         clean_up: whether to remove spaces before punctuation, as `clean_up_tokenization_spaces` does.
+        only_decodes: nothing is rendered here, so the template is not compiled.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class HFTokenizer:
         template: Any = None,
         chat_template: str | None = None,
         clean_up: bool = False,
+        only_decodes: bool = False,
     ) -> None:
         named = named_tokens or {}
         backend.no_truncation()
@@ -82,11 +84,18 @@ class HFTokenizer:
         self.token_to_bytes = token_bytes.__getitem__
         has_template = template is not None or chat_template is not None
         self.chat_template = ChatTemplate(template, named, chat_template) if has_template else None
+        if self.chat_template is not None and not only_decodes:
+            self.chat_template.compile()
 
     @cached_property
     def vocab_size(self) -> int:
         """The number of ids. Computed on first use, because it takes 0.2 s for 128k tokens."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def may_forge(self) -> bool:
+        """Whether there are added tokens that are looked for in the normalised text."""
+        return bool(self._normalized)
 
     def forges_token(self, text: str) -> bool:
         """Tell whether the normalizer may make the spelling of an added token of a text that does not contain it."""
@@ -190,7 +199,7 @@ def load_tokenizer(
 
     chat_template: a file with the chat template to use, or the name of one of the model's.
     only_decodes: it may leave out what only `encode` needs, which takes most of the time for other files than
-        tokenizer.json.
+        tokenizer.json, and compiles no template.
 
     Raises:
         ModelLoadError: a file is missing or damaged; the message names it.
@@ -217,6 +226,7 @@ def load_tokenizer(
         template=_read_chat_template(folder, config),
         chat_template=chat_template,
         clean_up=bool(config.get("clean_up_tokenization_spaces", False)),
+        only_decodes=only_decodes,
     )
 
 

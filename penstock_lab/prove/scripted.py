@@ -77,7 +77,7 @@ class ScriptedClient:
     def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
         """Admit everything, because the proofs that use this are not about overload."""
 
-    async def check_form(self, form: StructuredOutputsParams) -> None:
+    async def check_form(self, form: StructuredOutputsParams, flow: str | None = None) -> None:
         """Refuse every form, because tokens are made up here. The server's own checks of the form come before this."""
         raise InvalidRequestError("structured_outputs: not followed here", param="structured_outputs")
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from penstock import LLM, AsyncLLM, InvalidRequestError, ModelLoadError, Samplin
 from penstock.client import text
 from penstock.client.text import IsolatedTokenizer
 from penstock.errors import EngineDeadError, RequestFailedError
+from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.hf import load_tokenizer
 from penstock.weights.hub import MODEL_DIR
 from tests.server.harness import send
@@ -151,6 +153,52 @@ def test_a_process_that_cannot_be_started_costs_no_further_request(isolated, mon
 def end(tokenizer: IsolatedTokenizer) -> None:
     tokenizer._short._child._process.kill()
     tokenizer._short._child._process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_call_is_repeated_if_its_process_is_killed_or_stopped(number, isolated, tmp_path, monkeypatch) -> None:
+    """Guards against valid requests that fail because somebody, or the system, ends the process or holds it up."""
+    monkeypatch.setattr(text, "POLL_S", 0.02)
+    tokenizer = isolated(MODEL_DIR)
+    asks, spawned = text._Child.ask, []
+
+    def ask(child: Any, call: bytes, cpu_s: float) -> Any:
+        spawned.append(child)
+        if len(spawned) < 3:
+            os.kill(child._process.pid, number)
+        return asks(child, call, cpu_s)
+
+    monkeypatch.setattr(text._Child, "ask", ask)
+    assert tokenizer.encode("hello") == load_tokenizer(MODEL_DIR).encode("hello")
+    assert len(spawned) == 3
+
+
+def test_a_template_is_compiled_in_the_text_process_alone(isolated, tmp_path) -> None:
+    """Guards against constants of a template that the server computes at load: Jinja does, and they may be huge."""
+    folder = model(tmp_path / "m", lambda content: None, "{{ (1, 2) * 10**9 }}")
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**31, limit[1]))
+    try:
+        tokenizer = isolated(folder)
+        assert "_templates" not in vars(tokenizer._local.chat_template)
+        with pytest.raises(InvalidRequestError):
+            tokenizer.chat_template.render(USER)
+        assert tokenizer.encode("hello")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+
+
+def test_refused_forms_are_remembered(isolated, monkeypatch) -> None:
+    """Guards against a hostile form that costs its time again with each request."""
+    tokenizer = isolated(MODEL_DIR)
+    form = StructuredOutputsParams(regex="(a{1000}){1000}")
+    with pytest.raises(InvalidRequestError) as first:
+        tokenizer.check_form(form, 4096, [2, 6])
+    monkeypatch.setattr(tokenizer._forms, "call", None)
+    with pytest.raises(InvalidRequestError) as second:
+        tokenizer.check_form(form, 4096, [2, 6])
+    assert (str(first.value), first.value.code) == (str(second.value), second.value.code)
 
 
 def test_a_process_that_the_system_ended_is_replaced(isolated) -> None:

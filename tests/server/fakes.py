@@ -129,7 +129,7 @@ class FakeEngineClient:
         if self.overload is not None:
             raise self.overload
 
-    async def check_form(self, form: StructuredOutputsParams) -> None:
+    async def check_form(self, form: StructuredOutputsParams, flow: str | None = None) -> None:
         """Refuse a regular expression that is called wrong."""
         if form.regex == "wrong":
             raise InvalidRequestError("structured_outputs.regex: wrong", param="structured_outputs")

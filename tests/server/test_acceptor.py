@@ -4,7 +4,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -66,6 +66,42 @@ def test_a_system_without_file_handles_recovers(
     monkeypatch.setattr(serve, "RETRY_S", 0.01)
     run(lambda: FullSystem(fileno=open_socket("127.0.0.1", 0).detach()))
     assert caplog.text.count("cannot accept a connection") == 1
+
+
+class Idle(asyncio.Protocol):
+    """A connection that has been without a request for some seconds; None: one waits for its answer."""
+
+    def __init__(self, idle_since: float | None) -> None:
+        self.idle_since = idle_since
+        self.transport = self
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_idle_strangers_do_not_take_the_last_file_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against connections without a request, which need no key, that keep the server from starting a helper."""
+    monkeypatch.setattr(serve, "RESERVED", 2**21)  # more than there are: every connection takes one of the last
+    there = [Idle(5.0), Idle(None), Idle(3.0)]
+
+    async def accept(listening: socket.socket) -> None:
+        made: list[asyncio.BaseProtocol] = []
+
+        def make() -> asyncio.BaseProtocol:
+            made.append(asyncio.Protocol())
+            return made[-1]
+
+        accepting = Acceptor(listening, make, connections=cast(Any, there))
+        with socket.create_connection(listening.getsockname()):
+            accepting.start()
+            while not made:
+                await asyncio.sleep(0.001)
+        accepting.close()
+
+    with open_socket("127.0.0.1", 0) as listening:
+        asyncio.run(accept(listening))
+    assert [one.aborted for one in there] == [False, False, True]
 
 
 async def lingering(listening: socket.socket) -> list[int]:

@@ -8,6 +8,8 @@ import pytest
 
 from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, RequestFailedError
+from penstock.interface.outputs import RequestOutput
+from penstock.server.generation import _raise_failure
 from penstock.server.options import ServerOptions
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import app_client
@@ -296,3 +298,14 @@ def test_the_log_says_what_was_wrong(caplog: pytest.LogCaptureFixture) -> None:
     assert "\n" not in odd
     assert "code=unknown_url" in nowhere
     assert "code=" not in fine
+
+
+@pytest.mark.parametrize(("error", "kind"), [
+    ("structured_outputs: nothing fits it: there is no text that it allows", InvalidRequestError),
+    ("bad_words: no token may be chosen", InvalidRequestError),
+    ("the logits are not finite", RequestFailedError),
+])  # fmt: skip
+def test_what_a_request_makes_impossible_is_its_own_fault(error: str, kind: type[Exception]) -> None:
+    """Guards against a 500, and an alarm, for a form that turns out to allow no text."""
+    with pytest.raises(kind, match=error):
+        _raise_failure(RequestOutput("x", None, [], [], finished=True, error=error))

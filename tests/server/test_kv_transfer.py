@@ -112,7 +112,10 @@ def test_roles_are_checked_before_anything_starts(tmp_path: Path) -> None:
 class FakePrefillServer:
     """Answers as it is told, with blocks of four bytes."""
 
-    def __init__(self, lines: list[Progress | bytes], *, damage: str = "", missing: str = "none") -> None:
+    def __init__(
+        self, lines: list[Progress | bytes], *, damage: str = "", missing: str = "none", **headers: str
+    ) -> None:
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
         self.lines = [line if isinstance(line, bytes) else msgspec.json.encode(line) for line in lines]
         self.damage, self.missing = damage, missing
         routes = [
@@ -122,7 +125,7 @@ class FakePrefillServer:
         self.transport = httpx.ASGITransport(Starlette(routes=routes))
 
     async def prefill(self, request: Request) -> Response:
-        return Response(b"\n".join(self.lines) + b"\n")
+        return Response(b"\n".join(self.lines) + b"\n", headers=self.headers)
 
     async def blocks(self, request: Request) -> Response:
         files = [self.file(name) for name in (await request.json())["names"]]
@@ -156,6 +159,10 @@ CASES = {
     "an error": (FakePrefillServer([Progress(1), Progress(1, done=True, error="no")]), 2, 1),
     "rubbish": (FakePrefillServer([b"<html>"]), 0, 1),
     "nothing": (FakePrefillServer([]), 0, 1),
+    "nested deep": (FakePrefillServer([b"[" * 60_000]), 0, 1),
+    "an endless line": (FakePrefillServer([b"1" * 200_000]), 0, 1),
+    "no such charset": (FakePrefillServer([Progress(4, done=True)], content_type="text/plain; charset=zip"), 8, 0),
+    "compressed": (FakePrefillServer([Progress(4, done=True)], content_encoding="gzip"), 0, 1),
 }
 
 

@@ -129,7 +129,7 @@ class TestErrors:
     def test_broken_templates(self, source):
         """Guards against a RecursionError or a traceback at start-up for a malformed template."""
         with pytest.raises(ModelLoadError, match="chat_template"):
-            ChatTemplate(source)
+            ChatTemplate(source).compile()
 
     @pytest.mark.parametrize("messages", [[], None, "hi", {}, [5], ["hi"], [[]], [None], [{"content": object()}]])
     def test_wrong_messages(self, messages):
