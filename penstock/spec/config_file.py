@@ -41,12 +41,13 @@ UNSUPPORTED: dict[str, str] = {
 }
 # Keys of config.json -> the kind of model that has them.
 RECURRENT = "a hybrid model: some of its layers keep a recurrent state instead of keys and values"
+LATENT = "latent attention: it keeps one compressed vector per token instead of keys and values"
 UNSUPPORTED_KEYS: dict[str, str] = {
     "linear_attn_config": RECURRENT,
     "linear_num_key_heads": RECURRENT,
     "mamba_num_heads": RECURRENT,
     "sparse_attention_config": "sparse attention: it chooses keys by an index that it keeps beside them",
-    "kv_lora_rank": "latent attention: it keeps one compressed vector per token instead of keys and values",
+    "kv_lora_rank": LATENT,
 }
 # Of params.json:
 CONTEXT = 32768  # default context

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelLoadError, shown
+from penstock.spec.config_file import LATENT
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.gguf import GGUFTensor, read_floats, read_model
 
+KINDS = {  # keys that tell why an architecture is not supported
+    "attention.kv_lora_rank": LATENT,
+    **dict.fromkeys(("ssm.state_size", "wkv.head_size"), "a recurrent state instead of keys and values"),
+}
 SOFTMAX, SIGMOID = 1, 2  # how scores of experts are made
 # general.architecture -> architectures, model_type.
 ARCHITECTURES = {
@@ -159,8 +164,11 @@ def config_of_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ModelLoadError(f"{path}: general.type = {shown(kind)}: it does not hold a whole model")
     name = metadata.get("general.architecture")
     if name not in ARCHITECTURES:
+        kind = next((reason for key, reason in KINDS.items() if f"{name}.{key}" in metadata), None)
+        because = "" if kind is None else f" ({kind})"
         raise ModelLoadError(
-            f"{path}: general.architecture = {shown(name)} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"{path}: general.architecture = {shown(name)} is not supported{because}; supported are "
+            f"{', '.join(ARCHITECTURES)}"
         )
     if "token_embd.weight" not in tensors:
         raise ModelLoadError(f"{path}: holds no token_embd.weight, so it is not a whole model")

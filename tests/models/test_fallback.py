@@ -19,7 +19,7 @@ from penstock.engine.speculation import Speculation
 from penstock.errors import InvalidRequestError
 from penstock.models import registry
 from penstock.models.config_json import load_model_config, parse_model_config
-from penstock.weights.sources import read_parameters
+from penstock.weights.sources import read_parameters, read_table
 from penstock_lab.prove.every_draft import EveryDraft
 from penstock_lab.prove.parallel import BASE, answers, draw_map, start_threads
 from tests.answers import LENGTHS, PROMPTS, WATCHED, ask, ask_alone, check, check_resumed, request
@@ -179,6 +179,21 @@ def test_a_part_of_a_name_is_no_class(name: str) -> None:
     """Guards against AttributeError's traceback for a name that is contained in one that Transformers has."""
     with pytest.raises(ModelLoadError, match=f"architectures = '{name}' is not supported"):
         parse_model_config({"architectures": [name], "model_type": "helium"})
+
+
+def test_a_published_config_of_deepseek() -> None:
+    """Guards against a file that is refused for keys that Transformers does not read, or for tensors of a layer that
+    predicts further tokens, and against one that computes otherwise."""
+    config = fallback_classes.tiny_config("DeepseekV3ForCausalLM").to_dict() | {
+        "ep_size": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    found = parse_model_config(config)
+    table = read_table(found)
+    ignored = [table.ignores(f"model.layers.{found.num_hidden_layers + at}.eh_proj.weight") for at in (-1, 0, 1)]
+    assert ignored == [False, True, False]
+    with pytest.raises(ModelLoadError, match=r"scoring_func = 'softmax' is not allowed"):
+        parse_model_config(config | {"scoring_func": "softmax"})
 
 
 def test_unknown_keys_and_rotary_types_are_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from penstock.errors import ModelLoadError
 from penstock.layers.swap import ProductWeight
-from penstock.spec.config_reader import ConfigReader
+from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
 
@@ -57,6 +57,11 @@ LEAVES = 8  # pieces in which a product is summed that ranks split along its dep
 BROKEN: dict[str, str] = {
     "DeepseekV32ForCausalLM": "its attention chooses keys by an index that it keeps beside them",
     "GlmMoeDsaForCausalLM": "its attention chooses keys by an index that it keeps beside them",
+}
+
+# Keys of published files that Transformers does not read: the class -> the values that mean what it computes.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": {"ep_size": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
 
 
@@ -143,6 +148,7 @@ def read_config(read: ConfigReader) -> dict[str, Any]:
     kind = model_class.config_class
     known = {*(item.name for item in fields(kind)), *kind.attribute_map, *kind().to_dict()}
     read.forget({*values} - {*known, *OLDER_KEYS, "model_type", "architectures", "auto_map"})
+    read.neutral(PUBLISHED.get(name, {}))
     config, found = _config(name, values), derive(name, values)
     site, context = found.sites[0], getattr(config, "max_position_embeddings", None)
     if type(context) is not int or context < 1:
@@ -153,6 +159,7 @@ def read_config(read: ConfigReader) -> dict[str, Any]:
         "hidden_size": found.hidden_size,
         "intermediate_size": max(shape[0] for name, shape in rows.items() if len(shape) == 2),
         "num_hidden_layers": len(found.sites),
+        "num_nextn_predict_layers": read.integer("num_nextn_predict_layers", 0, MAX_SIZE, 0),
         "num_attention_heads": site.num_heads,
         "num_key_value_heads": site.num_kv_heads,
         "head_dim": site.head_dim,
