@@ -167,7 +167,7 @@ class MoE(Module):
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
         self.ops = make.ops
         self.activation = cfg.hidden_act
-        self.gate = make.linear("gate")
+        self.gate = make.linear("gate", is_exact=cfg.exact_router)
         self._correction = None
         if cfg.router_bias:
             name = "correction" if cfg.router_bias == 1 else "moe_statics"

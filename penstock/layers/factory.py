@@ -84,9 +84,11 @@ class LayerFactory:
     def at(self, name: str) -> Self:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
-    def linear(self, name: str) -> Linear:
-        """Make a plain product."""
+    def linear(self, name: str, *, is_exact: bool = False) -> Linear:
+        """Make a plain product. is_exact: its weight, which has no bias, is not rounded to the model's type."""
         spec = self._linear_spec(name)
+        if is_exact:
+            spec = replace(spec, rest=self.slot(f"{name}.rest", spec.shape[:1], "float32"))
         out = self.slot(name, spec.shape[:1], "float32")
         return Linear(self.ops, spec, out)
 

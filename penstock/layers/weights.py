@@ -18,8 +18,10 @@ import numpy as np
 from penstock.errors import NotSupportedError
 from penstock.kernels.coding import CodedRows, PartRows
 from penstock.kernels.ops import PLAIN, Ops, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
-from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array, rounded
+from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, array_type, as_array, rounded
 from penstock.layers.module import Module
+
+EXACT_PARTS = 3  # bfloat16 holds 8 of the 24 bits of a float32
 
 
 class WeightLayer(Module):
@@ -81,12 +83,15 @@ class LinearSpec:
         packing: how the weight is packed, if it is in one piece.
         pieces: the number of rows and the packing of each piece, if there are several; their source has them as its
             attribute `pieces`.
+        rest: a buffer [M, N] float32 for products with what rounding takes from the weight, which then counts as exact
+            (up to float32); None: the weight is rounded to the model's type.
     """
 
     shape: tuple[int, ...]
     bias: bool = False
     packing: Packing = PLAIN
     pieces: tuple[tuple[int, Packing], ...] = ()
+    rest: Slot | None = None
 
     @property
     def is_coded(self) -> bool:
@@ -96,6 +101,9 @@ class LinearSpec:
 
 class Linear(WeightLayer):
     """x [M, K] dtype -> x @ weight.T + bias [M, N] float32. The weight is packed by the backend when it is loaded.
+
+    An exact weight is the sum of EXACT_PARTS weights of the model's type, each of which holds what the ones before it
+    leave. Parts that are zero, as of a weight that has the model's type in the checkpoint, are not multiplied.
 
     Attributes:
         pieces: the first and past-the-last column of each piece, and its packing.
@@ -111,13 +119,19 @@ class Linear(WeightLayer):
         ends = list(itertools.accumulate(rows for rows, _ in spec.pieces))
         self.pieces = [(end - rows, end, item) for end, (rows, item) in zip(ends, spec.pieces, strict=True)]
         self.pieces = self.pieces or [(0, spec.shape[0], spec.packing)]
+        if spec.rest is not None and array_type(ops.dtype) != FLOAT32:
+            self.pieces *= EXACT_PARTS
+        self._rests: tuple[PackedLinear, ...] = ()
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         bias = self._bias(whole(values["bias"]) if self.spec.bias else None)
+        sources = self._sources(values["weight"])
         self.packed = tuple(
             self.ops.pack_linear(rows, None if bias is None else bias[begin:end], packing)
-            for rows, (begin, end, packing) in zip(self._sources(values["weight"]), self.pieces, strict=True)
+            for rows, (begin, end, packing) in zip(sources, self.pieces, strict=True)
         )
+        if self.spec.rest is not None:
+            self._rests = tuple(part for part, rows in zip(self.packed, sources, strict=True) if whole(rows).any())[1:]
 
     def _bias(self, bias: Array | None) -> Array | None:
         """Return the bias of all columns."""
@@ -125,7 +139,13 @@ class Linear(WeightLayer):
 
     def _sources(self, weight: Any) -> Sequence[Any]:
         """Return the rows of each piece."""
-        return weight.pieces if self.spec.pieces else (weight,)
+        if self.spec.rest is None or len(self.pieces) == 1:
+            return weight.pieces if self.spec.pieces else (weight,)
+        left, parts = rounded(whole(weight), FLOAT32), []
+        for _ in self.pieces:
+            parts.append(rounded(rounded(left, self.ops.dtype), FLOAT32))
+            left = left - parts[-1]
+        return [TensorRows(part) for part in parts]
 
     @property
     def num_bytes(self) -> int:
@@ -156,12 +176,21 @@ class Linear(WeightLayer):
             self.ops.restore_linear((end - begin, depth), own, packing)
             for own, (begin, end, packing) in zip(states, self.pieces, strict=True)
         )
+        if self.spec.rest is not None:
+            stored = zip(self.packed, states, strict=True)
+            self._rests = tuple(part for part, own in stored if any(as_array(item).any() for item in own.values()))[1:]
 
     def forget(self) -> None:
         del self.packed
+        self._rests = ()
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.out(x.shape[0])
+        if self.spec.rest is not None:
+            out = self._compute(x, self.packed[0], out)
+            for part in self._rests:
+                out = self.ops.add(out, self._compute(x, part, self.spec.rest(x.shape[0])))
+            return out
         if len(self.packed) == 1:
             return self._compute(x, self.packed[0], out)
         for weight, (begin, end, _) in zip(self.packed, self.pieces, strict=True):

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.config import DEGREES
+from penstock.errors import NotSupportedError
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, RowSource, SplittingOps
 from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, array_type, as_array, as_kind_of
@@ -347,9 +348,11 @@ class RankFactory(LayerFactory):
 
     split: Split = field(kw_only=True)
 
-    def linear(self, name: str) -> Linear:
-        made, cut, wires = LayerFactory.linear(self, name), self._cut(name), self._wires(name)
+    def linear(self, name: str, *, is_exact: bool = False) -> Linear:
+        made, cut, wires = LayerFactory.linear(self, name, is_exact=is_exact), self._cut(name), self._wires(name)
         if cut.is_summed:
+            if is_exact:
+                raise NotSupportedError(f"{self.prefix}{name}.weight is exact, and cannot be split along its input")
             part = self.slot(f"{name}.part", made.spec.shape[:1], "float32")
             return SummedLinear(made, part, self.split, cut)
         return made if wires is None else WiredLinear(self.ops, made.spec, made.out, wires=wires)

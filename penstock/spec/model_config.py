@@ -120,6 +120,7 @@ class ModelConfig:
             routed_scaling_factor: how a router chooses and weighs experts: `scores`, the axes with which files hold
             the `bias` (0: there is none), `groups`, `top_groups`, `min_sum`, `threshold` and `scale` of RouterParams in
             kernels/metadata.py.
+        exact_router: the weight of a router keeps float32, if a checkpoint has it.
         weigh_expert_inputs: the weights of experts multiply what they read, not their results.
         shared_expert_gate: whether a gate for each token multiplies the result of the shared expert, which is added to
             those of the chosen ones; None: there is no shared expert. shared_expert_intermediate_size is its width.
@@ -194,6 +195,7 @@ class ModelConfig:
     router_min_sum: float = 0.0
     router_threshold: float = 0.0
     routed_scaling_factor: float = 1.0
+    exact_router: bool = False
     weigh_expert_inputs: bool = False
     shared_expert_gate: bool | None = None
     shared_expert_intermediate_size: int = 0

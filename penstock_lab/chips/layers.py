@@ -166,8 +166,9 @@ class PlacedFactory(LayerFactory):
         placed = cast(PlacedOps, self.ops).on(site, self.machine.heads_of(site))
         return replace(made, ops=cast(Ops, placed))
 
-    def linear(self, name: str) -> Linear:
-        return self._placed(name, LayerFactory.linear(self, name), lambda spec, out: Linear(self.ops, spec, out))
+    def linear(self, name: str, *, is_exact: bool = False) -> Linear:
+        made = LayerFactory.linear(self, name, is_exact=is_exact)
+        return self._placed(name, made, lambda spec, out: Linear(self.ops, spec, out))
 
     def activated_linear(self, name: str, activation: str) -> Linear:
         return self._placed(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
@@ -13,6 +14,7 @@ from penstock.kernels.tensors import Slot
 from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import Linear, RMSNorm
 from penstock.spec.param_table import Layout, Parameter
+from tests.kernels.packed import levels
 
 
 def slot(columns: tuple[int, ...], dtype: str) -> Slot:
@@ -139,3 +141,30 @@ def test_norm_weights_are_rounded_to_the_models_type() -> None:
     norm.load({"weight": torch.tensor([1.001])})
     assert norm.weight.tolist() == [1.0]
     assert norm.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kernels", ["reference", *(["cpu"] if levels() else [])])
+def test_an_exact_weight_is_not_rounded(kernels: str) -> None:
+    """Guards against a router that chooses other experts than the weights of its checkpoint do, against a weight of the
+    model's own type that gets other bits or more products, and against packed weights that lose a part."""
+    parameters = {"gate.weight": parameter("gate.weight", (6, 64))}
+    make = LayerFactory.single_device(load_ops(kernels, torch.bfloat16), parameters)
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(shape, generator=generator) for shape in ((6, 64), (3, 64)))
+    x = x.bfloat16()
+    plain, exact = make.linear("gate"), make.linear("gate", is_exact=True)
+    for layer in (plain, exact):
+        layer.load({"weight": weight})
+    expected = x.double() @ weight.double().T
+    rounded, found = (layer(x).clone() for layer in (plain, exact))
+    assert (found - expected).abs().max() < 1e-5
+    assert (rounded - expected).abs().max() > 1e-3
+    if kernels == "cpu":
+        again = make.linear("gate", is_exact=True)
+        again.restore(exact.state())
+        assert torch.equal(again(x), found)
+    for layer in (plain, exact):
+        layer.forget()
+        layer.load({"weight": weight.bfloat16()})
+    assert not exact._rests
+    assert torch.equal(plain(x).clone(), exact(x))

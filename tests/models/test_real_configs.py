@@ -372,6 +372,7 @@ def test_what_routers_and_heads_of_mixtures_do() -> None:
     assert glm.sparse_layers == (False,) + (True,) * 45
     assert (glm.num_hidden_layers, glm.num_nextn_predict_layers) == (46, 1)
     assert minimax.qk_norm_together
+    assert (glm.exact_router, minimax.exact_router) == (True, False)
 
 
 def test_sizes_that_a_text_part_leaves_out() -> None:
