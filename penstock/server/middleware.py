@@ -35,6 +35,7 @@ QUIET_PATHS = HEALTH_PATHS | PAGE_PATHS | {"/status", "/metrics"}  # polled cont
 MAX_REQUEST_ID = 128
 HOST = re.compile(r"(?P<name>\[[^]]*\]|[^:]*)(:\d*)?")
 FREE_BODY_BYTES = 64 * 1024  # bytes of each body that are not counted against the common budget
+KEY_IN_PATH = re.compile(r"(?i)\bsk-|bearer|api[-_]?key")  # of a client that puts its key in the URL: it is not logged
 MAX_REFUSAL_LINES = 10  # lines about refused requests in the access log, per second
 TOO_MANY = 429
 CLIENT_GONE = 499  # never sent, only logged
@@ -116,7 +117,8 @@ class BoundaryMiddleware:
             log.timeline.answered(status)
         if not self._options.access_log or (status == TOO_MANY and not self._refusals.may_write()):
             return
-        parts = [scope["method"], ascii(scope["path"])[1:-1][:200], str(status), f"{log.age_s() * 1000:.0f}ms"]
+        shown = "..." if KEY_IN_PATH.search(scope["path"]) else ascii(scope["path"])[1:-1][:200]
+        parts = [scope["method"], shown, str(status), f"{log.age_s() * 1000:.0f}ms"]
         key = f"key={log.key}" if log.key else ""
         error = error_text(log.error) if log.error is not None else ""
         parts += [part for part in (error, key, log.tokens(), log.labels) if part]

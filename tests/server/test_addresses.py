@@ -139,3 +139,15 @@ def test_a_required_key() -> None:
         ServerOptions(host="0.0.0.0", require_key=True)
     for fine in ({"api_key": "k"}, {"host": "127.0.0.1"}, {"uds": "/run/penstock.sock"}):
         ServerOptions(**{"host": "0.0.0.0", "require_key": True, **fine})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["127.1", "127.0.0.2", "LOCALHOST", "::1", "0x7f000001"])
+def test_loopback_is_known_however_it_is_written(host: str) -> None:
+    """Guards against a spelling of loopback with which any web page may reach the server."""
+    options = ServerOptions(host=host)
+    hosts = options.hosts()
+    assert hosts is not None
+    assert "localhost" in hosts
+    assert (f"[{host}]" if ":" in host else host.lower()) in hosts
+    assert not options.is_open_to_all
+    assert ServerOptions(host="0.0.0.0").hosts() is None

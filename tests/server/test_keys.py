@@ -277,3 +277,21 @@ def test_sighup_reads_the_file_again(file: Path) -> None:
             assert get(f"{url}/status", headers=bearer(ALICE[::-1])).status_code == 200
         finally:
             process.kill()
+
+
+def test_a_fifo_as_key_file_holds_up_nobody(file: Path) -> None:
+    """Guards against a reload that waits for ever in the event loop, where every stream stands still."""
+    ring = KeyRing(None, str(file))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(InvalidRequestError, match="not a regular file"):
+        ring.reload()
+    assert ring.find(ALICE.encode()) is not None
+
+
+def test_a_key_in_the_path_is_not_logged(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a key in the log of a client that puts it into the URL."""
+    with caplog.at_level(logging.DEBUG, "penstock"):
+        client.get(f"/v1/{ALICE}/models", headers=bearer(ALICE))
+    assert "GET ... 404" in caplog.text
+    assert ALICE not in "".join(one.getMessage() for one in caplog.records if one.name.startswith("penstock"))

@@ -19,6 +19,7 @@ import pytest
 
 from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError
+from penstock.server import serve
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run_server
 from tests.server.fakes import Behaviour, FakeEngineClient
@@ -242,3 +243,18 @@ def test_streams_left_after_the_drain_get_an_error() -> None:
             assert "engine_unavailable" in [line for line in lines if line][-1]
         stopper.join()
     assert server.exit_code == 0
+
+
+def test_nobody_has_to_read_the_ready_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a broken standard output that ends the watcher of the engine, after which no failure is seen."""
+
+    def broken(*words: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(serve, "print", broken, raising=False)
+    fake = FakeEngineClient()
+    with running(fake, QUIET) as server:
+        assert get(f"{server.url}/health").status_code == 200
+        fake.state = EngineState.FAILED
+        server.join()
+    assert server.exit_code == serve.EXIT_ENGINE_FAILED
