@@ -248,8 +248,9 @@ def test_streams_left_after_the_drain_get_an_error() -> None:
 def test_nobody_has_to_read_the_ready_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a broken standard output that ends the watcher of the engine, after which no failure is seen."""
 
-    def broken(*words: object, **options: object) -> None:
-        raise BrokenPipeError
+    def broken(*words: object, file: object = None, flush: bool = False) -> None:
+        if file is None:
+            raise BrokenPipeError
 
     monkeypatch.setattr(serve, "print", broken, raising=False)
     fake = FakeEngineClient()
