@@ -63,6 +63,7 @@ MAX_IMPORTS = 64
 HINTS = Path(__file__).with_name("option_hints.toml")
 SMALL_MATRIX = 2**19  # elements of an MLP matrix; one thread reads and multiplies a megabyte in 30 us
 
+
 Choices = dict[str, tuple[Any, str]]  # option -> the chosen value, and why
 Part = TypeVar("Part", "CacheConfig", "SchedulerConfig", "NumericsConfig")
 
@@ -405,6 +406,7 @@ class NumericsConfig:
     )
     verify_files: bool = option(False, bool, "compare packed weights with their checksums before they are used")
     kernels: str = option("auto", KERNELS, "backend that computes")
+    device: str = option(AUTO, str, "where it computes: auto, cpu, or a GPU: cuda, or cuda:1 for the second")
     threads: int | None = option(None, range(1, 1025), "cores that compute (default: all, or 1 for a small model)")
     cpu_affinity: str = option(AUTO, str, "where threads run: auto, none, nodes, or one per core of a list like 0-3,8")
     seed: int = option(0, range(-(2**63), 2**63), "the engine's seed, from which requests without a seed derive theirs")
@@ -425,6 +427,13 @@ class NumericsConfig:
         if self.kernels == "triton":
             message = f"kernels: {shown(self.kernels)} is planned but not built yet"
             raise NotSupportedError(message, param="kernels")
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
+            raise fail("device", self.device, "auto, cpu, cuda, or cuda:N for the GPU with the number N")
+        if self.device.startswith("cuda"):
+            if self.kernels != "auto":
+                raise fail("device", self.device, f"auto or cpu: kernels = {self.kernels} compute on the CPU")
+            message = f"device: {shown(self.device)} needs kernels = triton, which are planned but not built yet"
+            raise NotSupportedError(message, param="device")
         if self.cpu_affinity not in AFFINITIES:
             try:
                 parse_cpus(self.cpu_affinity)
@@ -495,6 +504,8 @@ class NumericsConfig:
         if self.kernels == "auto":
             native = "cpu", f"native kernels, level {level}"
             choices["kernels"] = native if level else ("reference", f"plain torch, slow; {why_missing()}")
+        if self.device == AUTO:
+            choices["device"] = "cpu", "the kernels compute on the CPU"
         if num_ranks > 1 and level is None:
             why = "" if self.kernels == "reference" else f": {why_missing()}"
             raise fail("kernels", self.kernels, f"cpu if several processes share the model{why}")

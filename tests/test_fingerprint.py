@@ -39,7 +39,7 @@ CANNOT_CHANGE: dict[str, Any] = {
     "pad_vocab_multiple": 64, "sharding_config": "SHARDING", "threads": 2, "cpu_affinity": "auto", "seed": 5,
     "verify_files": True, "speculative_config": {"method": "ngram"}, "pooler_config": {"pooling_type": "MEAN"},
     "kv_offload_memory_bytes": 2**20, "kv_offload_dir": "STORE", "kv_offload_dir_bytes": 2**20,
-    "chat_template": "{{ messages }}",
+    "chat_template": "{{ messages }}", "device": "cpu",
     "scheduling_policy": "length_classes", "max_stall_ms": 5, "prefill_ratio": 2.0, "pipeline_parallel_size": 2,
 }  # fmt: skip
 PROVED_ELSEWHERE = (  # tests/parallel

@@ -121,6 +121,7 @@ BAD_OPTIONS = {
     "pooler_config": [5, "MEAN", ["MEAN"]],
     "chat_template": [5, ["x"], {"default": "x"}, True],
     "kernels": ["cuda", "triton", None],
+    "device": ["gpu", "cuda:", "cuda:-1", "cuda:x", "cuda", "cuda:0", None, 0],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
     "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],
     "max_num_batched_tokens": [0, -1, 2**40, "1"],
@@ -246,6 +247,8 @@ def test_what_is_planned_says_so():
     with pytest.raises(NotSupportedError) as caught:
         EngineConfig.from_options(kernels="triton")
     assert caught.value.code == "not_implemented"
+    with pytest.raises(NotSupportedError, match="device: 'cuda' needs kernels = triton"):
+        EngineConfig.from_options(device="cuda")
 
 
 def test_group_sizes_belong_to_int4():

@@ -12,7 +12,6 @@ from penstock.engine.speculation import NgramProposer, Speculation
 from penstock.errors import InvalidRequestError
 from penstock.interface.step import CacheGroup
 from penstock.kernels.cpu.host import free_memory_bytes
-from penstock.kernels.tensors import is_torch
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.runner.draft_model import DraftModelProposer
@@ -68,7 +67,7 @@ def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weight
     groups = tuple(CacheGroup(layers, window, rows, length) for layers, window in model.cache_groups())
     num_bytes = rows * length * model.num_hidden_layers * cached_token_bytes(own, model)
     ops = make_ops(own, model)
-    if not is_torch(ops.dtype):
+    if ops.is_planned:
         stored = open_stored(weights, model, own.numerics.load_format)
         sizes = partial(model_sizes, model, ops, HeadLayout(1, 1), stored, slices=own.numerics.activation_slices)
         ledger = Ledger(model, lambda scheme: sizes(scheme=scheme), 0, 0)

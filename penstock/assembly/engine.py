@@ -24,7 +24,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import Tensor, is_torch
+from penstock.kernels.tensors import Tensor
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
@@ -59,8 +59,8 @@ UNLIMITED = 2**62  # bytes
 class PlannedEngine:
     """Everything of an engine except its executor, for simulations, which read no weights and allocate nothing.
 
-    memory is its ledger; None if torch computes, because torch's memory cannot be planned. codings names how the
-    checkpoint codes its weights; it is empty if it does not.
+    memory is its ledger; None if the backend's memory cannot be planned. codings names how the checkpoint codes its
+    weights; it is empty if it does not.
     """
 
     config: EngineConfig
@@ -279,14 +279,14 @@ def _plan(
 ) -> tuple[EngineConfig, CachePlan, MemoryPlan | None]:
     """Plan the config, the cache and the ledger of an engine whose model is not loaded yet.
 
-    There is no ledger for given groups, nor if torch computes, because torch's memory cannot be planned.
+    There is no ledger for given groups, nor for a backend whose memory cannot be planned.
 
     Raises:
         InvalidRequestError: the engine does not fit the option `memory`, or the option needs a ledger.
     """
     if groups is not None:
         return config, plan_given_cache(config, model_config, free_bytes, groups), None
-    if is_torch(ops.dtype):
+    if not ops.is_planned:
         if config.cache.memory is not None:
             raise fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
         return config, plan_kv_cache(config, model_config, free_bytes), None

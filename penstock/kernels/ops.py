@@ -136,6 +136,7 @@ class Ops(Protocol):
     name: str
     dtype: Dtype
     device: Any  # "cpu", or a torch.device
+    is_planned: bool  # whether all memory that it takes is known before it is allocated (assembly/memory.py)
 
     def tensor(self, array: Array) -> Tensor:
         """Convert an array on the host to a tensor of this backend; on the CPU, both share memory."""

@@ -154,7 +154,7 @@ def make_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
     threads = numerics.threads or 1
     cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
     dtype = dtype_for(model_config, numerics.kernels, numerics.dtype)
-    return load_ops(numerics.kernels, dtype, threads=threads, cores=cores)
+    return load_ops(numerics.kernels, dtype, numerics.device, threads=threads, cores=cores)
 
 
 def make_model(

@@ -14,7 +14,7 @@ from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import Array, is_torch
+from penstock.kernels.tensors import Array
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import FallbackVersion, find_model
@@ -62,7 +62,7 @@ class PlannedModel:
         check_codes(planned.resolved(), model, stored)
         kernels = planned.resolved().numerics.kernels
         by_modules = isinstance(find_model(model.architecture, model.model_impl), FallbackVersion)
-        if kernels != "cpu" or (is_torch(planned.ops.dtype) and not by_modules):  # may import torch, so it comes last
+        if kernels != "cpu" or not (by_modules or planned.ops.is_planned):  # may import torch, so it comes last
             raise fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
         return planned
 

@@ -297,6 +297,7 @@ class NativeCalls:
             raise EngineError(f"the native kernels cannot start at level {level} with {threads} threads")
         weakref.finalize(self, library.penstock_context_free, context).atexit = False
         self.dtype = dtype
+        self.is_planned = not is_torch(dtype)  # torch allocates its own memory
         self.element = array_type(dtype)
         self.level = level
         self.threads = threads

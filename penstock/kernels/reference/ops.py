@@ -94,6 +94,7 @@ class ReferenceOps:
     """All operations on one device. dtype: the type of weights and of the operands of products."""
 
     name = "reference"
+    is_planned = False
 
     def __init__(self, dtype: Dtype, device: Any = "cpu") -> None:
         self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)
