@@ -25,8 +25,11 @@ from penstock.kernels.triton.quantize import Operand
 
 
 @triton.jit
-def leaf_value(sums, x_scales, leaf, m0, M, ROWS: tl.constexpr, SLICES: tl.constexpr):
-    """Convert the sums of a leaf, [columns, ROWS * SLICES], to float32 [columns, ROWS]."""
+def leaf_value(sums, scales, is_token, leaf, M, ROWS: tl.constexpr, SLICES: tl.constexpr):
+    """Convert the sums of a leaf, [columns, ROWS * SLICES], to float32 [columns, ROWS].
+
+    scales: where the scales of the rows in the first leaf are; those of the next leaf follow M numbers later.
+    """
     value = sums.to(tl.float32)
     if SLICES == 2:
         first, second = value.reshape(sums.shape[0], ROWS, 2).split()
@@ -36,22 +39,20 @@ def leaf_value(sums, x_scales, leaf, m0, M, ROWS: tl.constexpr, SLICES: tl.const
         first, third = even.split()
         second, _ = odd.split()
         value = (first + second * (1.0 / 254.0)) + third * (1.0 / 64516.0)
-    if x_scales is not None:
-        rm = m0 + tl.arange(0, ROWS)
-        value = value * tl.load(x_scales + leaf * M + rm, mask=rm < M, other=0.0)[None, :]
+    if scales is not None:
+        value = value * tl.load(scales + leaf * M, mask=is_token, other=0.0)[None, :]
     return value
 
 
 @triton.jit
-def leaf_rows(sums, x_scales, leaf, m0, M, ROWS: tl.constexpr, SLICES: tl.constexpr):
+def leaf_rows(sums, scales, is_token, leaf, M, ROWS: tl.constexpr, SLICES: tl.constexpr):
     """Do the same for [ROWS * SLICES, columns]."""
-    if x_scales is None:
+    if scales is None:
         value = sums
     elif SLICES == 1:
-        rm = m0 + tl.arange(0, ROWS)
-        value = sums.to(tl.float32) * tl.load(x_scales + leaf * M + rm, mask=rm < M, other=0.0)[:, None]
+        value = sums.to(tl.float32) * tl.load(scales + leaf * M, mask=is_token, other=0.0)[:, None]
     else:
-        value = leaf_value(sums.T, x_scales, leaf, m0, M, ROWS, SLICES).T
+        value = leaf_value(sums.T, scales, is_token, leaf, M, ROWS, SLICES).T
     return value
 
 
@@ -88,20 +89,18 @@ def weight_tile(at, is_column, inside, WHOLE: tl.constexpr):
     return values
 
 
-@triton.jit(do_not_specialize=["M"])
-def few_rows(
-    x, w, w_scales, bias, x_scales, starts, out, M, N, K, length, out_stride,
+@triton.jit
+def outputs(
+    x_rows, is_row, w, w_scales, bias, scales, is_token, starts, rn, M, N, K, length,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, LEAVES: tl.constexpr, WHOLE: tl.constexpr,
     SLICES: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    n0, m0 = tl.program_id(0) * COLUMNS, tl.program_id(1) * ROWS
-    rn, depth = n0 + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    operand = m0 * SLICES + tl.arange(0, ROWS * SLICES)
-    x_rows = x + operand.to(tl.int64)[None, :] * K
+    """Compute outputs rn of the rows of x at x_rows: [COLUMNS, ROWS] float32."""
+    depth = tl.arange(0, DEPTH)
     w_rows = w + rn.to(tl.int64)[:, None] * K
     up_rows = w + (rn + N).to(tl.int64)[:, None] * K  # of a gated weight
-    is_row, is_column = (operand < M * SLICES)[None, :], (rn < N)[:, None]
-    kind: tl.constexpr = tl.float32 if x_scales is None else tl.int32
+    is_row, is_column = is_row[None, :], (rn < N)[:, None]
+    kind: tl.constexpr = tl.float32 if scales is None else tl.int32
     sums = tl.zeros([COLUMNS, ROWS * SLICES], kind)
     up = tl.zeros([COLUMNS, ROWS * SLICES], kind)
     one = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -115,30 +114,44 @@ def few_rows(
         else:
             k = leaf * length + within
             inside = within < length
-        xt = tl.load(x_rows + k[:, None], mask=is_row if WHOLE else is_row & inside[:, None], other=0)
+        xt = tl.load(x_rows[None, :] + k[:, None], mask=is_row if WHOLE else is_row & inside[:, None], other=0)
         sums = mma(weight_tile(w_rows + k[None, :], is_column, inside[None, :], WHOLE), xt, sums)
         if GATED:
             up = mma(weight_tile(up_rows + k[None, :], is_column, inside[None, :], WHOLE), xt, up)
         if LEAVES > 1:
             if (step + 1) % steps == 0:
-                value = leaf_value(sums, x_scales, leaf, m0, M, ROWS, SLICES)
+                value = leaf_value(sums, scales, is_token, leaf, M, ROWS, SLICES)
                 one, two, four = add_leaf(leaf, value, one, two, four)
                 sums = tl.zeros([COLUMNS, ROWS * SLICES], kind)
     if LEAVES == 1:
-        value = leaf_value(sums, x_scales, 0, m0, M, ROWS, SLICES)
+        value = leaf_value(sums, scales, is_token, 0, M, ROWS, SLICES)
     elif LEAVES == 2:
         value = two
     else:
         value = four
     value = finish(value, rn, w_scales, bias, N, 1)
     if GATED:
-        upper = leaf_value(up, x_scales, 0, m0, M, ROWS, SLICES)
-        value = gate(value, finish(upper, rn + N, w_scales, bias, 2 * N, 1), ACTIVATION)
+        upper = leaf_value(up, scales, is_token, 0, M, ROWS, SLICES)
+        return gate(value, finish(upper, rn + N, w_scales, bias, 2 * N, 1), ACTIVATION)
     else:
-        value = activate(value, ACTIVATION)
-    rm = m0 + tl.arange(0, ROWS)
+        return activate(value, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_rows(
+    x, w, w_scales, bias, x_scales, starts, out, M, N, K, length, out_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, LEAVES: tl.constexpr, WHOLE: tl.constexpr,
+    SLICES: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    rn, m0 = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1) * ROWS
+    operand, rm = m0 * SLICES + tl.arange(0, ROWS * SLICES), m0 + tl.arange(0, ROWS)
+    scales = None if x_scales is None else x_scales + rm
+    value = outputs(
+        x + operand.to(tl.int64) * K, operand < M * SLICES, w, w_scales, bias, scales, rm < M, starts, rn, M, N, K,
+        length, ROWS, COLUMNS, DEPTH, LEAVES, WHOLE, SLICES, GATED, ACTIVATION,
+    )  # fmt: skip
     to = out + rm.to(tl.int64)[None, :] * out_stride + rn[:, None]
-    tl.store(to, value.to(out.dtype.element_ty), mask=(rm < M)[None, :] & is_column)
+    tl.store(to, value.to(out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
 
 
 @triton.jit
@@ -167,7 +180,7 @@ def many_rows(
     steps = tl.cdiv(length, DEPTH)
     own = tl.program_id(0).to(tl.int64) * 2 * TOKENS * COLUMNS
     own += tl.arange(0, TOKENS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    for index in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         first = index // per_group * GROUP
         size = tl.minimum(tiles_m - first, GROUP)
         m0 = (first + index % size) * TOKENS
@@ -180,14 +193,18 @@ def many_rows(
                 sums = mma(xt, w.load([n0, step * DEPTH]).T, sums)
                 if GATED:
                     up = mma(xt, w.load([N + n0, step * DEPTH]).T, up)
-            value = leaf_rows(sums, x_scales, 0, m0, M, TOKENS, SLICES)
+            rm = m0 + tl.arange(0, TOKENS)
+            scales = None if x_scales is None else x_scales + rm
+            value = leaf_rows(sums, scales, rm < M, 0, M, TOKENS, SLICES)
         else:  # the sum of two leaves stays in registers, those of more in memory
+            rm = m0 + tl.arange(0, TOKENS)
+            scales = None if x_scales is None else x_scales + rm
             value = tl.zeros([TOKENS, COLUMNS], tl.float32)
             for pair in range(LEAVES // 2):
                 sums = leaf_sums(x, w, m0 * SLICES, n0, 2 * pair * length, steps, ROWS, COLUMNS, DEPTH, kind)
-                even = leaf_rows(sums, x_scales, 2 * pair, m0, M, TOKENS, SLICES)
+                even = leaf_rows(sums, scales, rm < M, 2 * pair, M, TOKENS, SLICES)
                 sums = leaf_sums(x, w, m0 * SLICES, n0, (2 * pair + 1) * length, steps, ROWS, COLUMNS, DEPTH, kind)
-                value = even + leaf_rows(sums, x_scales, 2 * pair + 1, m0, M, TOKENS, SLICES)
+                value = even + leaf_rows(sums, scales, rm < M, 2 * pair + 1, M, TOKENS, SLICES)
                 if pair % 2 == 1:
                     value = tl.load(scratch + own) + value
                 if pair == 3:
@@ -197,11 +214,10 @@ def many_rows(
         rn = n0 + tl.arange(0, COLUMNS)
         value = finish(value, rn, w_scales, bias, N, 0)
         if GATED:
-            upper = leaf_rows(up, x_scales, 0, m0, M, TOKENS, SLICES)
+            upper = leaf_rows(up, scales, rm < M, 0, M, TOKENS, SLICES)
             value = gate(value, finish(upper, rn + N, w_scales, bias, 2 * N, 0), ACTIVATION)
         else:
             value = activate(value, ACTIVATION)
-        rm = m0 + tl.arange(0, TOKENS)
         to = out + rm.to(tl.int64)[:, None] * out_stride + rn[None, :]
         tl.store(to, value.to(out.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
 
@@ -214,7 +230,7 @@ def product(
     gated: the weight is gate rows, then up rows, in one leaf, and `out` is activation(gate) * up.
     """
     columns, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    name, rows = _kind(weight, gated), x.rows * x.slices
+    name, rows = kind_of(weight, gated), x.rows * x.slices
     found = tile("few_rows" + name, rows)
     if rows > few() and _is_aligned(weight, wide := tile("many_rows" + name, rows)):
         _many_rows(x, weight, out, wide, columns, activation, gated)
@@ -283,7 +299,7 @@ def _many_rows(
     )
 
 
-def _kind(weight: TritonLinear, gated: bool) -> str:
+def kind_of(weight: TritonLinear, gated: bool) -> str:
     """Return what a table of configurations calls the product, after the kernel's name."""
     if weight.scales is not None:
         return " int8"

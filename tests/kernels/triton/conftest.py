@@ -1,10 +1,21 @@
 """Kernels run in Triton's interpreter in these tests, with the products of the hardware (hardware.py)."""
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
+
+import numpy as np
+import pytest
 
 if find_spec("triton") is not None:  # without it, each file says that it is left out
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, whose own functions are kernels, too
     from tests.kernels.triton import hardware
 
     hardware.install()
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_device() -> Iterator[None]:
+    """A kernel computes with masked elements, too, where numpy would warn of NaN and infinity."""
+    with np.errstate(all="ignore"):
+        yield

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import triton
 
+from penstock.kernels.metadata import Heads, RotaryParams, RouterParams
 from penstock.kernels.ops import Packing
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.triton import products
+from penstock.kernels.triton import experts, int4, norms, products, rotary, rows
+from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.launch import compiling
 from penstock.kernels.triton.packed import TritonLinear, assemble, shapes
 from penstock.kernels.triton.quantize import operand
@@ -45,17 +47,55 @@ def product(rows: int, packing: Packing, dtype: torch.dtype = BF16) -> None:
     products.product(operand(meta(rows, 4096, dtype=dtype), weight), weight, out, activation="silu", gated=gated)
 
 
+def int4_product(rows: int, scheme: str) -> None:
+    weight = linear(4096, 4096, Packing((), Scheme.parse(scheme)))
+    int4.product(operand(meta(rows, 4096), weight), weight, meta(rows, 4096, dtype=F32))
+
+
+def experts_of_a_layer() -> None:
+    x, chosen = meta(4, 2048), (meta(4, 8, dtype=torch.int64), meta(4, 8, dtype=F32))
+    table = meta(3, 128, dtype=torch.int64)
+    for scheme in (None, Scheme.parse("int4")):
+        up, down = (linear(*size, Packing((), scheme)) for size in ((1536, 2048), (2048, 768)))
+        tables = Experts(up, table), Experts(down, table)
+        experts.experts(x, *tables, chosen, "silu", meta(4, 2048, dtype=F32), weigh_inputs=False)
+
+
+def row_cases() -> Iterator[Case]:
+    x, h, weight, out = meta(4, 4096, dtype=F32), meta(4, 4096, dtype=F32), meta(4096, dtype=F32), meta(4, 4096)
+    yield "rms norm", lambda: norms.norm(x, h, weight, None, 1e-5, out, centred=False)
+    yield "layer norm", lambda: norms.norm(x, None, weight, weight, 1e-5, out, centred=True)
+    heads, q = Heads(32, 8, 128), (meta(4, 32, 128), meta(4, 8, 128), meta(4, 8, 128))
+    qkv, positions, table = meta(4, 6144, dtype=F32), meta(4, dtype=torch.int64), meta(99, 128, dtype=F32)
+    each, whole = meta(128, dtype=F32), meta(4096, dtype=F32)
+    yield "rotary", lambda: rotary.rotary_qkv(qkv, positions, RotaryParams(heads, table, each, each), q)
+    yield (
+        "rotary of heads normed together",
+        lambda: rotary.rotary_qkv(qkv, positions, RotaryParams(heads, table, whole, None), q),
+    )
+    yield "experts", experts_of_a_layer
+    logits, chosen = meta(4, 128, dtype=F32), (meta(4, 8, dtype=torch.int64), meta(4, 8, dtype=F32))
+    yield "router", lambda: experts.route(logits, RouterParams(8), *chosen)
+    yield "softcap", lambda: rows.apply("softcap", x, x, 30.0)
+    yield "embedding", lambda: rows.embed(positions, meta(999, 4096), 1.0, x)
+
+
 def cases(architecture: int) -> Iterator[Case]:
     """Every kernel in every configuration of its table, at the sizes of an 8B model.
 
-    sm_86 and sm_89 have the table of sm_120 and the instructions of sm_80, so the largest tiles suffice there.
+    The largest tiles suffice where nothing was measured yet: those are what may not fit.
     """
-    for rows in (64, 4096) if architecture in (86, 89) else (16, 32, 64, 128, 4096):
-        yield f"product of {rows} rows", lambda rows=rows: product(rows, Packing())
-        if rows != 128:
-            yield f"gated product of {rows} rows", lambda rows=rows: product(rows, Packing(gated=True))
-            yield f"product of {rows} rows in leaves", lambda rows=rows: product(rows, Packing(EIGHT))
-            yield f"int8 product of {rows} rows", lambda rows=rows: product(rows, Packing((), Scheme.parse("int8")))
+    for count in (16, 32, 64, 128, 4096) if architecture == 90 else (64, 4096):
+        yield f"product of {count} rows", lambda count=count: product(count, Packing())
+        if count != 128:
+            yield f"gated product of {count} rows", lambda count=count: product(count, Packing(gated=True))
+            yield f"product of {count} rows in leaves", lambda count=count: product(count, Packing(EIGHT))
+            yield f"int8 product of {count} rows", lambda count=count: product(count, Packing((), Scheme.parse("int8")))
+    for count in (16, 64) if architecture == 90 else (64,):
+        yield f"int4 product of {count} rows", lambda count=count: int4_product(count, "int4")
+        yield f"int4-a16 product of {count} rows", lambda count=count: int4_product(count, "int4-a16")
+    if architecture in (80, 90):  # no tensor cores, and no table
+        yield from row_cases()
     yield "int8-x3 product", lambda: product(16, Packing(EIGHT, Scheme.parse("int8-x3")))
     yield "float32 product", lambda: product(16, Packing(), F32)
 

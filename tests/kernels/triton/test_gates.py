@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="an extra")
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # of a program
-FEW_BYTES = 64  # of each thread that may be in memory: none but on sm_100 (a gated tile) and sm_120 (8 bytes)
+FEW_BYTES = 64  # of a thread, that may be in memory: a few registers of the largest tiles
 
 
 @pytest.fixture(scope="module", params=sorted(SHARED))
@@ -28,7 +28,7 @@ def test_kernels(kernels: list[dict[str, Any]]) -> None:
     """Guards against what a GPU would punish, and the interpreter cannot see: registers kept in memory, a program that
     does not fit, slow instructions on Hopper; and against sums in another order: an accumulator that is copied between
     instructions, a bfloat16 operand whose K is permuted, and a multiply-add that the compiler fused."""
-    assert len(kernels) >= 20
+    assert len(kernels) >= 16
     wrong = []
     for found in kernels:
         architecture = found["architecture"]
