@@ -27,6 +27,7 @@ from penstock import PenstockError
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.models.registry import ARCHITECTURES
+from penstock.models.transformers.derive import BROKEN
 from penstock.spec.config_file import why_unsupported
 from tests.answers import MAX_MODEL_LEN, NUM_TOKENS, PROMPTS, ask, ask_alone, check, request
 
@@ -50,6 +51,13 @@ SIZES: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts": 4,
     "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_layers": 2,
+    "expert_ffn_hidden_size": 36,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "vocab_size_per_layer_input": 199,
+    "hidden_size_per_layer_input": 8,
     "first_k_dense_replace": 1,
     "num_experts_per_tok": 2,
     "n_group": 1,
@@ -62,6 +70,7 @@ SIZES: dict[str, Any] = {
     "max_window_layers": 1,
     "mlp_layer_types": ["dense", "sparse"],  # so that no mixture of experts is tried without its experts
     "mlp_only_layers": [0],
+    "is_decoder": True,  # of classes that may be encoders, too
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -141,16 +150,9 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-# Classes that are parts of a larger model, or need what no request has.
-NOT_ALONE = {
-    "MllamaForCausalLM": "its layers read pictures beside the text",
-    "XmodForCausalLM": "each text needs a language, which is not among its tokens",
-}
-
-
 def why_not(name: str, directory: Path, arrangements: Sequence[dict[str, Any]] = ARRANGEMENTS) -> str | None:
     """Try a class. Return why it does not work; None if it does."""
-    kind = why_unsupported(name) or NOT_ALONE.get(name)
+    kind = why_unsupported(name) or BROKEN.get(name)
     if kind is not None:
         return kind
     try:

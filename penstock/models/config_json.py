@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelLoadError, nearest, shown
-from penstock.models.registry import ARCHITECTURES, HEADLESS, find_architecture, may_fall_back, unsupported
+from penstock.models.registry import (
+    ARCHITECTURES,
+    FALLBACK,
+    HEADLESS,
+    find_architecture,
+    may_fall_back,
+    unsupported,
+)
 from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported_config, with_overrides
 from penstock.spec.config_reader import ConfigReader, read_json
 from penstock.spec.generation_config import read_ignored, read_sampling
@@ -58,6 +65,7 @@ NEUTRAL: dict[str, Any] = {
     "use_mrope": False,
     "per_layer_config": None,
 }
+KNOWN_TO_MODULES = ("is_decoder", "per_layer_config")  # Transformers' modules do what these say
 
 
 def load_model_config(
@@ -118,7 +126,8 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         notes["vision_config"] = "images are not served, only the text part of this checkpoint"
     if architecture.model_type is not None:
         read.choice("model_type", [architecture.model_type])
-    read.neutral(NEUTRAL)
+    knows = KNOWN_TO_MODULES if FALLBACK in architecture.versions else ()
+    read.neutral({key: value for key, value in NEUTRAL.items() if key not in knows})
     model_type = read.raw("model_type") or architecture.model_type or ""
     numbers = architecture.read_config(read)
     quantization = parse_quantization(read.raw(KEY)) if read.section(KEY) else None

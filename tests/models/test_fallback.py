@@ -161,7 +161,7 @@ def test_it_is_chosen_and_said(tmp_path: Path) -> None:
     ("name", "why"),
     [
         ("JetMoeForCausalLM", "sums of torch's depend on the batch"),
-        ("BeamForCausalLM", "computes its experts otherwise"),
+        ("HYV4ForCausalLM", "computes its experts otherwise"),
         ("MptForCausalLM", "does not go through Transformers' attention interface"),
         ("Qwen3NextForCausalLM", "it keeps other state than keys and values"),
     ],

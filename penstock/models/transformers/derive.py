@@ -26,9 +26,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import initialization
-from transformers.activations import ACT2FN
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.integrations.moe import _default_apply_gate
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -55,8 +53,17 @@ LEAVES = 8  # pieces in which a product is summed that ranks split along its dep
 
 # Classes that pass every check here, but whose own modules break what the engine promises: the class -> why.
 BROKEN: dict[str, str] = {
+    "AXK2ForCausalLM": "its attention chooses keys by an index that it keeps beside them",
+    "CamembertForCausalLM": "its positions are counted from the id of the padding token on",
+    "Data2VecTextForCausalLM": "its positions are counted from the id of the padding token on",
     "DeepseekV32ForCausalLM": "its attention chooses keys by an index that it keeps beside them",
+    "Dots3NoteForCausalLM": "its attention chooses keys by an index that it keeps beside them",
     "GlmMoeDsaForCausalLM": "its attention chooses keys by an index that it keeps beside them",
+    "Lfm2ForCausalLM": "its convolutions keep other state than keys and values",
+    "Lfm2MoeForCausalLM": "its convolutions keep other state than keys and values",
+    "MiniMaxForCausalLM": "its linear attention keeps other state than keys and values",
+    "MllamaForCausalLM": "its layers read pictures beside the text",
+    "XmodForCausalLM": "each text needs a language, which is not among its tokens",
 }
 
 # Keys of published files that Transformers does not read: the class -> the values that mean what it computes.
@@ -268,15 +275,21 @@ def _keeps_float32(model: Any, name: str) -> bool:
     return any(f".{word}." in f".{name}." for word in kept)
 
 
+class _Output(MoeModelOutputWithPast):
+    """A decoder's result without what some heads pass on."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class Hidden(nn.Module):
     """Stands for the decoder when only the head computes: its result is `states` [1, M, hidden]."""
 
     states: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out = MoeModelOutputWithPast(last_hidden_state=self.states)
-        out.cross_attentions = None
-        return out
+        return _Output(last_hidden_state=self.states)
 
 
 def split_decoder(model: Any) -> tuple[Any, Any, Hidden]:
@@ -306,7 +319,7 @@ class _Widths(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::").rstrip("_")
-        is_exact = name == "pow" and len(args) > 1 and args[1] in EXACT_POWERS
+        is_exact = name == "pow" and isinstance(args[1], int | float) and args[1] in EXACT_POWERS
         if name in BY_VECTORS and not is_exact:
             width = result.numel() // PROBED_TOKENS if result.numel() % PROBED_TOKENS == 0 else 1
             self.rows = max(self.rows, VECTOR // math.gcd(VECTOR, width))
@@ -335,7 +348,19 @@ def _check_rotary(name: str, model: nn.Module) -> None:
                 raise refused(name, f"rope_type = {kind}: its frequencies depend on the longest text of a batch")
 
 
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+def _clamped_silu(gate: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+# The activations of Ops.gated_linear that experts have, and what is multiplied with.
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: nn.functional.silu(gate) * up,
+    "gelu": lambda gate, up: nn.functional.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: nn.functional.gelu(gate, approximate="tanh") * up,
+    "relu2": lambda gate, up: nn.functional.relu(gate).square() * up,
+    "clamped_silu": lambda gate, up: _clamped_silu(gate) * (up.clamp(-7.0, 7.0) + 1),
+}
 
 
 def _replace_products(name: str, model: Any) -> tuple[tuple[Mixture, ...], dict[str, Tensor]]:
@@ -375,14 +400,21 @@ def is_matrix(value: Tensor) -> bool:
 
 def _mixture(name: str, prefix: str, owner: Any) -> Mixture:
     kind, flags = type(owner).__name__, (owner.has_gate, owner.is_concatenated, not owner.has_bias)
-    plain = all(flags) and not owner.has_post_expert_norm and type(owner)._apply_gate is _default_apply_gate
-    known = {type(ACT2FN[key]): value for key, value in ACTIVATIONS.items()}
-    activation = known.get(type(getattr(owner, "act_fn", None)))
-    if not plain or activation is None or {*owner._parameters} != {"gate_up_proj", "down_proj"}:
+    plain = all(flags) and not owner.has_post_expert_norm and {*owner._parameters} == {"gate_up_proj", "down_proj"}
+    activation = _activation(owner) if plain else None
+    if activation is None:
         raise refused(name, f"{kind} computes its experts otherwise than down(activation(gate) * up)")
     count, *sizes = owner.gate_up_proj.shape
     wide, hidden = reversed(sizes) if owner.is_transposed else sizes
     return Mixture(prefix, count, hidden, wide // 2, activation, owner.is_transposed)
+
+
+def _activation(owner: Any) -> str | None:
+    """Find the activation that experts have by what it computes; None if it is none of GATES."""
+    gate, up = torch.randn((2, 64, 64), generator=torch.Generator().manual_seed(0)) * 5
+    found = owner._apply_gate(torch.cat([gate, up], dim=-1))
+    same = (name for name, expected in GATES.items() if torch.allclose(found, expected(gate, up), atol=1e-4))
+    return next(same, None)
 
 
 class _NoExperts(nn.Module):
