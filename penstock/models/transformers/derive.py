@@ -275,7 +275,7 @@ def _keeps_float32(model: Any, name: str) -> bool:
     return any(f".{word}." in f".{name}." for word in kept)
 
 
-class _Output(MoeModelOutputWithPast):
+class _Output(MoeModelOutputWithPast):  # type: ignore[misc]
     """A decoder's result without what some heads pass on."""
 
     def __getattr__(self, name: str) -> None:
