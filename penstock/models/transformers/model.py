@@ -31,14 +31,8 @@ from penstock.layers.swap import (
     swap_weight,
     whole_rows,
 )
-from penstock.models.transformers.derive import (
-    VECTOR,
-    derive,
-    find_class,
-    make_hf_config,
-    saved_buffers,
-    split_decoder,
-)
+from penstock.models.transformers.derive import derive, find_class, make_hf_config, saved_buffers
+from penstock.models.transformers.probe import VECTOR, split_decoder
 from penstock.spec.model_config import ModelConfig
 
 _BUILDING = Lock()  # no_init_weights changes functions of torch's for the whole process
