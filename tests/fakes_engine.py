@@ -101,7 +101,7 @@ def make_engine(
 ) -> Engine:
     """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
     groups = [
-        CacheGroup((i,), window, num_blocks, block_size, num_sink_tokens=0 if window is None else sinks)
+        CacheGroup((i,), window, num_blocks, block_size, num_sink_tokens=0 if window is None or user_rows else sinks)
         for i, window in enumerate(windows)
     ]
     if user_rows:

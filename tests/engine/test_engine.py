@@ -60,7 +60,7 @@ def test_any_crowd_gives_every_request_its_solo_tokens(
     engine = make_engine(
         num_blocks=max(1, blocks - 10) if user_rows else blocks,
         windows=windows,
-        sinks=0 if user_rows else sinks,
+        sinks=sinks,
         user_rows=user_rows,
         max_num_seqs=rows,
         max_num_batched_tokens=max(chunk, rows),

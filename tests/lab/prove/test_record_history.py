@@ -38,6 +38,7 @@ SHAPES = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 4),
         "max_num_batched_tokens": st.integers(5, 70),
         "windows": st.sampled_from([(None,), (20,), (None, 9), (33, 1)]),
+        "sinks": st.sampled_from([0, 20]),
         "enable_prefix_caching": st.booleans(),
         "user_rows": st.booleans(),
     }
