@@ -18,7 +18,7 @@ from penstock.assembly.memory import (
     plan_kv_cache,
     smallest_cache_bytes,
 )
-from penstock.config import DEGREES
+from penstock.config import DEGREES, MAX_CONTEXT
 from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.items import ELEMENT_BYTES
 from penstock.kernels.scheme import Scheme
@@ -178,7 +178,7 @@ class Fitter:
     def _largest_of(self, config: EngineConfig, degrees: Degrees, name: str) -> Largest:
         ledger, budget = self.ledger(Share(0, degrees)), self.budget.num_bytes
         alone = _scheduled(config, max_num_seqs=1)
-        low, high = 0, self.model.context // CONTEXT_UNIT
+        low, high = 0, (MAX_CONTEXT if self.model.num_sink_tokens else self.model.context) // CONTEXT_UNIT
         while low < high:
             middle = (low + high + 1) // 2
             needed = ledger.needed_bytes(_scheduled(alone, max_model_len=middle * CONTEXT_UNIT))
