@@ -59,6 +59,7 @@ TEXTS = {  # a call of weather with ARGUMENTS and, but for those that write one 
     + '</invoke>\n<invoke name="time">\n</invoke>\n</minimax:tool_call>',
     "deepseek_v32": f"<｜DSML｜function_calls>\n{DSML}</｜DSML｜function_calls>",
     "deepseek_v4": f"<｜DSML｜tool_calls>\n{DSML}</｜DSML｜tool_calls>",
+    "gigachat35": f"<｜GCML｜tool_calls>\n{DSML.replace('DSML', 'GCML')}</｜GCML｜tool_calls>",
     "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{J}<｜tool▁call▁end｜>"
     "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
@@ -73,6 +74,8 @@ TEXTS = {  # a call of weather with ARGUMENTS and, but for those that write one 
     "<end_function_call><start_function_call>call:time{}<end_function_call>",
     "gemma3": f"```tool_code\nweather({PYTHON})\ntime()\n```",
     "glm45": f"<tool_call>weather\n{GLM.replace('#', chr(10))}</tool_call>\n<tool_call>time\n</tool_call>",
+    "hy_v3": f"<tool_calls>\n<tool_call>weather<tool_sep>\n{GLM.replace('#', chr(10))}</tool_call>\n"
+    "<tool_call>time<tool_sep>\n</tool_call>\n</tool_calls>",
     "glm47": f"<tool_call>weather{GLM.replace('#', '')}</tool_call><tool_call>time</tool_call>",
     "seed_oss": f"<seed:tool_call>\n<function=weather>\n{SEED}</function>"
     "\n</seed:tool_call>\n<seed:tool_call>\n<function=time>\n</function>\n</seed:tool_call>",
@@ -91,6 +94,9 @@ TEXTS = {  # a call of weather with ARGUMENTS and, but for those that write one 
     "minimax": "<tool_calls>\n{}\n{}\n</tool_calls>".format(*OBJECTS),
     "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": ' + J + "},\n    "
     '{"tool_call_id": "1", "tool_name": "time", "parameters": {}}\n]<|END_ACTION|>',
+    "command_r": 'Action: ```json\n[\n    {"tool_name": "weather", "parameters": '
+    + J
+    + '},\n    {"tool_name": "time", "parameters": {}}\n]\n```',
     "apertus": f'<|tools_prefix|>[{{"weather": {J}}}, {{"time": {{}}}}]<|tools_suffix|>',
     "solar_open": "<|tool_calls|><|tool_call:begin|>0<|tool_call:name|>weather<|tool_call:args|>"
     f"{J}<|tool_call:end|><|tool_call:begin|>1<|tool_call:name|>time<|tool_call:args|>{{}}<|tool_call:end|><|calls|>",
@@ -202,6 +208,27 @@ def first_call(name: str) -> str:
     head = form.parts[0] if not form.is_object else form.call[: form.call.index("NAME")]
     lead = head.replace("NUMBER", "1")
     return text[: end - len(lead) - len(rest if form.before else form.between)] + form.after
+
+
+def test_an_indented_list_of_actions() -> None:
+    """Guards against calls of Command R that are read only in one arrangement: models indent every key."""
+    arguments = json.dumps({"tool_name": "weather", "parameters": {"city": "Oslo"}}, indent=4)
+    text = f"Action: ```json\n[\n{arguments}\n]\n```"
+    assert summary(read_message(parser_of("command_r"), text)) == ("", [("weather", {"city": "Oslo"})])
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("command_r", "{{'Write \\'Action:\\' followed by a json-formatted list of actions'}}"),
+        ("command_r", "Write 'Action:' followed by a json-formatted list of actions"),
+        ("gigachat35", "{{ '<｜GCML｜tool_calls>' }}{% if thinking %}</think>{% endif %}"),
+        ("hy_v3", "<tool_calls>\n<tool_call>{{ name }}<tool_sep>\n<arg_key>{{ key }}</arg_key>\n<arg_value>"),
+    ],
+)
+def test_templates_that_resemble_others(name: str, template: str) -> None:
+    """Guards against a format that is found in the template of another: Hy3 has tags of GLM and of MiniMax."""
+    assert tool_format_of(template) is FORMATS[name]
 
 
 @pytest.mark.parametrize("name", TEXTS)
