@@ -52,6 +52,7 @@ HOPPER: dict[str, Choices] = {
 }
 # mma.sync from registers, and 164 KiB of shared memory
 AMPERE: dict[str, Choices] = HOPPER | {
+    "int4": ((16, Tile(16, 64, 256, 4, 4)), (MANY, Tile(32, 64, 256, 4, 3))),
     "many_rows": ((MANY, Tile(128, 128, 64, 8, 3)),),
     "many_rows gated": ((MANY, Tile(128, 64, 64, 8, 3)),),
     "many_rows leaves": ((MANY, Tile(128, 64, 64, 8, 3)),),

@@ -249,12 +249,12 @@ def experts(
         x = weighed
     width = gate_up.like.shape[0] // 2
     gated = torch.empty((count * k, width), dtype=x.dtype, device=x.device)
-    if gate_up.like.leaves > 1 or gate_up.like.group_size:  # no kernel has both halves of such a weight at once
+    if gate_up.like.has_fused_gate:
+        _products(x, gate_up, lists, counts, gated, activation, share=count * k // len(x), gated=True)
+    else:
         both = torch.empty((count * k, 2 * width), dtype=torch.float32, device=x.device)
         _products(x, gate_up, lists, counts, both, "", share=count * k // len(x))
         rows.apply("gate", both, gated, activation=activation)
-    else:
-        _products(x, gate_up, lists, counts, gated, activation, share=count * k // len(x), gated=True)
     branches = torch.empty((count * k, out.shape[1]), dtype=torch.float32, device=x.device)
     _products(gated, down, lists, counts, branches, "", share=1)
     grid, places = (count, triton.cdiv(out.shape[1], BLOCK)), triton.next_power_of_2(k)

@@ -23,7 +23,7 @@ QUAD = 4  # groups whose int4 values share words
 MAX_INTEGER_LEAF = 2**16  # elements; a longer sum of products of two bytes may overflow an int32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TritonLinear:
     """A packed weight.
 
@@ -45,9 +45,8 @@ class TritonLinear:
     length: int
     starts: torch.Tensor | None
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.state().values())
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(tensor.nbytes for tensor in self.state().values())
 
     def state(self) -> dict[str, torch.Tensor]:
         found = {"values": self.values, "scales": self.scales, "bias": self.bias}
@@ -57,6 +56,11 @@ class TritonLinear:
     def group_size(self) -> int:
         """Elements of K that share a scale; 0 unless the weight is int4."""
         return (self.packing.scheme.group_size or 0) if self.packing.scheme is not None else 0
+
+    @property
+    def has_fused_gate(self) -> bool:
+        """Whether one program computes a gate and what it multiplies; otherwise the product is gated afterwards."""
+        return self.leaves == 1 and not self.group_size
 
     @property
     def leaf_quads(self) -> int:

@@ -78,8 +78,8 @@ def apply(
     """Compute every element of out, which may be x: round, gate, add, add gated, scale, softcap or xielu."""
     count, four = out.numel(), (*numbers, 0.0, 0.0, 0.0, 0.0)[:4]
     arguments = x, other, gates, out, count, out.shape[-1], *four
-    constants = {"BLOCK": BLOCK, "OPERATION": operation, "ACTIVATION": activation}
-    launch(change, (triton.cdiv(count, BLOCK),), *arguments, **constants, warps=4)
+    grid = (triton.cdiv(count, BLOCK),)
+    launch(change, grid, *arguments, BLOCK=BLOCK, OPERATION=operation, ACTIVATION=activation, warps=4)
     return out
 
 

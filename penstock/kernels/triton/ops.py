@@ -1,0 +1,184 @@
+"""TritonOps: the operations of kernels/ops.py on a GPU. Each method is one function of the file that has its kernels.
+
+Attention, the cache and sampling are missing, so `load_ops` does not return it yet.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.metadata import RotaryParams, RouterParams, own
+from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
+from penstock.kernels.tensors import Array, Dtype, as_torch, dtype_of
+from penstock.kernels.triton import experts, int4, norms, packed, products, rotary, rows
+from penstock.kernels.triton.experts import Experts
+from penstock.kernels.triton.packed import TritonLinear
+from penstock.kernels.triton.quantize import operand
+
+
+class TritonOps:
+    """Operations on one device. dtype: the type of weights and of the operands of products."""
+
+    name = "triton"
+
+    def __init__(self, dtype: Dtype, device: Any = "cuda") -> None:
+        self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)
+        self.device = torch.device(device)
+        self._experts: dict[tuple[PackedLinear, ...], Experts] = {}
+
+    def tensor(self, array: Array) -> Tensor:
+        found: Tensor = as_torch(array).to(self.device)
+        return found
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return torch.empty(shape, dtype=dtype_of(dtype, self.dtype), device=self.device)
+
+    # --- products with packed weights, mixtures of experts, and the router -------------------------------------------
+
+    def pack_linear(
+        self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
+    ) -> PackedLinear:
+        source = weight if hasattr(weight, "read") else TensorRows(weight)
+        return packed.pack(source, bias, packing, self.dtype, self.device)
+
+    def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
+        return packed.count_bytes(shape, packing, self.dtype, bias=bias)
+
+    def restore_linear(
+        self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
+    ) -> PackedLinear:
+        return packed.assemble(shape, packing, self.dtype, self.device, state)
+
+    def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
+        return self._product(x, own(weight, TritonLinear), "", torch.float32, out)
+
+    def activated_linear(
+        self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None
+    ) -> Tensor:
+        return self._product(x, own(weight, TritonLinear), activation, self.dtype, out)
+
+    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
+        whole = own(weight, TritonLinear)
+        out = self._output(out, (len(x), whole.shape[0] // 2), self.dtype)
+        if whole.has_fused_gate:
+            return products.product(operand(x, whole), whole, out, activation=activation, gated=True)
+        return rows.apply("gate", self.linear(x, whole), out, activation=activation)
+
+    def _product(
+        self, x: Tensor, weight: TritonLinear, activation: str, dtype: torch.dtype, out: Tensor | None
+    ) -> Tensor:
+        out = self._output(out, (len(x), weight.shape[0]), dtype)
+        product = int4.product if weight.group_size else products.product
+        return product(operand(x, weight), weight, out, activation=activation)
+
+    def experts(
+        self,
+        x: Tensor,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        chosen: tuple[Tensor, Tensor],
+        activation: str,
+        *,
+        weigh_inputs: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = self._output(out, (len(x), down[0].shape[0]), torch.float32)
+        tables = self._table(gate_up), self._table(down)
+        return experts.experts(x, *tables, chosen, activation, out, weigh_inputs=weigh_inputs)
+
+    def _table(self, weights: Sequence[PackedLinear]) -> Experts:
+        key = tuple(weights)
+        if key not in self._experts:
+            self._experts[key] = Experts.of([own(weight, TritonLinear) for weight in weights])
+        return self._experts[key]
+
+    def route(
+        self, logits: Tensor, params: RouterParams, *, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        ids, weights = (None, None) if out is None else out
+        shape = len(logits), params.top_k
+        to = self._output(ids, shape, torch.int64), self._output(weights, shape, torch.float32)
+        return experts.route(logits, params, *to)
+
+    # --- operations in which every row is computed by itself ---------------------------------------------------------
+
+    def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        return rows.embed(ids, weight, scale, self._output(out, (len(ids), weight.shape[1]), torch.float32))
+
+    def packed_embedding(
+        self, ids: Tensor, weight: PackedLinear, *, scale: float = 1.0, out: Tensor | None = None
+    ) -> Tensor:
+        whole = own(weight, TritonLinear)
+        if whole.scales is not None:
+            raise ValueError("a quantised weight has no rows to look up")
+        return self.embedding(ids, whole.values, scale=scale, out=out)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, dtype: Dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return self._norm(x, None, weight, None, eps, out, dtype or self.dtype, centred=False)
+
+    def add_rms_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return x, self._norm(x, h, weight, None, eps, out, self.dtype, centred=False)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> Tensor:
+        return self._norm(x, None, weight, bias, eps, out, self.dtype, centred=True)
+
+    def add_layer_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return x, self._norm(x, h, weight, bias, eps, out, self.dtype, centred=True)
+
+    def _norm(
+        self,
+        x: Tensor,
+        h: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        out: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        centred: bool,
+    ) -> Tensor:
+        return norms.norm(x, h, weight, bias, eps, self._output(out, tuple(x.shape), dtype), centred=centred)
+
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norms.norm_heads(x, weight, eps)
+
+    def add(self, x: Tensor, h: Tensor) -> Tensor:
+        return rows.apply("add", x, x, other=h)
+
+    def add_gated(self, x: Tensor, h: Tensor, gates: Tensor) -> Tensor:
+        return rows.apply("add gated", x, x, other=h, gates=gates)
+
+    def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return rows.apply("round", x, self._output(out, tuple(x.shape), self.dtype))
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return rows.apply("scale", x, x, factor)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return rows.apply("softcap", x, x, cap)
+
+    def xielu(self, x: Tensor, curve: XieluCurve, *, out: Tensor | None = None) -> Tensor:
+        return rows.xielu(x, curve, self._output(out, tuple(x.shape), self.dtype))
+
+    def rotary_qkv(
+        self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if out is None:
+            heads = params.heads
+            counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
+            q, k, v = (self._output(None, (len(qkv), count, heads.head_dim), self.dtype) for count in counts)
+            out = q, k, v
+        return rotary.rotary_qkv(qkv, positions, params, out)
+
+    def _output(self, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device) if out is None else out
