@@ -82,13 +82,16 @@ def _make(
     return model, directory
 
 
+FACTORS = ("weight", "scale", "layer_scalar")  # the ends of names: a norm's, a router's, a layer's
+
+
 def randomise(model: PreTrainedModel, seed: int) -> None:
     """Draw every parameter anew, each of a size that keeps activations near 1 and logits a few units apart."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in all_values(model):
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("weight") and parameter.ndim == 1:  # a norm's, made as 1, or as 0 where it is added to 1
+            if name.endswith(FACTORS) and parameter.ndim == 1:  # made as 1, or as 0 where it is added to 1
                 parameter.copy_(parameter.mean().round() + 0.2 * noise)
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)
@@ -99,8 +102,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 def all_values(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """List what a model saves, each once: its parameters, and a router's correction bias, which may be a buffer."""
-    buffers = [item for item in model.named_buffers() if item[0].endswith("e_score_correction_bias")]
+    """List what a model saves, each once: its parameters, and the numbers that may be buffers."""
+    buffers = [item for item in model.named_buffers() if item[0].endswith(("e_score_correction_bias", "layer_scalar"))]
     return [*model.named_parameters(), *buffers]
 
 

@@ -59,11 +59,13 @@ class PagedModel:
         ids = list(range(num_blocks))
         random.Random(0).shuffle(ids)
         self.tables = torch.tensor(ids[: num_seqs * blocks_each], dtype=torch.int32).view(num_seqs, blocks_each)
-        heads, head_dim, stored = self.config.num_key_value_heads, self.config.head_dim, cache_dtype or dtype
+        stored = cache_dtype or dtype
         slices = SLICES[dtype] if stored == "int8" else 0
+        layers = map(self.config.at, range(self.config.num_hidden_layers))
+        shapes = [(layer.num_key_value_heads, layer.head_dim) for layer in layers]
         self.caches = tuple(
-            self.ops.new_kv_cache(CacheSpec(num_blocks, block_size, heads, head_dim, DTYPES[stored], slices=slices))
-            for _ in range(self.config.num_hidden_layers)
+            self.ops.new_kv_cache(CacheSpec(num_blocks, block_size, *shape, DTYPES[stored], slices=slices))
+            for shape in shapes
         )
         for cache in self.caches:
             spoil(cache)
@@ -88,7 +90,7 @@ class PagedModel:
         blocks = self.tables[owner, positions // self.block_size].long()
         slots = blocks * self.block_size + positions % self.block_size
         groups = self.config.cache_groups()
-        attention = tuple(self._metadata(rows, counts, slots, window) for _, window in groups)
+        attention = tuple(self._metadata(rows, counts, slots, *group) for group in groups)
         layer_group = tuple(
             next(index for index, (layers, _) in enumerate(groups) if layer in layers)
             for layer in range(self.config.num_hidden_layers)
@@ -96,7 +98,9 @@ class PagedModel:
         ctx = ForwardContext(positions, self.caches, attention, layer_group)
         return torch.tensor([token for row in rows for token in work[row]]), ctx
 
-    def _metadata(self, rows: list[int], counts: list[int], slots: Tensor, window: int | None) -> AttentionMetadata:
+    def _metadata(
+        self, rows: list[int], counts: list[int], slots: Tensor, layers: tuple[int, ...], window: int | None
+    ) -> AttentionMetadata:
         tables = self.tables[rows].clone()
         if window is not None:  # blocks that no later token will see are released
             for row, count, table in zip(rows, counts, tables, strict=True):
@@ -104,8 +108,9 @@ class PagedModel:
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         lengths = torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32)
         meta = AttentionMetadata(starts, lengths, tables, slots, self.block_size, window)
-        heads = Heads(self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim)
-        return self.ops.plan(meta, heads, self.caches[0])
+        layer = self.config.at(layers[0])
+        heads = Heads(layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
+        return self.ops.plan(meta, heads, self.caches[layers[0]])
 
 
 def spoil(cache: Any) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from penstock.assembly.memory import Ledger, cached_token_bytes
+from penstock.assembly.memory import Ledger, all_token_bytes
 from penstock.assembly.sizes import model_sizes
 from penstock.config import BLOCK_SIZE_UNIT, CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
 from penstock.engine.speculation import NgramProposer, Speculation
@@ -65,7 +65,7 @@ def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weight
     own = _draft_config(config, wanted.model, model)
     rows, length = own.scheduler.max_num_seqs, own.cache.block_size or 0
     groups = tuple(CacheGroup(layers, window, rows, length) for layers, window in model.cache_groups())
-    num_bytes = rows * length * model.num_hidden_layers * cached_token_bytes(own, model)
+    num_bytes = rows * length * all_token_bytes(own, model)
     ops = make_ops(own, model)
     if ops.is_planned:
         stored = open_stored(weights, model, own.numerics.load_format)

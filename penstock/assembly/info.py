@@ -82,12 +82,11 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
     numerics, kv_scales = config.numerics, config.cache.kv_cache_scales
     entry = find_model(model_config.architecture, model_config.model_impl)
     kernels = f"cpu.{level_of_bits()}" if numerics.kernels == "cpu" else numerics.kernels
-    ropes = [rope for rope in (model_config.rope, model_config.local_rope) if rope is not None]
     parts = [
         weights,
         repr(replace(model_config, model_impl="")),
         _code_fingerprint(entry, model_config),
-        *(rotary_fingerprint(rope, model_config.head_dim, config.scheduler.max_model_len or 0) for rope in ropes),
+        *(rotary_fingerprint(*rope, config.scheduler.max_model_len or 0) for rope in model_config.ropes()),
         numerics.dtype,
         config.cache.kv_cache_dtype,
         "" if kv_scales is None else kv_scales_fingerprint(Path(kv_scales)),

@@ -137,11 +137,12 @@ def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], win
     new = 0 if window is None else -(-chunk // group.block_size)
     most = scheduler.max_num_seqs * table_length(group, length)
     wanted = max(minimum, min(most, scheduler.max_num_seqs * peak_blocks(group, length, 1) + new))
-    return _GroupNeed(group, len(layers) * group.block_size * cached_token_bytes(config, model), minimum, wanted)
+    token_bytes = cached_token_bytes(config, model.at(layers[0]))
+    return _GroupNeed(group, len(layers) * group.block_size * token_bytes, minimum, wanted)
 
 
 def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Count the bytes per token and layer in the cache of a resolved config's backend."""
+    """Count the bytes of a token in the cache of one layer, with the numbers of this layer and a resolved config."""
     return cache_token_bytes(
         model.num_key_value_heads,
         model.head_dim,
@@ -149,6 +150,12 @@ def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
         padded=config.numerics.kernels == "cpu",
         token_scales=config.cache.kv_cache_scales is None,
     )
+
+
+def all_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Count the bytes of a token in the caches of all layers."""
+    groups = [(len(layers), model.at(layers[0])) for layers, _ in model.cache_groups()]
+    return sum(count * cached_token_bytes(config, layer) for count, layer in groups)
 
 
 def _share_out(needs: list[_GroupNeed], rest: int, *, fill: bool) -> list[int]:
@@ -329,23 +336,12 @@ class Ledger:
 
         Attention needs most for one long prompt, or when all rows decode.
         """
-        model, block_size, cores = self.model, config.cache.block_size or 1, config.numerics.threads or 1
+        model = self.model
         inner = _inner(model) * ELEMENT_BYTES[config.numerics.dtype]
         most = tokens * model.num_experts_per_tok * (inner + model.hidden_size * 4)
-        shape = AttentionShape(
-            model.num_attention_heads,
-            model.num_key_value_heads,
-            model.head_dim,
-            config.cache.kv_cache_dtype,
-            config.kv_cache_slices,
-            config.cache.kv_cache_scales is None,
-            config.numerics.dtype,
-        )
-        for counts, lengths in (([min(tokens, length)], [length]), ([1] * seqs, [length] * seqs)):
-            starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-            table = np.arange(len(lengths), dtype=np.int32)[:, None] + np.zeros((1, -(-length // block_size)), np.int32)
-            plan = Planner(shape, block_size, num_cores=cores).plan(starts, np.array(lengths, np.int32), table)
-            most = max(most, plan.workspace_bytes + cores * plan.scratch_bytes)
+        for shape in {_attention_shape(config, model.at(layers[0])) for layers, _ in model.cache_groups()}:
+            for counts, lengths in (([min(tokens, length)], [length]), ([1] * seqs, [length] * seqs)):
+                most = max(most, _attention_bytes(config, shape, counts, lengths))
         return most
 
     def _shorter(self, config: EngineConfig) -> EngineConfig | None:
@@ -393,6 +389,28 @@ class Ledger:
                 group_size = None if (scheme := Scheme.parse(name, None)) is None else scheme.group_size
                 numerics = replace(config.numerics, quantization=name, quantization_group_size=group_size)
                 yield f"quantization = {name}", replace(config, numerics=numerics)
+
+
+def _attention_shape(config: EngineConfig, model: ModelConfig) -> AttentionShape:
+    """Describe the attention of one layer, with the numbers of this layer."""
+    return AttentionShape(
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        model.head_dim,
+        config.cache.kv_cache_dtype,
+        config.kv_cache_slices,
+        config.cache.kv_cache_scales is None,
+        config.numerics.dtype,
+    )
+
+
+def _attention_bytes(config: EngineConfig, shape: AttentionShape, counts: list[int], lengths: list[int]) -> int:
+    """Count the bytes that attention needs in a step: `counts` new tokens of sequences that then have `lengths`."""
+    block_size, cores = config.cache.block_size or 1, config.numerics.threads or 1
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    table = np.arange(len(lengths), dtype=np.int32)[:, None] + np.zeros((1, -(-max(lengths) // block_size)), np.int32)
+    plan = Planner(shape, block_size, num_cores=cores).plan(starts, np.array(lengths, np.int32), table)
+    return plan.workspace_bytes + cores * plan.scratch_bytes
 
 
 def _inner(model: ModelConfig) -> int:

@@ -127,7 +127,9 @@ class RotaryParams:
         q_norm, k_norm: float32 weights of an RMS norm before the rotation; None: no norm. A weight [D] norms each head
             by itself; a weight [H D] for q, or [Hkv D] for k, norms all heads together. With one head, both are the
             same.
-        eps: the eps of both norms.
+        v_norm: float32 weights [D] of an RMS norm of each head of v; None: no norm.
+        eps: the eps of the norms.
+        values_are_keys: the product has no columns for v, which is k before its norm.
         q_scale: [max positions] float32, a factor of q at each position; None: no factor.
     """
 
@@ -137,6 +139,14 @@ class RotaryParams:
     k_norm: Tensor | None = None
     eps: float = 0.0
     q_scale: Tensor | None = None
+    v_norm: Tensor | None = None
+    values_are_keys: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Count the columns of the product."""
+        heads = self.heads
+        return (heads.num_heads + (1 if self.values_are_keys else 2) * heads.num_kv_heads) * heads.head_dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +165,7 @@ class RouterParams:
         groups, top_groups, group_top: neighbouring experts make `groups` groups of one size, and experts are chosen
             from the `top_groups` groups with the largest sums of their `group_top` largest scores, with the bias.
         renormalize: weights are divided by their sum, or by min_sum if that is larger.
-        scale: a factor of all weights, in the end.
+        scale, expert_scale: factors of the weights, in the end: of all, and [experts] float32 of each expert's.
         threshold: for "sparsemixer".
     """
 
@@ -168,6 +178,7 @@ class RouterParams:
     renormalize: bool = False
     min_sum: float = 0.0
     scale: float = 1.0
+    expert_scale: Tensor | None = None
     threshold: float = 0.0
 
     def check(self, experts: int) -> None:

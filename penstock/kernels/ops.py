@@ -285,9 +285,9 @@ class Ops(Protocol):
     def rotary_qkv(
         self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the product of q, k and v, RMS-norm q and k if norm weights are given, scale q, and rotate q and k.
+        """Split the product of q, k and v, RMS-norm those with norm weights, scale q, and rotate q and k.
 
-        qkv [T, (H + 2 Hkv) D] float32, positions [T] int64 -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, D] in dtype.
+        qkv [T, params.columns] float32, positions [T] int64 -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, D] in dtype.
         """
 
     def rotary_q(self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: Tensor | None = None) -> Tensor:

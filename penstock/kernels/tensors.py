@@ -197,29 +197,20 @@ class Slot:
             self._rows = rows
         return self._last
 
-    def holds(self, columns: tuple[int, ...], dtype: str) -> bool:
-        return (self.columns, self._name) == (columns, dtype)
-
 
 class Arena:
     """Slots by name, one arena per model. Its users must not need two results of one slot at the same time."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
-        self._slots: dict[str, Slot] = {}
+        self._slots: dict[tuple[str, tuple[int, ...], str], Slot] = {}
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: str) -> Slot:
-        """Get or make the slot with this name, for results of the type that `dtype` names.
-
-        Raises:
-            ValueError: the slot exists with other columns or another dtype.
-        """
-        slot = self._slots.get(name)
-        if slot is None:
-            slot = self._slots[name] = Slot(columns, dtype, self._allocate)
-        if not slot.holds(columns, dtype):
-            raise ValueError(f"{name}: {columns} {dtype} does not fit {slot.columns} {slot.dtype}")
-        return slot
+        """Get or make the slot with this name, for results with these columns and of the type that `dtype` names."""
+        key = name, columns, dtype
+        if key not in self._slots:
+            self._slots[key] = Slot(columns, dtype, self._allocate)
+        return self._slots[key]
 
     @property
     def slots(self) -> frozenset[Slot]:

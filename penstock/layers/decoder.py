@@ -46,6 +46,7 @@ class Attention(Module):
     ) -> None:
         """rotary: None means no rotation, and no factors of the queries. scale: the factor of the scores; None: the
         config's."""
+        cfg = cfg.at(layer)
         self.ops = make.ops
         self.layer = layer
         self.rotary = rotary
@@ -58,10 +59,14 @@ class Attention(Module):
             alibi_slopes=make.ops.tensor(slopes) if cfg.alibi else None,
             bias_before_scale=cfg.alibi and cfg.scaled_alibi,
         )
-        self.qkv_proj = make.linear("qkv_proj")
+        self._values_are_keys = bool(cfg.values_are_keys) and cfg.values_are_keys[layer]
+        name = "qk_proj" if self._values_are_keys else "qkv_proj"
+        self._project = make.linear(name)
+        setattr(self, name, self._project)
         offset, is_rms = cfg.norm_unit_offset, cfg.qk_norm and cfg.norm == "rms"
         self.q_norm = make.rms_norm("q_norm", self.eps, unit_offset=offset) if is_rms else None
         self.k_norm = make.rms_norm("k_norm", self.eps, unit_offset=offset) if is_rms else None
+        self._v_norm = make.ops.tensor(np.ones(heads.head_dim, FLOAT32)) if cfg.value_norm else None
         self.qk_norm = make.head_norms("qk_norm", self.eps) if cfg.qk_norm and not is_rms else None
         self.sinks = make.vector("sinks") if cfg.sink_logits else None
         self.o_proj = make.linear("o_proj")
@@ -82,6 +87,8 @@ class Attention(Module):
             None if self.k_norm is None else self.k_norm.weight,
             self.eps,
             None if self.rotary is None else self.rotary.q_scale,
+            self._v_norm,
+            self._values_are_keys,
         )
 
     def forward(self, y: Tensor, ctx: ForwardContext) -> Tensor:
@@ -91,7 +98,7 @@ class Attention(Module):
         if self.sees_sinks:
             queries = queries.reshape(2, tokens, self.heads.num_heads, self.heads.head_dim)
         out = queries[0] if self.sees_sinks else queries, self.k_out(tokens), self.v_out(tokens)
-        qkv = self.qkv_proj(y) if self.qk_norm is None else self.qk_norm(self.qkv_proj(y))
+        qkv = self._project(y) if self.qk_norm is None else self.qk_norm(self._project(y))
         params = self.rotary_params
         _, k, v = self.ops.rotary_qkv(qkv, ctx.positions, params, out=out)
         if self.sees_sinks:
@@ -173,6 +180,7 @@ class MoE(Module):
             name = "correction" if cfg.router_bias == 1 else "moe_statics"
             self._correction = make.vector(name, is_exact=True)
             setattr(self, name, self._correction)
+        self.expert_scale = make.vector("expert_scale") if cfg.router_expert_scale else None
         self._router = RouterParams(
             cfg.num_experts_per_tok,
             cfg.router_scores,
@@ -199,10 +207,11 @@ class MoE(Module):
         self.shared_expert_gate = make.linear("shared_expert_gate") if cfg.shared_expert_gate else None
         self._packed: tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]] | None = None
 
-    def forward(self, y: Tensor) -> Tensor:
-        """Map y [T, hidden] dtype to [T, hidden] float32."""
+    def forward(self, y: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Map y [T, hidden] dtype to [T, hidden] float32. routed: what the router reads, [T, hidden] dtype; None: y."""
         tokens = y.shape[0]
-        chosen = self.ops.route(self.gate(y), self.router_params, out=(self.ids(tokens), self.weights(tokens)))
+        logits = self.gate(y if routed is None else routed)
+        chosen = self.ops.route(logits, self.router_params, out=(self.ids(tokens), self.weights(tokens)))
         gate_up, down = self._experts()
         out = self._mixture(
             y, gate_up, down, chosen, self.activation, weigh_inputs=self._weigh_inputs, out=self.out(tokens)
@@ -217,9 +226,10 @@ class MoE(Module):
     @property
     def router_params(self) -> RouterParams:
         """How experts are chosen. Read it after the weights are loaded."""
-        if self._correction is None:
-            return self._router
-        return replace(self._router, bias=self._correction.weight.reshape(-1))
+        params = self._router
+        if self._correction is not None:
+            params = replace(params, bias=self._correction.weight.reshape(-1))
+        return params if self.expert_scale is None else replace(params, expert_scale=self.expert_scale.weight)
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
         """Collect the packed weights of all experts, gated and down: in the first pass, when all are packed. Layers are
@@ -264,18 +274,16 @@ class DecoderLM(Module):
 
 def layer_rotaries(cfg: ModelConfig, make: LayerFactory) -> list[Rotary | None]:
     """Make the rotary table of each layer; layers with the same table share it."""
-    shared: dict[tuple[RopeConfig | None, QueryScale | None], Rotary] = {}
+    shared: dict[tuple[RopeConfig | None, QueryScale | None, int], Rotary] = {}
     found: list[Rotary | None] = []
-    for layer, window in enumerate(cfg.layer_windows):
-        rope = None
-        if cfg.rotates(layer):
-            rope = cfg.rope if window is None or cfg.local_rope is None else cfg.local_rope
+    for layer in range(cfg.num_hidden_layers):
+        rope, own = cfg.layer_rope(layer), cfg.at(layer)
         scale = cfg.query_scale
         if scale is not None and scale.only_unrotated and rope is not None:
             scale = None
-        key = rope, scale
-        if key != (None, None) and key not in shared:
-            shared[key] = make.rotary(rope, cfg, scale)
+        key = rope, scale, own.head_dim
+        if key[:2] != (None, None) and key not in shared:
+            shared[key] = make.rotary(rope, own, scale)
         found.append(shared.get(key))
     return found
 

@@ -116,10 +116,10 @@ class LayerFactory:
             return self.layer_norm(name, cfg.norm_eps, unit_offset=cfg.norm_unit_offset)
         return self.rms_norm(name, cfg.norm_eps, unit_offset=cfg.norm_unit_offset)
 
-    def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
-        """Make a norm whose result is the operand of a product."""
+    def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False, factor: float = 1.0) -> RMSNorm:
+        """Make a norm whose result is the operand of a product. factor: of its weight."""
         shape = self._find(name).shape
-        return RMSNorm(self.ops, shape, eps, self.slot(name, shape), unit_offset=unit_offset)
+        return RMSNorm(self.ops, shape, eps, self.slot(name, shape), unit_offset=unit_offset, factor=factor)
 
     def branch_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
         """Make a norm whose float32 result is added to the residual stream."""

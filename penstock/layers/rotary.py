@@ -81,6 +81,8 @@ def inverse_frequencies(rope: RopeConfig, dim: int, positions: Array, *, is_long
     if rope.rope_type == "dynamic":
         return np.asarray(_dynamic_theta(rope, dim, positions) ** -exponents)
     frequencies = np.array([math.pow(rope.theta, -exponent) for exponent in exponents.tolist()])
+    if rope.rope_type == "proportional":
+        frequencies[int(rope.partial_rotary_factor * dim // 2) :] = 0.0
     if rope.rope_type == "longrope":
         factors = rope.long_factor if is_long else rope.short_factor
         return np.asarray(frequencies / np.array(factors, dtype=FLOAT64))
@@ -101,7 +103,7 @@ def _kept(rope: RopeConfig, frequencies: Array, dim: int) -> Array:
     few. In between, Llama 3 interpolates over the number of turns, YaRN over the index."""
     if rope.rope_type == "default":
         return np.ones_like(frequencies)
-    if rope.rope_type == "linear":
+    if rope.rope_type in ("linear", "proportional"):
         return np.zeros_like(frequencies)
     context = rope.original_max_position_embeddings
     if rope.rope_type == "llama3":

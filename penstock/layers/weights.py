@@ -241,14 +241,25 @@ class Vector(WeightLayer):
 class Norm(Vector):
     """Base of the norms. They compute the norm alone, or together with the addition before it."""
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot, *, unit_offset: bool = False) -> None:
-        """unit_offset: the stored weight is the difference from 1."""
+    def __init__(
+        self,
+        ops: Ops,
+        shape: tuple[int, ...],
+        eps: float,
+        out: Slot,
+        *,
+        unit_offset: bool = False,
+        factor: float = 1.0,
+    ) -> None:
+        """unit_offset: the stored weight is the difference from 1. factor: of the weight, in float32."""
         super().__init__(ops, shape)
         self.eps, self.out = eps, out
-        self.unit_offset = unit_offset
+        self.unit_offset, self.factor = unit_offset, factor
 
     def _value(self, name: str, stored: Array) -> Array:
         value = super()._value(name, stored)
+        if self.factor != 1.0:
+            return value * FLOAT32.type(self.factor)
         return value + FLOAT32.type(1.0) if self.unit_offset and name == "weight" else value
 
 

@@ -63,7 +63,6 @@ NEUTRAL: dict[str, Any] = {
     "pruned_heads": {},
     "rope_interleaved": False,
     "use_mrope": False,
-    "per_layer_config": None,
 }
 KNOWN_TO_MODULES = ("is_decoder", "per_layer_config")  # Transformers' modules do what these say
 
@@ -150,9 +149,8 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         notes=notes,
         source=config,
     )
-    for rope in (result.rope, result.local_rope):
-        if rope is not None:
-            rope.check(result.head_dim)
+    for rope, head_dim in result.ropes():
+        rope.check(head_dim)
     read.finish(HARMLESS)
     return result
 

@@ -20,6 +20,7 @@ from penstock.interface import entry_points
 from penstock.models.falcon.config import read_bloom, read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
+from penstock.models.gemma4.config import read_gemma4
 from penstock.models.gpt2.config import read_gpt2
 from penstock.models.gpt_oss.config import read_gpt_oss
 from penstock.models.granite.config import read_granite, read_granite_hybrid
@@ -179,6 +180,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": _built_in("gpt2", read_gpt2, "gpt2.model.GPT2LMHeadModel"),
     "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),
     "Gemma3ForCausalLM": _built_in("gemma3_text", read_gemma3, GEMMA2),
+    "Gemma4ForCausalLM": _built_in("gemma4_text", read_gemma4, "gemma4.model.Gemma4ForCausalLM"),
     "GemmaForCausalLM": _built_in("gemma", read_gemma, LLAMA, "gemma/table.yaml"),
     "Glm4ForCausalLM": _built_in("glm4", read_glm4, LLAMA, "llama/glm.yaml"),
     "Glm4MoeForCausalLM": _built_in("glm4_moe", read_glm4_moe, MIXTRAL, QWEN_MOE),
@@ -211,7 +213,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _without_head(name: str) -> str:
-    return "Gemma3TextModel" if name == "Gemma3ForCausalLM" else re.sub("(ForCausalLM|LMHeadModel)$", "Model", name)
+    if name in ("Gemma3ForCausalLM", "Gemma4ForCausalLM"):
+        return name.replace("ForCausalLM", "TextModel")
+    return re.sub("(ForCausalLM|LMHeadModel)$", "Model", name)
 
 
 HEADLESS = {_without_head(name): name for name in ARCHITECTURES}  # name without a head -> name with a head

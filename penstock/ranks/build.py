@@ -273,7 +273,9 @@ def make_runner(
     split = None if links is None else split_of(whole, share, links)
     model = make_model(config, whole, plan.weights, ops, RankPlace(free_memory_bytes, split, stage))
     scales = read_scales(config, whole)
-    own_scales = None if scales is None else [_own_scales(item, share, whole) for item in scales]
+    own_scales = (
+        None if scales is None else [_own_scales(item, share, whole.at(layer)) for layer, item in enumerate(scales)]
+    )
     kind = RankRunner if rank == 0 else FollowingRunner
     layers = None if stage is None else stage.layers
     return kind(model, ops, plan.groups, config, share.config(whole), own_scales, forms, layers)
@@ -293,9 +295,9 @@ def open_grammars(weights: object, vocab_size: int, eos_token_ids: Sequence[int]
     return Grammars(load, vocab_size, eos_token_ids)
 
 
-def _own_scales(scales: KVScales, share: Share, whole: ModelConfig) -> KVScales:
+def _own_scales(scales: KVScales, share: Share, layer: ModelConfig) -> KVScales:
     """Cut the scales of the key/value heads that a rank has."""
-    first, last = share.attention.bounds(whole.num_key_value_heads)
+    first, last = share.attention.bounds(layer.num_key_value_heads)
     parts = (scales.key_scales, scales.key_offsets, scales.value_scales, scales.value_offsets)
     return KVScales(*(as_array(item)[first:last].copy() for item in parts))
 

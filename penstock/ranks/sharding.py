@@ -34,7 +34,7 @@ from typing import Literal
 
 from penstock.config import DEGREES, ParallelConfig
 from penstock.errors import fail
-from penstock.spec.model_config import ModelConfig
+from penstock.spec.model_config import LayerHeads, ModelConfig
 from penstock.spec.param_table import Parameter, leaf_bounds
 
 # How ranks hold a weight: each the whole of it, or a part of its rows, of its depth (the last axis, cut between leaves)
@@ -141,9 +141,14 @@ class Share:
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """Reduce the config of a model to the heads that the rank has."""
-        first, last = self.attention.bounds(whole.num_key_value_heads)
-        group = whole.num_attention_heads // whole.num_key_value_heads
-        return replace(whole, num_attention_heads=(last - first) * group, num_key_value_heads=last - first)
+
+        def own(heads: LayerHeads) -> LayerHeads:
+            first, last = self.attention.bounds(heads.num_key_value_heads)
+            group = heads.num_attention_heads // heads.num_key_value_heads
+            return LayerHeads((last - first) * group, last - first, heads.head_dim)
+
+        common = LayerHeads(whole.num_attention_heads, whole.num_key_value_heads, whole.head_dim)
+        return replace(whole, layer_heads=tuple(map(own, whole.layer_heads)), **own(common)._asdict())
 
 
 def general(name: str) -> str:
@@ -159,7 +164,8 @@ def divisible_heads(model: ModelConfig, *, together: bool = False) -> list[int]:
     if together:
         return [1]
     parts = {degree: [Part(index, degree) for index in range(degree)] for degree in DEGREES}
-    bounds = {degree: [part.bounds(model.num_key_value_heads) for part in some] for degree, some in parts.items()}
+    counts = {model.num_key_value_heads, *(heads.num_key_value_heads for heads in model.layer_heads)}
+    bounds = {degree: [part.bounds(count) for part in some for count in counts] for degree, some in parts.items()}
     return [degree for degree, some in bounds.items() if all(first < last for first, last in some)]
 
 
@@ -168,7 +174,8 @@ def heads_are_together(parameters: Mapping[str, Parameter], model: ModelConfig) 
     a part of them."""
     norms = [item for item in parameters.values() if item.name.endswith((".q_norm.weight", ".k_norm.weight"))]
     has_units = any(item.unit is not None for item in parameters.values())
-    return not has_units or any(norm.shape != (model.head_dim,) for norm in norms)
+    sizes = {(model.head_dim,), *((heads.head_dim,) for heads in model.layer_heads)}
+    return not has_units or any(norm.shape not in sizes for norm in norms)
 
 
 def find_degrees(parallel: ParallelConfig, model: ModelConfig, *, together: bool) -> Degrees:

@@ -104,8 +104,8 @@ class ModelRunner:
         if self.may_record(config, model_config):
             self.model = RecordedModel(model, cast(RecordingOps, ops))
         self.vocab_size = model_config.vocab_size
-        self._heads = Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim)
         self.groups = tuple(groups)
+        self._heads = [_heads(model_config.at(group.layers[0])) for group in groups]
         self._layer_group = layer_groups(groups, model_config.num_hidden_layers)
         self._own_layers = own_layers or range(model_config.num_hidden_layers)
         self.kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales, self._own_layers)
@@ -260,7 +260,7 @@ class ModelRunner:
             self._packed = step
             self._unplanned = {index: self._attention(step, index) for index in self._first_layers}
         planned = {
-            index: self.ops.plan(meta, self._heads, self.kv_caches[self._first_layers[index]])
+            index: self.ops.plan(meta, self._heads[index], self.kv_caches[self._first_layers[index]])
             for index, meta in self._unplanned.items()
         }
         unused = next(iter(planned.values()))  # a placeholder for groups whose layers are all on other stages
@@ -442,6 +442,11 @@ def _prepare_torch(ops: Ops, threads: int) -> Callable[[], AbstractContextManage
     return torch.inference_mode if is_torch(ops.dtype) else nullcontext
 
 
+def _heads(layer: ModelConfig) -> Heads:
+    """Describe the heads of a layer, with the numbers of this layer."""
+    return Heads(layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
+
+
 def layer_groups(groups: Sequence[CacheGroup], num_layers: int) -> tuple[int, ...]:
     """Find the index of each decoder layer's cache group.
 
@@ -479,8 +484,8 @@ def allocate_kv_caches(
             CacheSpec(
                 groups[index].num_blocks,
                 groups[index].block_size,
-                model_config.num_key_value_heads,
-                model_config.head_dim,
+                model_config.at(layer).num_key_value_heads,
+                model_config.at(layer).head_dim,
                 dtype_of(config.cache.kv_cache_dtype, ops.dtype),
                 slices=config.kv_cache_slices,
                 scales=None if scales is None else scales[layer],

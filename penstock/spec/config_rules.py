@@ -30,8 +30,8 @@ LARGEST = {
     "max_position_embeddings": 2**24,
 }
 MAX_HEAD_DIM = 2**16
-ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
-UNSUPPORTED_ROPE_TYPES = ("axial", "mrope", "proportional")
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+UNSUPPORTED_ROPE_TYPES = ("axial", "mrope")
 OLDER_ROPE_TYPES = {"su": "longrope"}
 DEFAULT_WINDOW = 4096  # Transformers' default for sliding_window
 
@@ -239,6 +239,7 @@ def read_scaling(
     """Read one section; `plain` has the defaults. Keys that do not belong to its rope_type are refused, unless the
     family reads them itself (`own`)."""
     kind = _read_kind(read)
+    partial_rotary = partial_rotary or kind == "proportional"
     rope = replace(
         plain,
         theta=read.number("rope_theta", 1.001, MAX_SIZE, plain.theta),
@@ -303,6 +304,8 @@ def _read_numbers(read: ConfigReader, kind: str, context: int, max_position_embe
         return {"factor": factor, "original_max_position_embeddings": max_position_embeddings}
     if kind == "linear":
         return {"factor": read.number("factor", 1e-6, MAX_SIZE)}
+    if kind == "proportional":
+        return {"factor": read.number("factor", 1e-6, MAX_SIZE, 1.0)}
     context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, context)
     if kind == "longrope":
         numbers = _read_longrope(read, context, max_position_embeddings)

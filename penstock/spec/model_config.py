@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import ModelLoadError
 from penstock.spec.quantization import Quantization
@@ -14,8 +14,10 @@ class RopeConfig:
 
     Attributes:
         rope_type: "default"; "linear" divides all frequencies by factor; "llama3" and "yarn" divide only the slow ones;
-            "dynamic" raises theta with the position; "longrope" divides each frequency by a number of its own.
-        partial_rotary_factor: the fraction of each head that is rotated, starting with its first element.
+            "dynamic" raises theta with the position; "longrope" divides each frequency by a number of its own;
+            "proportional" sets the slow ones to 0, so that D is the whole head, and divides the others by factor.
+        partial_rotary_factor: the fraction of each head that is rotated, starting with its first element; for
+            "proportional", the fraction of the frequencies that are not 0.
         interleaved: checkpoints hold the two elements of each rotated pair side by side, not as two halves. The loader
             reorders the rows of q and k, so that all models are rotated alike; attention is not changed by it.
         original_max_position_embeddings: the context before scaling.
@@ -44,7 +46,7 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Compute D, the number of rotated elements of a head. If D is odd, one more element is rotated."""
-        return int(head_dim * self.partial_rotary_factor)
+        return head_dim if self.rope_type == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:
         """Raise ModelLoadError unless 2 .. head_dim elements are rotated, with one factor per frequency."""
@@ -77,6 +79,14 @@ class QueryScale:
     only_unrotated: bool = False
 
 
+class LayerHeads(NamedTuple):
+    """The heads of one layer's attention."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The numbers of one model, with Transformers' names. Fields that most models lack have defaults.
@@ -91,6 +101,8 @@ class ModelConfig:
         branch_norms: Llama's block has RMS norms behind its branches, too.
         dtype: type of the checkpoint: "float32", "bfloat16" or "float16". If the file does not say: float32, or
             bfloat16 beside codes.
+        layer_heads: for each layer, its heads; empty: num_attention_heads, num_key_value_heads and head_dim hold in all
+            layers. `at` gives the numbers of one layer.
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
         num_sink_tokens: how many first tokens every token sees besides its window (assembly/streaming.py).
         rope: rotary embedding; None: positions enter in another way (ALiBi, or learned positions).
@@ -101,6 +113,8 @@ class ModelConfig:
             product after attention, and in those of the feed-forward branch.
         qk_norm: q and k are normed before the rotation: each head by itself or, with qk_norm_together, all heads of
             a token together.
+        value_norm: values are RMS-normed, each head by itself, without weights.
+        values_are_keys: for each layer, whether its values are its keys before their norm; empty: in no layer.
         embedding_scale: factor of the token embeddings.
         embedding_norm: the token embeddings are normed before they become the residual stream.
         residual_scale: factor of each branch when it is added to the residual stream. The stream is kept divided by it
@@ -117,9 +131,9 @@ class ModelConfig:
         norm_topk_prob: the weights of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether its feed-forward branch is a mixture of experts.
         router_scores, router_bias, router_groups, router_top_groups, router_min_sum, router_threshold,
-            routed_scaling_factor: how a router chooses and weighs experts: `scores`, the axes with which files hold
-            the `bias` (0: there is none), `groups`, `top_groups`, `min_sum`, `threshold` and `scale` of RouterParams in
-            kernels/metadata.py.
+            routed_scaling_factor, router_expert_scale: how a router chooses and weighs experts: `scores`, the axes with
+            which files hold the `bias` (0: there is none), `groups`, `top_groups`, `min_sum`, `threshold` and `scale`
+            of RouterParams in kernels/metadata.py, and whether there is an `expert_scale`.
         exact_router: the weight of a router keeps float32, if a checkpoint has it.
         weigh_expert_inputs: the weights of experts multiply what they read, not their results.
         shared_expert_gate: whether a gate for each token multiplies the result of the shared expert, which is added to
@@ -158,6 +172,7 @@ class ModelConfig:
     dtype: str
     layer_windows: tuple[int | None, ...]
     rope: RopeConfig | None
+    layer_heads: tuple[LayerHeads, ...] = ()
     local_rope: RopeConfig | None = None
     num_sink_tokens: int = 0
     rotary_layers: tuple[bool, ...] = ()
@@ -167,6 +182,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_together: bool = False
+    value_norm: bool = False
+    values_are_keys: tuple[bool, ...] = ()
     gated_mlp: bool = True
     norm: str = "rms"
     norm_bias: bool = False
@@ -196,6 +213,7 @@ class ModelConfig:
     router_threshold: float = 0.0
     routed_scaling_factor: float = 1.0
     exact_router: bool = False
+    router_expert_scale: bool = False
     weigh_expert_inputs: bool = False
     shared_expert_gate: bool | None = None
     shared_expert_intermediate_size: int = 0
@@ -231,6 +249,21 @@ class ModelConfig:
         """Tell whether a layer has rotary embedding."""
         return self.rope is not None and (not self.rotary_layers or self.rotary_layers[layer])
 
+    def at(self, layer: int) -> "ModelConfig":
+        """Return the numbers with the heads of one layer."""
+        return replace(self, **self.layer_heads[layer]._asdict()) if self.layer_heads else self
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """Find the rotary embedding of a layer; None: it has none."""
+        if not self.rotates(layer):
+            return None
+        return self.rope if self.layer_windows[layer] is None or self.local_rope is None else self.local_rope
+
+    def ropes(self) -> list[tuple[RopeConfig, int]]:
+        """List each rotary embedding with the size of the heads that it rotates, ordered by first layer."""
+        found = [(self.layer_rope(layer), self.at(layer).head_dim) for layer in range(self.num_hidden_layers)]
+        return list(dict.fromkeys((rope, size) for rope, size in found if rope is not None))
+
     def stream(self) -> "ModelConfig":
         """Return the numbers for a residual stream that is divided by residual_scale.
 
@@ -246,8 +279,11 @@ class ModelConfig:
         )
 
     def cache_groups(self) -> list[tuple[tuple[int, ...], int | None]]:
-        """Group the layers with the same window: (their indices, the window), ordered by first layer."""
-        groups: dict[int | None, list[int]] = {}
+        """Group the layers with the same window and heads: (their indices, the window), ordered by first layer.
+
+        The keys and values of a group's layers have one shape, so that its blocks have one size.
+        """
+        groups: dict[tuple[int | None, LayerHeads | None], list[int]] = {}
         for index, window in enumerate(self.layer_windows):
-            groups.setdefault(window, []).append(index)
-        return [(tuple(layers), window) for window, layers in groups.items()]
+            groups.setdefault((window, self.layer_heads[index] if self.layer_heads else None), []).append(index)
+        return [(tuple(layers), window) for (window, _), layers in groups.items()]

@@ -410,13 +410,13 @@ def _expand(row: Row, config: ModelConfig) -> list[Parameter]:
     """Expand a row to its parameters: one for each layer and expert that has it."""
     layers = range(config.num_hidden_layers if "*" in row.pattern else 1)
     experts = range(config.num_experts if row.pattern.count("*") > 1 else 1)
-    existing = [layer for layer in layers if _holds(row.when, config, layer)]
-    return [_Expansion(config, layer, expert).parameter(row) for layer in existing for expert in experts]
+    existing = [(layer, config.at(layer)) for layer in layers if _holds(row.when, config, layer)]
+    return [_Expansion(own, layer, expert).parameter(row) for layer, own in existing for expert in experts]
 
 
 @dataclass(frozen=True, slots=True)
 class _Expansion:
-    """Makes the parameters of one layer and one expert of a model."""
+    """Makes the parameters of one layer and one expert of a model. config: the numbers of this layer."""
 
     config: ModelConfig
     layer: int

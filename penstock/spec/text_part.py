@@ -23,10 +23,12 @@ class TextPart(NamedTuple):
 
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": TextPart("Gemma3ForCausalLM", "gemma3_text", "gemma3_text"),
+    "Gemma4ForConditionalGeneration": TextPart("Gemma4ForCausalLM", "gemma4_text", "gemma4_text"),
     "Mistral3ForConditionalGeneration": TextPart("MistralForCausalLM", "mistral", "mistral"),
     "Qwen2VLForConditionalGeneration": TextPart("Qwen2ForCausalLM", "qwen2_vl_text", "qwen2"),
     "Qwen2_5_VLForConditionalGeneration": TextPart("Qwen2ForCausalLM", "qwen2_5_vl_text", "qwen2"),
     "Qwen3VLForConditionalGeneration": TextPart("Qwen3ForCausalLM", "qwen3_vl_text", "qwen3"),
+    "Qwen3VLMoeForConditionalGeneration": TextPart("Qwen3MoeForCausalLM", "qwen3_vl_moe_text", "qwen3_moe"),
 }
 # Others in the same architectures, by the model_type of the section.
 OTHER_TEXT_PARTS = {
@@ -41,19 +43,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
     },
+    "qwen3_moe": {"norm_topk_prob": True},
 }
 # Keys about images beside the section, and in the oldest files among those of the decoder.
 IMAGE_KEYS = frozenset(
     {"vision_config", "audio_config", "image_token_id", "image_token_index", "video_token_id", "vision_start_token_id"}
     | {"vision_end_token_id", "vision_token_id", "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index"}
     | {"mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"}
-    | {"vision_feature_layer", "vision_feature_select_strategy", "image_seq_length"}
+    | {"vision_feature_layer", "vision_feature_select_strategy", "image_seq_length", "vision_soft_tokens_per_image"}
+    | {"audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"}
 )
 SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 TIED = "tie_word_embeddings"
 MROPE = ("mrope_section", "mrope_interleaved")
 PREFIX = re.compile(r"^(model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))")
-IMAGE_TENSORS = re.compile(r"^(model\.)?(vision_tower|vision_model|vision_encoder|visual|multi_modal_projector)\.")
+IMAGE_TENSORS = re.compile(
+    r"^(model\.)?(vision_(tower|model|encoder)|visual|multi_modal_projector|audio_tower|embed_(vision|audio))\."
+)
 
 
 def decoder_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:

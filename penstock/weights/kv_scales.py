@@ -13,6 +13,7 @@ Each tensor is one number, [Hkv] or [Hkv, D], of any float type. A stored intege
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,11 +39,12 @@ def read_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...
     file = config.cache.kv_cache_scales
     if file is None:
         return None
-    return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
+    layers = [model.at(layer) for layer in range(model.num_hidden_layers)]
+    return read_kv_scales(Path(file), [(layer.num_key_value_heads, layer.head_dim) for layer in layers])
 
 
-def read_kv_scales(file: Path, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[KVScales, ...]:
-    """Read one KVScales per layer.
+def read_kv_scales(file: Path, shapes: Sequence[tuple[int, int]]) -> tuple[KVScales, ...]:
+    """Read one KVScales per layer. shapes: the number of key/value heads and the head_dim of each.
 
     Raises:
         InvalidRequestError: the file cannot be read; a tensor is missing or unknown, has the wrong shape, is not finite
@@ -56,24 +58,24 @@ def read_kv_scales(file: Path, num_layers: int, num_kv_heads: int, head_dim: int
         raise fail("kv_cache_scales", str(file), "a safetensors file, or the directory of a checkpoint")
     try:
         if file.is_dir():
-            return _read_checkpoint(file, num_layers, (num_kv_heads, head_dim))
-        return _read_layers(file, num_layers, (num_kv_heads, head_dim))
+            return _read_checkpoint(file, shapes)
+        return _read_layers(file, shapes)
     except ModelLoadError as error:
         raise InvalidRequestError(f"kv_cache_scales: {error}", param="kv_cache_scales") from error
 
 
-def _read_layers(file: Path, num_layers: int, shape: tuple[int, int]) -> tuple[KVScales, ...]:
-    entries = read_entries(file)
+def _read_layers(file: Path, shapes: Sequence[tuple[int, int]]) -> tuple[KVScales, ...]:
+    entries, num_layers = read_entries(file), len(shapes)
     known = {f"layers.{layer}.{kind}" for layer in range(num_layers) for kind in SCALES + OFFSETS}
     unknown = sorted(entries.keys() - known)
     if unknown:
         raise ModelLoadError(
             f"{file}: {shown(unknown[0])} is not a scale or offset of a layer from 0 to {num_layers - 1}"
         )
-    return tuple(_layer(file, entries, f"layers.{layer}.", shape) for layer in range(num_layers))
+    return tuple(_layer(file, entries, f"layers.{layer}.", shape) for layer, shape in enumerate(shapes))
 
 
-def _read_checkpoint(directory: Path, num_layers: int, shape: tuple[int, int]) -> tuple[KVScales, ...]:
+def _read_checkpoint(directory: Path, shapes: Sequence[tuple[int, int]]) -> tuple[KVScales, ...]:
     """Read the scales of a checkpoint, which stand beside the weights of attention under several names."""
     entries = {}
     for file in find_files(directory):
@@ -83,7 +85,7 @@ def _read_checkpoint(directory: Path, num_layers: int, shape: tuple[int, int]) -
     quantization = read_quantization(directory)
     levels = (0 if quantization is None else quantization.kv_levels) or FP8_LEVELS
     factor = FLOAT32.type(levels / INT8_LEVELS)
-    layers = [_layer(directory, entries, f"layers.{layer}.", shape) for layer in range(num_layers)]
+    layers = [_layer(directory, entries, f"layers.{layer}.", shape) for layer, shape in enumerate(shapes)]
     return tuple(
         replace(layer, key_scales=layer.key_scales * factor, value_scales=layer.value_scales * factor)
         for layer in layers

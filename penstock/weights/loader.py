@@ -392,8 +392,8 @@ def rotary_bytes(model_config: ModelConfig, max_model_len: int | None = None) ->
     """Count the bytes of the tables of positions: cosines and sines of each kind of rotary embedding that the model
     has, and factors of the queries."""
     positions = max_model_len or model_config.context
-    ropes = [rope for rope in (model_config.rope, model_config.local_rope) if rope is not None]
-    columns = sum(rope.rotary_dim(model_config.head_dim) for rope in ropes) + (model_config.query_scale is not None)
+    columns = sum(rope.rotary_dim(head_dim) for rope, head_dim in model_config.ropes())
+    columns += model_config.query_scale is not None
     return ROTARY_BYTES * positions * columns
 
 

@@ -71,7 +71,7 @@ def match(
     if len(texts) < len(entries):
         raise ModelLoadError("the checkpoint holds tensors whose names differ only in where the text part is")
     stored = {_full_name(text, texts, known, table): name for text, name in texts.items()}
-    nearest = {name: _nearest(item, stored) for name, item in parameters.items()}
+    nearest = {name: _nearest(item, stored, entries) for name, item in parameters.items()}
     layouts = {name: layout for name, layout in nearest.items() if layout.sources.keys() <= stored.keys()}
     required = [layout for name, layout in nearest.items() if parameters[name].tied_to is None]
     missing = dict.fromkeys(source for layout in required for source in layout.sources if source not in stored)
@@ -98,11 +98,24 @@ def _full_name(name: str, entries: Mapping[str, str], known: set[str], table: Pa
     return full if name not in known and full in known and full not in entries else name
 
 
-def _nearest(parameter: Parameter, stored: Mapping[str, str]) -> Layout:
-    """Choose the first layout with all its tensors stored, otherwise the one with the largest share stored."""
-    return max(
-        parameter.layouts, key=lambda layout: sum(name in stored for name in layout.sources) / len(layout.sources)
-    )
+def _nearest(parameter: Parameter, stored: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> Layout:
+    """Choose the layout with the largest share of its tensors stored: of several, one whose shapes fit, or the first.
+
+    So a tensor that some files transpose is transposed only if it does not fit as it is, as in Transformers.
+    """
+
+    def share(layout: Layout) -> float:
+        return sum(name in stored for name in layout.sources) / len(layout.sources)
+
+    most = max(map(share, parameter.layouts))
+    found = [layout for layout in parameter.layouts if share(layout) == most]
+    if len(found) == 1 or most < 1.0:
+        return found[0]
+    return next((item for item in found if _fits(_as_held(item, stored, entries), stored, entries)), found[0])
+
+
+def _fits(layout: Layout, stored: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> bool:
+    return all(entries[stored[name]].shape == shape for name, shape in layout.sources.items())
 
 
 def _check_names(missing: list[str], unused: list[str]) -> None:

@@ -58,12 +58,14 @@ class ModelCosts:
             for _, layer in named_modules(mixture.experts[0]):
                 if isinstance(layer, Linear):
                     self._expert.add(_product(layer.spec.packing, layer.packed[0], dtype))
-        self._windows = {window for _, window in model_config.cache_groups()}
+        groups = {window: model_config.at(layers[0]) for layers, window in model_config.cache_groups()}
         self._num_sinks = model_config.num_sink_tokens
-        self._token_bytes = cached_token_bytes(config, model_config)
+        self._token_bytes = {window: cached_token_bytes(config, layer) for window, layer in groups.items()}
         self._kind = KIND_OF_DTYPE[config.cache.kv_cache_dtype]
-        elements = model_config.num_attention_heads * model_config.head_dim
-        self._pair_operations = 4 * elements * max(1, config.kv_cache_slices)
+        slices = 4 * max(1, config.kv_cache_slices)
+        self._pair_operations = {
+            window: slices * layer.num_attention_heads * layer.head_dim for window, layer in groups.items()
+        }
         self._attention: dict[int, Cost] = {}  # by window; 0: no window
         self._programs: dict[int, tuple[object, list[Cost | int]]] = {}  # an attention is kept as its window
         kinds = {kind for cost in self._products.values() for kind in cost.work.operations}
@@ -72,7 +74,7 @@ class ModelCosts:
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Set the tokens on which the attention of the following calls works."""
         self._attention = {}
-        for window in self._windows:
+        for window in self._token_bytes:
             work = Work()
             for item in scheduler_output.scheduled:
                 work.add(self._attend(item.num_computed_tokens, item.num_new_tokens, window))
@@ -102,10 +104,10 @@ class ModelCosts:
 
     def _attend(self, cached: int, new: int, window: int | None) -> Work:
         """Count the work of one layer for one sequence."""
-        window = None if window is None else window + self._num_sinks
-        seen = cached if window is None else min(cached, window - 1)
-        keys = sum(min(cached + index + 1, window or cached + new) for index in range(new))
-        return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))
+        most = None if window is None else window + self._num_sinks
+        seen = cached if most is None else min(cached, most - 1)
+        keys = sum(min(cached + index + 1, most or cached + new) for index in range(new))
+        return Work(seen * self._token_bytes[window], Counter({self._kind: keys * self._pair_operations[window]}))
 
 
 def _product(packing: Packing, packed: PackedLinear, dtype: str) -> Work:

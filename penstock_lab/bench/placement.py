@@ -166,6 +166,7 @@ def _refuse(config: EngineConfig, model: ModelConfig) -> None:
         "quantization": config.numerics.scheme is not None,
         "load_format": config.numerics.load_format == "mock",
         "experts": model.num_experts > 0,
+        "layer_heads": bool(model.layer_heads),
     }
     for name, given in asked.items():
         if given:

@@ -265,14 +265,14 @@ def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory)
     """Build the model without weights. Its nn.Linear become the engine's products, quantised as the table allows.
 
     Raises:
-        NotSupportedError: layers have different windows, for which one mask does not suffice; or the head is to be
-            split or padded.
+        NotSupportedError: layers have different windows or heads, for which one mask and shape do not suffice; or the
+            head is to be split or padded.
         ModelLoadError: a layer's shape differs from the parameter table.
     """
-    if len(set(config.layer_windows)) > 1:
+    if len(config.cache_groups()) > 1:
         raise NotSupportedError(
-            f"{config.architecture}: layers with different windows need more than the one mask of JetStream's calling "
-            f"convention"
+            f"{config.architecture}: layers with different windows or heads need more than the one mask and shape of "
+            f"JetStream's calling convention"
         )
     if not make.head.is_plain:
         text = "lm_head_pieces, pad_vocab_multiple: a model of JetStream's calling convention has its own head"

@@ -32,9 +32,10 @@ class ModelWork:
         layers: products that every row of a step goes through.
         head: products for only the rows whose logits are wanted.
         experts: products of all experts together; a row goes through `chosen` of `num_experts`.
-        token_bytes: cached bytes of a token in one layer.
+        token_bytes: cached bytes of a token in one layer; the mean, if layers differ.
         cache_type: type of the cached values.
-        pair_operations: operations for a token and one token that it attends to, in one layer.
+        pair_operations: operations for a token and one token that it attends to, in one layer; the mean, if they
+            differ.
         windows: number of layers and window of each cache group.
         gathers: sums over ranks in a pass, each with `gather_width` float32 values per row.
     """
@@ -214,10 +215,10 @@ def model_work(
 
     Args:
         products: the products of "layers", "head" and "experts" on this device.
-        cache: on this device, bytes of a token in a layer, type, and int8 slices of a query (0: none).
+        cache: on this device, mean bytes of a token in a layer, type, and int8 slices of a query (0: none).
     """
-    token_bytes, cache_type, slices = cache
-    heads = model.num_attention_heads // degrees.attention
+    (token_bytes, cache_type, slices), layers = cache, model.num_hidden_layers
+    sizes = [layer.num_attention_heads // degrees.attention * layer.head_dim for layer in map(model.at, range(layers))]
     sums = (degrees.attention > 1) + (max(degrees.mlp, degrees.mixture) > 1)
     return ModelWork(
         layers=products["layers"],
@@ -227,9 +228,9 @@ def model_work(
         chosen=model.num_experts_per_tok,
         token_bytes=token_bytes,
         cache_type=cache_type,
-        pair_operations=4 * max(1, heads) * model.head_dim * max(1, slices),
+        pair_operations=4 * max(1, sum(sizes) // layers) * max(1, slices),
         windows=tuple(
-            (len(layers), window and window + model.num_sink_tokens) for layers, window in model.cache_groups()
+            (len(group), window and window + model.num_sink_tokens) for group, window in model.cache_groups()
         ),
         gathers=sums * model.num_hidden_layers + (degrees.vocab > 1),
         gather_width=model.hidden_size,

@@ -13,7 +13,7 @@ from penstock.assembly.memory import (
     CachePlan,
     Ledger,
     ModelSizes,
-    cached_token_bytes,
+    all_token_bytes,
     plan_given_cache,
     plan_kv_cache,
     smallest_cache_bytes,
@@ -163,7 +163,7 @@ class Fitter:
     def token_bytes(self, fit: Fit) -> int:
         """Count the bytes of a token in the first device's cache, in all layers."""
         model = self.ledger(Share(0, fit.degrees)).model
-        return model.num_hidden_layers * cached_token_bytes(fit.config, model)
+        return all_token_bytes(fit.config, model)
 
     def largest(self, config: EngineConfig, degrees: Degrees) -> list[Largest]:
         """Find what fits on the first device at each precision."""

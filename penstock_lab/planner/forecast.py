@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock import EngineConfig, InvalidRequestError
-from penstock.assembly.memory import cached_token_bytes
+from penstock.assembly.memory import all_token_bytes
 from penstock.ranks.sharding import Share
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner import costs
@@ -105,7 +105,8 @@ class Forecaster:
         config, share = fit.config, Share(0, fit.degrees)
         own = self.model if fit.degrees.size == 1 else share.config(self.model)
         sizes = self.sizes(config.numerics.scheme, None if fit.degrees.size == 1 else share)
-        cache = cached_token_bytes(config, own), config.cache.kv_cache_dtype, config.kv_cache_slices
+        token_bytes = all_token_bytes(config, own) // own.num_hidden_layers
+        cache = token_bytes, config.cache.kv_cache_dtype, config.kv_cache_slices
         return costs.model_work(self.model, sizes.products, cache, fit.degrees)
 
     def _changes(self, config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:

@@ -91,7 +91,7 @@ def read_sharding(file: Path) -> None:
 
 def read_scales(file: Path) -> None:
     config = load_model_config(file.parent)
-    read_kv_scales(file, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    read_kv_scales(file, [(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers)
 
 
 READERS: dict[str, Callable[[Path], None]] = {

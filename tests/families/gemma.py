@@ -1,10 +1,12 @@
-"""Gemma 1, 2 and 3: caps small enough to bend scores, windows smaller than the prompts, two rotary bases."""
+"""Gemma 1 to 4: caps small enough to bend scores, windows smaller than the prompts, two rotary bases."""
 
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
 )
@@ -26,6 +28,19 @@ GEMMA3 = {
     "layer_types": [SLIDING, SLIDING, FULL],
     "rope_parameters": TWO_BASES,
 }
+GEMMA4 = {
+    "sliding_window": 16,
+    "head_dim": 16,
+    "global_head_dim": 40,
+    "num_key_value_heads": 6,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+    "num_hidden_layers": 3,
+    "layer_types": [SLIDING, SLIDING, FULL],
+}
+EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24}
 
 CASES = [
     Case("gemma", GemmaForCausalLM, GemmaConfig, {"head_dim": 16}),
@@ -59,6 +74,28 @@ CASES = [
             "final_logit_softcapping": 3.0,
             "tie_word_embeddings": False,
             "attention_bias": True,
+        },
+        shape=True,
+    ),
+    Case("gemma4", Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4),
+    Case("gemma4-experts", Gemma4ForCausalLM, Gemma4TextConfig, GEMMA4 | EXPERTS, full=True),
+    Case(
+        "gemma4-own-values",
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        GEMMA4
+        | {
+            "attention_k_eq_v": False,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "global_head_dim": 10,
+            "layer_types": [FULL, SLIDING, FULL],
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "rope_parameters": {
+                FULL: {"rope_type": "proportional", "rope_theta": 1e4, "factor": 4.0},
+                SLIDING: TWO_BASES[SLIDING],
+            },
         },
         shape=True,
     ),

@@ -19,6 +19,8 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from penstock import LLM, SamplingParams
@@ -32,6 +34,7 @@ TOWER |= {"image_size": 28, "patch_size": 14}
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 INTERLEAVED = MROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "gemma3": (
         Gemma3ForConditionalGeneration,
@@ -60,6 +63,13 @@ MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
         Qwen3VLForConditionalGeneration,
         lambda: Qwen3VLConfig(
             text_config=TEXT | {"rope_parameters": INTERLEAVED},
+            vision_config=QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        ),
+    ),
+    "qwen3-vl-moe": (
+        Qwen3VLMoeForConditionalGeneration,
+        lambda: Qwen3VLMoeConfig(
+            text_config=TEXT | EXPERTS | {"rope_parameters": INTERLEAVED},
             vision_config=QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         ),
     ),

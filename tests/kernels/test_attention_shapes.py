@@ -19,7 +19,7 @@ from tests.paged import spoil
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 
 F32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
-HEAD_DIMS = [20, 24, 40, 64, 72, 80, 96, 112, 256]
+HEAD_DIMS = [20, 24, 40, 64, 72, 80, 96, 112, 256, 512]
 HEADS = [(2, 2), (6, 2), (16, 2), (16, 1), (71, 1)]  # groups of 1, 3, 8, 16 and 71
 CACHES = {"float32": (F32, F32, 0), "bfloat16": (BF16, BF16, 0), "int8-x2": (BF16, INT8, 2), "int8-x3": (F32, INT8, 3)}
 BLOCK, BLOCKS = 16, 12

@@ -306,6 +306,20 @@ def test_rotary_without_norms_tables_or_all_dimensions(pair: tuple[CpuOps, Refer
                 close(one, other)
 
 
+def test_rotary_of_values(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against values that are rotated or normed as keys are, or taken from the wrong columns."""
+    positions, weight = torch.tensor([0, 3, 1, 7, 7]), torch.ones(D)
+    for values_are_keys in (False, True):
+        params = RotaryParams(HEADS, table(8), None, draw(D), EPS, v_norm=weight, values_are_keys=values_are_keys)
+        qkv = draw(T, params.columns)
+        found, expected = both(pair, lambda ops, qkv=qkv, params=params: ops.rotary_qkv(qkv, positions, params))
+        for one, other in zip(found, expected, strict=True):
+            close(one, other)
+        stored = qkv.view(T, -1, D)[:, -HKV:]
+        normed = stored / (stored.square().mean(dim=-1, keepdim=True) + EPS).sqrt()
+        close(expected[2], normed.to(expected[2].dtype))
+
+
 # --- products ---------------------------------------------------------------------------------------------------------
 
 SCHEMES = [None, *(Scheme.parse(name) for name in SLICES), Scheme.parse("int4", 32)]
@@ -444,6 +458,7 @@ ROUTERS = {
     "groups by their best": RouterParams(2, groups=2, group_top=1),
     "sparsemixer": RouterParams(2, "sparsemixer", threshold=0.4),
     "a narrow sparsemixer": RouterParams(3, "sparsemixer", threshold=0.02),
+    "a scale of each expert": RouterParams(3, scale=2.0, expert_scale=draw(MANY, seed=7)),
 }
 
 

@@ -85,7 +85,7 @@ LENGTHS = [1, 2, 15, 16, 17, TILE - 1, TILE, TILE + 1, 100, 200, SPAN - 1, SPAN,
 
 def draw_shape(rng: random.Random, kind: str, longest: int) -> Shape:
     kv_heads = rng.choice([1, 2, 3])
-    head_dim = rng.choice([8, 10, 32, 64, 80, 128, 250, 256])
+    head_dim = rng.choice([8, 10, 32, 64, 80, 128, 250, 512])
     whole = -(-longest // 16) * 16
     return Shape(kv_heads * rng.choice([1, 2, 3, 7, 8]), kv_heads, head_dim, kind, rng.choice([16, 32, 48, whole]))
 

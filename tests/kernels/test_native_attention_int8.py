@@ -93,7 +93,7 @@ def awkward(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize("head_dim", [32, 40, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 40, 80, 128, 512])
 def test_store_keeps_what_the_specification_says(natives: list[Attention], head_dim: int, by_channel: bool) -> None:
     """Guards against another integer, scale or offset on any level, a token's row or head mixed up, and padding."""
     shape = int8(head_dim=head_dim)
@@ -163,7 +163,7 @@ def test_attention_on_what_is_stored(
 @pytest.mark.skipif(library.LEVELS.index("amx") not in LEVELS, reason="the processor has no AMX")
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("slices", [2, 3])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 160, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 160, 512])
 def test_tiles_give_the_bits_of_vectors(natives: list[Attention], head_dim: int, slices: int, by_channel: bool) -> None:
     """Guards against a product of tiles that loses an element, slice, granule or row: strips that are full and not,
     head dims that are no multiple of a tile's 64 elements. AMX and AVX-512 share all steps but the exact products."""

@@ -47,6 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.75,
     },
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "proportional": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.3},
 }  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def test_partial_rotation_of_an_odd_number_of_elements(head_dim: int) -> None:
     assert table.shape == (9, 2 * len(theirs.inv_freq))
 
 
-@pytest.mark.parametrize("kind", ["mrope", "proportional", "axial"])
+@pytest.mark.parametrize("kind", ["mrope", "axial"])
 def test_kinds_that_are_not_built_are_refused(kind: str) -> None:
     """Guards against an error that does not say what there is."""
     with pytest.raises(NotSupportedError, match=rf"rope_type = {kind} is not supported.*dynamic.*longrope"):

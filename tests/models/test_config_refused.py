@@ -148,7 +148,7 @@ def test_keys_an_architecture_does_not_have_may_only_agree() -> None:
     [
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config: quant_method = 'aqlm'"),
         ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
-        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
+        ({"rope_parameters": {"rope_type": "axial", "factor": 2.0}}, "axial"),
     ],
 )
 def test_what_is_planned_is_refused_as_such(fields: dict[str, Any], named: str) -> None:

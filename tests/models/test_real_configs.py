@@ -166,6 +166,45 @@ QWEN3_VL = {
     "tie_word_embeddings": True, "video_token_id": 151656,
     "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "model_type": "qwen3_vl"},
 }  # fmt: skip
+QWEN3_VL_MOE = {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl_moe",
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
+        "dtype": "bfloat16", "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 262144,
+        "mlp_only_layers": [], "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 5000000, "use_cache": True,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": False, "video_token_id": 151656,
+    "vision_config": {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "model_type": "qwen3_vl_moe"},
+}  # fmt: skip
+GEMMA4_26B = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None, "audio_token_id": 258881,
+    "boa_token_id": 256000, "boi_token_id": 255999, "dtype": "bfloat16", "eoa_token_id": 258883,
+    "eoa_token_index": 258883, "eoi_token_id": 258882, "image_token_id": 258880, "initializer_range": 0.02,
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True, "bos_token_id": 2,
+        "dtype": "bfloat16", "enable_moe_block": True, "eos_token_id": 1, "final_logit_softcapping": 30.0,
+        "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2816,
+        "hidden_size_per_layer_input": 0, "initializer_range": 0.02, "intermediate_size": 2112,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5, "max_position_embeddings": 262144,
+        "model_type": "gemma4_text", "moe_intermediate_size": 704, "num_attention_heads": 16, "num_experts": 128,
+        "num_global_key_value_heads": 2, "num_hidden_layers": 30, "num_key_value_heads": 8, "num_kv_shared_layers": 0,
+        "pad_token_id": 0, "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024, "tie_word_embeddings": True, "top_k_experts": 8,
+        "use_bidirectional_attention": "vision", "use_cache": True, "use_double_wide_mlp": False, "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "tie_word_embeddings": True, "video_token_id": 258884, "vision_config": {"model_type": "gemma4_vision"},
+    "vision_soft_tokens_per_image": 280,
+}  # fmt: skip
 MISTRAL_SMALL_31 = {
     "architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10, "model_type": "mistral3",
     "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
@@ -334,7 +373,9 @@ WHOLE = {
 TEXT_PARTS = {
     "Gemma 3 4B": (GEMMA3_4B, "Gemma3ForCausalLM", 2560),
     "Qwen2.5-VL 7B": (QWEN25_VL, "Qwen2ForCausalLM", 3584),
+    "Gemma 4 26B-A4B": (GEMMA4_26B, "Gemma4ForCausalLM", 2816),
     "Qwen3-VL 2B": (QWEN3_VL, "Qwen3ForCausalLM", 2048),
+    "Qwen3-VL 30B-A3B": (QWEN3_VL_MOE, "Qwen3MoeForCausalLM", 2048),
     "Mistral Small 3.1": (MISTRAL_SMALL_31, "MistralForCausalLM", 5120),
     "Ministral 3 8B": (MINISTRAL3_8B, "Ministral3ForCausalLM", 4096),
 }

@@ -33,7 +33,7 @@ def scales(**changes: Tensor | None) -> dict[str, Tensor]:
 
 def read(tmp_path: Path, tensors: dict[str, Tensor]) -> Any:
     save_file(tensors, tmp_path / "scales.safetensors")
-    layers = read_kv_scales(tmp_path / "scales.safetensors", LAYERS, HKV, D)
+    layers = read_kv_scales(tmp_path / "scales.safetensors", [(HKV, D)] * LAYERS)
     return [SimpleNamespace(**{name: as_torch(getattr(layer, name)) for name in FIELDS}) for layer in layers]
 
 
@@ -77,7 +77,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     """Guards against a traceback where a path is misspelt, longer than a name may be, or no name at all."""
     for name in ("nothing", "x" * 3000, "a\0b", "."):
         with pytest.raises(InvalidRequestError, match="a safetensors file") as caught:
-            read_kv_scales(tmp_path / name, LAYERS, HKV, D)
+            read_kv_scales(tmp_path / name, [(HKV, D)] * LAYERS)
         assert caught.value.param == "kv_cache_scales"
 
 

@@ -206,7 +206,7 @@ def test_a_description_beside_config_json(tmp_path: Path) -> None:
     scales = {f"model.layers.{layer}.self_attn.{x}_proj.{x}_scale": torch.tensor(0.03 + layer) for layer, x in places}
     save_file(tensors | scales, directory / "model.safetensors")
     assert np.abs(logits_of(directory) - expected).max() < 1e-3 * np.abs(expected).max()
-    first, second = read_kv_scales(directory, 2, 2, 32)  # where asked: for int8, whose largest number is 127
+    first, second = read_kv_scales(directory, [(2, 32)] * 2)  # where asked: for int8, whose largest number is 127
     for found, scale in ((first, 0.03), (second, 1.03)):
         for values in (found.key_scales, found.value_scales):
             np.testing.assert_allclose(values, np.full((2, 32), scale * 448 / 127), rtol=1e-6)

@@ -387,8 +387,9 @@ class CpuOps(NativeCalls):
         ids, weights = (self._new(shape, INT64), self._new(shape, FLOAT32)) if out is None else out
         scores = SCORES[params.scores], optional_address(params.bias, (experts,), FLOAT32, "bias")
         groups = params.groups, params.top_groups, params.group_top
-        shares = params.renormalize, params.min_sum, params.scale, params.threshold
-        to, used = address(ids, shape, INT64, "ids"), (logits, params.bias, ids, weights)
+        expert_scale = optional_address(params.expert_scale, (experts,), FLOAT32, "expert_scale")
+        shares = params.renormalize, params.min_sum, params.scale, expert_scale, params.threshold
+        to, used = address(ids, shape, INT64, "ids"), (logits, params.bias, params.expert_scale, ids, weights)
         numbers = at, rows, experts, params.top_k, *scores, *groups, *shares, to
         self._call("penstock_route", used, *numbers, address(weights, shape, FLOAT32, "weights"))
         return ids, weights
@@ -549,13 +550,14 @@ class CpuOps(NativeCalls):
             q_scale_at = address(q_scale, (num_positions,), FLOAT32, "q_scale")
         self._call(
             "penstock_rotary_qkv",
-            (qkv, positions, cos_sin, q_scale, params.q_norm, params.k_norm, *results),
-            address(qkv, (rows, (num_heads + 2 * num_kv_heads) * head_dim), FLOAT32, "qkv"),
+            (qkv, positions, cos_sin, q_scale, params.q_norm, params.k_norm, params.v_norm, *results),
+            address(qkv, (rows, params.columns), FLOAT32, "qkv"),
             *(positions_at, cos_sin_at, q_scale_at, num_positions, rotary_dim),
             *(rows, num_heads, num_kv_heads, head_dim),
             *head_norm_address(params.q_norm, num_heads, head_dim, "q_norm"),
             *head_norm_address(params.k_norm, num_kv_heads, head_dim, "k_norm"),
-            params.eps,
+            optional_address(params.v_norm, (head_dim,), FLOAT32, "v_norm"),
+            *(params.values_are_keys, params.eps),
             *(at if len(at) == 3 else (*at, None, None)),
             self._type,
         )

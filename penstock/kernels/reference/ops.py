@@ -183,6 +183,8 @@ class ReferenceOps:
         if params.renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=params.min_sum)
         weights = weights * params.scale
+        if params.expert_scale is not None:
+            weights = weights * params.expert_scale[ids]
         ids_out, weights_out = out or (None, None)
         return _deliver(ids, torch.int64, ids_out), _deliver(weights, torch.float32, weights_out)
 
@@ -248,9 +250,14 @@ class ReferenceOps:
         self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = params.heads
-        sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-        q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), sizes, dim=1)
+        q, *pair = torch.split(
+            qkv.view(len(qkv), -1, heads.head_dim),
+            [heads.num_heads, *[heads.num_kv_heads] * (1 if params.values_are_keys else 2)],
+            dim=1,
+        )
+        k, v = pair[0], pair[-1]
         q, k = _norm_heads(q, params.q_norm, params.eps), _norm_heads(k, params.k_norm, params.eps)
+        v = _norm_heads(v, params.v_norm, params.eps)
         if params.q_scale is not None:
             q = q * params.q_scale[positions, None, None]
         if params.cos_sin is not None:

@@ -22,12 +22,12 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 16;        // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 17;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
 constexpr int MAX_LEVELS = 16;         // levels of a coded weight that are a table
-constexpr int MAX_CALL_ARGUMENTS = 19;
+constexpr int MAX_CALL_ARGUMENTS = 21;
 constexpr int READ_LOOPS = 4;          // ways to read memory (limits/reads.inc.h)
 
 // Instruction levels in ascending order; each includes the ones before it.
@@ -390,14 +390,16 @@ PENSTOCK_API std::int32_t penstock_norm_heads(
     std::int64_t heads, std::int64_t head_dim);
 
 // cos_sin [num_positions, rotary_dim] or null. q_scale [num_positions], the factors of q, or null. q_norm and k_norm
-// may be null; else they have head_dim elements (each head is normed by itself) or the elements of all heads. Positions
-// are checked before anything is written. If k and v are null, only q is made; a position after the last one of the
-// tables then counts as the last one.
+// may be null; else they have head_dim elements (each head is normed by itself) or the elements of all heads. v_norm
+// [head_dim] norms each head of v, or is null. values_are_keys: qkv has no columns for v, which is k before its norm.
+// Positions are checked before anything is written. If k and v are null, only q is made; a position after the last one
+// of the tables then counts as the last one.
 PENSTOCK_API std::int32_t penstock_rotary_qkv(
     penstock::Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
     const float* q_scale, std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads,
     std::int64_t kv_heads, std::int64_t head_dim, const float* q_norm, std::int64_t q_norm_size, const float* k_norm,
-    std::int64_t k_norm_size, float eps, void* q, void* k, void* v, std::int32_t out_type);
+    std::int64_t k_norm_size, const float* v_norm, std::int32_t values_are_keys, float eps, void* q, void* k, void* v,
+    std::int32_t out_type);
 
 // table [table_rows, n] -> out [rows, n]. Ids are checked before anything is written.
 PENSTOCK_API std::int32_t penstock_embedding(
@@ -410,11 +412,13 @@ PENSTOCK_API std::int32_t penstock_packed_embedding(
     penstock::Context* context, const std::int64_t* ids, const PenstockWeight* weight, std::int64_t rows, float scale,
     float* out);
 
-// Router logits [rows, experts] -> ids and weights [rows, top_k], with the numbers of RouterParams. bias may be null.
+// Router logits [rows, experts] -> ids and weights [rows, top_k], with the numbers of RouterParams. bias and
+// expert_scale [experts] may be null.
 PENSTOCK_API std::int32_t penstock_route(
     penstock::Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,
     std::int32_t scores, const float* bias, std::int64_t groups, std::int64_t top_groups, std::int64_t group_top,
-    std::int32_t renormalize, float min_sum, float scale, float threshold, std::int64_t* ids, float* weights);
+    std::int32_t renormalize, float min_sum, float scale, const float* expert_scale, float threshold, std::int64_t* ids,
+    float* weights);
 
 // ---- Attention
 

@@ -16,7 +16,7 @@ void fold(int rows, const States& state, const States& part) {
 
 // Fold in a part with the logit as its maximum score, a sum of 1, and no value.
 PENSTOCK_INLINE void fold_sink(std::int64_t padded_dim, float& m, float& l, float* o, float logit) {
-    alignas(64) const float nothing[MAX_HEAD_DIM] = {};
+    alignas(64) static constexpr float nothing[MAX_HEAD_DIM] = {};
     fold_row(padded_dim, m, l, o, {logit, 1.0f}, nothing);
 }
 

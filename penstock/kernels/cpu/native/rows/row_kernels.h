@@ -36,13 +36,13 @@ struct NormArgs {
     void* out;            // [.., n]
 };
 
-// The norm of the heads of q or of k.
+// The norm of the heads of q, of k or of v.
 struct HeadNorm {
     const float* weight;  // [size]; null: no norm
     std::int64_t size;    // head_dim: each head is normed by itself; elements of all heads: all are normed together
 };
 
-// Split rows of q, k and v, norm the heads of q and k if weights are given, and rotate them.
+// Split rows of q, k and v, norm their heads if weights are given, and rotate those of q and k.
 struct RotaryArgs {
     const float* qkv;  // [.., heads + 2 kv_heads, head_dim]
     const std::int64_t* positions;  // checked by the caller: rows of cos_sin, or later than last_position
@@ -51,7 +51,8 @@ struct RotaryArgs {
     const float* q_scale;  // [positions], the factor of q at each position; null: 1
     std::int64_t rotary_dim;
     std::int64_t heads, kv_heads, head_dim;
-    HeadNorm q_norm, k_norm;
+    HeadNorm q_norm, k_norm, v_norm;
+    bool values_are_keys;  // qkv has no columns for v, which is k before its norm
     float eps;
     void* q;  // [.., heads, head_dim]; k and v [.., kv_heads, head_dim], or null
     void* k;
@@ -83,7 +84,9 @@ struct RouteArgs {
     const float* bias;         // [experts] or null
     std::int64_t groups, top_groups, group_top;
     std::int32_t renormalize;  // divide the weights by their sum
-    float min_sum, scale, threshold;
+    float min_sum, scale;
+    const float* expert_scale;  // [experts], the last factor of an expert's weights; null: 1
+    float threshold;
     std::int64_t* ids;         // [.., top_k]
     float* weights;            // [.., top_k]
 };

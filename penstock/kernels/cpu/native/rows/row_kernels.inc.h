@@ -148,7 +148,7 @@ void rotary(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
     const std::int64_t n = a.head_dim;
     const std::int64_t half = a.cos_sin == nullptr ? 0 : a.rotary_dim / 2;
     for (std::int64_t row = first; row < first + rows; ++row) {
-        const float* from = a.qkv + row * (a.heads + 2 * a.kv_heads) * n;
+        const float* from = a.qkv + row * (a.heads + (a.values_are_keys ? 1 : 2) * a.kv_heads) * n;
         const std::int64_t position = a.positions[row] < a.last_position ? a.positions[row] : a.last_position;
         const float* cosines = half == 0 ? nullptr : a.cos_sin + position * a.rotary_dim;
         Out* q = static_cast<Out*>(a.q) + row * a.heads * n;
@@ -161,8 +161,11 @@ void rotary(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
         Out* v = static_cast<Out*>(a.v) + row * a.kv_heads * n;
         from += a.heads * n;
         rotate_heads<false>(from, a.kv_heads, n, a.k_norm, a.eps, 1.0f, cosines, half, k);
-        from += a.kv_heads * n;
-        each_vector(a.kv_heads * n, PENSTOCK_BODY { store_some(v + i, load_some(from + i, count), count); });
+        if (!a.values_are_keys) from += a.kv_heads * n;
+        if (a.v_norm.weight == nullptr)
+            each_vector(a.kv_heads * n, PENSTOCK_BODY { store_some(v + i, load_some(from + i, count), count); });
+        else
+            rotate_heads<false>(from, a.kv_heads, n, a.v_norm, a.eps, 1.0f, nullptr, 0, v);
     }
 }
 
@@ -299,6 +302,8 @@ void route(const RouteArgs& a, std::int64_t first, std::int64_t rows, float* scr
             for (std::int64_t at = 0; at < a.top_k; ++at) weights[at] /= total < a.min_sum ? a.min_sum : total;
         if (a.scale != 1.0f)
             for (std::int64_t at = 0; at < a.top_k; ++at) weights[at] *= a.scale;
+        if (a.expert_scale != nullptr)
+            for (std::int64_t at = 0; at < a.top_k; ++at) weights[at] *= a.expert_scale[ids[at]];
     }
 }
 

@@ -206,13 +206,15 @@ extern "C" std::int32_t penstock_rotary_qkv(
     Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin, const float* q_scale,
     std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads,
     std::int64_t head_dim, const float* q_norm, std::int64_t q_norm_size, const float* k_norm,
-    std::int64_t k_norm_size, float eps, void* q, void* k, void* v, std::int32_t out_type) {
+    std::int64_t k_norm_size, const float* v_norm, std::int32_t values_are_keys, float eps, void* q, void* k, void* v,
+    std::int32_t out_type) {
     return run_call(context, [&] {
         const bool has_table = cos_sin != nullptr || q_scale != nullptr;
         const std::int64_t end = k == nullptr ? std::numeric_limits<std::int64_t>::max() : num_positions;
         if (has_table && !all_within(positions, rows, end)) return STATUS_OUT_OF_RANGE;
         const RotaryArgs args = {qkv, positions, num_positions - 1, cos_sin, q_scale, rotary_dim, heads, kv_heads,
-                                 head_dim, {q_norm, q_norm_size}, {k_norm, k_norm_size}, eps, q, k, v};
+                                 head_dim, {q_norm, q_norm_size}, {k_norm, k_norm_size}, {v_norm, head_dim},
+                                 values_are_keys != 0, eps, q, k, v};
         const std::int64_t cost = (heads + 2 * kv_heads) * head_dim;
         return over_blocks(*context, rows, cost, [&](std::int64_t first, std::int64_t count, int) {
             context->rows.rotary[out_type](args, first, count);
@@ -251,10 +253,11 @@ extern "C" std::int32_t penstock_packed_embedding(
 extern "C" std::int32_t penstock_route(
     Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,
     std::int32_t scores, const float* bias, std::int64_t groups, std::int64_t top_groups, std::int64_t group_top,
-    std::int32_t renormalize, float min_sum, float scale, float threshold, std::int64_t* ids, float* weights) {
+    std::int32_t renormalize, float min_sum, float scale, const float* expert_scale, float threshold, std::int64_t* ids,
+    float* weights) {
     return run_call(context, [&] {
-        const RouteArgs args = {logits,    experts,     top_k,   scores, bias,      groups, top_groups,
-                                group_top, renormalize, min_sum, scale,  threshold, ids,    weights};
+        const RouteArgs args = {logits,    experts,     top_k,   scores, bias,         groups,    top_groups,
+                                group_top, renormalize, min_sum, scale,  expert_scale, threshold, ids,        weights};
         context->reserve_per_thread(ROUTE_ARRAYS * divide_up(experts, 16) * 16 * std::int64_t{sizeof(float)});
         const std::int64_t cost = experts * (4 + top_k);  // per expert: an exponential, and its part of top_k searches
         return over_blocks(*context, rows, cost, [&](std::int64_t first, std::int64_t count, int thread) {
