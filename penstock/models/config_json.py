@@ -64,7 +64,7 @@ NEUTRAL: dict[str, Any] = {
     "rope_interleaved": False,
     "use_mrope": False,
 }
-KNOWN_TO_MODULES = ("is_decoder", "per_layer_config")  # Transformers' modules do what these say
+KNOWN_TO_MODULES = ("is_decoder",)  # Transformers' modules do what these say
 
 
 def load_model_config(

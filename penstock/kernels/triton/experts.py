@@ -42,7 +42,7 @@ def first_best(values, candidates, at, E: tl.constexpr):
 
 @triton.jit
 def route_rows(
-    logits, bias, ids, weights, scale, min_sum, threshold,
+    logits, bias, expert_scale, ids, weights, scale, min_sum, threshold,
     E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, SCORES: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
@@ -61,6 +61,7 @@ def route_rows(
     if GROUPS > 1:
         free = free & best_groups(choice, at, E, GROUPS, TOP_GROUPS, GROUP_TOP)
     found, total = tl.zeros([BLOCK], tl.float32), tl.zeros([], tl.float32)
+    factors = tl.full([BLOCK], 1.0, tl.float32)
     for place in tl.static_range(K):
         index, best = first_best(choice, free, at, E)
         if SCORES == "sparsemixer":
@@ -70,11 +71,13 @@ def route_rows(
             weight = tl.sum(tl.where(at == index, scores, 0.0), axis=0)
         total = total + weight
         found = tl.where(at == place, weight, found)
+        if expert_scale is not None:
+            factors = tl.where(at == place, tl.load(expert_scale + index), factors)
         tl.store(ids + row * K + place, index.to(tl.int64))
         free = free & (at != index)
     if RENORMALIZE:
         found = divide(found, tl.maximum(total, min_sum, propagate_nan=tl.PropagateNan.ALL))
-    tl.store(weights + row * K + at, found * scale, mask=at < K)
+    tl.store(weights + row * K + at, found * scale * factors, mask=at < K)
 
 
 @triton.jit
@@ -187,7 +190,7 @@ def route(
     launch(
         route_rows,
         (len(logits),),
-        *(logits, params.bias, ids, weights, params.scale, params.min_sum, params.threshold),
+        *(logits, params.bias, params.expert_scale, ids, weights, params.scale, params.min_sum, params.threshold),
         E=experts,
         K=params.top_k,
         BLOCK=triton.next_power_of_2(experts),

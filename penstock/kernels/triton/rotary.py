@@ -52,13 +52,13 @@ def part(
 
 @triton.jit
 def rotate(
-    qkv, positions, cos_sin, q_norm, k_norm, q_scale, q_out, k_out, v_out, eps,
+    qkv, positions, cos_sin, q_norm, k_norm, v_norm, q_scale, q_out, k_out, v_out, eps,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    Q_TOGETHER: tl.constexpr, K_TOGETHER: tl.constexpr,
+    Q_TOGETHER: tl.constexpr, K_TOGETHER: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token)
-    row, to = qkv + token * ((H + 2 * HKV) * D), token * (HKV * D)
+    row, to = qkv + token * ((H + KV * HKV) * D), token * (HKV * D)
     q_chunks: tl.constexpr = (H + HEADS - 1) // HEADS
     k_chunks: tl.constexpr = (HKV + HEADS - 1) // HEADS
     if chunk < q_chunks:
@@ -68,8 +68,8 @@ def rotate(
         keys, chunk = row + H * D, chunk - q_chunks
         part(keys, k_out + to, chunk, k_norm, cos_sin, None, position, eps, HKV, D, HALF, HEADS, BLOCK, K_TOGETHER)
     else:
-        values, chunk = row + (H + HKV) * D, chunk - q_chunks - k_chunks
-        part(values, v_out + to, chunk, None, None, None, position, eps, HKV, D, 0, HEADS, BLOCK, False)
+        values, chunk = row + (H + (KV - 1) * HKV) * D, chunk - q_chunks - k_chunks
+        part(values, v_out + to, chunk, v_norm, None, None, position, eps, HKV, D, 0, HEADS, BLOCK, False)
 
 
 def rotary_qkv(
@@ -87,7 +87,7 @@ def rotary_qkv(
     q_together, k_together = together(params.q_norm, heads.num_heads), together(params.k_norm, heads.num_kv_heads)
     own = triton.next_power_of_2(heads.num_heads) if q_together or k_together else HEADS
     chunks = triton.cdiv(heads.num_heads, own) + 2 * triton.cdiv(heads.num_kv_heads, own)
-    tables = params.cos_sin, params.q_norm, params.k_norm, params.q_scale
+    tables = params.cos_sin, params.q_norm, params.k_norm, params.v_norm, params.q_scale
     launch(
         rotate,
         (len(qkv), chunks),
@@ -104,6 +104,7 @@ def rotary_qkv(
         BLOCK=triton.next_power_of_2(head_dim),
         Q_TOGETHER=q_together,
         K_TOGETHER=k_together,
+        KV=1 if params.values_are_keys else 2,
         warps=8 if own > HEADS else 4,
     )
     return out

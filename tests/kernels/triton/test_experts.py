@@ -31,6 +31,7 @@ ROUTERS: list[dict[str, Any]] = [
         "renormalize": True,
     },
     {"top_k": 2, "scores": "sparsemixer", "threshold": 0.2},
+    {"top_k": 3, "expert_scale": draw(12)},
 ]
 
 

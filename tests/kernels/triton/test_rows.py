@@ -53,6 +53,7 @@ ROTARY: list[dict[str, Any]] = [
     {"cos_sin": draw(9, 24)},
     {"cos_sin": draw(9, 16), "q_norm": draw(24), "k_norm": draw(24, seed=1), "q_scale": draw(9)},
     {"cos_sin": draw(9, 24), "q_norm": draw(10 * 24), "k_norm": draw(2 * 24), "eps": 1e-5},
+    {"cos_sin": draw(9, 24), "k_norm": draw(24), "v_norm": draw(24, seed=1), "values_are_keys": True},
 ]
 
 
@@ -61,7 +62,8 @@ ROTARY: list[dict[str, Any]] = [
 def test_rotary(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Guards against heads, norms and partners that are mixed up where nothing is a power of two."""
     heads = Heads(10, 2, 24)
-    params, qkv, positions = RotaryParams(heads, **options), draw(3, 14 * 24), torch.tensor([8, 0, 3])
+    params, positions = RotaryParams(heads, **options), torch.tensor([8, 0, 3])
+    qkv = draw(3, params.columns)
 
     def rotate(qkv: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         out = tuple(torch.full((len(qkv), count, 24), float("nan"), dtype=dtype) for count in (10, 2, 2))
