@@ -243,16 +243,28 @@ inline void pack_integers(const OperandArgs& args) {
     });
 }
 
+// Floats of 8 bits are multiplied as a float32 with their bits, which is their value without a factor of 2^120 or 2^112
+// (abi.h). One part of the factor is in the operands, the rest in the sums. So the levels of such a code, its operand
+// and their product are exact if the operand is of bfloat16, below 2^68, and 0 or at least 2^-73.
+constexpr float OPERAND_FACTOR = 0x1p60f;
+constexpr float SMALLEST_OPERAND = 0x1p-73f;
+
+inline float sum_factor(const PenstockWeight& w) { return w.factor / OPERAND_FACTOR; }
+
 // A tile laid out as [padded_k][rows], in float32.
 template <class Element>
 inline void widen_rows(const OperandArgs& args) {
     auto* const tile = static_cast<float*>(args.tile);
+    const bool scaled = args.weight->code_bits == 8;
+    const float factor = scaled ? OPERAND_FACTOR : 1.0f, smallest = scaled ? SMALLEST_OPERAND : 0.0f;
     each_leaf(*args.weight, [&](const LeafRange& leaf) {
         for (int r = 0; r < args.rows; ++r) {
             const auto* x = reinterpret_cast<const Element*>(row_address(args, r, leaf.first));
             float* to = tile + leaf.padded_first * args.rows + r;
-            for (std::int64_t k = 0; k < leaf.padded; ++k)
-                to[k * args.rows] = k < leaf.count ? to_float(x[k]) : 0.0f;
+            for (std::int64_t k = 0; k < leaf.padded; ++k) {
+                const float value = k < leaf.count ? to_float(x[k]) : 0.0f;
+                to[k * args.rows] = __builtin_fabsf(value) < smallest ? 0.0f : value * factor;
+            }
         }
     });
 }

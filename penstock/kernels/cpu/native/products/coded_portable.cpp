@@ -49,7 +49,10 @@ struct BlockSums {
         for (int i = 0; i < group; ++i)
             for (int c = 0; c < PANEL; ++c) {
                 const int code = code_at(w, tile.panel.values, k + i, c);
-                levels[i][c] = static_cast<Level>(INTEGER ? integer_level(w, code) : float_level(w, code));
+                if constexpr (INTEGER)
+                    levels[i][c] = static_cast<Level>(integer_level(w, code));
+                else
+                    levels[i][c] = w.code_bits == 8 ? float_bits(w, code) : w.levels[code];
             }
         const std::int64_t index = k / group;
         for (int row = 0; row < tile.rows; ++row) {
@@ -76,6 +79,7 @@ struct BlockSums {
     void end(const Tile& tile, std::int64_t block, float* totals) const {
         using Numbers __attribute__((vector_size(LANES * 4))) = Number;
         const std::int32_t type = tile.weight.scale_type;
+        const float factor = !INTEGER && tile.weight.code_bits == 8 ? sum_factor(tile.weight) : 1.0f;
         for (int c = 0; c < PANEL; c += LANES) {
             Floats scales = Floats{} + 1.0f;
             if (tile.panel.scales != nullptr) scales = load_scales(tile.panel.scales, type, block, c);
@@ -83,7 +87,7 @@ struct BlockSums {
                 Floats& total = floats(totals + row * PANEL + c);
                 Numbers product;
                 __builtin_memcpy(&product, &products[row][c], sizeof product);
-                total = total + __builtin_convertvector(product, Floats) * scales;
+                total = total + __builtin_convertvector(product, Floats) * factor * scales;
                 if (tile.panel.mins == nullptr) continue;
                 Ints min;
                 __builtin_memcpy(&min, &mins[row][c], sizeof min);

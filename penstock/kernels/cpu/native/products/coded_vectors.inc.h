@@ -66,6 +66,10 @@ struct Dot {
         return (Ints)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
     }
     static PENSTOCK_INLINE Ints table_of(__m128i sixteen) { return (Ints)_mm512_broadcast_i32x4(sixteen); }
+    // The sums of two products of bytes, unsigned and signed, as words.
+    static PENSTOCK_INLINE Ints byte_products(const Ints& unsigned_bytes, const Ints& signed_bytes) {
+        return (Ints)_mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)signed_bytes);
+    }
     // Products of pairs of bytes, unsigned, and words.
     static PENSTOCK_INLINE Ints pair_products(const std::uint8_t* bytes, std::int32_t words) {
         const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
@@ -101,6 +105,9 @@ struct Dot {
         return (Ints)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
     }
     static PENSTOCK_INLINE Ints table_of(__m128i sixteen) { return (Ints)_mm256_broadcastsi128_si256(sixteen); }
+    static PENSTOCK_INLINE Ints byte_products(const Ints& unsigned_bytes, const Ints& signed_bytes) {
+        return (Ints)_mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)signed_bytes);
+    }
     static PENSTOCK_INLINE Ints pair_products(const std::uint8_t* bytes, std::int32_t words) {
         const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
         return (Ints)_mm256_madd_epi16(_mm256_cvtepu8_epi16(pairs), _mm256_set1_epi32(words));
@@ -438,7 +445,8 @@ struct WordCodes {
 
 #endif
 
-// Codes with other levels, as float32: floats of 8 bits with MANTISSA bits of mantissa, or 4 bits for a table.
+// Codes with other levels, as float32: floats of 8 bits with MANTISSA bits of mantissa, whose bits are multiplied as they
+// are (coded.inc.h), or 4 bits for a table.
 template <int CODE_BITS, int MANTISSA>
 struct FloatCodes {
     static constexpr int BITS = CODE_BITS;
@@ -451,7 +459,7 @@ struct FloatCodes {
     Floats factor;
     Floats table[MAX_LEVELS / LANES];
 
-    explicit FloatCodes(const PenstockWeight& w) : factor(w.factor - Floats{}) {
+    explicit FloatCodes(const PenstockWeight& w) : factor(sum_factor(w) - Floats{}) {
         __builtin_memcpy(table, w.levels, sizeof table);
     }
 
@@ -465,21 +473,43 @@ struct FloatCodes {
 #endif
     }
 
+    // Call take(i, weight) for the elements of a quad, where weight(c) unpacks the weights of register c.
+    template <int HALF, int COLUMNS, class Take>
+    PENSTOCK_INLINE void unpack(const std::uint8_t* quad, const Take& take) const {
+        Ints codes[COLUMNS];
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; ++c)
+            codes[c] = load_register(quad + (BITS == 4 ? HALF + c / PAIR : register_of(HALF, c)) * WIDTH);
+        if constexpr (BITS == 4) {
+#pragma GCC unroll 4
+            for (int i = 0; i < QUAD; ++i)
+                take(i, [&](int c) __attribute__((always_inline)) {
+                    return lookup(codes[c] >> (8 * i + c % PAIR * 4));
+                });
+        } else {
+            constexpr auto MASK = static_cast<std::int32_t>(0x80000000u | 127u << (23 - MANTISSA));
+            // Multiplying shifts a byte, and extends its sign to a word.
+            constexpr std::int32_t EVEN = ONE_WORDS << (7 - MANTISSA), ODD = EVEN << 8;
+            Ints even[COLUMNS], odd[COLUMNS];
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; ++c) {
+                even[c] = Dot::byte_products(all(EVEN), codes[c]);
+                odd[c] = Dot::byte_products(all(ODD), codes[c]);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < QUAD; ++i)
+                take(i, [&](int c) __attribute__((always_inline)) {
+                    const Ints words = i % 2 == 0 ? even[c] : odd[c];
+                    return same_bits<Floats>((i < 2 ? words << 16 : words) & MASK);
+                });
+        }
+    }
+
     template <int HALF, int COLUMNS>
     PENSTOCK_INLINE void unpack(const std::uint8_t* quad, Quad<COLUMNS>& to) const {
-        constexpr auto MASK = static_cast<std::int32_t>(0x80000000u | 127u << (23 - MANTISSA));
-#pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; ++c) {
-            const Ints codes =
-                load_register(quad + (BITS == 4 ? HALF + c / PAIR : register_of(HALF, c)) * WIDTH);
-#pragma GCC unroll 4
-            for (int i = 0; i < QUAD; ++i) {
-                if constexpr (BITS == 4)
-                    to[i][c] = lookup(codes >> (8 * i + c % PAIR * 4));
-                else
-                    to[i][c] = same_bits<Floats>((codes << (24 - 8 * i)) >> (1 + MANTISSA) & MASK) * factor;
-            }
-        }
+        unpack<HALF, COLUMNS>(quad, [&](int i, const auto& weight) __attribute__((always_inline)) {
+            for (int c = 0; c < COLUMNS; ++c) to[i][c] = weight(c);
+        });
     }
 
     static PENSTOCK_INLINE void add(Floats& sum, const Floats& weights, const Floats& x) {
@@ -497,15 +527,19 @@ struct FloatCodes {
         const Part<ROWS, HALF, COLUMNS> part{work, row};
         part.template each_block<Floats>([&](std::int64_t k, std::int64_t stop, Floats (&sums)[ROWS][COLUMNS])
                                              __attribute__((always_inline)) {
-            for (; k < stop; k += QUAD, ++quad) {
-                Quad<COLUMNS> weights;
-                load(quad, weights);
-#pragma GCC unroll 4
-                for (int i = 0; i < QUAD; ++i, x += work.rows)
+            const auto take = [&](int, const auto& weight) __attribute__((always_inline)) {
+                for (int pair = 0; pair < COLUMNS; pair += PAIR) {
+                    const Floats weights[PAIR] = {weight(pair), weight(pair + 1)};
 #pragma GCC unroll 12
                     for (int r = 0; r < ROWS; ++r)
-                        for (int c = 0; c < COLUMNS; ++c) add(sums[r][c], weights[i][c], x[r] - Floats{});
-            }
+                        for (int c = 0; c < PAIR; ++c) add(sums[r][pair + c], weights[c], x[r] - Floats{});
+                }
+                x += work.rows;
+            };
+            for (; k < stop; k += QUAD, ++quad) load(quad, take);
+            if (BITS == 8 && work.piece.last)
+                for (int r = 0; r < ROWS; ++r)
+                    for (int c = 0; c < COLUMNS; ++c) sums[r][c] = sums[r][c] * factor;
         });
     }
 };
@@ -584,6 +618,14 @@ PENSTOCK_INLINE void copy(const Register (&from)[ROWS][COLUMNS], Register (&to)[
     for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 8
         for (int c = 0; c < COLUMNS; ++c) to[i][c] = from[i][c];
+}
+
+// As FloatCodes::unpack() calls take.
+template <int ROWS, int COLUMNS, class Take>
+PENSTOCK_INLINE void copy(const Floats (&from)[ROWS][COLUMNS], const Take& take) {
+#pragma GCC unroll 4
+    for (int i = 0; i < ROWS; ++i)
+        take(i, [&](int c) __attribute__((always_inline)) { return from[i][c]; });
 }
 
 template <int HALF, class Codes>

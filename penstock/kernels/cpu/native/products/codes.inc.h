@@ -20,11 +20,13 @@ inline int integer_level(const PenstockWeight& w, int code) {
     return w.has_levels != 0 ? static_cast<int>(w.levels[code]) : code - w.zero;
 }
 
-// The bits of a float of 8 bits at the top of those of a float32, less the factor (abi.h).
+// The bits of a float of 8 bits at the top of those of a float32: its value less the factor (abi.h).
+inline float float_bits(const PenstockWeight& w, int code) {
+    return same_bits<float>((code & 127u) << (23 - w.mantissa_bits) | (code & 128u) << 24);
+}
+
 inline float float_level(const PenstockWeight& w, int code) {
-    if (w.code_bits == 4) return w.levels[code];
-    const std::uint32_t bits = (code & 127u) << (23 - w.mantissa_bits) | (code & 128u) << 24;
-    return same_bits<float>(bits) * w.factor;
+    return w.code_bits == 4 ? w.levels[code] : float_bits(w, code) * w.factor;
 }
 
 // A scale or min as float32. It is finite.
