@@ -24,8 +24,8 @@ of its leaf, with each operation rounded separately. The sum of step_mins times 
 too; it is multiplied by `mins` and added after it. So all instruction levels give the same bits. Two slices q0 and q1
 are joined (Coding.joins) where the sums of 254 q0 + q1 fit in an int32: the total is then that of this operand, and the
 leaf's is total * (1/254) * scale. If a level is not an integer (FP8, NF4), activations keep the model's type, and a
-block's products are added in float32 in ascending k; for FP8, activations below 2^-73 count as 0, and those from 2^68 on
-as infinite.
+block's products are added in float32 in ascending k; for FP8, activations below 2^-73 count as 0, and those from 2^68
+on as infinite.
 """
 
 from collections.abc import Callable, Mapping
