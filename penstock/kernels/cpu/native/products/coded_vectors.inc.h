@@ -445,8 +445,8 @@ struct WordCodes {
 
 #endif
 
-// Codes with other levels, as float32: floats of 8 bits with MANTISSA bits of mantissa, whose bits are multiplied as they
-// are (coded.inc.h), or 4 bits for a table.
+// Codes with other levels, as float32: floats of 8 bits with MANTISSA bits of mantissa, whose bits are multiplied as
+// they are (coded.inc.h), or 4 bits for a table.
 template <int CODE_BITS, int MANTISSA>
 struct FloatCodes {
     static constexpr int BITS = CODE_BITS;
