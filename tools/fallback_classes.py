@@ -103,6 +103,8 @@ def tiny_config(name: str) -> Any:
     values = {key: size for key, size in values.items() if key in own}
     if "sparse" not in (getattr(kind(), "mlp_layer_types", None) or ["sparse"]):  # its layers have other names
         values.pop("mlp_layer_types")
+    if name == "MiMoV2FlashForCausalLM":  # layers with a window have twice as many
+        values["num_key_value_heads"] = SIZES["num_attention_heads"] // 2
     if "kv_lora_rank" in own:  # each head has keys of its own
         values["num_key_value_heads"] = SIZES["num_attention_heads"]
     values |= {key: 0 for key in own if key.endswith("_token_id") and key not in values}

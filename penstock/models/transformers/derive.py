@@ -6,7 +6,7 @@ once, so that each of its attention layers shows what it passes on.
 A class is refused if the engine could not compute it, or not with the same bits in every arrangement:
     - its attention does not go through Transformers' attention interface, or sees other keys than a causal layer with
       an optional window does;
-    - it keeps other state than keys and values, or its layers have different heads;
+    - it keeps other state than keys and values;
     - it multiplies by a matrix elsewhere than in nn.Linear, because the order of torch's sums depends on the batch;
     - its rotary embedding depends on the length of the longest sequence in the batch.
 """
@@ -29,7 +29,7 @@ from penstock.errors import ModelLoadError
 from penstock.layers.swap import ProductWeight
 from penstock.models.transformers.probe import PROBE, Probe, Site, refused, short
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
-from penstock.spec.model_config import ModelConfig
+from penstock.spec.model_config import LayerHeads, ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
 
 BY_LENGTH = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length of the batch
@@ -128,6 +128,7 @@ def read_config(read: ConfigReader) -> dict[str, Any]:
     if type(context) is not int or context < 1:
         raise read.fail("max_position_embeddings", "a positive integer")
     rows = {item.name: item.shape for item in found.table.known}
+    heads = tuple(LayerHeads(item.num_heads, item.num_kv_heads, item.head_dim) for item in found.sites)
     return {
         "vocab_size": rows[f"{found.head}.weight"][0],
         "hidden_size": found.hidden_size,
@@ -137,6 +138,7 @@ def read_config(read: ConfigReader) -> dict[str, Any]:
         "num_attention_heads": site.num_heads,
         "num_key_value_heads": site.num_kv_heads,
         "head_dim": site.head_dim,
+        "layer_heads": heads if len(set(heads)) > 1 else (),
         "hidden_act": "silu",  # its modules know their own
         "norm_eps": 0.0,
         "rope": None,
@@ -222,8 +224,6 @@ def _derive(name: str, text: str) -> Derived:
     wanted = config.num_hidden_layers
     if len(probe.sites) != wanted:
         raise refused(name, f"{len(probe.sites)} attention layers computed, and it has {wanted} layers")
-    if len({(item.num_heads, item.num_kv_heads, item.head_dim) for item in probe.sites}) > 1:
-        raise refused(name, "its layers have different heads")
     splits = _Splits(name, model, probe.sites, embedding, head).found()
     table = _table(name, model, head, splits, mixtures, products)
     float32 = frozenset(item.name for item in table.known if _keeps_float32(model, item.name))
