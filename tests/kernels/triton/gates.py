@@ -94,10 +94,10 @@ def cases(architecture: int) -> Iterator[Case]:
     for count in (16, 64) if architecture == 90 else (64,):
         yield f"int4 product of {count} rows", lambda count=count: int4_product(count, "int4")
         yield f"int4-a16 product of {count} rows", lambda count=count: int4_product(count, "int4-a16")
-    if architecture in (80, 90):  # no tensor cores, and no table
+    if architecture == 90:
         yield from row_cases()
-    yield "int8-x3 product", lambda: product(16, Packing(EIGHT, Scheme.parse("int8-x3")))
-    yield "float32 product", lambda: product(16, Packing(), F32)
+        yield "int8-x3 product", lambda: product(16, Packing(EIGHT, Scheme.parse("int8-x3")))
+        yield "float32 product", lambda: product(16, Packing(), F32)
 
 
 def report(kernel: Any) -> dict[str, Any]:

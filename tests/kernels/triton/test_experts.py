@@ -68,7 +68,7 @@ def test_experts(scheme: str | None, ends: tuple[int, ...], weigh: bool) -> None
     ops, parsed = ReferenceOps(BF16), Scheme.parse(scheme)
     x, logits = draw(3, 40, dtype=BF16), draw(3, 4)
     logits[:, 2] = -9.0
-    chosen = ops.route(logits, RouterParams(2))
+    chosen = ops.route(logits, RouterParams(3))
     up = [draw(48, 40, seed=e) * 0.2 for e in range(4)], [draw(48, seed=e) for e in range(4)]
     down = [draw(20, 24, seed=e) * 0.2 for e in range(4)], [draw(20, seed=e) for e in range(4)]
     packings = Packing((), parsed, gated=True), Packing(ends, parsed)
@@ -77,11 +77,11 @@ def test_experts(scheme: str | None, ends: tuple[int, ...], weigh: bool) -> None
         for each, packing in zip((up, down), packings, strict=True)
     ]
     expected = ops.experts(x, oracle[0], oracle[1], chosen, "silu", weigh_inputs=weigh)
-    weights = [
+    packed = [
         [pack(TensorRows(weight), bias, packing, BF16, "cpu") for weight, bias in zip(*each, strict=True)]
         for each, packing in zip((up, down), packings, strict=True)
     ]
-    tables = Experts.of(weights[0]), Experts.of(weights[1])
+    tables = Experts.of(packed[0]), Experts.of(packed[1])
 
     def compute(x: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
         return experts.experts(x, *tables, chosen, "silu", torch.empty(len(x), 20), weigh_inputs=weigh)
@@ -90,3 +90,7 @@ def test_experts(scheme: str | None, ends: tuple[int, ...], weigh: bool) -> None
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     alone = compute(x[1:2], (chosen[0][1:2].contiguous(), chosen[1][1:2].contiguous()))
     assert torch.equal(bits(alone), bits(found[1:2]))
+    if scheme is None and not weigh:  # in ascending order of the experts, which is not that of the router
+        ids, weights = (item.gather(1, chosen[0].argsort(1)) for item in chosen)
+        parts = [compute(x, (ids[:, i : i + 1].contiguous(), weights[:, i : i + 1].contiguous())) for i in range(3)]
+        assert torch.equal(bits((parts[0] + parts[1]) + parts[2]), bits(found))

@@ -28,7 +28,7 @@ def test_kernels(kernels: list[dict[str, Any]]) -> None:
     """Guards against what a GPU would punish, and the interpreter cannot see: registers kept in memory, a program that
     does not fit, slow instructions on Hopper; and against sums in another order: an accumulator that is copied between
     instructions, a bfloat16 operand whose K is permuted, and a multiply-add that the compiler fused."""
-    assert len(kernels) >= 16
+    assert len(kernels) >= 12
     wrong = []
     for found in kernels:
         architecture = found["architecture"]

@@ -99,17 +99,18 @@ def test_no_tile_changes_bits(rule: hardware.Rule, table: dict[str, configuratio
     are those of the rule over whole leaves."""
     hardware.use(rule)
     weight, x = draw(16, 256), draw(26, 256, dtype=BF16)
-    depths = {tile.depth for choices in HOPPER.values() for _, tile in choices if tile.depth <= 128}
-    for ends in ((), (128, 256)):
-        linear = packed(weight, None, Packing(ends), BF16)
-        left, right = x.float().numpy(), weight.to(BF16).float().numpy().T
-        parts = [slice(start, end) for start, end in zip((0, *ends), ends or (256,), strict=False)]
-        zeros = torch.zeros(26, 16).numpy()
+    depths = sorted({tile.depth for choices in HOPPER.values() for _, tile in choices if tile.depth <= 128})
+    left, right = x.float().numpy(), weight.to(BF16).float().numpy().T
+    zeros = torch.zeros(26, 16).numpy()
+    for length in (256, 32):
+        linear = packed(weight, None, Packing(tuple(range(length, 257, length))), BF16)
+        parts = [slice(start, start + length) for start in range(0, 256, length)]
         sums = [torch.from_numpy(hardware.multiply(left[:, part], right[part], zeros, rule)) for part in parts]
-        expected = sums[0] if len(sums) == 1 else sums[0] + sums[1]
-        for name in ("few_rows", "few_rows leaves", "many_rows", "many_rows leaves"):
-            for depth in sorted(depths):
-                rows = 4 if name.startswith("few") else 26
-                table[name] = ((MANY, Tile(16 if rows == 4 else 32, 16, depth, 4, 1)),)
-                assert torch.equal(bits(product(x[:rows], linear)), bits(expected[:rows])), (name, depth)
+        while len(sums) > 1:
+            sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
+        for name in ("few_rows", "many_rows"):
+            for depth in depths if length == 256 else (32, 128):
+                rows, kind = (4, 16) if name == "few_rows" else (26, 32)
+                table[f"{name} leaves"] = table[name] = ((MANY, Tile(kind, 16, depth, 4, 1)),)
+                assert torch.equal(bits(product(x[:rows], linear)), bits(sums[0][:rows])), (name, depth, length)
         table.update(dict.fromkeys(table, ((MANY, configurations.SMALL),)))
