@@ -288,7 +288,7 @@ def _plan(
         return config, plan_given_cache(config, model_config, free_bytes, groups), None
     if not ops.is_planned:
         if config.cache.memory is not None:
-            raise fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
+            raise fail("memory", config.cache.memory, "null: torch computes here, whose memory cannot be planned")
         return config, plan_kv_cache(config, model_config, free_bytes), None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
     slices, is_coded = config.numerics.activation_slices, bool(stored.codings)
