@@ -65,6 +65,11 @@ class Stage:
         Raises:
             NotSupportedError: the model is not made of penstock.layers.decoder.
         """
+        if hasattr(model, "cut"):  # a class of Transformers
+            received = _StageInput(make)
+            model.cut(self.layers, received.forward)
+            self._input = None if self.is_first else received
+            return
         if not isinstance(model, DecoderLM):
             message = (
                 "pipeline_parallel_size: only families that are made of penstock.layers.decoder are cut into stages"

@@ -3,6 +3,7 @@
 tools/fallback_classes.py tries all of them, and docs/models.md has its table; here, some are chosen at random.
 """
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from penstock.engine.speculation import Speculation
 from penstock.errors import InvalidRequestError
 from penstock.models import registry
 from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.models.transformers.derive import blocks_of
 from penstock.weights.sources import read_parameters, read_table
 from penstock_lab.prove.every_draft import EveryDraft
 from penstock_lab.prove.parallel import BASE, answers, draw_map, start_threads
@@ -140,12 +142,24 @@ def test_any_split_has_the_bits_of_one_process(name: str, tmp_path: Path) -> Non
     whole = answers(EngineConfig.from_options(**fixed))
     if name == "Starcoder 2":  # as processes, once
         assert answers(EngineConfig.from_options(**fixed, tensor_parallel_size=2)) == whole
+        assert answers(EngineConfig.from_options(**fixed, pipeline_parallel_size=2)) == whole
     assert answers(EngineConfig.from_options(**fixed, tensor_parallel_size=4), start_threads) == whole
     for seed in range(10):
         file = tmp_path / "map.yaml"
         file.write_text(draw_map(tmp_path, random.Random(seed), registry.FALLBACK))
         split = {"tensor_parallel_size": 2, "sharding_config": str(file)}
         assert answers(EngineConfig.from_options(**fixed, **split), start_threads) == whole, file.read_text()
+
+
+def test_layers_that_share_more_than_states_are_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a stage that computes with what it has of the text, which is nothing."""
+    values = json.loads(fallback_classes.tiny_config("HeliumForCausalLM").to_json_string())
+    assert list(blocks_of("HeliumForCausalLM", values)) == ["model.layers.0", "model.layers.1"]
+    rotary = transformers.models.helium.modeling_helium.HeliumRotaryEmbedding
+    own = rotary.forward
+    monkeypatch.setattr(rotary, "forward", lambda self, x, ids: tuple(x.sum() + item for item in own(self, x, ids)))
+    with pytest.raises(ModelLoadError, match="its layers pass on more than hidden states"):
+        blocks_of("HeliumForCausalLM", values)
 
 
 def test_it_is_chosen_and_said(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from penstock.errors import ModelLoadError
 from penstock.layers.swap import ProductWeight
-from penstock.models.transformers.probe import PROBE, Probe, Site, refused, short
+from penstock.models.transformers.probe import PROBE, Probe, Site, find_blocks, refused, short
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.model_config import LayerHeads, ModelConfig
 from penstock.spec.param_table import Layout, Parameter, ParamTable
@@ -206,6 +206,25 @@ def derive(name: str, values: Mapping[str, Any]) -> Derived:
 
 @lru_cache(maxsize=4)  # it is asked for by the reader of config.json, the loader and the planner
 def _derive(name: str, text: str) -> Derived:
+    model, head, embedding = _without_values(name, text)
+    if head is None or embedding is None:
+        raise refused(name, "it has no single embedding and head")
+    mixtures, products = _replace_products(name, model)
+    probe = Probe(name, model)
+    hidden_size, rows, head_rows = probe.run()
+    wanted = model.config.num_hidden_layers
+    if len(probe.sites) != wanted:
+        raise refused(name, f"{len(probe.sites)} attention layers computed, and it has {wanted} layers")
+    splits = _Splits(name, model, probe.sites, embedding, head).found()
+    table = _table(name, model, head, splits, mixtures, products)
+    float32 = frozenset(item.name for item in table.known if _keeps_float32(model, item.name))
+    return Derived(
+        tuple(probe.sites), head, embedding, table, hidden_size, rows, head_rows, mixtures, tuple(products), float32
+    )
+
+
+def _without_values(name: str, text: str) -> tuple[Any, str | None, str | None]:
+    """Build the class on the meta device; return it with the names of its head and its embedding."""
     config = make_hf_config(name, json.loads(text), PROBE)
     try:
         with torch.device("meta"), initialization.no_init_weights():
@@ -216,20 +235,14 @@ def _derive(name: str, text: str) -> Derived:
     except Exception as error:
         raise refused(name, f"its modules cannot be built: {short(error)}") from error
     _check_rotary(name, model)
-    if head is None or embedding is None:
-        raise refused(name, "it has no single embedding and head")
-    mixtures, products = _replace_products(name, model)
-    probe = Probe(name, model)
-    hidden_size, rows, head_rows = probe.run()
-    wanted = config.num_hidden_layers
-    if len(probe.sites) != wanted:
-        raise refused(name, f"{len(probe.sites)} attention layers computed, and it has {wanted} layers")
-    splits = _Splits(name, model, probe.sites, embedding, head).found()
-    table = _table(name, model, head, splits, mixtures, products)
-    float32 = frozenset(item.name for item in table.known if _keeps_float32(model, item.name))
-    return Derived(
-        tuple(probe.sites), head, embedding, table, hidden_size, rows, head_rows, mixtures, tuple(products), float32
-    )
+    return model, head, embedding
+
+
+def blocks_of(name: str, values: Mapping[str, Any]) -> dict[str, int]:
+    """Find the blocks of a model that stages of a pipeline divide, as find_blocks does."""
+    model, _, _ = _without_values(name, json.dumps(values, sort_keys=True))
+    _replace_products(name, model)
+    return find_blocks(name, model, derive(name, values).sites)
 
 
 def _keeps_float32(model: Any, name: str) -> bool:

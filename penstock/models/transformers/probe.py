@@ -5,7 +5,7 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from penstock.errors import ModelLoadError
 
 PROBE, PROBED_TOKENS = "penstock_probe", 8  # the name of the attention that looks and does not compute
+BLOCK = re.compile(r"(.*?\.\d+)\.")  # the name of the decoder block that a module is in, up to the first number
 FARTHEST = 2**17  # positions at which masks are examined
 # torch computes these functions with vector instructions, and what is left at the end of a tensor with others, which
 # round differently: so no tensor may have such a rest. Its loops take up to VECTOR elements at once.
@@ -213,6 +214,70 @@ def _probe_attention(
 def _probe_mask(*args: Any, mask_function: Callable[..., Tensor], **options: Any) -> Tensor:
     assert _running is not None
     return _running.mask(mask_function)
+
+
+class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the tensors that depend on the text: on what the embedding returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept: dict[int, Tensor] = {}  # by storage; kept, so that no other tensor gets it
+
+    def add(self, value: Any) -> None:
+        """Note the tensors in a result."""
+        for item in tensors(value):
+            self._kept[item.untyped_storage()._cdata] = item
+
+    def has(self, value: Any) -> bool:
+        """Tell whether a value has such a tensor."""
+        return any(item.untyped_storage()._cdata in self._kept for item in tensors(value))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.has((args, kwargs)):
+            self.add(result)
+        return result
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """List the tensors in an argument or a result."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [item for part in value for item in tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def find_blocks(name: str, model: Any, sites: Sequence[Site]) -> dict[str, int]:
+    """Find the decoder's blocks in order, each with the length of the tuple that it returns; 0: a tensor.
+
+    Raises:
+        ModelLoadError: a block gets something else of the text than what the block before returns.
+    """
+    why = "pipeline_parallel_size: its layers pass on more than hidden states"
+    matches = [BLOCK.match(site.module) for site in sites]
+    names = [match[1] for match in matches if match is not None]
+    if len({*names}) < len(sites) or len({item.rpartition(".")[0] for item in names}) > 1:
+        raise refused(name, why)
+    flow, found, last = _Flow(), dict[str, int](), list[Tensor]()
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        (first, *others) = [*args, *kwargs.values()]
+        if (last and first is not last[-1]) or flow.has(others):
+            raise refused(name, why)
+
+    def after(module: nn.Module, args: Any, result: Any) -> None:
+        found[names[len(found)]] = len(result) if isinstance(result, tuple) else 0
+        last.append(result[0] if isinstance(result, tuple) else result)
+
+    for item in names:
+        block = model.get_submodule(item)
+        block.register_forward_pre_hook(before, with_kwargs=True)
+        block.register_forward_hook(after)
+    model.get_input_embeddings().register_forward_hook(lambda module, args, result: flow.add(result))
+    with flow:
+        Probe(name, model).run()
+    return found
 
 
 transformers.AttentionInterface.register(PROBE, _probe_attention)
