@@ -157,7 +157,7 @@ def test_layers_that_share_more_than_states_are_no_stages(monkeypatch: pytest.Mo
     assert list(blocks_of("HeliumForCausalLM", values)) == ["model.layers.0", "model.layers.1"]
     rotary = transformers.models.helium.modeling_helium.HeliumRotaryEmbedding
     own = rotary.forward
-    monkeypatch.setattr(rotary, "forward", lambda self, x, ids: tuple(x.sum() + item for item in own(self, x, ids)))
+    monkeypatch.setattr(rotary, "forward", lambda self, x, **ids: tuple(x.sum() + item for item in own(self, x, **ids)))
     with pytest.raises(ModelLoadError, match="its layers pass on more than hidden states"):
         blocks_of("HeliumForCausalLM", values)
 
