@@ -149,7 +149,7 @@ class MockExecutor:
 
     def _check_context(self, index: int, group: CacheGroup, row: _Row, start: int) -> None:
         """Check that every cached position that the first new token sees holds what was written for it."""
-        first = 0 if group.sliding_window is None else max(0, start - group.sliding_window + 1)
+        first = group.first_seen(start)
         for position in (*range(min(group.num_sink_tokens, first)), *range(first, start)):
             found = self.slots[index][self._slot(group, row.tables[index], position)]
             _demand(found == row.token_ids[position], f"position {position}: {found} in the cache")

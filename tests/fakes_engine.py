@@ -87,6 +87,7 @@ def make_engine(
     block_size: int = 16,
     windows: tuple[int | None, ...] = (None,),
     sinks: int = 0,
+    chunked: bool = False,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 512,
@@ -101,7 +102,14 @@ def make_engine(
 ) -> Engine:
     """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
     groups = [
-        CacheGroup((i,), window, num_blocks, block_size, num_sink_tokens=0 if window is None or user_rows else sinks)
+        CacheGroup(
+            (i,),
+            window,
+            num_blocks,
+            block_size,
+            num_sink_tokens=0 if window is None or user_rows else sinks,
+            chunked=chunked,
+        )
         for i, window in enumerate(windows)
     ]
     if user_rows:

@@ -101,13 +101,15 @@ class PagedModel:
     def _metadata(
         self, rows: list[int], counts: list[int], slots: Tensor, layers: tuple[int, ...], window: int | None
     ) -> AttentionMetadata:
-        tables = self.tables[rows].clone()
+        tables, chunked = self.tables[rows].clone(), self.config.chunked_windows
         if window is not None:  # blocks that no later token will see are released
             for row, count, table in zip(rows, counts, tables, strict=True):
-                table[: max(0, self.lengths[row] - count - window + 1) // self.block_size] = -1
+                first = self.lengths[row] - count
+                hidden = first // window * window if chunked else max(0, first - window + 1)
+                table[: hidden // self.block_size] = -1
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         lengths = torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32)
-        meta = AttentionMetadata(starts, lengths, tables, slots, self.block_size, window)
+        meta = AttentionMetadata(starts, lengths, tables, slots, self.block_size, window, chunked=chunked)
         layer = self.config.at(layers[0])
         heads = Heads(layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
         return self.ops.plan(meta, heads, self.caches[layers[0]])

@@ -64,7 +64,10 @@ def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weight
         )
     own = _draft_config(config, wanted.model, model)
     rows, length = own.scheduler.max_num_seqs, own.cache.block_size or 0
-    groups = tuple(CacheGroup(layers, window, rows, length) for layers, window in model.cache_groups())
+    groups = tuple(
+        CacheGroup(layers, window, rows, length, chunked=model.chunked_windows)
+        for layers, window in model.cache_groups()
+    )
     num_bytes = rows * length * all_token_bytes(own, model)
     ops = make_ops(own, model)
     if ops.is_planned:

@@ -128,10 +128,10 @@ def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], win
     if block_size is None or length is None or chunk is None:
         raise InvalidRequestError("block_size: the config is not resolved", param="block_size")
     sinks = 0 if window is None else model.num_sink_tokens
-    group = CacheGroup(layers, window, 0, block_size, num_sink_tokens=sinks)
+    group = CacheGroup(layers, window, 0, block_size, num_sink_tokens=sinks, chunked=model.chunked_windows)
     ring_size = -(-(window or block_size) // GRANULE) * GRANULE
     if length <= block_size and ring_size < block_size and not sinks:
-        group = CacheGroup(layers, window, 0, ring_size, ring=True)
+        group = replace(group, block_size=ring_size, ring=True)
     minimum = peak_blocks(group, length, chunk)
     # With a window, all sequences together hold at most one step's new tokens more than they hold between steps.
     new = 0 if window is None else -(-chunk // group.block_size)

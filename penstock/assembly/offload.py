@@ -43,7 +43,7 @@ def make_store(
     cache = config.cache
     files = None
     if cache.kv_offload_dir is not None:
-        layout = [(group.layers, group.sliding_window, group.block_size) for group in groups]
+        layout = [(group.layers, group.sliding_window, group.chunked, group.block_size) for group in groups]
         parts = repr((fingerprint, layout, block_bytes, chosen_level()))
         name = f"{fingerprint}-{hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()}"
         files = open_files(BlockDirectory(cache.kv_offload_dir, name, cache.kv_offload_dir_bytes or 0, block_bytes))

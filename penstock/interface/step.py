@@ -21,6 +21,8 @@ class CacheGroup:
     Attributes:
         layers: indices of the decoder layers in this group.
         sliding_window: a token attends to itself and the sliding_window - 1 tokens before it; None: to all before.
+        chunked: the window does not slide: a token attends to itself and the tokens before it in its own chunk, chunks
+            being as long as the window.
         num_blocks: blocks in each layer of the group.
         block_size: tokens per block, a multiple of 16.
         ring: whether a request has one block in each layer, whose slots are overwritten: the token at position p is in
@@ -34,6 +36,15 @@ class CacheGroup:
     block_size: int
     ring: bool = False
     num_sink_tokens: int = 0
+    chunked: bool = False
+
+    def first_seen(self, position: int) -> int:
+        """Find the first position, besides those of sink tokens, to which a token at `position` attends."""
+        if self.sliding_window is None:
+            return 0
+        if self.chunked:
+            return position - position % self.sliding_window
+        return max(0, position - self.sliding_window + 1)
 
     def hidden_blocks(self, position: int) -> range:
         """Find the entries of a block table that no token sees at this position or later: those before the window, but
@@ -41,7 +52,7 @@ class CacheGroup:
         if self.sliding_window is None or self.ring:
             return range(0)
         start = -(-self.num_sink_tokens // self.block_size)
-        return range(start, max(start, (position - self.sliding_window + 1) // self.block_size))
+        return range(start, max(start, self.first_seen(position) // self.block_size))
 
     def release(self, table: list[int], num_released: int) -> None:
         """Note in a block table that its first num_released entries are released, but for those of sink tokens."""

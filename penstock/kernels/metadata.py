@@ -10,10 +10,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from penstock.errors import InvalidRequestError
+from penstock.kernels.attention.items import first_seen
 from penstock.kernels.attention.plan import AttentionPlan
 from penstock.kernels.tensors import Dtype, Tensor, as_array
 
 Kind = TypeVar("Kind")
+
+ROUTER_SCORES = ("softmax", "sigmoid", "sparsemixer", "chosen_sigmoid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class AttentionMetadata:
             A negative slot stores nothing, because no later token will see it.
         block_size: tokens per block.
         sliding_window: a token sees itself and the sliding_window - 1 tokens before it; 1 or more; None: it sees all.
+        chunked: the window does not slide: the text is cut into chunks of its length, and a token sees itself and the
+            tokens before it in its own chunk.
         num_sink_tokens: how many first tokens of a sequence stay visible (and allocated) before a window.
         plan: which core computes what (kernels/attention/plan.py); None: not planned yet.
 
@@ -58,6 +63,7 @@ class AttentionMetadata:
     sliding_window: int | None
     num_sink_tokens: int = 0
     plan: AttentionPlan | None = None
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -85,7 +91,8 @@ class AttentionMetadata:
         first = np.arange(0, table.shape[1] * self.block_size, self.block_size, dtype=np.int32)  # position by column
         wrong &= first < cached
         if self.sliding_window is not None:
-            wrong &= (first > cached - (self.sliding_window + self.block_size - 1)) | (first < self.num_sink_tokens)
+            seen = first_seen(cached, self.sliding_window, chunked=self.chunked)
+            wrong &= (first + self.block_size > seen) | (first < self.num_sink_tokens)
         if np.count_nonzero(wrong):
             row, column = np.argwhere(wrong)[0].tolist()
             raise ValueError(
@@ -157,10 +164,11 @@ class RouterParams:
 
     Attributes:
         top_k: how many experts a row gets.
-        scores: "softmax" over all experts; "sigmoid" of each logit; or "sparsemixer" (Liu et al., "GRIN", 2024), where
-            experts are chosen by their logits, and a weight is the softmax of its logit m over the logits l that are
-            not larger and not much smaller: m - l <= threshold * max(|l|, m). None of the experts chosen before is
-            among these.
+        scores: one of ROUTER_SCORES: "softmax" over all experts; "sigmoid" of each logit; "chosen_sigmoid", which is
+            the same weight, where experts are chosen by their logits, of which large ones have the same sigmoid; or
+            "sparsemixer" (Liu et al., "GRIN", 2024), where experts are chosen by their logits, and a weight is the
+            softmax of its logit m over the logits l that are not larger and not much smaller:
+            m - l <= threshold * max(|l|, m). None of the experts chosen before is among these.
         bias: [experts] float32; None: no bias.
         groups, top_groups, group_top: neighbouring experts make `groups` groups of one size, and experts are chosen
             from the `top_groups` groups with the largest sums of their `group_top` largest scores, with the bias.

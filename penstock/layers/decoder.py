@@ -68,6 +68,8 @@ class Attention(Module):
         self.k_norm = make.rms_norm("k_norm", self.eps, unit_offset=offset) if is_rms else None
         self._v_norm = make.ops.tensor(np.ones(heads.head_dim, FLOAT32)) if cfg.value_norm else None
         self.qk_norm = make.head_norms("qk_norm", self.eps) if cfg.qk_norm and not is_rms else None
+        is_unit = cfg.qk_unit_norm and cfg.rotates(layer)
+        self.unit_norm = make.ops.tensor(np.ones(heads.head_dim, FLOAT32)) if is_unit else None
         self.sinks = make.vector("sinks") if cfg.sink_logits else None
         self.o_proj = make.linear("o_proj")
         # As many tokens as a token sees: behind more tokens, it sees sink tokens as if it were the last of so many.
@@ -83,8 +85,8 @@ class Attention(Module):
         return RotaryParams(
             self.heads,
             None if self.rotary is None else self.rotary.cos_sin,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
+            self.unit_norm if self.q_norm is None else self.q_norm.weight,
+            self.unit_norm if self.k_norm is None else self.k_norm.weight,
             self.eps,
             None if self.rotary is None else self.rotary.q_scale,
             self._v_norm,

@@ -108,8 +108,10 @@ def _kept(rope: RopeConfig, frequencies: Array, dim: int) -> Array:
     context = rope.original_max_position_embeddings
     if rope.rope_type == "llama3":
         turns = context * frequencies / (2 * math.pi)
-        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        return np.clip(kept, 0.0, 1.0)
+        between = rope.high_freq_factor - rope.low_freq_factor
+        if between == 0:  # Llama 4
+            return np.asarray(turns >= rope.low_freq_factor, dtype=FLOAT64)
+        return np.clip((turns - rope.low_freq_factor) / between, 0.0, 1.0)
     low, high = (  # the indices at which a frequency makes beta_fast and beta_slow turns
         dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
         for turns in (rope.beta_fast, rope.beta_slow)

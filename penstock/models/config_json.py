@@ -51,7 +51,7 @@ HARMLESS_KEYS = """
 HARMLESS = frozenset(HARMLESS_KEYS.split())
 
 # Names in published files -> those that Transformers has today.
-OLDER_NAMES = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
+OLDER_NAMES = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM", "PhiMoEForCausalLM": "PhimoeForCausalLM"}
 
 # Keys that would change what is computed, each with the only value that does not.
 NEUTRAL: dict[str, Any] = {

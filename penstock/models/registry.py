@@ -48,12 +48,14 @@ from penstock.models.llama.layer_norms import (
     read_stablelm,
     read_starcoder2,
 )
+from penstock.models.llama4.config import read_llama4
 from penstock.models.mixtral.config import (
     read_ernie4_5_moe,
     read_glm4_moe,
     read_minimax_m2,
     read_mixtral,
     read_olmoe,
+    read_phimoe,
     read_qwen2_moe,
     read_qwen3_moe,
 )
@@ -189,6 +191,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GraniteForCausalLM": _built_in("granite", read_granite, LLAMA),
     "GraniteMoeHybridForCausalLM": _built_in("granitemoehybrid", read_granite_hybrid, LLAMA, "granite/table.yaml"),
     "InternLM3ForCausalLM": _built_in("internlm3", read_internlm3, LLAMA),
+    "Llama4ForCausalLM": _built_in("llama4_text", read_llama4, MIXTRAL, "llama4/table.yaml"),
     "LlamaForCausalLM": _built_in("llama", read_llama, LLAMA),
     "MiMoForCausalLM": _built_in("mimo", read_mimo, LLAMA),
     "Ministral3ForCausalLM": _built_in("ministral3", read_ministral3, LLAMA),
@@ -201,6 +204,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Olmo3ForCausalLM": _built_in("olmo3", read_olmo3, OLMO2),
     "OlmoeForCausalLM": _built_in("olmoe", read_olmoe, MIXTRAL, QWEN_MOE),
     "Phi3ForCausalLM": _built_in("phi3", read_phi3, LLAMA, "phi3/table.yaml"),
+    "PhimoeForCausalLM": _built_in("phimoe", read_phimoe, MIXTRAL),
     "Qwen2ForCausalLM": _built_in("qwen2", read_qwen2, LLAMA),
     "Qwen2MoeForCausalLM": _built_in("qwen2_moe", read_qwen2_moe, MIXTRAL, QWEN_MOE),
     "Qwen3ForCausalLM": _built_in("qwen3", read_qwen3, LLAMA),

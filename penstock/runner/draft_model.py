@@ -110,8 +110,10 @@ class GreedyDecoder:
         return self._context
 
     def _steps_with_this_plan(self, seq_lens: Int32) -> Int32:
-        windows = {group.sliding_window for group in self._runner.groups}
-        steps: Int32 = np.min([steps_with_same_tiles(seq_lens, window) for window in windows], axis=0)
+        windows = {(group.sliding_window, group.chunked) for group in self._runner.groups}
+        steps: Int32 = np.min(
+            [steps_with_same_tiles(seq_lens, window, chunked=chunked) for window, chunked in windows], axis=0
+        )
         return steps
 
     def _decode_once(self, tokens: Int64, step: PackedStep, ctx: ForwardContext) -> None:

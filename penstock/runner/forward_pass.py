@@ -18,6 +18,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest
+from penstock.kernels.attention.items import first_seen
 from penstock.kernels.metadata import AttentionParams, KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import FLOAT32, LOGITS_ROWS, Array, Tensor, as_array
@@ -142,9 +143,9 @@ class ForwardPass:
     def _runner(self, token_ids: Sequence[int]) -> ModelRunner:
         """Make a runner that knows the tokens, with caches for them alone: a token's slot is its position."""
         num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-        sinks = self._numbers.num_sink_tokens
+        sinks, chunked = self._numbers.num_sink_tokens, self._numbers.chunked_windows
         groups = [
-            CacheGroup(layers, window, num_blocks, BLOCK_SIZE, num_sink_tokens=sinks)
+            CacheGroup(layers, window, num_blocks, BLOCK_SIZE, num_sink_tokens=sinks, chunked=chunked)
             for layers, window in self._numbers.cache_groups()
         ]
         runner = ModelRunner(self._model, self._ops, groups, self._config, self._numbers, self._kv_scales)
@@ -165,11 +166,12 @@ class ForwardPass:
     def _attentions(self, blocks: list[tuple[Any, Attention]], runner: ModelRunner, seen: _Seen) -> tuple[Array, ...]:
         """Compute each layer's weights [H, T, T] with the keys as its cache holds them."""
         found = []
-        windows = self._numbers.layer_windows
+        windows, chunked = self._numbers.layer_windows, self._numbers.chunked_windows
         for (_, attention), cache, queries, window in zip(blocks, runner.kv_caches, seen.queries, windows, strict=True):
             q = np.concatenate(queries, axis=-3)
             keys, _ = self._ops.load_kv(cache, self._ops.tensor(np.arange(q.shape[-3])))
-            found.append(attention_weights(q, _copy(keys), attention.params, window, self._numbers.num_sink_tokens))
+            sinks = self._numbers.num_sink_tokens
+            found.append(attention_weights(q, _copy(keys), attention.params, window, sinks, chunked=chunked))
         return tuple(found)
 
 
@@ -211,10 +213,13 @@ class _WatchedOps:
         return self._ops.attend(q, *args, **kwargs)
 
 
-def attention_weights(q: Array, keys: Array, params: AttentionParams, window: int | None, num_sinks: int = 0) -> Array:
+def attention_weights(
+    q: Array, keys: Array, params: AttentionParams, window: int | None, num_sinks: int = 0, *, chunked: bool = False
+) -> Array:
     """Compute softmax(q k^T), [H, T, T] float32, with scale, bias and softcap as AttentionParams orders them.
 
     A hidden key has weight 0. q: [T, H, D] or [2, T, H, D], as Ops.attend takes it, keys: [T, Hkv, D], both float32.
+    window, num_sinks, chunked: as in AttentionMetadata.
     """
     group = q.shape[-2] // keys.shape[1]
     columns = keys.repeat(group, axis=1).transpose(1, 2, 0)
@@ -232,7 +237,8 @@ def attention_weights(q: Array, keys: Array, params: AttentionParams, window: in
         weights = FLOAT32.type(params.softcap) * np.tanh(weights / FLOAT32.type(params.softcap))
     if not params.bias_before_scale:
         weights += bias
-    hidden = (distance > 0) | (False if window is None else (distance <= -window) & (at >= num_sinks))
+    first = 0 if window is None else first_seen(at[:, None], window, chunked=chunked)
+    hidden = (distance > 0) | ((at < first) & (at >= num_sinks))
     weights[:, hidden] = -np.inf
     sinks = -np.inf if params.sink_logits is None else as_array(params.sink_logits)[:, None, None]
     greatest = np.maximum(weights.max(axis=-1, keepdims=True), sinks)

@@ -278,6 +278,7 @@ class ModelRunner:
             block_size=group.block_size,
             sliding_window=group.sliding_window,
             num_sink_tokens=group.num_sink_tokens,
+            chunked=group.chunked,
         )
 
     def _take_draws(

@@ -165,16 +165,17 @@ def sliding_window(read: ConfigReader, default: int | None) -> int | None:
     return None if read.is_null("sliding_window") else read.integer("sliding_window", 1, MAX_SIZE, default or 0)
 
 
-def windows_by_type(read: ConfigReader, num_layers: int, window: int | None, default: list[str]) -> Windows:
-    """Read the windows of the layers, as `layer_types` says; `default` applies if that key is absent."""
+def windows_by_type(
+    read: ConfigReader, num_layers: int, window: int | None, default: list[str], *, kind: str = "sliding_attention"
+) -> Windows:
+    """Read the windows of the layers, as `layer_types` says; `default` applies if that key is absent. kind: the type of
+    the layers that have the window."""
     types = read.raw("layer_types") if read.has("layer_types") else default
-    allowed: dict[str, int | None] = {"full_attention": None, "attention": None, "sliding_attention": window}
+    allowed: dict[str, int | None] = {"full_attention": None, "attention": None, kind: window}
     if not isinstance(types, list) or len(types) != num_layers or not all(item in list(allowed) for item in types):
-        raise read.fail("layer_types", f"a list of {num_layers} of full_attention, sliding_attention")
-    if window is None and "sliding_attention" in types:
-        raise read.fail(
-            "layer_types", "full_attention only, because use_sliding_window is false or sliding_window null"
-        )
+        raise read.fail("layer_types", f"a list of {num_layers} of full_attention, {kind}")
+    if window is None and kind in types:
+        raise read.fail("layer_types", "full_attention only, because no layer has a window")
     return tuple(allowed[item] for item in types)
 
 
@@ -317,8 +318,8 @@ def _read_numbers(read: ConfigReader, kind: str, context: int, max_position_embe
 
 def _read_llama3(read: ConfigReader) -> dict[str, Any]:
     low, high = (read.number(key, 1e-6, MAX_SIZE) for key in ("low_freq_factor", "high_freq_factor"))
-    if high <= low:
-        raise read.fail("high_freq_factor", f"above low_freq_factor = {low:g}")
+    if high < low:
+        raise read.fail("high_freq_factor", f"at least low_freq_factor = {low:g}")
     return {"low_freq_factor": low, "high_freq_factor": high}
 
 

@@ -39,12 +39,14 @@ ARCHITECTURES = {
     "gpt2": ("GPT2LMHeadModel", "gpt2"),
     "granite": ("GraniteForCausalLM", "granite"),  # and Granite 4 without experts and mamba layers
     "llama": ("LlamaForCausalLM", "llama"),  # and Mistral; with experts: MIXTRAL
+    "llama4": ("Llama4ForCausalLM", "llama4_text"),
     "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
     "mistral3": ("Ministral3ForCausalLM", "ministral3"),
     "nemotron": ("NemotronForCausalLM", "nemotron"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),  # with windows: OLMO3
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
+    "phimoe": ("PhimoeForCausalLM", "phimoe"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -139,7 +141,7 @@ SWITCHES = {
 # Architectures whose config.json means a part of each head if it does not say which part rotates.
 PARTLY_ROTARY = ("glm4", "glm4moe", "nemotron", "stablelm")
 LLAMA4_BETA = "llama_4_scaling_beta"
-WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3")
+WITH_WINDOWS = ("cohere2", "exaone4", "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "phimoe")
 LAST_POOLING = (0, 3)  # none, or the last token's, as for every model without modules.json
 # Numbers of layers of the 27B models, which scale their scores by hidden_size / num_attention_heads, not by head_dim.
 LARGE_GEMMA = {"gemma2": 46, "gemma3": 62}
@@ -147,6 +149,7 @@ SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": 
     "penalty_repeat": "repetition_penalty"
 }
 END_TOKENS = ("eos", "eot", "eom")
+MAVERICK_EXPERTS = 128  # of Llama 4
 MAX_FREQUENCIES = 2**15
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 Tensors = Mapping[str, GGUFTensor]
@@ -213,7 +216,9 @@ def _config(read: ConfigReader, name: str, tensors: Tensors) -> dict[str, Any]:
     _add_head_dim(read, name, config)
     config |= _rope_scaling(read, name, tensors, config)
     config |= _family(read, name, tensors, config)
-    if name in ("gpt-oss", "minimax-m2"):
+    if name == "llama4":
+        config["intermediate_size_mlp"] = config["intermediate_size"]
+    if name in ("gpt-oss", "llama4", "minimax-m2"):
         config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
     return config
 
@@ -309,7 +314,14 @@ def _family(read: ConfigReader, name: str, tensors: Tensors, config: Mapping[str
     if name == "mistral3":
         beta = read.number("attention.temperature_scale", 0.0, MAX_SIZE, 0.0)
         return {"rope_scaling": None, "rope_parameters": {**config.get("rope_scaling", {}), LLAMA4_BETA: beta}}
+    if name == "llama4":
+        return _llama4(read, config)
     window = read.raw("attention.sliding_window") or None if name in WITH_WINDOWS else None
+    if name == "phimoe":
+        scaling = dict(config.get("rope_scaling") or {})
+        if scaling:
+            scaling["short_mscale"] = scaling["long_mscale"] = scaling.pop("attention_factor", 1.0)
+        return {"sliding_window": window, "lm_head_bias": "output.bias" in tensors, "rope_scaling": scaling or None}
     if name in ("gpt-oss", "phi3"):
         return {"sliding_window": window}
     if name == "cohere2":
@@ -329,6 +341,18 @@ def _family(read: ConfigReader, name: str, tensors: Tensors, config: Mapping[str
     if name == "gemma3" and "layer_types" not in found:
         found["sliding_window_pattern"] = 1 if window is None else 6 if pattern is None else pattern
     return found
+
+
+def _llama4(read: ConfigReader, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what llama.cpp derives: without a window of 0, chunks of 8192 tokens in all layers but every fourth; norms
+    of q and k unless the model has the 128 experts of Maverick."""
+    read.neutral({"attention.sliding_window": 0})
+    layers = {"no_rope_layers": [1] * config["num_hidden_layers"], "attention_chunk_size": None}
+    return {
+        "interleave_moe_layer_step": read.raw("interleave_moe_layer_step"),
+        "use_qk_norm": config.get("num_experts") != MAVERICK_EXPERTS,
+        **(layers if read.has("attention.sliding_window") else {}),
+    }
 
 
 def _layer_types(read: ConfigReader) -> dict[str, Any]:

@@ -105,14 +105,17 @@ class ModelConfig:
             layers. `at` gives the numbers of one layer.
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
         num_sink_tokens: how many first tokens every token sees besides its window (assembly/streaming.py).
+        chunked_windows: windows do not slide: the text is cut into chunks as long as the window, and a token sees
+            itself and the tokens before it in its own chunk.
         rope: rotary embedding; None: positions enter in another way (ALiBi, or learned positions).
         local_rope: rotary embedding of the layers with a window, if it differs.
         rotary_layers: for each layer, whether it has rotary embedding; empty: all have it.
         query_scale: a factor of the queries that depends on the position; None: no factor.
-        attention_bias, attention_out_bias, mlp_bias: whether there is a bias in the products for q, k and v, in the
-            product after attention, and in those of the feed-forward branch.
+        attention_bias, attention_out_bias, mlp_bias, lm_head_bias: whether there is a bias in the products for q, k and
+            v, in the product after attention, in those of the feed-forward branch, and in the LM head.
         qk_norm: q and k are normed before the rotation: each head by itself or, with qk_norm_together, all heads of
             a token together.
+        qk_unit_norm: in layers with rotary embedding, each head of q and k is divided by the root of its mean square.
         value_norm: values are RMS-normed, each head by itself, without weights.
         values_are_keys: for each layer, whether its values are its keys before their norm; empty: in no layer.
         embedding_scale: factor of the token embeddings.
@@ -173,6 +176,7 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
     rope: RopeConfig | None
     layer_heads: tuple[LayerHeads, ...] = ()
+    chunked_windows: bool = False
     local_rope: RopeConfig | None = None
     num_sink_tokens: int = 0
     rotary_layers: tuple[bool, ...] = ()
@@ -180,8 +184,10 @@ class ModelConfig:
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     qk_norm: bool = False
     qk_norm_together: bool = False
+    qk_unit_norm: bool = False
     value_norm: bool = False
     values_are_keys: tuple[bool, ...] = ()
     gated_mlp: bool = True

@@ -24,6 +24,7 @@ class TextPart(NamedTuple):
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": TextPart("Gemma3ForCausalLM", "gemma3_text", "gemma3_text"),
     "Gemma4ForConditionalGeneration": TextPart("Gemma4ForCausalLM", "gemma4_text", "gemma4_text"),
+    "Llama4ForConditionalGeneration": TextPart("Llama4ForCausalLM", "llama4_text", "llama4_text"),
     "Mistral3ForConditionalGeneration": TextPart("MistralForCausalLM", "mistral", "mistral"),
     "Qwen2VLForConditionalGeneration": TextPart("Qwen2ForCausalLM", "qwen2_vl_text", "qwen2"),
     "Qwen2_5_VLForConditionalGeneration": TextPart("Qwen2ForCausalLM", "qwen2_5_vl_text", "qwen2"),

@@ -150,6 +150,7 @@ _SHARED = {
     "ffn_up_shexp": _LAYERS + "mlp.shared_experts.up_proj",
     "ffn_down_shexp": _LAYERS + "mlp.shared_experts.down_proj",
 }
+_SHARED_EXPERT = {stem: target.replace("shared_experts", "shared_expert") for stem, target in _SHARED.items()}
 _MIXTRAL = {
     **_DECODER,
     "ffn_gate_inp": _LAYERS + "block_sparse_moe.gate",
@@ -190,19 +191,17 @@ NAMES: dict[str, dict[str, str]] = {
         "exp_probs_b": _LAYERS + "mlp.correction",
     },
     "granite": _DECODER,
+    "llama4": {
+        **{stem: target.replace("mlp.", "feed_forward.") for stem, target in (_EXPERTS | _SHARED_EXPERT).items()},
+        "ffn_gate_inp": _LAYERS + "feed_forward.router",
+    },
     "minimax-m2": {**_MIXTRAL, "exp_probs_b": _LAYERS + "mlp.correction"},
     "mistral3": _DECODER,
     "nemotron": _DECODER,
     "qwen2": _DECODER,
     "qwen3": _DECODER,
     "olmoe": _EXPERTS,
-    "qwen2moe": {
-        **_EXPERTS,
-        "ffn_gate_inp_shexp": _LAYERS + "mlp.shared_expert_gate",
-        "ffn_gate_shexp": _LAYERS + "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": _LAYERS + "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": _LAYERS + "mlp.shared_expert.down_proj",
-    },
+    "qwen2moe": {**_EXPERTS, **_SHARED_EXPERT, "ffn_gate_inp_shexp": _LAYERS + "mlp.shared_expert_gate"},
     "qwen3moe": _EXPERTS,
     "gpt-oss": {
         **_DECODER,
@@ -222,6 +221,7 @@ NAMES: dict[str, dict[str, str]] = {
     "stablelm": _DECODER,
     "starcoder2": _DECODER,
     "phi3": {**_DECODER, "attn_qkv": _LAYERS + "self_attn.qkv_proj", "ffn_up": _LAYERS + "mlp.gate_up_proj"},
+    "phimoe": _MIXTRAL,
     "gpt2": {
         "token_embd": "transformer.wte",
         "position_embd": "transformer.wpe",

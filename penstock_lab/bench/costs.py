@@ -10,9 +10,12 @@ import ctypes
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from penstock import EngineConfig
 from penstock.assembly.memory import cached_token_bytes
 from penstock.interface.step import SchedulerOutput
+from penstock.kernels.attention.items import first_seen
 from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
 from penstock.kernels.cpu.packed import CpuLinear
@@ -59,7 +62,7 @@ class ModelCosts:
                 if isinstance(layer, Linear):
                     self._expert.add(_product(layer.spec.packing, layer.packed[0], dtype))
         groups = {window: model_config.at(layers[0]) for layers, window in model_config.cache_groups()}
-        self._num_sinks = model_config.num_sink_tokens
+        self._num_sinks, self._chunked = model_config.num_sink_tokens, model_config.chunked_windows
         self._token_bytes = {window: cached_token_bytes(config, layer) for window, layer in groups.items()}
         self._kind = KIND_OF_DTYPE[config.cache.kv_cache_dtype]
         slices = 4 * max(1, config.kv_cache_slices)
@@ -104,10 +107,13 @@ class ModelCosts:
 
     def _attend(self, cached: int, new: int, window: int | None) -> Work:
         """Count the work of one layer for one sequence."""
-        most = None if window is None else window + self._num_sinks
-        seen = cached if most is None else min(cached, most - 1)
-        keys = sum(min(cached + index + 1, most or cached + new) for index in range(new))
-        return Work(seen * self._token_bytes[window], Counter({self._kind: keys * self._pair_operations[window]}))
+        positions = np.arange(cached, cached + new)
+        seen = positions + 1
+        if window is not None:
+            first = np.maximum(first_seen(positions, window, chunked=self._chunked), 0)
+            seen -= first - np.minimum(first, self._num_sinks)
+        keys, read = int(seen.sum()), int(seen[0]) - 1
+        return Work(read * self._token_bytes[window], Counter({self._kind: keys * self._pair_operations[window]}))
 
 
 def _product(packing: Packing, packed: PackedLinear, dtype: str) -> Work:

@@ -94,7 +94,10 @@ class Trial:
     def groups(self) -> list[CacheGroup]:
         """The cache groups, with one block for each row."""
         rows, context = self.placement.rows, self.placement.context
-        return [CacheGroup(layers, window, rows, context) for layers, window in self.model.cache_groups()]
+        chunked = self.model.chunked_windows
+        return [
+            CacheGroup(layers, window, rows, context, chunked=chunked) for layers, window in self.model.cache_groups()
+        ]
 
     def on_chips(self, depth: int = 1) -> tuple[Engine, Machine]:
         """Load the model onto chips. depth: steps in flight.

@@ -78,6 +78,7 @@ class OurModel:
                 slot_mapping=torch.arange(tokens),
                 block_size=BLOCK_SIZE,
                 sliding_window=window,
+                chunked=config.chunked_windows,
             )
             caches.append(cache)
             attention.append(ops.plan(meta, heads, cache))

@@ -239,7 +239,9 @@ class _Walk:
             their_call, their_layer = self.theirs.last(module), self.twin.get_submodule(module)
             if their_call is None or not their_call.outputs:
                 continue
-            theirs = self._rows(their_call.outputs[0])
+            # A router may return other numbers before its logits, of the same shape: the nearest are compared.
+            outputs = [self._rows(item) for item in their_call.outputs if item.numel() == their_call.outputs[0].numel()]
+            theirs = min(outputs, key=lambda item: errors(ours, item)[0]) if len(outputs) > 1 else outputs[0]
             if not isinstance(layer, Embedding):
                 what = f"({module.rpartition('.')[2]})" if len(pieces) > 1 else ""
                 yield Place(call.name, what, module, ours, theirs)

@@ -32,11 +32,13 @@ EMBEDDING_RMS = 0.2  # small enough for the epsilon of the first norm to matter
 SMALL = {
     "vocab_size": VOCAB_SIZE,
     "intermediate_size": 96,
+    "intermediate_size_mlp": 112,
     "ffn_hidden_size": 96,
     "n_inner": 96,
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 40,
     "sliding_window": 16,
+    "attention_chunk_size": 16,
     "max_position_embeddings": CONTEXT,
     "query_pre_attn_scalar": 24,
 }
@@ -182,6 +184,8 @@ def _shrink_layers(numbers: ModelConfig, result: dict[str, Any], put: Any) -> No
     if "mlp_only_layers" in result:
         result["mlp_only_layers"] = [at for at, index in enumerate(chosen) if not sparse[index]]
         result["decoder_sparse_step"] = 1
+    if result.get("moe_layers") is not None:
+        result["moe_layers"] = [at for at, index in enumerate(chosen) if sparse[index]]
     if "first_k_dense_replace" in result:
         result["first_k_dense_replace"] = sum(not sparse[index] for index in chosen)
     windows = [numbers.layer_windows[index] is not None for index in chosen]

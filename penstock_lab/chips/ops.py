@@ -12,14 +12,13 @@ import numpy as np
 
 from penstock import NotSupportedError
 from penstock.kernels import metadata
+from penstock.kernels.attention.items import first_seen
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, KVCache, own
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import Array, Tensor, as_array
+from penstock.kernels.tensors import Array, Int64, Tensor, as_array
 from penstock_lab.chips.device import Work
 from penstock_lab.chips.machine import Site
 from penstock_lab.chips.parts import Heads, Range
-
-UNLIMITED = 2**62  # tokens
 
 
 class PlacedCache:
@@ -71,10 +70,17 @@ class RowsOfStep:
             slot_mapping=np.where(slots < 0, slots, slots - rows[0] * meta.block_size),
             plan=None,
         )
-        cached, window = lengths[chosen] - new, (meta.sliding_window or UNLIMITED) + meta.num_sink_tokens
+        cached = lengths[chosen] - new
         positions = np.arange(len(tokens)) - np.repeat(np.cumsum(new) - new - cached, new)
-        pairs = int(np.minimum(positions + 1, window).sum())
-        return cls(own_meta, tokens, int(np.minimum(cached, window - 1).sum()), pairs)
+        reads, pairs = (int(_tokens_before(at, meta).sum()) for at in (cached, positions))
+        return cls(own_meta, tokens, reads, pairs + len(positions))
+
+
+def _tokens_before(positions: Int64, meta: AttentionMetadata) -> Int64:
+    """Count the tokens before each position that a token there sees."""
+    if meta.sliding_window is None:
+        return positions
+    return positions - np.maximum(first_seen(positions, meta.sliding_window, chunked=meta.chunked), 0)
 
 
 class OnInner:

@@ -36,13 +36,15 @@ class CacheInterface(Protocol):
         """Store new keys and values (B, Hkv, n, D). Return all that the new tokens may see, (B, Hkv, S, D) each."""
 
 
-def visible(queries: Tensor, keys: Tensor, window: int | None = None, num_sink_tokens: int = 0) -> Tensor:
+def visible(
+    queries: Tensor, keys: Tensor, window: int | None = None, num_sink_tokens: int = 0, *, chunked: bool = False
+) -> Tensor:
     """Decide which query sees which key, [B, 1, n, S] bool, from their positions [B, n] and [B, S].
 
     A query sees no later keys, and only keys in its window, which counts the token itself, or among the first
-    num_sink_tokens. Keys may come in any order, so a ring need not be unrotated.
+    num_sink_tokens. Keys may come in any order, so a ring need not be unrotated. chunked: as in AttentionMetadata.
     """
-    return visible_keys(queries[:, None, :, None], keys[:, None, None, :], window, num_sink_tokens)
+    return visible_keys(queries[:, None, :, None], keys[:, None, None, :], window, num_sink_tokens, chunked=chunked)
 
 
 class PagedCacheView:
@@ -64,7 +66,8 @@ class PagedCacheView:
         self.positions = (computed + new).where(self._is_new, ABSENT)
         self._old_positions = _cached_positions(computed, meta)
         self.key_positions = torch.cat([self._old_positions, self.positions], dim=1)
-        self.mask = visible(self.positions, self.key_positions, meta.sliding_window, meta.num_sink_tokens)
+        window = meta.sliding_window, meta.num_sink_tokens
+        self.mask = visible(self.positions, self.key_positions, *window, chunked=meta.chunked)
 
     def unpack(self, x: Tensor) -> Tensor:
         """Spread packed tokens [T, heads, D] to (B, heads, n, D), with zeros where a sequence has fewer tokens."""

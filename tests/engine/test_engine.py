@@ -45,15 +45,16 @@ REQUESTS = st.lists(
     blocks=st.integers(11, 40),
     windows=st.sampled_from([(None,), (20,), (None, 9), (33, 1)]),
     sinks=st.sampled_from([0, 4, 33]),
+    chunked=st.booleans(),
     caching=st.booleans(),
     user_rows=st.booleans(),
     depth=st.sampled_from([1, 2, 4]),
 )
 def test_any_crowd_gives_every_request_its_solo_tokens(
-    requests, chunk, rows, blocks, windows, sinks, caching, user_rows, depth
+    requests, chunk, rows, blocks, windows, sinks, chunked, caching, user_rows, depth
 ):
-    """Guards against lost, shared or too early reused blocks: chunks, preemption, prefix hits, windows, sinks, rings at
-    once, in one step after the other or several in flight.
+    """Guards against lost, shared or too early reused blocks: chunks, preemption, prefix hits, windows that slide or do
+    not, sinks, rings at once, in one step after the other or several in flight.
 
     The executor checks on every step that each cached position still holds what its request wrote.
     """
@@ -61,6 +62,7 @@ def test_any_crowd_gives_every_request_its_solo_tokens(
         num_blocks=max(1, blocks - 10) if user_rows else blocks,
         windows=windows,
         sinks=sinks,
+        chunked=chunked,
         user_rows=user_rows,
         max_num_seqs=rows,
         max_num_batched_tokens=max(chunk, rows),

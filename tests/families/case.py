@@ -50,7 +50,7 @@ class Case:
     @property
     def sliding_window(self) -> int | None:
         """Tokens that the layers with a window see; shorter than the prompts of every test."""
-        window: int | None = self.fields.get("sliding_window")
+        window: int | None = self.fields.get("sliding_window", self.fields.get("attention_chunk_size"))
         return window
 
     def config(self, **fields: Any) -> PreTrainedConfig:

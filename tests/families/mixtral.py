@@ -11,6 +11,8 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
@@ -30,6 +32,7 @@ GLM = {
 }  # fmt: skip
 ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2, "head_dim": 16}
 MINIMAX = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
+PHIMOE = {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2}
 OLMOE = {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}
 
 CASES = [
@@ -77,6 +80,17 @@ CASES = [
     Case("minimax-m2", MiniMaxM2ForCausalLM, MiniMaxM2Config, MINIMAX | {"rotary_dim": 8}),
     Case("minimax-m2-whole-rotary", MiniMaxM2ForCausalLM, MiniMaxM2Config, MINIMAX | {
         "num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": True,
+    }, shape=True),
+    Case("phimoe", PhimoeForCausalLM, PhimoeConfig, PHIMOE | {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_mscale": 1.24, "long_mscale": 1.24,
+            "short_factor": [1.0, 1.1, 1.2, 1.4], "long_factor": [1.0, 2.0, 4.0, 8.0],
+            "original_max_position_embeddings": 512,
+        },
+    }),
+    Case("phimoe-window-tied", PhimoeForCausalLM, PhimoeConfig, PHIMOE | {
+        "num_attention_heads": 8, "num_key_value_heads": 1, "sliding_window": 16, "tie_word_embeddings": True,
+        "attention_bias": False,
     }, shape=True),
     Case("olmoe", OlmoeForCausalLM, OlmoeConfig, OLMOE | {"num_key_value_heads": 6}),
     Case("olmoe-grouped-biases-tied", OlmoeForCausalLM, OlmoeConfig, OLMOE | {

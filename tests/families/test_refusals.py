@@ -9,8 +9,8 @@ import torch
 from transformers import (
     BartConfig,
     BertConfig,
-    Llama4Config,
     LlamaConfig,
+    LlavaConfig,
     MambaConfig,
     OPTConfig,
     PreTrainedConfig,
@@ -36,7 +36,7 @@ FOREIGN: list[tuple[str, PreTrainedConfig, str]] = [
     ("WhisperForConditionalGeneration", WhisperConfig(), "an encoder-decoder"),
     ("MambaForCausalLM", MambaConfig(), "a recurrent model"),
     ("RecurrentGemmaForCausalLM", RecurrentGemmaConfig(), "a recurrent model"),
-    ("Llama4ForConditionalGeneration", Llama4Config(), "more than text"),
+    ("LlavaForConditionalGeneration", LlavaConfig(), "more than text"),
 ]
 ONE_OF_EACH = {case.architecture: case for case in all_cases()}
 

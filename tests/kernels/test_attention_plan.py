@@ -56,6 +56,7 @@ class Step:
     sinks: int = 0
     cores: int = 2
     shared: list[int] = field(default_factory=list)
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         new = [count for _, count in self.lengths]
@@ -73,12 +74,13 @@ class Step:
         self._visible: dict[int, set[int]] = {}
 
     def plan(self) -> AttentionPlan:
-        planner = Planner(self.shape, self.block_size, self.window, self.sinks, self.cores)
+        planner = Planner(self.shape, self.block_size, self.window, self.sinks, self.cores, self.chunked)
         return planner.plan(self.query_start_loc, self.seq_lens, self.block_table)
 
     def visible_tiles(self, position: int) -> set[int]:
         if position not in self._visible:
             low = 0 if self.window is None else max(0, position - self.window + 1)
+            low = position // self.window * self.window if self.chunked and self.window else low
             sinks = 0 if self.window is None else min(self.sinks, position + 1)
             self._visible[position] = {*range(low // TILE, position // TILE + 1), *range(-(-sinks // TILE))}
         return self._visible[position]

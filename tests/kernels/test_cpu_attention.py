@@ -1,5 +1,6 @@
 """Attention through CpuOps, on every level: what a caller may rely on and what is refused."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -121,3 +122,38 @@ def test_what_is_remembered_is_bounded(ops: CpuOps) -> None:
         ops.attend(q, k, v, cache, whole_prompt(3), AttentionParams(1.0 + number))
     assert len(ops._params) <= REMEMBERED_PARAMS
     assert len(ops._steps) <= REMEMBERED_STEPS
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_chunks(ops: CpuOps, chunk: int, dtype: torch.dtype) -> None:
+    """Guards against a row that sees a token of the chunk before, or misses the first of its own, at any tile, and
+    against bits that depend on how a prompt is cut."""
+    length = 300
+    q, k, v = operands(length)
+    whole = whole_prompt(length, sliding_window=chunk, chunked=True)
+    found = ops.attend(q, k, v, new_cache(ops, length, dtype), whole, PARAMS).clone()
+    reference = ReferenceOps(torch.float32)
+    cache = reference.new_kv_cache(CacheSpec(19, 16, 2, 32, torch.float32))
+    expected = reference.attend(q.float(), k.float(), v.float(), cache, whole, PARAMS)
+    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
+    for start in range(0, length, chunk):  # a chunk alone, as if nothing came before it
+        part = slice(start, min(start + chunk, length))
+        alone = whole_prompt(part.stop - part.start)
+        cache = reference.new_kv_cache(CacheSpec(19, 16, 2, 32, torch.float32))
+        own = reference.attend(q[part].float(), k[part].float(), v[part].float(), cache, alone, PARAMS)
+        torch.testing.assert_close(expected[part], own)
+
+    pieces, cache = [0, 1, 50, 99, 100, 101, 228, length], new_cache(ops, length, dtype)
+    for start, stop in itertools.pairwise(pieces):
+        meta = replace(
+            whole,
+            query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32),
+            seq_lens=torch.tensor([stop], dtype=torch.int32),
+            block_table=torch.where(torch.arange(19) * 16 + 15 < start // chunk * chunk, -1, torch.arange(19)).int()[
+                None
+            ],
+            slot_mapping=torch.arange(start, stop),
+        )
+        part = ops.attend(q[start:stop], k[start:stop], v[start:stop], cache, meta, PARAMS)
+        assert torch.equal(part, found[start:stop])

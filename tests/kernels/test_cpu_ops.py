@@ -459,6 +459,7 @@ ROUTERS = {
     "sparsemixer": RouterParams(2, "sparsemixer", threshold=0.4),
     "a narrow sparsemixer": RouterParams(3, "sparsemixer", threshold=0.02),
     "a scale of each expert": RouterParams(3, scale=2.0, expert_scale=draw(MANY, seed=7)),
+    "sigmoid of the chosen": RouterParams(3, "chosen_sigmoid"),
 }
 
 

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.layers.rotary import inverse_frequencies
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.models.registry import find_model
 from penstock.spec.model_config import QueryScale
@@ -343,6 +345,38 @@ BLOOM = {
     "skip_bias_add_qkv": False, "slow_but_exact": False, "torch_dtype": "bfloat16", "unk_token_id": 0,
     "use_cache": True, "vocab_size": 250880,
 }  # fmt: skip
+LLAMA4_SCOUT = {
+    "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "eoi_token_index": 200081,
+    "image_token_index": 200092, "model_type": "llama4",
+    "text_config": {
+        "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760, "model_type": "llama4_text",
+        "no_rope_layers": [], "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48,
+        "num_key_value_heads": 8, "num_local_experts": 16, "output_router_logits": False, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_cache": True,
+        "attn_temperature_tuning": 4, "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True,
+        "vocab_size": 202048,
+    },
+    "torch_dtype": "bfloat16", "vision_config": {"model_type": "llama4_vision_model"},
+}  # fmt: skip
+PHI35_MOE = {
+    "architectures": ["PhiMoEForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_phimoe.PhiMoEForCausalLM"}, "bos_token_id": 1,
+    "eos_token_id": 32000, "hidden_act": "silu", "hidden_dropout": 0.0, "hidden_size": 4096,
+    "initializer_range": 0.02, "input_jitter_noise": 0.01, "intermediate_size": 6400, "lm_head_bias": True,
+    "max_position_embeddings": 131072, "model_type": "phimoe", "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 16,
+    "original_max_position_embeddings": 4096, "output_router_logits": False, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [1.0] * 64, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 4096,
+        "short_factor": [1.0] * 64, "short_mscale": 1.243163121016122, "type": "longrope",
+    },
+    "rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "sliding_window": 131072,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32064,
+}  # fmt: skip
 WHOLE = {
     "BLOOM": (BLOOM, "BloomForCausalLM", 4096),
     "MiniMax-M2": (MINIMAX_M2, "MiniMaxM2ForCausalLM", 3072),
@@ -352,6 +386,7 @@ WHOLE = {
     "SmolLM2": (SMOLLM2, "LlamaForCausalLM", 576),
     "Falcon3": (FALCON3, "LlamaForCausalLM", 2304),
     "gpt-oss-20b": (GPT_OSS, "GptOssForCausalLM", 2880),
+    "Phi-3.5-MoE": (PHI35_MOE, "PhimoeForCausalLM", 4096),
     "Phi-4-mini": (PHI4_MINI, "Phi3ForCausalLM", 3072),
     "Granite 3.3 2B": (GRANITE33, "GraniteForCausalLM", 2048),
     "Granite 4.0 Micro": (GRANITE4_MICRO, "GraniteMoeHybridForCausalLM", 2560),
@@ -371,6 +406,7 @@ WHOLE = {
     "Apertus 8B": (APERTUS, "ApertusForCausalLM", 4096),
 }
 TEXT_PARTS = {
+    "Llama 4 Scout": (LLAMA4_SCOUT, "Llama4ForCausalLM", 5120),
     "Gemma 3 4B": (GEMMA3_4B, "Gemma3ForCausalLM", 2560),
     "Qwen2.5-VL 7B": (QWEN25_VL, "Qwen2ForCausalLM", 3584),
     "Gemma 4 26B-A4B": (GEMMA4_26B, "Gemma4ForCausalLM", 2816),
@@ -380,6 +416,8 @@ TEXT_PARTS = {
     "Ministral 3 8B": (MINISTRAL3_8B, "Ministral3ForCausalLM", 4096),
 }
 WINDOWS = {
+    "Llama 4 Scout": 8192,
+    "Phi-3.5-MoE": 131072,
     "Phi-4-mini": 262144,
     "Command R7B": 4096,
     "StarCoder2 3B": 4096,
@@ -414,6 +452,29 @@ def test_what_routers_and_heads_of_mixtures_do() -> None:
     assert (glm.num_hidden_layers, glm.num_nextn_predict_layers) == (46, 1)
     assert minimax.qk_norm_together
     assert (glm.exact_router, minimax.exact_router) == (True, False)
+
+
+def test_layers_of_llama4() -> None:
+    """Guards against chunks in a layer that sees everything, a factor of queries that rotate, sizes of the other kind
+    of branch, and frequencies of Scout that are interpolated where there is nothing between kept and divided ones."""
+    scout = parse_model_config(LLAMA4_SCOUT)
+    assert scout.layer_windows == (8192, 8192, 8192, None) * 12
+    assert scout.rotary_layers == (True, True, True, False) * 12
+    assert scout.query_scale == QueryScale(beta=0.1, length=8192, offset=1, only_unrotated=True)
+    assert (scout.intermediate_size, scout.moe_intermediate_size, scout.shared_expert_intermediate_size) == (
+        16384, 8192, 8192,
+    )  # fmt: skip
+    assert scout.rope is not None
+    plain = 500000.0 ** -(np.arange(64) / 64)
+    found = inverse_frequencies(scout.rope, 128, np.zeros((1, 1)), is_long=False)
+    turns = 8192 * plain / (2 * np.pi)
+    np.testing.assert_allclose(found, np.where(turns < 1, plain / 16, plain))
+    text = LLAMA4_SCOUT["text_config"]
+    assert isinstance(text, dict)
+    maverick = text | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None}
+    other = parse_model_config(LLAMA4_SCOUT | {"text_config": maverick})
+    assert other.sparse_layers == (False, True) * 24
+    assert (scout.qk_unit_norm, other.qk_unit_norm) == (True, False)
 
 
 def test_sizes_that_a_text_part_leaves_out() -> None:

@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "llama": "llama",
+    "llama4_text": "llama4",
     "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
     "mistral": "llama",
@@ -46,6 +47,7 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "phi3": "phi3",
+    "phimoe": "phimoe",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "olmoe": "olmoe",
@@ -60,6 +62,7 @@ IN_PAIRS = ("arcee", "granite", "llama", "ministral3", "mistral", "mixtral", "sm
 ON_THEIR_SIDE = {  # which matrices are [in, out]
     "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
     "gpt_oss": ("experts.gate_up_proj", "experts.down_proj"),
+    "llama4_text": ("experts.gate_up_proj", "experts.down_proj"),
 }
 # Where a block has numbers in float16, if it is not at its beginning only.
 SCALES = {
@@ -238,11 +241,11 @@ def _converted(name: str, values: np.ndarray, config: Any) -> list[tuple[str, np
         return [(f"{stem}gate_proj{suffix}", values[:, ::2]), (f"{stem}up_proj{suffix}", values[:, 1::2])]
     if name.endswith(("experts.down_proj_bias", "self_attn.sinks")):
         return [(name.replace("_bias", ".bias") if name.endswith("_bias") else f"{name}.weight", values)]
-    if name.endswith("mlp.experts.gate_up_proj"):
+    if name.endswith(".experts.gate_up_proj"):
         gate, up = np.split(values, 2, axis=1)
         stem = name.removesuffix("gate_up_proj")
         return [(f"{stem}gate_proj.weight", gate), (f"{stem}up_proj.weight", up)]
-    if name.endswith("mlp.experts.down_proj"):
+    if name.endswith(".experts.down_proj"):
         return [(f"{name}.weight", values)]
     if kind in IN_PAIRS and part in ("q_proj", "k_proj"):
         count = heads if part == "q_proj" else kv_heads
@@ -270,7 +273,10 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers + getattr(config, "num_nextn_predict_layers", 0))
     default = 4 * config.hidden_size
     writer.add_feed_forward_length(
-        getattr(config, "intermediate_size", None) or getattr(config, "ffn_hidden_size", None) or default
+        getattr(config, "intermediate_size_mlp", None)
+        or getattr(config, "intermediate_size", None)
+        or getattr(config, "ffn_hidden_size", None)
+        or default
     )
     writer.add_head_count(config.num_attention_heads)
     if kind in ("bloom", "falcon", "gpt2"):
@@ -288,12 +294,13 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_rms_eps(getattr(config, EPSILON.get(kind, "rms_norm_eps")))
     if kind in PARTLY_ROTARY:
         writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
-    if kind == "phi3":
+    if kind in ("phi3", "phimoe"):
         writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         writer.add_sliding_window(config.sliding_window or 0)
-        if "attention_factor" in rope:
-            writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        factor = rope.get("attention_factor") or rope.get("short_mscale")
+        if factor is not None:
+            writer.add_rope_scaling_attn_factors(factor)
     else:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -322,15 +329,17 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None) is not None:
             getattr(writer, f"add_{key}")(getattr(config, key))
-    if kind in ("gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
-        is_local = kind in ("gpt_oss", "minimax_m2", "mixtral")
+    if kind in ("gpt_oss", "llama4_text", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"):
+        is_local = kind in ("gpt_oss", "llama4_text", "minimax_m2", "mixtral", "phimoe")
         writer.add_expert_count(config.num_local_experts if is_local else config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     _add_routers(writer, kind, config)
     if kind == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if kind in ("ernie4_5_moe", "glm4_moe", "gpt_oss", "minimax_m2", "qwen2_moe", "qwen3_moe"):
-        inner = config.intermediate_size if kind in ("gpt_oss", "minimax_m2") else config.moe_intermediate_size
+    if kind == "llama4_text":
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    if kind in ("ernie4_5_moe", "glm4_moe", "gpt_oss", "llama4_text", "minimax_m2", "qwen2_moe", "qwen3_moe"):
+        inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
         writer.add_expert_feed_forward_length(inner)
     _add_rope(writer, rope.get("full_attention", rope))
 

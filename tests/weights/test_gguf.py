@@ -54,6 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3-longrope": SIZES | {"head_dim": 16, "original_max_position_embeddings": 32, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 10000.0, "attention_factor": 1.19,
         "short_factor": [1.0] * 8, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0]}},
+    "llama4": SIZES | {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
+               "floor_scale": 8192, "attn_scale": 0.1, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 128},
+    "phimoe": SIZES | {"head_dim": 16, "router_jitter_noise": 0.01, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_mscale": 1.24, "long_mscale": 1.24,
+        "short_factor": [1.0, 1.2] * 4, "long_factor": [2.0] * 8, "original_max_position_embeddings": 512}},
     "falcon-7b": {"hidden_size": 64, "num_attention_heads": 4},
     "falcon-40b": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2},
     "falcon-11b": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "ffn_hidden_size": 96},

@@ -14,6 +14,7 @@ from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz, same_bits
 
 ATTENDED = {FLOAT32: 2e-5, BFLOAT16: 0.03, INT8: 0.03}  # largest error of a result, given the stored values
 SPAN = 2048  # tokens; neighbouring sequences share prefixes of whole spans
+Sight = tuple[int | None, int, bool]  # window, sink tokens, whether windows are chunks
 
 
 def attend(fuzz: Fuzz) -> None:
@@ -33,17 +34,18 @@ def attend(fuzz: Fuzz) -> None:
         paged.store(parts[1][row][:cached], parts[2][row][:cached], paged.slots(row, 0, cached))
     params, window = _params(fuzz, paged.heads), fuzz.random.choice((None, None, 1, 17, 100))
     sinks = fuzz.random.choice((0, 4)) if window else 0
+    sight = window, sinks, fuzz.chance(0.3)
     alone = fuzz.random.randrange(count) if count else None
 
     def step(chosen: list[int]) -> Array:
-        meta = _metadata(paged, chosen, new, window, sinks)
+        meta = _metadata(paged, chosen, new, sight)
         given = [[part[row][lengths[row] - new[row] :] for row in chosen] for part in parts]
         return _attend(paged, meta, params, given)
 
     if alone is not None:
         found = step([alone])
         first = lengths[alone] - new[alone]
-        _compare(paged, alone, found, [parts[0][alone][first:], parts[3][alone][first:]], params, (window, sinks))
+        _compare(paged, alone, found, [parts[0][alone][first:], parts[3][alone][first:]], params, sight)
     whole = step(list(range(count)))
     if alone is not None:
         begin = sum(new[:alone])
@@ -60,15 +62,15 @@ def _params(fuzz: Fuzz, heads: Heads) -> AttentionParams:
     return AttentionParams(scale, softcap, slopes, fuzz.chance(0.5), logits)
 
 
-def _metadata(paged: Paged, chosen: list[int], new: list[int], window: int | None, sinks: int) -> AttentionMetadata:
-    fuzz, lengths = paged.fuzz, [paged.lengths[row] for row in chosen]
+def _metadata(paged: Paged, chosen: list[int], new: list[int], sight: Sight) -> AttentionMetadata:
+    (window, sinks, chunked), fuzz, lengths = paged.fuzz, [paged.lengths[row] for row in chosen]
     starts = np.cumsum([0, *(new[row] for row in chosen)]).astype(INT32)
     slots = [paged.slots(row, paged.lengths[row] - new[row], paged.lengths[row]) for row in chosen]
     arrays = starts, np.array(lengths, dtype=INT32), paged.table[chosen], np.concatenate([np.empty(0, INT64), *slots])
     guarded = [
         fuzz.array(array.astype(kind)).values for array, kind in zip(arrays, (INT32, INT32, INT32, INT64), strict=True)
     ]
-    return AttentionMetadata(*guarded, paged.cache.spec.block_size, window, sinks)
+    return AttentionMetadata(*guarded, paged.cache.spec.block_size, window, sinks, chunked=chunked)
 
 
 def _attend(paged: Paged, meta: AttentionMetadata, params: AttentionParams, given: list[list[Array]]) -> Array:
@@ -91,17 +93,18 @@ def _attend(paged: Paged, meta: AttentionMetadata, params: AttentionParams, give
 
 
 def _compare(
-    paged: Paged, row: int, found: Array, queries: list[Array], params: AttentionParams, sight: tuple[int | None, int]
+    paged: Paged, row: int, found: Array, queries: list[Array], params: AttentionParams, sight: Sight
 ) -> None:
     """Compare the results of one sequence with float64 over the present contents of its cache."""
     q, sink_q = (part.astype(np.float64) for part in queries)
-    (window, sinks), length, heads = sight, paged.lengths[row], paged.heads
+    (window, sinks, chunked), length, heads = sight, paged.lengths[row], paged.heads
     k, v = (np.repeat(part.astype(np.float64), heads.num_heads // heads.num_kv_heads, axis=1)
             for part in paged.load(paged.slots(row, 0, length)))  # fmt: skip
     query, key = np.arange(length - len(q), length)[:, None], np.arange(length)
     seen = key <= query
     if window is not None:
-        seen &= (key > query - window) | (key < sinks)
+        first = query // window * window if chunked else query - window + 1
+        seen &= (key >= first) | (key < sinks)
     s = np.einsum("qhd,khd->hqk", q, k)
     s[..., :sinks] = np.einsum("qhd,khd->hqk", sink_q, k[:sinks])
     bias = 0.0 if params.alibi_slopes is None else params.alibi_slopes[:, None, None].astype(np.float64) * (key - query)

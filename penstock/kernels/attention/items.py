@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from penstock.kernels.tensors import Bools, Int32, Int64
 
 _Number = TypeVar("_Number", int, Int64)
+_Positions = TypeVar("_Positions")
 
 TILE = 64  # L: positions jL .. (j+1)L-1 make a tile
 SPAN_TILES = 32  # C: tiles folded in ascending order before spans are folded
@@ -35,6 +36,16 @@ ROW_METADATA_BYTES = 36  # per row: positions, limits, where its results go
 HEAD_METADATA_BYTES = 4  # per row and head
 MAX_ITEM_ROWS = 192
 INT8_METADATA_BYTES = 64  # int8: a row's scale and sums
+
+
+def first_seen(position: _Positions, window: int, *, chunked: bool) -> _Positions:
+    """Find the first position that a token at `position` sees, besides sink tokens. The position is an integer or an
+    array, and the result below 0 where a window begins before the text.
+
+    chunked: windows are chunks into which the text is cut, and the token sees its own chunk only.
+    """
+    at: Any = position
+    return cast(_Positions, at - at % window if chunked else at - (window - 1))
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -163,6 +174,7 @@ class Sequences:
         group: query heads per kv head.
         window: number of tokens that a row sees, itself included; None where the window hides nothing.
         sinks: number of first tokens that stay visible before the window; 0 without a window.
+        chunked: as in first_seen.
     """
 
     tokens: int
@@ -174,10 +186,18 @@ class Sequences:
     group: int
     window: int | None
     sinks: int
+    chunked: bool
 
     @classmethod
     def of(
-        cls, query_start_loc: Int32, seq_lens: Int32, group: int, sliding_window: int | None, num_sink_tokens: int
+        cls,
+        query_start_loc: Int32,
+        seq_lens: Int32,
+        group: int,
+        sliding_window: int | None,
+        num_sink_tokens: int,
+        *,
+        chunked: bool,
     ) -> "Sequences":
         """Read the arrays of AttentionMetadata."""
         starts, lengths = query_start_loc.astype(np.int64), seq_lens.astype(np.int64)
@@ -186,7 +206,7 @@ class Sequences:
         is_decode = tokens == len(counts) and bool((counts == 1).all())
         hides = sliding_window is not None and len(lengths) > 0 and lengths.max() > sliding_window
         window, sinks = (sliding_window, num_sink_tokens) if hides else (None, 0)
-        return cls(tokens, begins, counts, lengths - counts, lengths, is_decode, group, window, sinks)
+        return cls(tokens, begins, counts, lengths - counts, lengths, is_decode, group, window, sinks, chunked)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,7 +281,7 @@ def _with_tiles(step: Sequences, sequence: Int64, begin: Int64, end: Int64, firs
     tile_end = -(-stop // TILE)
     if step.window is None:
         return RowBlocks(sequence, begin, end, np.zeros_like(tile_end), tile_end)
-    tile_begin = np.maximum(first - (step.window - 1), 0) // TILE
+    tile_begin = np.maximum(first_seen(first, step.window, chunked=step.chunked), 0) // TILE
     sink_end = np.minimum(-(-step.sinks // TILE), tile_begin) if step.sinks else None
     return RowBlocks(sequence, begin, end, tile_begin, tile_end, sink_end)
 

@@ -33,6 +33,7 @@ from penstock.kernels.attention.items import (
     Sequences,
     combines,
     cut,
+    first_seen,
     look_alike,
     ragged,
     row_blocks,
@@ -147,6 +148,7 @@ class Planner:
     sliding_window: int | None = None
     num_sink_tokens: int = 0
     num_cores: int = 1
+    chunked: bool = False
     _plans: dict[tuple[int, bytes, bytes], AttentionPlan] = field(default_factory=dict)  # by what they depend on
     _seen: tuple[int, bytes, bytes] | None = None  # what the last plan depends on; None if it cannot be used again
     _new: "_NewTokens | None" = None  # of the last step with few new tokens per sequence
@@ -157,8 +159,9 @@ class Planner:
         known = None if self._seen is None else self._plans.get(self._seen)
         if known is not None and self._new is not None:
             return replace(known, positions=self._new.positions(seq_lens), staged=self._new.staged(seq_lens))
-        window = self.sliding_window, self.num_sink_tokens
-        made = self._new_plan(Sequences.of(query_start_loc, seq_lens, self.shape.group, *window), block_table)
+        window, group = (self.sliding_window, self.num_sink_tokens), self.shape.group
+        step = Sequences.of(query_start_loc, seq_lens, group, *window, chunked=self.chunked)
+        made = self._new_plan(step, block_table)
         if self._seen is not None:
             if len(self._plans) >= REMEMBERED_PLANS:
                 self._plans.clear()
@@ -197,7 +200,7 @@ class Planner:
         tiles = ((seq_lens - 1) // TILE).tobytes()
         if self.sliding_window is not None:
             # The number of positions that the first new token does not see.
-            hidden = seq_lens - new.counts + (1 - self.sliding_window)
+            hidden = first_seen(seq_lens - new.counts, self.sliding_window, chunked=self.chunked)
             tiles += (hidden // TILE).tobytes() + (hidden > 0).tobytes() + (seq_lens > self.sliding_window).tobytes()
         return tiles
 
@@ -266,11 +269,13 @@ class _NewTokens:
         return staged
 
 
-def steps_with_same_tiles(seq_lens: Int32, sliding_window: int | None) -> Int32:
+def steps_with_same_tiles(seq_lens: Int32, sliding_window: int | None, *, chunked: bool = False) -> Int32:
     """Count the decode steps in which each sequence sees the same tiles, that with lengths seq_lens included: [B]."""
     steps = TILE - (seq_lens - 1) % TILE
     if sliding_window is None:
         return steps
+    if chunked:
+        return np.minimum(steps, sliding_window - (seq_lens - 1) % sliding_window)
     hidden = seq_lens - sliding_window
     return np.minimum(steps, np.where(hidden > 0, TILE - hidden % TILE, 1 - hidden))
 

@@ -235,7 +235,7 @@ def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> PenstockA
     step.max_blocks = meta.block_table.shape[1]
     step.slot_mapping = address_of(meta.slot_mapping)
     step.sliding_window = meta.sliding_window or 0
-    step.num_sink_tokens = meta.num_sink_tokens
+    step.num_sink_tokens, step.chunked = meta.num_sink_tokens, meta.chunked
     step.positions = plan.positions.ctypes.data
     step.items, step.combines = len(plan.items), len(plan.combines)
     step.item = plan.items.ctypes.data

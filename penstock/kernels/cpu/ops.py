@@ -51,6 +51,7 @@ from penstock.kernels.cpu.packed import (
 )
 from penstock.kernels.cpu.sampling import fill_sampling
 from penstock.kernels.metadata import (
+    ROUTER_SCORES,
     AttentionMetadata,
     AttentionParams,
     CacheSpec,
@@ -84,7 +85,7 @@ from penstock.kernels.tensors import (
     is_torch,
 )
 
-SCORES = {name: ABI.constants[f"SCORES_{name.upper()}"] for name in ("softmax", "sigmoid", "sparsemixer")}
+SCORES = {name: ABI.constants[f"SCORES_{name.upper()}"] for name in ROUTER_SCORES}
 KINDS = dict(zip((FLOAT32, BFLOAT16, INT8), ABI.enums["CacheKind"].values(), strict=False))
 SLICES = (2, 3)  # supported for an int8 cache
 CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
@@ -144,7 +145,7 @@ class CpuKVCache:
         Raises:
             ValueError: the type or shape of a tensor is not that of kernels/metadata.py, or a block is missing.
         """
-        key = heads.num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens
+        key = heads.num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens, meta.chunked
         if self._last is not None and self._last[0] is meta and self._last[1] == key:
             planned = self._last[2]
             if planned.plan is not None and self._planners[key].renew(planned.plan, as_array(meta.seq_lens)):
@@ -154,7 +155,8 @@ class CpuKVCache:
         planner = self._planners.get(key)
         if planner is None:
             shape = AttentionShape(heads.num_heads, *self._shape, str(dtype), level)
-            planner = Planner(shape, self.spec.block_size, meta.sliding_window, meta.num_sink_tokens, threads)
+            window = meta.sliding_window, meta.num_sink_tokens
+            planner = Planner(shape, self.spec.block_size, *window, threads, meta.chunked)
             self._planners[key] = planner
         plan = planner.plan(as_array(meta.query_start_loc), as_array(meta.seq_lens), as_array(meta.block_table))
         planned = replace(meta, plan=plan)

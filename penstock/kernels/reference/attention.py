@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.items import first_seen
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, check_block_ids
 from penstock.kernels.reference import quantized_kv as kv
 
@@ -349,7 +350,8 @@ def _attend_group(
         low = max(0, num_keys - n + top + 1 - (meta.sliding_window or 0)) if cuts else 0
         seen = slice(low, num_keys - n + rows.stop)
         row_at, column_at = at[:, None, rows, None], key_at[:, None, None, seen]  # broadcast to [B, 1, n', S']
-        visible = visible_keys(row_at, column_at, meta.sliding_window, meta.num_sink_tokens)
+        window = meta.sliding_window, meta.num_sink_tokens
+        visible = visible_keys(row_at, column_at, *window, chunked=meta.chunked)
         scoring = _scoring(params, row_at, column_at, q.dtype)
         seen_keys = keys[:, seen], values[:, seen]
         if meta.num_sink_tokens:
@@ -362,11 +364,15 @@ def _attend_group(
     return out, lse
 
 
-def visible_keys(at: Tensor, key_at: Tensor, window: int | None, num_sink_tokens: int = 0) -> Tensor:
+def visible_keys(
+    at: Tensor, key_at: Tensor, window: int | None, num_sink_tokens: int = 0, *, chunked: bool = False
+) -> Tensor:
     """Mark the keys that a query sees, given positions that broadcast against each other: those up to its own, within
-    the window or among the sinks. A key at a negative position does not exist."""
+    the window (chunked: as in AttentionMetadata) or among the sinks. A key at a negative position does not exist."""
     visible = (key_at >= 0) & (key_at <= at)
-    return visible if window is None else visible & ((key_at > at - window) | (key_at < num_sink_tokens))
+    if window is None:
+        return visible
+    return visible & ((key_at >= first_seen(at, window, chunked=chunked)) | (key_at < num_sink_tokens))
 
 
 def _scoring(params: AttentionParams, at: Tensor, key_at: Tensor, dtype: torch.dtype) -> Scoring:

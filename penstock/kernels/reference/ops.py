@@ -173,13 +173,15 @@ class ReferenceOps:
         self, logits: Tensor, params: RouterParams, *, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         params.check(logits.shape[1])
-        scores = {"softmax": logits.softmax(dim=-1), "sigmoid": logits.sigmoid(), "sparsemixer": logits}[params.scores]
+        scores = {"softmax": logits.softmax(dim=-1), "sigmoid": logits.sigmoid()}.get(params.scores, logits)
         choice = scores if params.bias is None else scores + params.bias
         if params.groups > 1:
             choice = _best_groups(choice, params)
         ids = _largest(choice, params.top_k)
         mixes = params.scores == "sparsemixer"
         weights = _shares(logits, ids, params.threshold) if mixes else scores.gather(1, ids)
+        if params.scores == "chosen_sigmoid":
+            weights = weights.sigmoid()
         if params.renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=params.min_sum)
         weights = weights * params.scale

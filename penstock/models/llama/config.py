@@ -97,17 +97,14 @@ def read_smollm3(read: ConfigReader) -> Numbers:
     """
     numbers = gated_decoder(read, theta=2e6, tied=True) | attention_biases(read)
     layers, window = numbers["num_hidden_layers"], sliding_window(read, None)
-    period = read.integer("no_rope_layer_interval", 1, MAX_SIZE, 4)
-    rotates = read.raw("no_rope_layers") or [int((index + 1) % period != 0) for index in range(layers)]
-    if not isinstance(rotates, list) or len(rotates) != layers or not all(item in (0, 1) for item in rotates):
-        raise read.fail("no_rope_layers", f"a list of {layers} of 0 and 1")
+    rotates = rotary_pattern(read, layers)
     if not read.boolean("use_sliding_window", False):
         window = None
     harmless(read, "max_window_layers")
     types = ["full_attention" if item or window is None else "sliding_attention" for item in rotates]
     return numbers | {
         "mlp_bias": read.boolean("mlp_bias", False),
-        "rotary_layers": tuple(map(bool, rotates)),
+        "rotary_layers": rotates,
         "layer_windows": windows_by_type(read, layers, window, types),
     }
 
@@ -188,6 +185,15 @@ def read_apertus(read: ConfigReader) -> Numbers:
         "gated_mlp": False,
         "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
     }
+
+
+def rotary_pattern(read: ConfigReader, layers: int) -> tuple[bool, ...]:
+    """Read which layers rotate: all but those that `no_rope_layers` marks with 0, or every fourth without that list."""
+    period = read.integer("no_rope_layer_interval", 1, MAX_SIZE, 4)
+    rotates = read.raw("no_rope_layers") or [int((index + 1) % period != 0) for index in range(layers)]
+    if not isinstance(rotates, list) or len(rotates) != layers or not all(item in (0, 1) for item in rotates):
+        raise read.fail("no_rope_layers", f"a list of {layers} of 0 and 1")
+    return tuple(map(bool, rotates))
 
 
 def attention_biases(read: ConfigReader) -> Numbers:

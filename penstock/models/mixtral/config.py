@@ -22,6 +22,7 @@ from penstock.spec.config_rules import (
 
 MAX_EXPERTS = 2**16
 NEUTRAL = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}  # keys of Qwen3-Coder
+MSCALES = ("short_mscale", "long_mscale")
 TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 
 
@@ -187,6 +188,39 @@ def read_minimax_m2(read: ConfigReader) -> Numbers:
         "moe_intermediate_size": numbers["intermediate_size"],
         "router_bias": 1,
         "router_scores": "sigmoid",
+        "sparse_layers": (True,) * layers,
+    }
+
+
+def read_phimoe(read: ConfigReader) -> Numbers:
+    """Read the numbers of Phi-MoE: layer norms, biases outside of the experts, and SparseMixer as the router."""
+    numbers = gated_decoder(read, theta=1000000.0, own=MSCALES)
+    layers, experts, rope = numbers["num_hidden_layers"], read_experts(read), numbers["rope"]
+    if experts["num_experts_per_tok"] != 2:
+        raise read.fail("num_experts_per_tok", "2 for this architecture")
+    key = "rope_parameters" if read.has("rope_parameters") else "rope_scaling"
+    scaling = read.section(key)
+    if rope.rope_type == "longrope" and scaling is not None:  # these factors, not the usual one
+        short, long = (scaling.number(name, 0.0, MAX_SIZE) for name in MSCALES)
+        if short != long:
+            raise scaling.fail("long_mscale", f"the same as short_mscale = {short:g}")
+        numbers["rope"] = replace(rope, attention_factor=short)
+    elif rope.rope_type != "default":
+        raise read.fail(key, "of rope_type default or longrope for this architecture, or absent")
+    threshold = 2 * read.number("router_jitter_noise", 0.0, 1.0, 0.01)
+    harmless(read, "output_router_logits", "router_aux_loss_coef", "input_jitter_noise")
+    return {
+        **numbers,
+        **experts,
+        **attention_biases(read),
+        "norm": "layer",
+        "norm_bias": True,
+        "lm_head_bias": read.boolean("lm_head_bias", False),
+        "layer_windows": same_windows(read, layers, None),
+        "moe_intermediate_size": numbers["intermediate_size"],
+        "norm_topk_prob": False,
+        "router_scores": "sparsemixer",
+        "router_threshold": threshold,
         "sparse_layers": (True,) * layers,
     }
 

@@ -56,7 +56,9 @@ enum Activation : std::int32_t {
 };
 
 // How a router's logits become scores (RouterParams in kernels/metadata.py).
-enum RouterScores : std::int32_t { SCORES_SOFTMAX = 0, SCORES_SIGMOID = 1, SCORES_SPARSEMIXER = 2 };
+enum RouterScores : std::int32_t {
+    SCORES_SOFTMAX = 0, SCORES_SIGMOID = 1, SCORES_SPARSEMIXER = 2, SCORES_CHOSEN_SIGMOID = 3
+};
 
 // How a weight is stored and what it is multiplied with.
 enum Kind : std::int32_t {
@@ -217,6 +219,7 @@ struct PenstockAttentionStep {
     std::int64_t* slot_mapping;           // [tokens]
     std::int32_t* positions;              // [tokens]
     std::int64_t sliding_window;          // 0: none
+    std::int64_t chunked;                 // 1: the text is cut into windows; 0: the window slides
     std::int64_t num_sink_tokens;
     std::int64_t items, combines;
     const PenstockAttentionItem* item;

@@ -35,6 +35,7 @@ class Item {
           dim_(call.cache.padded_dim),
           window_(call.step.sliding_window),
           sinks_(call.step.num_sink_tokens),
+          chunked_(call.step.chunked != 0),
           length_(call.step.seq_lens[item.sequence]),
           cached_(call.cached_tokens(item.sequence)),
           head_bytes_(query_bytes(call.cache.kind, dim_, call.cache.slices, rows_)),
@@ -81,7 +82,7 @@ class Item {
             earliest = std::min<std::int64_t>(earliest, *low);
             latest = std::max<std::int64_t>(latest, *high);
         }
-        begin_tile_ = window_ > 0 ? std::max<std::int64_t>(earliest - window_ + 1, 0) / TILE : 0;
+        begin_tile_ = window_ > 0 ? std::max<std::int64_t>(first_seen(earliest), 0) / TILE : 0;
         end_tile_ = std::min<std::int64_t>(latest / TILE + 1, std::int64_t{item_.span_end} * SPAN_TILES);
         if (call_.params.slopes == nullptr) return;
         for (std::int64_t head = 0; head < heads_; ++head)
@@ -195,21 +196,26 @@ class Item {
 
     // ---- Visibility
 
+    // With a window: the first position, besides sink tokens, that a row at a position sees. It grows with the position.
+    std::int64_t first_seen(std::int64_t position) const {
+        return chunked_ ? position - position % window_ : position - window_ + 1;
+    }
+
     bool sees(const RowBlock& block, const Keys& keys) const {
         if (keys.begin > block.latest) return false;
-        return window_ == 0 || keys.are_sinks || keys.end > block.earliest - window_ + 1;
+        return window_ == 0 || keys.are_sinks || keys.end > first_seen(block.earliest);
     }
 
     bool sees_all(const RowBlock& block, const Keys& keys) const {
         if (keys.end - keys.begin < TILE || keys.end > block.earliest + 1) return false;
-        return window_ == 0 || keys.are_sinks || keys.begin >= block.latest - window_ + 1;
+        return window_ == 0 || keys.are_sinks || keys.begin >= first_seen(block.latest);
     }
 
     // Whether a token of the tile is hidden from a row of the block. Values after the end of a sequence are finite.
     bool hides_tokens(const RowBlock& block, const Keys& keys, std::int64_t base) const {
         const std::int64_t end = std::min(base + TILE, length_);
         if (keys.begin > base || keys.end < end || block.earliest + 1 < end) return true;
-        return window_ > 0 && !keys.are_sinks && block.latest - window_ + 1 > base;
+        return window_ > 0 && !keys.are_sinks && first_seen(block.latest) > base;
     }
 
     // Set low_ and high_: the visible positions of each row, relative to the first position of the tile.
@@ -217,7 +223,8 @@ class Item {
         const std::int64_t window = keys.are_sinks ? 0 : window_, first = keys.begin - base, last = keys.end - base;
         for (int row = block.first; row < block.first + block.rows; ++row) {
             const std::int64_t end = positions_[row] + std::int64_t{1} - base;
-            low_[row] = static_cast<std::int32_t>(window > 0 ? std::clamp(end - window, first, last) : first);
+            const std::int64_t low = window > 0 ? first_seen(positions_[row]) - base : first;
+            low_[row] = static_cast<std::int32_t>(std::clamp(low, first, last));
             high_[row] = static_cast<std::int32_t>(std::clamp<std::int64_t>(end, 0, last));
         }
     }
@@ -269,6 +276,7 @@ class Item {
     const PenstockAttentionItem& item_;
     const std::int64_t heads_, rows_, dim_;
     const std::int64_t window_, sinks_;              // window_: 0 if none; sinks_: first tokens, always visible
+    const bool chunked_;                            // as in PenstockAttentionStep
     const std::int64_t length_, cached_;            // of the sequence
     const std::int64_t head_bytes_, block_bytes_;   // of operands: per head, per block of rows
     const std::int64_t blocks_;

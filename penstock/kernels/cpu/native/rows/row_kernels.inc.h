@@ -284,7 +284,6 @@ void route(const RouteArgs& a, std::int64_t first, std::int64_t rows, float* scr
         float* weights = a.weights + row * a.top_k;
         const bool valid = score(a, a.logits + row * a.experts, scratch, choice);
         if (valid && a.groups > 1) take_groups(a, choice, scratch + 2 * vectors);
-        float total = 0.0f;
         for (std::int64_t at = 0; at < a.top_k; ++at) {
             std::int64_t id = at;
             float weight = __builtin_nanf("");
@@ -296,8 +295,13 @@ void route(const RouteArgs& a, std::int64_t first, std::int64_t rows, float* scr
             }
             ids[at] = id;
             weights[at] = weight;
-            total += weight;
         }
+        if (a.scores == SCORES_CHOSEN_SIGMOID)
+            each_vector(a.top_k, PENSTOCK_BODY {
+                store_some(weights + i, sigmoid(load_some(weights + i, count)), count);
+            });
+        float total = 0.0f;
+        for (std::int64_t at = 0; at < a.top_k; ++at) total += weights[at];
         if (a.renormalize)
             for (std::int64_t at = 0; at < a.top_k; ++at) weights[at] /= total < a.min_sum ? a.min_sum : total;
         if (a.scale != 1.0f)
